@@ -1,0 +1,104 @@
+"""The error tree. Each class says how far it reaches (scope), its HTTP status and its process exit code."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+Scope = Literal["request", "replica", "process"]
+
+EXIT_OK = 0
+EXIT_CRASH = 1
+EXIT_USAGE = 2
+EXIT_MODEL = 3
+EXIT_ENGINE = 4
+
+
+class PyptoError(Exception):
+    """Base of every error we raise on purpose; `str(error)` is one line meant for the user."""
+
+    scope: ClassVar[Scope] = "process"
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    exit_code: ClassVar[int] = EXIT_CRASH
+
+
+class ConfigError(PyptoError):
+    """An option or configuration value that cannot work."""
+
+    code = "invalid_configuration"
+    exit_code = EXIT_USAGE
+
+
+class ModelError(PyptoError):
+    """A checkpoint that is missing, damaged or not supported."""
+
+    code = "invalid_model"
+    exit_code = EXIT_MODEL
+
+
+class RequestError(PyptoError):
+    """A request that cannot be served as sent. `param` names the offending field."""
+
+    scope: ClassVar[Scope] = "request"
+    status = 400
+    code = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.error_code = code or self.code
+
+
+class ContextLengthError(RequestError):
+    """Prompt and output do not fit the context window."""
+
+    code = "context_length_exceeded"
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class QueueFullError(RequestError):
+    """The waiting queue is full. `retry_after_s` says when to try again."""
+
+    status = 429
+    code = "queue_full"
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestFailedError(RequestError):
+    """The engine gave the request up after it was admitted."""
+
+    status = 500
+    code = "request_failed"
+
+
+class QueueTimeoutError(RequestError):
+    """The request waited in the queue past its deadline."""
+
+    status = 503
+    code = "queue_timeout"
+
+
+class UnavailableError(RequestError):
+    """The engine cannot take requests now: loading, draining, or without a worker."""
+
+    scope = "replica"
+    status = 503
+    code = "unavailable"
+
+
+class EngineDeadError(PyptoError):
+    """The engine gave up: its worker or core kept failing."""
+
+    scope = "replica"
+    status = 503
+    code = "engine_dead"
+    exit_code = EXIT_ENGINE

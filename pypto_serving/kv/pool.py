@@ -1,0 +1,115 @@
+"""BlockPool: owner of the blocks of one KV group."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+NULL_BLOCK = 0
+
+
+class Block:
+    """One allocation unit. A block with a key holds published content and stays findable while it is free."""
+
+    __slots__ = ("key", "ref_count")
+
+    def __init__(self) -> None:
+        self.ref_count = 0
+        self.key: bytes | None = None
+
+
+class BlockPool:
+    """Owns every Block of one group: who refers to it, what it holds, and which free one is used next.
+
+    Free blocks form one queue, evicted from its front: blocks without content first, then published ones, least
+    recently used first. Block 0 is the null block; it is never handed out.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool of {num_blocks} blocks has none to hand out; it needs at least 2")
+        self._blocks = [Block() for _ in range(num_blocks)]
+        self._by_key: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out; the null block does not count."""
+        return len(self._blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content can still be found."""
+        return sum(1 for block_id in self._by_key.values() if block_id in self._free)
+
+    def find(self, key: bytes) -> int | None:
+        """Id of the block that holds `key`. Does not change the pool."""
+        return self._by_key.get(key)
+
+    def is_free(self, block_id: int) -> bool:
+        return block_id in self._free
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference to published blocks."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.ref_count == 0:
+                del self._free[block_id]
+            block.ref_count += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` fresh blocks with one reference each, forgetting what the evicted ones held.
+
+        Raises RuntimeError when fewer are free: callers ask `num_free` first.
+        """
+        if count > len(self._free):
+            raise RuntimeError(f"{count} blocks asked for, {len(self._free)} are free")
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block_id in block_ids:
+            self._forget(block_id)
+            self._blocks[block_id].ref_count = 1
+        return block_ids
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference to each block; the first of `block_ids` is evicted last."""
+        for block_id in reversed(block_ids):
+            block = self._blocks[block_id]
+            if block.ref_count < 1:
+                raise RuntimeError(f"block {block_id} is freed twice")
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self._free[block_id] = None
+                if block.key is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def publish(self, block_id: int, key: bytes) -> None:
+        """Make a complete block findable. A key that another block already holds stays with that one."""
+        block = self._blocks[block_id]
+        if block.key is not None or key in self._by_key:
+            return
+        block.key = key
+        self._by_key[key] = block_id
+
+    def _forget(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.key is not None:
+            if self._by_key.get(block.key) == block_id:
+                del self._by_key[block.key]
+            block.key = None
+
+    def check(self, references: dict[int, int]) -> None:
+        """Assert that reference counts equal `references`, and that free + in use is everything."""
+        for block_id, block in enumerate(self._blocks):
+            assert block.ref_count == references.get(block_id, 0), (
+                f"block {block_id} has {block.ref_count} references, its users hold {references.get(block_id, 0)}"
+            )
+            in_queue = block_id in self._free
+            assert in_queue == (block.ref_count == 0 and block_id != NULL_BLOCK), f"block {block_id} free={in_queue}"
+            if block.key is not None:
+                assert self._by_key.get(block.key) == block_id, f"the key of block {block_id} finds another block"
+        assert all(self._blocks[b].key == key for key, b in self._by_key.items())
+        assert NULL_BLOCK not in references

@@ -1,0 +1,76 @@
+"""Why a request ends, and the RequestOutputs that say so."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.sched.request import Request
+from pypto_serving.types.request import RequestFault, RequestOutput, TokenLogprobs
+from pypto_serving.types.step import RowLogprobs
+from pypto_serving.types.tokens import pack_ids
+
+
+def stop_reason(request: Request, token_id: int, max_model_len: int) -> str | None:
+    """`stop` when the token just appended ends the request, `length` when no more fit, else None."""
+    params = request.source.params
+    if request.num_output_tokens >= params.min_tokens:
+        if token_id in params.stop_token_ids:
+            return "stop"
+        if token_id in request.source.eos_token_ids and not params.ignore_eos:
+            return "stop"
+    if len(request.tokens) >= request.max_tokens(max_model_len):
+        return "length"
+    return None
+
+
+def token_added(request: Request, token_id: int, logprobs: RowLogprobs | None) -> RequestOutput:
+    """The output of one sampled token."""
+    values = None
+    if logprobs is not None:
+        values = [TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs)]
+    return RequestOutput(
+        request_id=request.id,
+        token_ids=pack_ids([token_id]),
+        logprobs=values,
+        num_cached_tokens=max(0, request.num_cached_tokens),
+    )
+
+
+def finished(request: Request, reason: str, fault: RequestFault | None, now_s: float) -> RequestOutput:
+    """The last output of a request."""
+    last = request.tokens[-1]
+    stopped_by_id = reason == "stop" and last in request.source.params.stop_token_ids
+    return RequestOutput(
+        request_id=request.id,
+        finish_reason=reason,
+        stop_token_id=last if stopped_by_id else None,
+        num_cached_tokens=max(0, request.num_cached_tokens),
+        timeline=request.timeline(now_s),
+        fault=fault,
+    )
+
+
+def merged(added: RequestOutput, last: RequestOutput) -> RequestOutput:
+    """`last` with the token of `added`."""
+    return msgspec.structs.replace(last, token_ids=added.token_ids, logprobs=added.logprobs)
+
+
+def too_long(num_tokens: int, config: EngineConfig) -> str:
+    return (
+        f"the prompt has {num_tokens} tokens, the context window {config.max_model_len}, of which at least one is "
+        f"for output; shorten the prompt"
+    )
+
+
+def queue_timeout(request: Request, now_s: float) -> RequestFault:
+    waited_s = now_s - request.source.arrival_s
+    return RequestFault(503, "queue_timeout", f"the request waited {waited_s:.1f} s in the queue; try again later")
+
+
+def crashes_worker(request: Request) -> RequestFault:
+    return RequestFault(
+        500,
+        "request_failed",
+        f"the worker crashed {request.strikes} times while computing this request, the last time alone; it was given up",
+    )

@@ -1,0 +1,128 @@
+"""Request: one sequence on its way through the engine. Changed by the Scheduler only."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+
+import numpy as np
+
+from pypto_serving.types.request import EngineRequest, Timeline
+from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.tokens import pack_ids, unpack_ids
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """Tokens of one sequence and how far they are computed.
+
+    Token intervals, half open:
+
+        [0, num_committed)                      computed and confirmed
+        [num_committed, num_computed_tokens)    computed by steps in flight
+        [num_computed_tokens, num_tokens)       still to be scheduled
+        [len(tokens), num_tokens)               placeholders: being sampled by steps in flight
+
+    `life` counts (re)admissions: results of an earlier life are dropped. `strikes` counts crashed steps that can
+    all be due to the same tokens [suspect_start, suspect_end) of the request; it is 0 once those are committed.
+    """
+
+    __slots__ = (
+        "arrival_order",
+        "first_token_s",
+        "last_step",
+        "life",
+        "num_cached_tokens",
+        "num_committed",
+        "num_computed_tokens",
+        "num_placeholders",
+        "num_preemptions",
+        "prompt_len",
+        "row",
+        "scheduled_s",
+        "source",
+        "status",
+        "strikes",
+        "suspect_end",
+        "suspect_start",
+        "tokens",
+    )
+
+    def __init__(self, source: EngineRequest, arrival_order: int) -> None:
+        self.source = source
+        self.arrival_order = arrival_order
+        self.tokens = array("i", np.asarray(unpack_ids(source.token_ids), dtype=np.int32).tobytes())
+        self.prompt_len = len(self.tokens)
+        self.status = Status.WAITING
+        self.life = 0
+        self.row = -1
+        self.num_committed = 0
+        self.num_computed_tokens = 0
+        self.num_placeholders = 0
+        self.num_cached_tokens = -1
+        self.num_preemptions = 0
+        self.last_step = 0
+        self.strikes = 0
+        self.suspect_start = 0
+        self.suspect_end = 0
+        self.scheduled_s = 0.0
+        self.first_token_s = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.source.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those being sampled."""
+        return len(self.tokens) + self.num_placeholders
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return (self.source.priority, self.arrival_order)
+
+    def strike(self, start: int, end: int) -> None:
+        """A step that computed tokens [start, end) crashed.
+
+        What crashes a kernel lies in every crashed interval; one apart from the others starts the count anew.
+        """
+        if self.strikes and start < self.suspect_end and self.suspect_start < end:
+            self.strikes += 1
+            start, end = max(start, self.suspect_start), min(end, self.suspect_end)
+        else:
+            self.strikes = 1
+        self.suspect_start, self.suspect_end = start, end
+
+    def max_tokens(self, max_model_len: int) -> int:
+        """Length in tokens at which the request ends at the latest."""
+        limit = self.source.params.max_tokens
+        return max_model_len if limit is None else min(max_model_len, self.prompt_len + limit)
+
+    def row_sampling(self) -> RowSampling:
+        """The part of the sampling parameters that the worker's row needs."""
+        params, source = self.source.params, self.source
+        banned = {*source.eos_token_ids, *params.stop_token_ids} if params.min_tokens else set()
+        return RowSampling(
+            temperature=params.temperature,
+            top_k=max(0, params.top_k),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=source.seed,
+            choice=source.choice,
+            min_tokens=params.min_tokens,
+            banned_ids=pack_ids(sorted(banned)),
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        )
+
+    def timeline(self, now_s: float) -> Timeline:
+        return Timeline(self.source.arrival_s, self.scheduled_s, self.first_token_s, now_s, self.num_preemptions)

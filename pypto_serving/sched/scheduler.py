@@ -1,0 +1,461 @@
+"""Scheduler: owner of all Requests; lets computed tokens catch up with known ones, step by step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.errors import ConfigError
+from pypto_serving.kv.manager import BlockIds, KVCacheManager, Match
+from pypto_serving.sched import outputs
+from pypto_serving.sched.queue import WaitingQueue
+from pypto_serving.sched.request import Request, Status
+from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
+from pypto_serving.types.step import NewRow, RowLogprobs, StepPlan, StepResult
+from pypto_serving.types.tokens import pack_ids, unpack_ids
+
+ALONE_STRIKES = 2
+MAX_STRIKES = 3
+SPARE_BLOCKS = 0.01
+"""Share of each pool that admission leaves free, so that those already running can grow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """Tokens [start, start + count) of a request's life, in one step; `samples` when they reach its last token."""
+
+    request: Request
+    life: int
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan in the making, then in flight."""
+
+    step_id: int
+    budget: int
+    scheduled: list[Scheduled] = field(default_factory=list)
+    requests: set[str] = field(default_factory=set)
+    preempted: set[str] = field(default_factory=set)
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_blocks: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; `max_step_rows` is the largest batch seen."""
+
+    num_steps: int = 0
+    step_tokens: int = 0
+    step_rows: int = 0
+    max_step_rows: int = 0
+    num_preemptions: int = 0
+    num_solo_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class Scheduler:
+    """Owns every Request from `add` to its last output, the rows lent to them, and the steps in flight.
+
+    `plan()` and `commit()` alternate, up to `config.depth` plans ahead; results come back in order. Time enters
+    as an argument. The same calls give the same plans.
+    """
+
+    def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
+        self.config = config
+        self.kv = kv
+        self.counters = Counters()
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._running: dict[str, Request] = {}
+        self._in_flight: deque[Step] = deque()
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._dropped_rows: list[int] = []
+        self._num_arrived = 0
+        self._num_planned = 0
+        self._prompt_had_turn = False
+        self._suspects: set[str] = set()
+        self._require_room(config.num_blocks)
+
+    def worker_ready(self, num_blocks: tuple[int, ...], fingerprint: bytes) -> None:
+        """A worker offers empty KV pools. Raises ConfigError when they cannot hold the longest request."""
+        assert not self._running and not self._in_flight
+        self._require_room(num_blocks)
+        self.kv.open(num_blocks, fingerprint)
+
+    def _require_room(self, available: tuple[int, ...]) -> None:
+        config, step_tokens = self.config, self.config.max_num_batched_tokens * self.config.depth
+        for group, num_blocks in zip(config.groups, available, strict=True):
+            needed = group.max_live_blocks(config.max_model_len, step_tokens)
+            if needed > num_blocks - 1:
+                raise ConfigError(
+                    f"KV group {group.name} has {num_blocks - 1} blocks, a request of {config.max_model_len} tokens "
+                    f"needs {needed}; raise --kv-memory or lower --max-model-len"
+                )
+
+    # Requests come and go.
+
+    def add(self, source: EngineRequest) -> RequestOutput | None:
+        """Queue a request; returns its last output at once if it can never be served."""
+        fault = self._unservable(source)
+        if fault is not None:
+            return RequestOutput(request_id=source.request_id, finish_reason="error", fault=fault)
+        self._num_arrived += 1
+        request = Request(source, self._num_arrived)
+        self._requests[request.id] = request
+        self._waiting.push(request)
+        return None
+
+    def _unservable(self, source: EngineRequest) -> RequestFault | None:
+        num_tokens = len(source.token_ids) // 4
+        if source.request_id in self._requests:
+            return RequestFault(400, "duplicate_request", f"request id {source.request_id} is in use")
+        if num_tokens == 0:
+            return RequestFault(400, "empty_prompt", "the prompt has no tokens; send at least one")
+        if num_tokens >= self.config.max_model_len:
+            return RequestFault(400, "context_length_exceeded", outputs.too_long(num_tokens, self.config))
+        return None
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End requests at once and give back what they hold; unknown ids are ignored."""
+        known = [self._requests[i] for i in request_ids if i in self._requests]
+        return [self._finish(request, "abort") for request in known]
+
+    def _finish(
+        self, request: Request, reason: str, fault: RequestFault | None = None, now_s: float = 0.0
+    ) -> RequestOutput:
+        """The one way out of the registry: rows, blocks, queues and the entry itself are given back."""
+        self._leave(request)
+        self._waiting.remove(request)
+        self._suspects.discard(request.id)
+        request.status = Status.FINISHED
+        self.kv.forget(request.id)
+        del self._requests[request.id]
+        return outputs.finished(request, reason, fault, now_s)
+
+    def _leave(self, request: Request) -> None:
+        """Take a request off its row; what it has in flight belongs to a past life."""
+        if request.status is not Status.RUNNING:
+            return
+        del self._running[request.id]
+        self._dropped_rows.append(request.row)
+        self._free_rows.append(request.row)
+        request.life += 1
+        request.row = -1
+        request.num_committed = request.num_computed_tokens = request.num_placeholders = 0
+        self.kv.release(request.id)
+
+    def _back_to_waiting(self, request: Request) -> None:
+        self._leave(request)
+        request.status = Status.WAITING
+        self._waiting.push(request)
+
+    # Planning.
+
+    def plan(self, now_s: float) -> tuple[StepPlan | None, list[RequestOutput]]:
+        """Decide one step: its plan, or None if nothing can run, and last outputs of requests that timed out."""
+        expired = [
+            self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
+            for request in self._waiting.take_expired(now_s)
+        ]
+        step = Step(
+            self._num_planned + 1,
+            self.config.max_num_batched_tokens,
+            new_blocks=[[] for _ in self.kv.groups],
+        )
+        if self._suspects:
+            self._schedule_alone(step, now_s)
+        else:
+            self._schedule_running(step)
+            self._admit_waiting(step, now_s)
+        return (self._dispatch(step) if step.scheduled else None), expired
+
+    def _schedule_running(self, step: Step) -> None:
+        """Decodes first, least recently served first; then prompts in order of arrival."""
+        decodes, prompts = [], []
+        for request in self._running.values():
+            missing = self._missing(request)
+            if missing == 1:
+                decodes.append(request)
+            elif missing > 1:
+                prompts.append(request)
+        decodes.sort(key=lambda r: (r.last_step, r.order))
+        prompts.sort(key=lambda r: r.order)
+        decode_budget = step.budget - self._prompt_share(step, prompts)
+        for request in decodes[: max(0, decode_budget)]:
+            self._schedule(step, request)
+        for request in prompts:
+            self._schedule(step, request)
+        self._prompt_had_turn = any(entry.count > 1 for entry in step.scheduled)
+
+    def _prompt_share(self, step: Step, prompts: list[Request]) -> int:
+        """Tokens of the budget that decodes leave to prompts, so that neither starves.
+
+        Without chunked prefill a prompt needs room for all of itself, granted in every other step.
+        """
+        head = prompts[0] if prompts else self._waiting.peek()
+        if head is None or not (prompts or self._free_rows):
+            return 0
+        if not self.config.enable_chunked_prefill:
+            return 0 if self._prompt_had_turn else head.num_tokens
+        return min(step.budget - 1, max(1, step.budget // 8))
+
+    def _chunk(self, step: Step, missing: int) -> int:
+        """Tokens of `missing` that fit into the step, 0 if they have to wait."""
+        budget = step.budget
+        if not self.config.enable_chunked_prefill:
+            return missing if missing <= budget else 0
+        threshold = self.config.long_prefill_token_threshold
+        return min(missing, budget, threshold) if threshold else min(missing, budget)
+
+    def _schedule(self, step: Step, request: Request, anyone: bool = False) -> None:
+        """Add a running request's next tokens, preempting others for its blocks if there is no other way."""
+        if request.status is not Status.RUNNING:
+            return
+        count = self._chunk(step, self._missing(request))
+        if count == 0:
+            return
+        blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
+        while blocks is None:
+            victim = self._victim(step, request, anyone)
+            if victim is None:
+                return
+            self._preempt(step, victim)
+            blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
+        for pairs, added in zip(step.new_blocks, blocks, strict=True):
+            for block_id in added:
+                pairs += (request.row, block_id)
+        self._enter(step, request, count)
+
+    def _missing(self, request: Request) -> int:
+        """Tokens that can be computed now. The last token of a request is sampled but never computed."""
+        last = request.max_tokens(self.config.max_model_len) - 1
+        return min(request.num_tokens, last) - request.num_computed_tokens
+
+    def _victim(self, step: Step, request: Request, anyone: bool) -> Request | None:
+        """Who gives way to `request`: the last in order of those behind it that this step does not serve.
+
+        A request never preempts itself or one before it, so the first in order always gets on. With `anyone`
+        every other request may be taken.
+        """
+        candidates = [
+            other
+            for other in self._running.values()
+            if other is not request and other.id not in step.requests and (anyone or other.order > request.order)
+        ]
+        return max(candidates, key=lambda r: r.order, default=None)
+
+    def _preempt(self, step: Step, victim: Request) -> None:
+        """Take all blocks of a request; it resumes later by computing prompt and output again."""
+        assert victim.id not in step.requests
+        self.counters.num_preemptions += 1
+        victim.num_preemptions += 1
+        step.preempted.add(victim.id)
+        self._back_to_waiting(victim)
+
+    def _enter(self, step: Step, request: Request, count: int) -> None:
+        start = request.num_computed_tokens
+        request.num_computed_tokens += count
+        samples = request.num_computed_tokens == request.num_tokens
+        if samples:
+            request.num_placeholders += 1
+        request.last_step = step.step_id
+        step.budget -= count
+        step.requests.add(request.id)
+        step.scheduled.append(Scheduled(request, request.life, start, count, samples))
+
+    def _admit_waiting(self, step: Step, now_s: float) -> None:
+        """Start waiting requests in order until rows, budget or blocks run out."""
+        while step.budget > 0 and self._free_rows:
+            request = self._waiting.peek()
+            if request is None or request.id in step.preempted or not self._admit(step, request, now_s):
+                return
+
+    def _admit(self, step: Step, request: Request, now_s: float) -> bool:
+        match = self.kv.match(request.id, request.tokens, request.source.cache_salt)
+        count = self._chunk(step, request.num_tokens - match.num_tokens)
+        if count == 0:
+            return False
+        spare = SPARE_BLOCKS if self._running else 0.0
+        step_tokens = self.config.max_num_batched_tokens * self.config.depth
+        if not self.kv.fits(request.id, match, request.num_tokens, step_tokens, spare):
+            return False
+        blocks = self.kv.reserve(request.id, match.num_tokens + count, match)
+        if blocks is None:
+            return False
+        self._start(step, request, match, blocks, now_s)
+        self._enter(step, request, count)
+        return True
+
+    def _start(self, step: Step, request: Request, match: Match, blocks: BlockIds, now_s: float) -> None:
+        """Give a waiting request a row and take over what the cache holds of it."""
+        self._waiting.remove(request)
+        request.status = Status.RUNNING
+        request.row = self._free_rows.pop()
+        request.num_committed = request.num_computed_tokens = match.num_tokens
+        self._running[request.id] = request
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = match.num_tokens
+            request.scheduled_s = now_s
+            self.counters.prefix_queries += request.prompt_len
+            self.counters.prefix_hits += match.num_tokens
+            self.counters.prompt_tokens += request.prompt_len
+        step.new_rows.append(
+            NewRow(
+                row=request.row,
+                token_ids=request.tokens.tobytes(),
+                prompt_len=request.prompt_len,
+                num_computed=match.num_tokens,
+                blocks=tuple(pack_ids(ids) for ids in blocks),
+                sampling=request.row_sampling(),
+            )
+        )
+
+    def _schedule_alone(self, step: Step, now_s: float) -> None:
+        """While requests are suspected of crashing the worker, run one of them with nobody beside it."""
+        suspect = min((self._requests[i] for i in self._suspects), key=lambda r: r.order)
+        self.counters.num_solo_steps += 1
+        if suspect.status is Status.RUNNING:
+            self._schedule(step, suspect, anyone=True)
+            return
+        while not self._admit(step, suspect, now_s):
+            victim = self._victim(step, suspect, anyone=True)
+            if victim is None:
+                return
+            self._preempt(step, victim)
+
+    def _dispatch(self, step: Step) -> StepPlan:
+        self._num_planned = step.step_id
+        self._in_flight.append(step)
+        self._count(step)
+        plan = StepPlan(
+            step_id=step.step_id,
+            epoch=0,
+            rows=pack_ids([entry.request.row for entry in step.scheduled]),
+            num_tokens=pack_ids([entry.count for entry in step.scheduled]),
+            new_rows=step.new_rows,
+            new_blocks=tuple(pack_ids(pairs) for pairs in step.new_blocks),
+            drops=pack_ids(self._dropped_rows),
+        )
+        self._dropped_rows.clear()
+        return plan
+
+    def _count(self, step: Step) -> None:
+        counters = self.counters
+        counters.num_steps += 1
+        counters.step_rows = len(step.scheduled)
+        counters.step_tokens = sum(entry.count for entry in step.scheduled)
+        counters.max_step_rows = max(counters.max_step_rows, counters.step_rows)
+
+    # Results.
+
+    def commit(self, result: StepResult, now_s: float) -> list[RequestOutput]:
+        """Take in the result of the oldest step in flight; returns what it added to each request.
+
+        Raises RuntimeError when the result is of another step. Rows of requests that left meanwhile are ignored.
+        """
+        step = self._in_flight.popleft()
+        if result.step_id != step.step_id:
+            raise RuntimeError(f"result of step {result.step_id} where step {step.step_id} was due")
+        sampled = dict(zip(unpack_ids(result.rows).tolist(), unpack_ids(result.token_ids).tolist(), strict=True))
+        logprobs = {entry.row: entry for entry in result.logprobs}
+        added = []
+        for entry in step.scheduled:
+            request = entry.request
+            if request.status is not Status.RUNNING or request.life != entry.life:
+                continue
+            self._advance(entry)
+            if entry.samples:
+                values = logprobs.get(request.row)
+                added.append(self._append(request, sampled[request.row], values, now_s))
+        return added
+
+    def _advance(self, entry: Scheduled) -> None:
+        request = entry.request
+        request.num_committed = entry.start + entry.count
+        self.kv.commit(request.id, request.tokens, request.num_committed)
+        if request.strikes and request.num_committed >= request.suspect_end:
+            request.strikes = 0
+            self._suspects.discard(request.id)
+
+    def _append(self, request: Request, token_id: int, logprobs: RowLogprobs | None, now_s: float) -> RequestOutput:
+        request.tokens.append(token_id)
+        request.num_placeholders -= 1
+        self.counters.generation_tokens += 1
+        if not request.first_token_s:
+            request.first_token_s = now_s
+        output = outputs.token_added(request, token_id, logprobs)
+        reason = outputs.stop_reason(request, token_id, self.config.max_model_len)
+        if reason is None:
+            return output
+        return outputs.merged(output, self._finish(request, reason, now_s=now_s))
+
+    def worker_lost(self, now_s: float) -> list[RequestOutput]:
+        """The device and all steps in flight are gone: everybody waits again with nothing computed.
+
+        Requests of the step that crashed get a strike; at the third they fail. Returns their last outputs.
+        """
+        crashed = self._in_flight[0].scheduled if self._in_flight else []
+        struck = [entry for entry in crashed if entry.life == entry.request.life and entry.request.row >= 0]
+        self._in_flight.clear()
+        for request in list(self._running.values()):
+            self._back_to_waiting(request)
+        self._dropped_rows.clear()
+        return [output for entry in struck if (output := self._strike(entry, now_s)) is not None]
+
+    def _strike(self, entry: Scheduled, now_s: float) -> RequestOutput | None:
+        request = entry.request
+        request.strike(entry.start, entry.start + entry.count)
+        if request.strikes >= MAX_STRIKES:
+            return self._finish(request, "error", outputs.crashes_worker(request), now_s)
+        if request.strikes >= ALONE_STRIKES:
+            self._suspects.add(request.id)
+        else:
+            self._suspects.discard(request.id)
+        return None
+
+    def fail_all(self, fault: RequestFault, now_s: float) -> list[RequestOutput]:
+        """Give every request up."""
+        return [self._finish(request, "error", fault, now_s) for request in list(self._requests.values())]
+
+    # Views.
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not committed."""
+        return len(self._in_flight)
+
+    def check(self) -> None:
+        """Assert that rows, queues, registry and KV agree."""
+        rows = [request.row for request in self._running.values()]
+        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), "rows leaked"
+        assert len(self._requests) == len(self._running) + len(self._waiting), "a request is in no queue"
+        assert len(self.kv) <= len(self._requests), "the KV manager remembers finished requests"
+        assert self._suspects <= self._requests.keys()
+        for request in self._running.values():
+            assert request.num_committed <= request.num_computed_tokens <= request.num_tokens
+            assert len(request.tokens) <= request.max_tokens(self.config.max_model_len)
+        for request in self._waiting:
+            assert request.num_computed_tokens == 0 and request.row < 0
+        self.kv.check()

@@ -1,0 +1,99 @@
+"""What a KV cache is made of: groups of layers that share one id space of blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from pypto_serving.errors import ConfigError
+
+GroupKind = Literal["full", "sliding_window", "compressed", "rolling_state"]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
+
+
+class KVTensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a group, present in each of `layers`: a row of `row_shape` for every `ratio` source tokens.
+
+    `folded_from` names the rolling-state group whose rows a compressed entry is folded from, if there is one.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    dtype: str
+    row_shape: tuple[int, ...]
+    ratio: int = 1
+    folded_from: str = ""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in one layer."""
+        return math.prod(self.row_shape) * DTYPE_BYTES[self.dtype]
+
+
+class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that are addressed by one block table. A block holds `block_size` source tokens of every layer.
+
+    | kind           | a query at position p reads                  | needed to resume at n tokens            |
+    |----------------|----------------------------------------------|-----------------------------------------|
+    | full           | rows [0, p]                                  | all blocks of [0, n)                    |
+    | compressed     | entries w < (p + 1) // ratio                 | all blocks of [0, n)                    |
+    | sliding_window | rows [max(0, p - window + 1), p]             | blocks of [max(0, n - window + 1), n)   |
+    | rolling_state  | rows [p // period * period - overlap, p]     | blocks of [n // period * period - overlap, n), if n is not a multiple of period or overlap > 0 |
+
+    `window` is in tokens and counts the query itself. `period` and `overlap` are in tokens. `key_lookahead` is
+    the number of tokens after a block that its content depends on. Raises ConfigError for impossible values.
+    """
+
+    name: str
+    kind: GroupKind
+    tensors: tuple[KVTensorSpec, ...]
+    block_size: int
+    window: int = 0
+    period: int = 0
+    overlap: int = 0
+    key_lookahead: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"KV group {self.name}: block size {self.block_size} must be at least 1")
+        for tensor in self.tensors:
+            if tensor.ratio < 1 or self.block_size % tensor.ratio:
+                raise ConfigError(
+                    f"KV group {self.name}: block size {self.block_size} must be a multiple of the compress ratio "
+                    f"{tensor.ratio} of {tensor.name}; choose a multiple of {tensor.ratio}"
+                )
+        if self.kind == "sliding_window" and self.window < 1:
+            raise ConfigError(f"KV group {self.name}: a sliding window of {self.window} tokens must be at least 1")
+        if self.kind == "rolling_state" and (self.period < 1 or self.period % self.block_size):
+            raise ConfigError(
+                f"KV group {self.name}: period {self.period} must be a positive multiple of block size {self.block_size}"
+            )
+
+    @property
+    def keeps_history(self) -> bool:
+        """True where every block of a sequence stays needed until the request ends."""
+        return self.kind in ("full", "compressed")
+
+    def first_needed(self, num_tokens: int) -> int:
+        """First position whose row must exist before the token at position `num_tokens` can be computed."""
+        if self.kind == "sliding_window":
+            return max(0, num_tokens - self.window + 1)
+        if self.kind == "rolling_state":
+            return max(0, num_tokens // self.period * self.period - self.overlap)
+        return 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers of the group."""
+        return sum(len(t.layers) * (self.block_size // t.ratio) * t.row_bytes for t in self.tensors)
+
+    def max_live_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Most blocks a request of `num_tokens` holds at once when up to `step_tokens` are computed uncommitted."""
+        total = -(-num_tokens // self.block_size)
+        if self.keeps_history:
+            return total
+        live = self.window - 1 if self.kind == "sliding_window" else self.period - 1 + self.overlap
+        return min(total, -(-(live + step_tokens) // self.block_size) + 1)

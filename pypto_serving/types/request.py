@@ -1,0 +1,119 @@
+"""The wire between the API process and the engine core."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.stats import StepStats
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One sequence to continue. `token_ids` is the prompt as int32 bytes, never empty.
+
+    `params.n` is 1 here: choices are separate requests with the same `seed` and their own `choice`. Times are
+    seconds of the host's monotonic clock; a request still waiting at `deadline_s` is refused.
+    """
+
+    request_id: str
+    token_ids: bytes
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    choice: int = 0
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+
+
+class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    requests: list[EngineRequest]
+
+
+class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """Ends requests that nobody waits for any more; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class ShutdownCore(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """Stops the core at once; its worker ends with it."""
+
+
+ToCore = AddRequests | AbortRequests | ShutdownCore
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural log-probabilities of one output token, before temperature and filters.
+
+    `top_ids` (int32) and `top_logprobs` (float32) are the most likely tokens, best first.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: bytes = b""
+    top_logprobs: bytes = b""
+
+
+class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """When a request passed its stations, in seconds of the host's monotonic clock."""
+
+    arrival_s: float
+    scheduled_s: float
+    first_token_s: float
+    finished_s: float
+    num_preemptions: int = 0
+
+
+class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why the engine gave a request up: an HTTP status, a short code and one line for the user."""
+
+    status: int
+    code: str
+    message: str
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """What one committed step added to a request. `finish_reason` is set in the last one only."""
+
+    request_id: str
+    token_ids: bytes = b""
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    timeline: Timeline | None = None
+    fault: RequestFault | None = None
+
+
+class CoreOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+    outputs: list[RequestOutput]
+    stats: StepStats
+
+
+class CoreProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """How far a starting worker is: `done` of `total` units of `phase`."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """A worker took up its work. `num_blocks` per KV group, `epoch` counts worker lives from 1."""
+
+    epoch: int
+    worker_pid: int
+    num_blocks: tuple[int, ...]
+    load_s: float
+
+
+class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The replica is at fault and will not recover by itself."""
+
+    message: str
+    exit_code: int
+
+
+FromCore = CoreOutputs | CoreProgress | CoreReady | CoreFailed

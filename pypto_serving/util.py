@@ -1,0 +1,105 @@
+"""Small tools without state of their own: clocks, stable hashes, lazy registries, size parsing.
+
+Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+GIB = 1 << 30
+_SIZE_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": GIB,
+    "ti": 1 << 40,
+}
+
+
+class Clock(Protocol):
+    """A source of seconds that never go back."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary start."""
+
+
+class MonotonicClock:
+    """The system's monotonic clock, which all processes of one host share."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class VirtualClock:
+    """A clock that moves only when told to; drives schedulers and tests in simulated time."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        """Move forward; raises ValueError for a negative step."""
+        if seconds < 0:
+            raise ValueError(f"a clock cannot go back by {-seconds} s")
+        self._now_s += seconds
+
+
+def hash128(*parts: bytes) -> bytes:
+    """16-byte BLAKE2b of length-prefixed parts: the same in every process and on every machine."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Smallest integer not below numerator / denominator."""
+    return -(-numerator // denominator)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `512MiB`, `2GiB`, `1.5e9` or `4096`; raises ValueError when it is none."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKmMgGtT]?i?)[bB]?\s*", text)
+    if match is None or match[2].lower() not in _SIZE_UNITS:
+        raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 2GiB")
+    return int(float(match[1]) * _SIZE_UNITS[match[2].lower()])
+
+
+def format_size(num_bytes: float) -> str:
+    """`num_bytes` with a binary unit and three significant digits, such as `1.25 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} TiB"
+
+
+class LazyRegistry:
+    """Names mapped to `module:attribute`, imported on first use."""
+
+    def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
+        self._kind = kind
+        self._targets = dict(targets)
+
+    def names(self) -> list[str]:
+        return sorted(self._targets)
+
+    def load(self, name: str) -> Any:
+        """The attribute behind `name`; raises KeyError that lists what exists."""
+        if name not in self._targets:
+            raise KeyError(f"unknown {self._kind} {name!r}; there are: {', '.join(self.names())}")
+        module, attribute = self._targets[name].split(":")
+        return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,78 @@
+"""Runner: executes plans on a program and samples."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from pypto_serving.backend.base import Int32Array, Program, StepBuffers, StepOutput
+from pypto_serving.types.step import RowLogprobs, StepPlan, StepResult, WorkerHello
+from pypto_serving.types.tokens import pack_ids
+from pypto_serving.worker.batch import PackedStep, RowBatch
+
+if TYPE_CHECKING:
+    from pypto_serving.worker.sampler import Sampler
+
+
+class PlanExecutor(Protocol):
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
+def _host_sampler() -> Sampler:
+    from pypto_serving.worker.sampler import Sampler
+
+    return Sampler()
+
+
+def hello(program: Program, epoch: int, load_s: float) -> WorkerHello:
+    """What this worker tells the core about its program."""
+    return WorkerHello(
+        epoch=epoch,
+        pid=os.getpid(),
+        groups=program.groups,
+        num_blocks=program.num_blocks,
+        limits=program.limits,
+        fingerprint=program.fingerprint,
+        load_s=load_s,
+    )
+
+
+class Runner:
+    """Owns the persistent rows and drives the program one plan at a time."""
+
+    def __init__(self, program: Program, buffers: StepBuffers) -> None:
+        self.program = program
+        self.batch = RowBatch(program.groups, program.limits, buffers)
+        self._sampler = None if program.limits.samples_on_device else _host_sampler()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Any error it raises is the device's: the caller ends the worker."""
+        started_s = time.perf_counter()
+        step = self.batch.pack(plan)
+        output = self.program.run(step.inputs)
+        token_ids, logprobs = self._choose(step, output)
+        self.batch.advance(step, token_ids)
+        elapsed_s = output.virtual_s if output.virtual_s is not None else time.perf_counter() - started_s
+        return StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            rows=pack_ids(step.sampling_rows),
+            token_ids=pack_ids(token_ids),
+            logprobs=logprobs,
+            elapsed_s=elapsed_s,
+        )
+
+    def _choose(self, step: PackedStep, output: StepOutput) -> tuple[Int32Array, list[RowLogprobs]]:
+        rows = step.sampling_rows
+        if output.token_ids is not None:
+            return output.token_ids, []
+        if len(rows) == 0:
+            return np.empty(0, dtype=np.int32), []
+        assert output.logits is not None and self._sampler is not None
+        batch = self.batch
+        sampling = [entry for row in rows if (entry := batch.sampling[row]) is not None]
+        positions = batch.num_tokens[rows]
+        return self._sampler.sample(output.logits, rows, sampling, positions, positions - batch.prompt_len[rows])

@@ -1,0 +1,137 @@
+"""Worker deaths by the rules: nothing is lost, nothing twice, and a request that kills workers fails alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
+from pypto_serving.types.step import StepPlan
+from pypto_serving.types.tokens import unpack_ids
+from tests.simulation import Simulation, null_config
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(1000), k=length)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("groups", [plain_groups(), deepseek_v4_groups()], ids=["plain", "deepseek_v4"])
+def test_requests_continue_after_many_deaths(groups, depth) -> None:  # type: ignore[no-untyped-def]
+    simulation = Simulation(null_config(groups, num_blocks=200, depth=depth))
+    rng = random.Random(depth)
+    steps_to_live = [5]
+
+    def dies(plan: StepPlan) -> bool:
+        steps_to_live[0] -= 1
+        if steps_to_live[0] > 0:
+            return False
+        steps_to_live[0] = rng.randrange(4, 12)
+        return True
+
+    simulation.executor.die_if = dies
+    requests = [simulation.add(prompt(rng.randrange(1, 90), i), max_tokens=40) for i in range(12)]
+    simulation.run()
+    assert simulation.executor.num_deaths > 5
+    assert simulation.core.stats(0.0).num_respawns == simulation.executor.num_deaths
+    for request_id in requests:
+        simulation.assert_correct(request_id)
+        assert len(simulation.tokens[request_id]) == 40
+
+
+def kills(simulation: Simulation, poison: int) -> None:
+    """Make every step die that computes the token `poison`."""
+    holders: dict[int, list[int]] = {}
+
+    def dies(plan: StepPlan) -> bool:
+        for new in plan.new_rows:
+            holders[new.row] = [*unpack_ids(new.token_ids)[new.num_computed :]]
+        poisoned = False
+        for row, count in zip(unpack_ids(plan.rows), unpack_ids(plan.num_tokens), strict=True):
+            tokens = holders.get(int(row), [])
+            poisoned |= poison in tokens[:count]
+            holders[int(row)] = tokens[count:]
+        return poisoned
+
+    simulation.executor.die_if = dies
+
+
+def test_a_request_that_crashes_every_step_it_is_in_fails_alone() -> None:
+    simulation = Simulation(null_config())
+    kills(simulation, poison=5000)
+    good = [simulation.add(prompt(10, i), max_tokens=30) for i in range(6)]
+    bad = simulation.add([*prompt(4), 5000], max_tokens=30)
+    more = [simulation.add(prompt(10, 50 + i), max_tokens=30) for i in range(3)]
+    simulation.run()
+    fault = simulation.last[bad].fault
+    assert fault is not None and fault.status == 500
+    assert not simulation.tokens[bad]
+    assert simulation.executor.num_deaths == 3
+    assert simulation.counters.num_solo_steps > 0
+    for request_id in good + more:
+        assert simulation.last[request_id].fault is None
+        assert len(simulation.tokens[request_id]) == 30
+        simulation.assert_correct(request_id)
+
+
+def test_a_strike_is_forgiven_once_the_request_gets_past_the_crash() -> None:
+    simulation = Simulation(null_config())
+    deaths_due_at = [20, 19, 18, 8]
+
+    def dies(plan: StepPlan) -> bool:
+        if deaths_due_at and simulation.counters.generation_tokens == deaths_due_at[-1]:
+            deaths_due_at.pop()
+            return True
+        return False
+
+    simulation.executor.die_if = dies
+    request_id = simulation.add(prompt(10), max_tokens=40)
+    simulation.run()
+    assert simulation.executor.num_deaths == 4
+    assert simulation.counters.num_solo_steps == 0
+    simulation.assert_correct(request_id)
+
+
+def test_late_aborts_and_new_requests_between_lives() -> None:
+    simulation = Simulation(null_config())
+    first, second = simulation.add(prompt(10), max_tokens=30), simulation.add(prompt(11), max_tokens=30)
+    while len(simulation.tokens[first]) < 5:
+        simulation.turn()
+    simulation.executor.die_if = lambda plan: simulation.executor.num_deaths == 0
+    while not simulation.executor.num_deaths:
+        simulation.turn()
+    simulation.abort(second)
+    third = simulation.add(prompt(12), max_tokens=30)
+    simulation.run()
+    assert simulation.last[second].finish_reason == "abort"
+    simulation.assert_correct(first)
+    simulation.assert_correct(third)
+    assert len(simulation.tokens[first]) == len(simulation.tokens[third]) == 30
+
+
+def test_a_new_life_trusts_no_cached_block() -> None:
+    simulation = Simulation(null_config())
+    simulation.add(prompt(64), max_tokens=2)
+    simulation.run()
+    hits = simulation.counters.prefix_hits
+    simulation.executor.die_if = lambda plan: simulation.executor.num_deaths == 0
+    again = simulation.add(prompt(64), max_tokens=2)
+    simulation.run()
+    simulation.assert_correct(again)
+    assert simulation.executor.num_deaths == 1
+    assert simulation.counters.prefix_hits == hits + 48, "the hit counted before the death stays, no other is made"
+
+
+def test_the_replica_fails_its_requests_when_the_executor_gives_up() -> None:
+    from pypto_serving.engine.executor import GaveUp
+
+    simulation = Simulation(null_config())
+    request_id = simulation.add(prompt(10), max_tokens=30)
+    while not simulation.tokens[request_id]:
+        simulation.turn()
+    simulation.executor.poll = lambda now_s: [GaveUp("out of luck", 4)]  # type: ignore[method-assign]
+    simulation.turn()
+    fault = simulation.last[request_id].fault
+    assert fault is not None and fault.status == 503 and "out of luck" in fault.message
+    assert simulation.core.stopping

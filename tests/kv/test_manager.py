@@ -1,0 +1,184 @@
+"""KVCacheManager: all-or-nothing growth, publication, and the hit rule against a brute-force oracle."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
+from pypto_serving.errors import ConfigError
+from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
+from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+
+
+def ids(*values: int) -> array[int]:
+    return array("i", values)
+
+
+def tensor(ratio: int = 1) -> KVTensorSpec:
+    return KVTensorSpec(name="t", layers=(0,), dtype="float32", row_shape=(1,), ratio=ratio)
+
+
+def group(kind: str, block_size: int, **values: int) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec(name=kind, kind=kind, block_size=block_size, tensors=(tensor(),), **values)  # type: ignore[arg-type]
+
+
+def manager(groups: tuple[KVCacheGroupSpec, ...], num_blocks: int = 64) -> KVCacheManager:
+    return KVCacheManager(groups, (num_blocks,) * len(groups))
+
+
+def compute(kv: KVCacheManager, request_id: str, tokens: array[int]) -> int:
+    """Let a request match, grow and commit in one go; returns the tokens it found cached."""
+    match = kv.match(request_id, tokens)
+    assert kv.reserve(request_id, len(tokens), match) is not None
+    kv.commit(request_id, tokens, len(tokens))
+    return match.num_tokens
+
+
+def test_growth_is_all_or_nothing_over_the_groups() -> None:
+    groups = (group("full", 4), group("sliding_window", 4, window=8))
+    kv = KVCacheManager(groups, (64, 3))
+    kv.match("a", ids(*range(20)))
+    assert kv.reserve("a", 12) is None
+    assert kv.num_blocks_in_use() == (0, 0), "a group kept blocks although another had none"
+    assert kv.reserve("a", 8) is not None
+    kv.check()
+
+
+def test_a_fully_cached_prompt_leaves_one_token_to_compute() -> None:
+    kv = manager(plain_groups(4))
+    tokens = ids(*range(16))
+    compute(kv, "a", tokens)
+    kv.forget("a")
+    assert kv.match("b", tokens) == Match(12)
+    assert kv.match("c", ids(*range(17))) == Match(16)
+
+
+def test_hits_are_shared_and_survive_the_first_owner() -> None:
+    kv = manager(plain_groups(4))
+    assert compute(kv, "a", ids(*range(16))) == 0
+    assert compute(kv, "b", ids(*range(12), 99, 98, 97)) == 12
+    assert kv.table("a")[0][:3] == kv.table("b")[0][:3]
+    kv.forget("a")
+    kv.check()
+    assert compute(kv, "c", ids(*range(12), 50)) == 12
+    assert kv.num_blocks_in_use() == (5,)
+
+
+def test_salt_separates_tenants() -> None:
+    kv = manager(plain_groups(4))
+    compute(kv, "a", ids(*range(16)))
+    assert kv.match("b", ids(*range(16)), cache_salt="other") == NO_MATCH
+
+
+def test_groups_do_not_find_each_others_keys() -> None:
+    kv = manager((group("full", 4), group("compressed", 4)))
+    compute(kv, "a", ids(*range(8)))
+    keys = [set(pool._by_key) for pool in kv._pools]
+    assert keys[0] and keys[1] and keys[0].isdisjoint(keys[1])
+
+
+def test_release_of_a_preempted_request_lets_it_find_its_own_blocks() -> None:
+    kv = manager(plain_groups(4))
+    tokens = ids(*range(14))
+    compute(kv, "a", tokens)
+    kv.release("a")
+    assert kv.num_blocks_in_use() == (0,)
+    assert kv.match("a", tokens) == Match(12)
+
+
+def test_window_blocks_are_given_back_once_out_of_reach() -> None:
+    kv = manager((group("sliding_window", 4, window=6),))
+    tokens = ids(*range(40))
+    kv.match("a", tokens)
+    for end in range(4, 41, 4):
+        kv.reserve("a", end)
+        kv.commit("a", tokens, end)
+    table = kv.table("a")[0]
+    assert table[:8] == [0] * 8
+    assert all(table[8:])
+    kv.check()
+
+
+def test_a_block_smaller_than_the_compress_ratio_is_refused() -> None:
+    with pytest.raises(ConfigError, match="block size 2 must be a multiple of the compress ratio 4"):
+        KVCacheGroupSpec(name="c", kind="compressed", block_size=2, tensors=(tensor(ratio=4),))
+
+
+def test_deepseek_v4_hit_needs_the_blocks_that_its_caches_need() -> None:
+    """At 128-aligned n: all cmp and idx blocks, one ori, one csa_state, one csa_inner_state, no hca_state."""
+    groups = deepseek_v4_groups()
+    kv = manager(groups, 200)
+    tokens = ids(*range(300))
+    compute(kv, "a", tokens[:256])
+    match = kv.match("b", tokens)
+    assert match == Match(256)
+    blocks = kv.reserve("b", 256, match)
+    assert blocks is not None
+    live = {g.name: sum(1 for b in table if b) for g, table in zip(groups, blocks, strict=True)}
+    assert live == {"ori": 1, "cmp": 2, "idx": 2, "hca_state": 0, "csa_state": 1, "csa_inner_state": 1}
+
+
+GROUPS = st.lists(
+    st.one_of(
+        st.builds(lambda b: group("full", b), st.sampled_from([1, 2, 4, 8])),
+        st.builds(lambda b, m: group("compressed", b * m), st.sampled_from([1, 2]), st.sampled_from([2, 4])),
+        st.builds(lambda b, w: group("sliding_window", b, window=w), st.sampled_from([1, 2, 4]), st.integers(1, 9)),
+        st.builds(
+            lambda b, k, o: group("rolling_state", b, period=b * k, overlap=o * b),
+            st.sampled_from([1, 2, 4]),
+            st.integers(1, 3),
+            st.integers(0, 2),
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+).map(lambda groups: tuple(g.__class__(**{**_fields(g), "name": f"g{i}"}) for i, g in enumerate(groups)))
+
+
+def _fields(g: KVCacheGroupSpec) -> dict[str, object]:
+    return {name: getattr(g, name) for name in g.__struct_fields__}
+
+
+def longest_accepted_by_all(kv: KVCacheManager, request_id: str, num_tokens: int) -> int:
+    """The definition: the largest n < num_tokens that every group accepts, found by trying each one."""
+    for n in range(num_tokens - 1, 0, -1):
+        if all(_accepts(kv, g, request_id, n) for g in range(len(kv.groups))):
+            return n
+    return 0
+
+
+def _accepts(kv: KVCacheManager, g: int, request_id: str, n: int) -> bool:
+    spec, keys = kv.groups[g], kv._sequences[request_id].chains[g].keys
+    if n % spec.block_size:
+        return False
+    needed = range(n) if spec.keeps_history else range(spec.first_needed(n), n)
+    return all(kv._pools[g].find(keys[position // spec.block_size]) is not None for position in needed)
+
+
+@settings(max_examples=300, deadline=None)
+@given(GROUPS, st.data())
+def test_match_equals_the_brute_force_oracle(groups: tuple[KVCacheGroupSpec, ...], data: st.DataObject) -> None:
+    kv = KVCacheManager(groups, tuple(data.draw(st.integers(12, 40), label="blocks") for _ in groups))
+    for i in range(data.draw(st.integers(2, 6), label="requests")):
+        prefix = data.draw(st.integers(0, 24), label="prefix")
+        tail = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=12), label="tail")
+        tokens = ids(*range(prefix), *tail)
+        match = kv.match(f"r{i}", tokens)
+        assert match.num_tokens == longest_accepted_by_all(kv, f"r{i}", len(tokens))
+        end = match.num_tokens
+        while end < len(tokens):
+            end = min(len(tokens), end + data.draw(st.integers(1, 9), label="chunk"))
+            if kv.reserve(f"r{i}", end, match) is None:
+                break
+            kv.commit(f"r{i}", tokens, end)
+        kv.check()
+        if data.draw(st.booleans(), label="leave"):
+            kv.forget(f"r{i}")
+    for i in range(6):
+        kv.forget(f"r{i}")
+    kv.check()
+    assert kv.num_blocks_in_use() == (0,) * len(groups)

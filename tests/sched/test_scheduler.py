@@ -1,0 +1,269 @@
+"""The scheduler on the null backend: every answer is compared with what a correct engine answers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
+from pypto_serving.errors import ConfigError
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tokens import unpack_ids
+from tests.simulation import Simulation, null_config
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 1000 + length).choices(range(1000), k=length)
+
+
+def run_all(simulation: Simulation) -> None:
+    simulation.run()
+    for request_id in simulation.prompts:
+        simulation.assert_correct(request_id)
+
+
+def test_requests_share_steps() -> None:
+    simulation = Simulation(null_config())
+    for i in range(8):
+        simulation.add(prompt(10, i), max_tokens=20)
+    run_all(simulation)
+    assert simulation.counters.max_step_rows == 8
+    assert simulation.counters.num_steps < 8 * 20, "requests ran one after the other"
+
+
+def test_chunked_prefill_computes_each_prompt_token_once() -> None:
+    simulation = Simulation(null_config(max_num_batched_tokens=16, enable_prefix_caching=False))
+    simulation.add(prompt(100), max_tokens=1)
+    run_all(simulation)
+    counts = [int(unpack_ids(plan.num_tokens).sum()) for plan in simulation.executor.plans]
+    assert counts == [16] * 6 + [4]
+
+
+def test_long_prefill_threshold_bounds_a_chunk() -> None:
+    simulation = Simulation(null_config(long_prefill_token_threshold=10))
+    simulation.add(prompt(45), max_tokens=1)
+    run_all(simulation)
+    assert max(int(unpack_ids(p.num_tokens).max()) for p in simulation.executor.plans) == 10
+
+
+def test_without_chunked_prefill_prompts_stay_whole_and_neither_side_starves() -> None:
+    config = null_config(enable_chunked_prefill=False, max_num_batched_tokens=256, num_blocks=200)
+    simulation = Simulation(config)
+    for i in range(10):
+        simulation.add(prompt(200, i), max_tokens=20)
+    run_all(simulation)
+    sizes = {int(n) for plan in simulation.executor.plans for n in unpack_ids(plan.num_tokens)}
+    assert sizes == {1, 200}
+    assert simulation.counters.max_step_rows > 1
+
+
+def test_a_fully_cached_prompt_still_decodes() -> None:
+    simulation = Simulation(null_config())
+    simulation.add(prompt(64), max_tokens=4)
+    run_all(simulation)
+    again = simulation.add(prompt(64), max_tokens=4)
+    run_all(simulation)
+    assert simulation.last[again].num_cached_tokens == 48
+    assert len(simulation.tokens[again]) == 4
+
+
+def test_preempted_requests_recompute_what_they_emitted() -> None:
+    simulation = Simulation(null_config(num_blocks=18, max_model_len=256))
+    requests = [simulation.add(prompt(40, i), max_tokens=100) for i in range(6)]
+    run_all(simulation)
+    assert simulation.counters.num_preemptions > 0
+    assert all(len(simulation.tokens[r]) == 100 for r in requests)
+    assert max(o.timeline.num_preemptions for o in simulation.last.values() if o.timeline) > 0
+
+
+def test_preemption_is_bounded_and_the_oldest_is_never_a_victim() -> None:
+    simulation = Simulation(null_config(num_blocks=18, max_model_len=256, enable_prefix_caching=False))
+    requests = [simulation.add(prompt(30, i), max_tokens=120) for i in range(12)]
+    run_all(simulation)
+    timelines = [simulation.last[r].timeline for r in requests]
+    preemptions = [t.num_preemptions for t in timelines if t is not None]
+    assert sum(preemptions) > 0
+    assert preemptions[0] == 0
+    assert max(preemptions) <= 8
+    computed = sum(int(unpack_ids(p.num_tokens).sum()) for p in simulation.executor.plans)
+    assert computed < 3 * sum(30 + 120 for _ in requests), "most of the work was thrown away"
+
+
+def test_a_victim_is_never_in_the_step_that_preempts_it() -> None:
+    simulation = Simulation(null_config(num_blocks=18))
+    for i in range(8):
+        simulation.add(prompt(20, i), max_tokens=80)
+    run_all(simulation)
+    assert simulation.counters.num_preemptions > 0
+    for plan in simulation.executor.plans:
+        rows = unpack_ids(plan.rows).tolist()
+        assert len(rows) == len(set(rows))
+        entering = {new.row for new in plan.new_rows}
+        assert set(unpack_ids(plan.drops).tolist()) & set(rows) <= entering
+
+
+def test_decodes_go_on_while_a_long_prompt_is_computed() -> None:
+    simulation = Simulation(null_config(max_num_batched_tokens=16))
+    decoding = simulation.add(prompt(8), max_tokens=60)
+    for _ in range(6):
+        simulation.turn()
+    simulation.add(prompt(200, 1), max_tokens=1)
+    before = len(simulation.executor.plans)
+    run_all(simulation)
+    steps = simulation.executor.plans[before : before + 12]
+    assert all(1 in unpack_ids(plan.num_tokens).tolist() for plan in steps), "a decode waited for the prompt"
+    assert len(simulation.tokens[decoding]) == 60
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7])
+def test_a_budget_below_the_batch_serves_everybody_in_turn(budget: int) -> None:
+    simulation = Simulation(null_config(max_num_batched_tokens=budget, num_blocks=200))
+    requests = [simulation.add(prompt(3, i), max_tokens=20) for i in range(16)]
+    run_all(simulation)
+    assert all(len(simulation.tokens[r]) == 20 for r in requests)
+
+
+def test_max_model_len_ends_a_request() -> None:
+    simulation = Simulation(null_config(max_model_len=64))
+    request_id = simulation.add(prompt(50), max_tokens=None)
+    run_all(simulation)
+    assert len(simulation.tokens[request_id]) == 14
+    assert simulation.last[request_id].finish_reason == "length"
+
+
+def test_a_prompt_longer_than_the_window_is_refused_with_both_lengths() -> None:
+    simulation = Simulation(null_config(max_model_len=64))
+    request_id = simulation.add(prompt(64))
+    simulation.run()
+    fault = simulation.last[request_id].fault
+    assert fault is not None and fault.status == 400 and "64 tokens" in fault.message
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    simulation = Simulation(null_config())
+    request_id = simulation.add([])
+    simulation.run()
+    fault = simulation.last[request_id].fault
+    assert fault is not None and fault.status == 400
+
+
+def test_stop_token_ends_a_request_and_min_tokens_delays_it() -> None:
+    simulation = Simulation(null_config())
+    answer = Simulation(null_config())
+    reference = answer.add(prompt(5), max_tokens=10)
+    answer.run()
+    stop = answer.tokens[reference][3]
+    params = SamplingParams(max_tokens=10, stop_token_ids=(stop,))
+    stopped = simulation.add(prompt(5), params=params)
+    eos = simulation.add(prompt(5), params=SamplingParams(max_tokens=10), eos_token_ids=(stop,))
+    ignoring = simulation.add(prompt(5), params=SamplingParams(max_tokens=10, ignore_eos=True), eos_token_ids=(stop,))
+    late = simulation.add(prompt(5), params=SamplingParams(max_tokens=10, min_tokens=5), eos_token_ids=(stop,))
+    run_all(simulation)
+    assert [len(simulation.tokens[r]) for r in (stopped, eos, ignoring)] == [4, 4, 10]
+    assert len(simulation.tokens[late]) > 4
+    assert (simulation.last[stopped].stop_token_id, simulation.last[eos].stop_token_id) == (stop, None)
+
+
+def test_finished_requests_leave_the_registry() -> None:
+    simulation = Simulation(null_config())
+    for i in range(50):
+        simulation.add(prompt(5, i), max_tokens=2)
+    run_all(simulation)
+    scheduler = simulation.core.scheduler
+    assert not scheduler._requests and len(scheduler.kv) == 0
+    assert len(scheduler._waiting._heap) == 0
+
+
+def test_a_queue_timeout_fails_the_request_alone() -> None:
+    simulation = Simulation(null_config(max_num_seqs=1))
+    first = simulation.add(prompt(5), max_tokens=50)
+    late = simulation.add(prompt(5, 1), max_tokens=50, deadline_s=simulation.clock.now() + 0.1)
+    patient = simulation.add(prompt(5, 2), max_tokens=50, deadline_s=simulation.clock.now() + 100)
+    run_all(simulation)
+    fault = simulation.last[late].fault
+    assert fault is not None and fault.status == 503
+    assert len(simulation.tokens[first]) == len(simulation.tokens[patient]) == 50
+
+
+def test_priority_goes_before_arrival() -> None:
+    simulation = Simulation(null_config(max_num_seqs=1))
+    low = simulation.add(prompt(5), max_tokens=5, priority=1)
+    high = simulation.add(prompt(5, 1), max_tokens=5, priority=0)
+    run_all(simulation)
+    assert list(simulation.last) == [high, low]
+
+
+def test_step_messages_do_not_grow_with_the_context() -> None:
+    simulation = Simulation(null_config(num_blocks=600, max_model_len=8192, max_num_batched_tokens=4096))
+    simulation.add(prompt(4000), max_tokens=3)
+    run_all(simulation)
+    for plan in simulation.executor.plans[1:]:
+        assert not plan.new_rows
+        assert sum(map(len, plan.new_blocks)) <= 8
+
+
+def test_a_pool_too_small_for_one_request_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="--kv-memory"):
+        Simulation(null_config(num_blocks=10, max_model_len=1024))
+
+
+def test_aborts_in_queue_prefill_and_decode_free_everything_at_once() -> None:
+    simulation = Simulation(null_config(max_num_seqs=2, max_num_batched_tokens=16))
+    decoding, prefilling, queued = (simulation.add(prompt(n, n), max_tokens=50) for n in (4, 200, 5))
+    while not simulation.tokens[decoding]:
+        simulation.turn()
+    scheduler = simulation.core.scheduler
+    assert scheduler.num_running == 2 and scheduler.num_waiting == 1
+    simulation.abort(decoding, prefilling, queued, "unknown")
+    simulation.turn()
+    assert not scheduler.has_work
+    assert scheduler.kv.num_blocks_in_use() == (0,)
+    assert {o.finish_reason for o in simulation.last.values()} == {"abort"}
+    simulation.run()
+
+
+GROUP_SETS = {
+    "plain": (plain_groups(), (24,)),
+    "deepseek_v4": (deepseek_v4_groups(), (8, 6, 6, 60, 60, 60)),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(GROUP_SETS)),
+    depth=st.integers(1, 3),
+    budget=st.sampled_from([3, 16, 64]),
+    caching=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_random_traffic_with_aborts_and_deaths(kind: str, depth: int, budget: int, caching: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    groups, num_blocks = GROUP_SETS[kind]
+    config = null_config(
+        groups, num_blocks, depth=depth, max_num_batched_tokens=budget, enable_prefix_caching=caching, max_num_seqs=5
+    )
+    simulation = Simulation(config)
+    shared = prompt(180, seed)
+    for _ in range(rng.randrange(4, 16)):
+        tail = prompt(rng.randrange(1, 40), rng.randrange(100))
+        simulation.add(shared[: rng.randrange(len(shared))] + tail, max_tokens=rng.randrange(1, 30))
+        for _ in range(rng.randrange(8)):
+            simulation.turn()
+            simulation.core.check()
+        if rng.random() < 0.2:
+            simulation.abort(rng.choice(list(simulation.prompts)))
+    run_all(simulation)
+
+
+def test_the_property_runs_meet_hits_and_preemptions() -> None:
+    """The random traffic above would prove little if nothing happened in it."""
+    for groups, num_blocks in GROUP_SETS.values():
+        simulation = Simulation(null_config(groups, num_blocks, max_num_seqs=5))
+        for i in range(12):
+            simulation.add(prompt(180)[: 60 + 10 * i] + prompt(5, i), max_tokens=40)
+        run_all(simulation)
+        assert simulation.counters.prefix_hits > 0
+        assert simulation.counters.num_preemptions > 0

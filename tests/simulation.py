@@ -1,0 +1,162 @@
+"""A replica without processes: engine core, null worker and client in one thread, in virtual time."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pypto_serving.backend.base import StepBuffers
+from pypto_serving.backend.null import NullBackend, next_token, plain_groups
+from pypto_serving.config import EngineConfig
+from pypto_serving.engine.core import EngineCore
+from pypto_serving.engine.executor import Event, WorkerDown
+from pypto_serving.ipc import MemoryChannel
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.request import AbortRequests, AddRequests, EngineRequest, FromCore, RequestOutput, ToCore
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.util import VirtualClock
+from pypto_serving.worker.runner import Runner, hello
+
+VOCAB_SIZE = 1000
+
+
+def null_config(
+    groups: tuple[KVCacheGroupSpec, ...] = plain_groups(), num_blocks: int | tuple[int, ...] = 64, **changes: Any
+) -> EngineConfig:
+    """A configuration of the null backend; `num_blocks` counts the null block."""
+    if isinstance(num_blocks, int):
+        num_blocks = (num_blocks,) * len(groups)
+    values: dict[str, Any] = {
+        "model": "",
+        "backend": "null",
+        "dtype": "bfloat16",
+        "vocab_size": VOCAB_SIZE,
+        "groups": groups,
+        "num_blocks": num_blocks,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "backend_options": {"seconds_per_step": 0.01, "seconds_per_token": 0.001},
+    }
+    return EngineConfig(**(values | changes))
+
+
+class InlineExecutor:
+    """Runs plans in the core's own thread, one per poll, on a runner that dies when told to."""
+
+    def __init__(self, config: EngineConfig, clock: VirtualClock) -> None:
+        self.config = config
+        self.clock = clock
+        self.epoch = 0
+        self.plans: list[StepPlan] = []
+        self.num_deaths = 0
+        self.die_if: Callable[[StepPlan], bool] = lambda plan: False
+        self._sent: list[StepPlan] = []
+        self._runner: Runner | None = None
+
+    def poll(self, now_s: float) -> list[Event]:
+        if self._runner is None:
+            return [self._start()]
+        if not self._sent:
+            return []
+        plan = self._sent.pop(0)
+        if self.die_if(plan):
+            return [self.kill()]
+        return [self._run(plan)]
+
+    def _start(self) -> Event:
+        self.epoch += 1
+        program = NullBackend(self.config).prepare(lambda phase, done, total: None)
+        self._runner = Runner(program, StepBuffers.in_host_memory(self.config.groups, self.config.limits))
+        return hello(program, self.epoch, 0.0)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        assert self._runner is not None
+        result = self._runner.execute(plan)
+        self.clock.advance(result.elapsed_s)
+        return result
+
+    def kill(self) -> WorkerDown:
+        """End the worker's life; what it was sent is lost."""
+        self.num_deaths += 1
+        self._runner = None
+        self._sent.clear()
+        return WorkerDown("killed by the test")
+
+    def send(self, plan: StepPlan) -> None:
+        assert plan.step_id == (self.plans[-1].step_id + 1 if self.plans else 1)
+        self.plans.append(plan)
+        self._sent.append(plan)
+
+    def stop(self) -> None:
+        self._runner = None
+
+
+class Simulation:
+    """A core, its executor and a client that remembers all outputs."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.clock = VirtualClock(1.0)
+        self.executor = InlineExecutor(config, self.clock)
+        self.client, core_end = MemoryChannel.pair(FromCore, ToCore)
+        self.core = EngineCore(config, core_end, self.executor, self.clock)
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.last: dict[str, RequestOutput] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self._ids = itertools.count()
+
+    @property
+    def counters(self) -> Any:
+        return self.core.scheduler.counters
+
+    def add(self, prompt: Sequence[int], max_tokens: int | None = 8, **changes: Any) -> str:
+        """Send a request; returns its id."""
+        params = changes.pop("params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request_id = changes.pop("request_id", None) or f"r{next(self._ids)}"
+        self.prompts[request_id] = list(prompt)
+        request = EngineRequest(
+            request_id=request_id, token_ids=pack_ids(prompt), params=params, arrival_s=self.clock.now(), **changes
+        )
+        self.client.send(AddRequests([request]))
+        return request_id
+
+    def abort(self, *request_ids: str) -> None:
+        self.client.send(AbortRequests(list(request_ids)))
+
+    def turn(self) -> None:
+        """One turn of the core, then take in what it says."""
+        self.core.turn()
+        while (message := self.client.receive()) is not None:
+            for output in getattr(message, "outputs", []):
+                self.tokens[output.request_id] += unpack_ids(output.token_ids).tolist()
+                if output.finish_reason is not None:
+                    assert output.request_id not in self.last, "a request ended twice"
+                    self.last[output.request_id] = output
+
+    def run(self, max_turns: int = 20_000) -> None:
+        """Turn until every request ended; then every owner must be clean."""
+        for _ in range(max_turns):
+            self.turn()
+            if not self.core.scheduler.has_work and self.prompts.keys() <= self.last.keys():
+                break
+        else:
+            raise AssertionError(f"not finished after {max_turns} turns: {self.prompts.keys() - self.last.keys()}")
+        self.core.check()
+        assert self.core.scheduler.kv.usage() == (0.0,) * len(self.config.groups)
+
+    def expected(self, request_id: str, num_tokens: int) -> list[int]:
+        """What a correct engine answers."""
+        history = list(self.prompts[request_id])
+        for _ in range(num_tokens):
+            history.append(next_token(self.config.groups, history, self.config.vocab_size))
+        return history[len(self.prompts[request_id]) :]
+
+    def assert_correct(self, request_id: str) -> None:
+        """The answer equals the oracle's, token by token."""
+        answer = self.tokens[request_id]
+        assert answer == self.expected(request_id, len(answer)), request_id
