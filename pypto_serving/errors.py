@@ -19,7 +19,7 @@ class PyptoError(Exception):
     scope: ClassVar[Scope] = "process"
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
-    exit_code: ClassVar[int] = EXIT_CRASH
+    exit_code: int = EXIT_CRASH
 
 
 class ConfigError(PyptoError):
@@ -101,4 +101,7 @@ class EngineDeadError(PyptoError):
     scope = "replica"
     status = 503
     code = "engine_dead"
-    exit_code = EXIT_ENGINE
+
+    def __init__(self, message: str, exit_code: int = EXIT_ENGINE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -72,5 +72,6 @@ def crashes_worker(request: Request) -> RequestFault:
     return RequestFault(
         500,
         "request_failed",
-        f"the worker crashed {request.strikes} times while computing this request, the last time alone; it was given up",
+        f"the worker crashed {request.strikes} times while computing this request, at last with nothing beside it; "
+        "it was given up",
     )

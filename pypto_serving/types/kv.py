@@ -41,7 +41,7 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     | full           | rows [0, p]                                  | all blocks of [0, n)                    |
     | compressed     | entries w < (p + 1) // ratio                 | all blocks of [0, n)                    |
     | sliding_window | rows [max(0, p - window + 1), p]             | blocks of [max(0, n - window + 1), n)   |
-    | rolling_state  | rows [p // period * period - overlap, p]     | blocks of [n // period * period - overlap, n), if n is not a multiple of period or overlap > 0 |
+    | rolling_state  | rows [p // period * period - overlap, p]     | blocks of [n // period * period - overlap, n) |
 
     `window` is in tokens and counts the query itself. `period` and `overlap` are in tokens. `key_lookahead` is
     the number of tokens after a block that its content depends on. Raises ConfigError for impossible values.
@@ -69,7 +69,8 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"KV group {self.name}: a sliding window of {self.window} tokens must be at least 1")
         if self.kind == "rolling_state" and (self.period < 1 or self.period % self.block_size):
             raise ConfigError(
-                f"KV group {self.name}: period {self.period} must be a positive multiple of block size {self.block_size}"
+                f"KV group {self.name}: period {self.period} must be a positive multiple of the "
+                f"block size {self.block_size}"
             )
 
     @property

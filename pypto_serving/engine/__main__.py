@@ -1,0 +1,47 @@
+"""`python -m pypto_serving.engine FD`: the engine core process; FD is its end of the control pipe."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from pypto_serving.engine.core import EngineCore
+from pypto_serving.engine.executor import ProcessExecutor
+from pypto_serving.errors import EXIT_OK, PyptoError
+from pypto_serving.ipc import Parent, ZmqChannel
+from pypto_serving.types.request import ToCore
+from pypto_serving.types.start import CoreStart
+from pypto_serving.util import MonotonicClock
+
+
+def run(start: CoreStart) -> None:
+    """Turn until told to stop, sleeping while nothing happens."""
+    logging.basicConfig(
+        level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s core: %(message)s", datefmt="%H:%M:%S"
+    )
+    channel: ZmqChannel[ToCore] = ZmqChannel(start.address, ToCore, bind=False)
+    executor = ProcessExecutor(start.config)
+    try:
+        core = EngineCore(start.config, channel, executor, MonotonicClock())
+        while True:
+            core.turn()
+            if core.stopping:
+                break
+            executor.wait(channel.socket, start.config.faults.heartbeat_s)
+    finally:
+        executor.stop()
+    channel.close(linger_s=1.0)
+
+
+def main() -> int:
+    parent: Parent[CoreStart] = Parent(int(sys.argv[1]), CoreStart)
+    try:
+        run(parent.start)
+    except PyptoError as error:
+        parent.fault(str(error), error.exit_code)
+        return error.exit_code
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

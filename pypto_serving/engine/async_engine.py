@@ -1,0 +1,243 @@
+"""AsyncEngine: the API process's half of a replica; admits requests, streams outputs, watches the core."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.engine.client import Health
+from pypto_serving.engine.stream import OutputStream
+from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
+from pypto_serving.ipc import Child, ChildFault, ipc_address, remove_address
+from pypto_serving.types.request import (
+    AbortRequests,
+    AddRequests,
+    CoreFailed,
+    CoreOutputs,
+    CoreProgress,
+    CoreReady,
+    EngineRequest,
+    FromCore,
+    RequestFault,
+    RequestOutput,
+    ShutdownCore,
+)
+from pypto_serving.types.start import CoreStart
+from pypto_serving.types.stats import StepStats
+
+log = logging.getLogger(__name__)
+
+SILENT_BEATS = 10
+STOP_PATIENCE_S = 3.0
+MAX_CORE_RESPAWNS = 3
+
+
+class AsyncEngine:
+    """Owns the engine core process and the streams of all requests in it. Lives in one event loop.
+
+    A core that dies takes its requests with it (they end with a 503) and is started again, at most
+    MAX_CORE_RESPAWNS times in a row.
+    """
+
+    def __init__(self, config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+        self.config = config
+        self.stats = StepStats()
+        self.ready: CoreReady | None = None
+        self._on_progress = on_progress or (lambda phase, done, total: None)
+        self._streams: dict[str, OutputStream] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+        self._child: Child | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._address = ""
+        self._reader: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._dead: PyptoError | None = None
+        self._stopping = False
+        self._core_deaths = 0
+        self._heard_s = time.monotonic()
+        self._finish_times: list[float] = []
+
+    # Life of the core.
+
+    async def start(self) -> None:
+        """Start the core, which starts its worker; returns at once."""
+        self._spawn()
+
+    def _spawn(self) -> None:
+        self._address = ipc_address("core")
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.bind(self._address)
+        self._child = Child("pypto_serving.engine", CoreStart(self.config, self._address))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._child.pipe.fileno(), self._on_control)
+        self._reader = loop.create_task(self._read(self._socket))
+        self._heard_s = time.monotonic()
+
+    async def wait_ready(self) -> None:
+        """Return when a worker is ready; raises the error that made the replica give up."""
+        while self.ready is None:
+            if self._dead is not None:
+                raise self._dead
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def wait_dead(self) -> PyptoError:
+        """Return, with the reason, when the replica has given up."""
+        while self._dead is None:
+            self._wake.clear()
+            await self._wake.wait()
+        return self._dead
+
+    async def stop(self) -> None:
+        """End the core and its worker; unfinished requests are aborted."""
+        self._stopping = True
+        self._fail_all(RequestFault(503, "unavailable", "the server is shutting down"))
+        self._send(ShutdownCore())
+        await self._close(STOP_PATIENCE_S)
+
+    async def _close(self, patience_s: float) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            asyncio.get_running_loop().remove_reader(child.pipe.fileno())
+            await asyncio.to_thread(child.end, patience_s)
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+            self._reader = None
+        if self._socket is not None:
+            self._socket.close(0)
+            self._socket = None
+            remove_address(self._address)
+
+    def _on_control(self) -> None:
+        assert self._child is not None
+        for message in self._child.messages():
+            if isinstance(message, ChildFault):
+                self._die(message.message, message.exit_code)
+        if self._child.gone:
+            asyncio.get_running_loop().remove_reader(self._child.pipe.fileno())
+            self._core_task = asyncio.get_running_loop().create_task(self._core_lost())
+
+    async def _core_lost(self) -> None:
+        """The core ended unasked: its requests end with a 503, and another core starts."""
+        await asyncio.sleep(0)
+        if self._stopping:
+            return
+        self.ready = None
+        self._fail_all(RequestFault(503, "core_lost", "the engine core ended unexpectedly; send the request again"))
+        await self._close(STOP_PATIENCE_S)
+        self._core_deaths += 1
+        if self._dead is None and self._core_deaths > MAX_CORE_RESPAWNS:
+            self._die(f"the engine core died {self._core_deaths} times in a row", EXIT_ENGINE)
+        if self._dead is None:
+            log.warning("the engine core ended unexpectedly; starting another")
+            self._spawn()
+
+    def _die(self, message: str, exit_code: int) -> None:
+        self._dead = EngineDeadError(message, exit_code)
+        self.ready = None
+        self._fail_all(RequestFault(503, "engine_dead", message))
+        self._wake.set()
+
+    # Messages from the core.
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            message = self._decoder.decode(await socket.recv())
+            self._heard_s = time.monotonic()
+            if isinstance(message, CoreOutputs):
+                self._take_outputs(message)
+            elif isinstance(message, CoreProgress):
+                self._on_progress(message.phase, message.done, message.total)
+            elif isinstance(message, CoreReady):
+                self.ready = message
+                self._wake.set()
+            else:
+                self._take_failure(message)
+
+    def _take_failure(self, message: CoreFailed) -> None:
+        self._die(message.message, message.exit_code)
+
+    def _take_outputs(self, message: CoreOutputs) -> None:
+        if message.stats.num_steps > self.stats.num_steps:
+            self._core_deaths = 0
+        self.stats = message.stats
+        for output in message.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            stream.push(output)
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+                self._finish_times = [*self._finish_times[-63:], time.monotonic()]
+
+    def _fail_all(self, fault: RequestFault) -> None:
+        for request_id, stream in list(self._streams.items()):
+            stream.push(RequestOutput(request_id=request_id, finish_reason="error", fault=fault))
+        self._streams.clear()
+
+    # Requests.
+
+    def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
+        """Admit all of `requests` or none; raises QueueFullError or UnavailableError."""
+        self._require_admission(len(requests))
+        stream = OutputStream([request.request_id for request in requests], self.abort)
+        for request in requests:
+            self._streams[request.request_id] = stream
+        self._send(AddRequests(list(requests)))
+        return stream
+
+    def _require_admission(self, count: int) -> None:
+        if self._dead is not None or self._stopping or self._socket is None:
+            raise UnavailableError(str(self._dead or "the server is shutting down"))
+        waiting, limit = len(self._streams) - self.stats.num_running, self.config.max_queued_requests
+        if waiting + count > limit:
+            raise QueueFullError(
+                f"{max(waiting, 0)} requests wait already and the queue holds {limit}; try again later",
+                self._retry_after_s(waiting),
+            )
+
+    def _retry_after_s(self, waiting: int) -> int:
+        """Seconds until the queue has room, from the rate at which the last requests finished; in [1, 60]."""
+        times = self._finish_times
+        if len(times) < 2 or times[-1] == times[0]:
+            return 1
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        return max(1, min(60, round(waiting / rate)))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; their streams end without a further output. Unknown ids are ignored."""
+        known = [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
+        if known:
+            self._send(AbortRequests(known))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._socket is not None:
+            self._socket.send(self._encoder.encode(message))
+
+    # Health.
+
+    def health(self) -> Health:
+        """Whether requests make progress: 'loading', 'ready', 'stalled', 'silent' or 'dead'."""
+        now_s, faults, stats = time.monotonic(), self.config.faults, self.stats
+        age_s = max(0.0, now_s - stats.last_step_s) if stats.last_step_s else 0.0
+        if self._dead is not None:
+            return Health(False, "dead", str(self._dead), age_s)
+        if now_s - self._heard_s > SILENT_BEATS * faults.heartbeat_s:
+            return Health(False, "silent", f"the engine core is silent for {now_s - self._heard_s:.0f} s", age_s)
+        if self.ready is None or not stats.ready:
+            return Health(False, "loading", "no worker is ready", age_s)
+        if stats.work_since_s and now_s - max(stats.last_step_s, stats.work_since_s) > faults.step_timeout_s:
+            return Health(False, "stalled", f"work waits and no step completed for {age_s:.0f} s", age_s)
+        return Health(True, "ready", "", age_s)

@@ -1,0 +1,49 @@
+"""What the API process needs of an engine: the seam between HTTP handlers and the front half of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.stats import StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether an engine makes progress. `age_s` is the age of its last completed step in seconds.
+
+    `status` is one word: ready, loading, draining, stalled or dead; `detail` is one line for the operator.
+    """
+
+    ok: bool
+    status: str
+    detail: str = ""
+    age_s: float = 0.0
+
+
+class EngineClient(Protocol):
+    """An engine as handlers see it. All methods are called in the event loop's thread."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine was started with."""
+
+    @property
+    def stats(self) -> StepStats:
+        """The newest snapshot."""
+
+    def submit(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[RequestOutput]]:
+        """Admit all of `requests` or none; raises QueueFullError or UnavailableError at the call.
+
+        Yields what waited since the last wake-up, in order per request, and ends once every request had its
+        finish_reason or fault. Closing the iterator aborts what is unfinished.
+        """
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests that nobody waits for any more; unknown and finished ids are ignored."""
+
+    def health(self) -> Health:
+        """Progress, not existence: see Health."""

@@ -1,0 +1,154 @@
+"""EngineCore: takes requests in, keeps the worker busy with plans, and hands outputs back."""
+
+from __future__ import annotations
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.engine.executor import Event, Executor, GaveUp, WorkerDown
+from pypto_serving.errors import ConfigError
+from pypto_serving.ipc import Channel, ChildProgress
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.sched.scheduler import Scheduler
+from pypto_serving.types.request import (
+    AbortRequests,
+    AddRequests,
+    CoreFailed,
+    CoreOutputs,
+    CoreProgress,
+    CoreReady,
+    RequestFault,
+    RequestOutput,
+    ShutdownCore,
+    ToCore,
+)
+from pypto_serving.types.stats import StepStats
+from pypto_serving.types.step import WorkerHello
+from pypto_serving.util import Clock
+
+
+class EngineCore:
+    """Owns the scheduler and the KV manager. Works over any channel and executor, one `turn()` at a time."""
+
+    def __init__(self, config: EngineConfig, api: Channel[ToCore], executor: Executor, clock: Clock) -> None:
+        self.config = config
+        kv = KVCacheManager(config.groups, config.num_blocks, prefix_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(config, kv)
+        self.stopping = False
+        self._api = api
+        self._executor = executor
+        self._clock = clock
+        self._ready = False
+        self._epoch = 0
+        self._num_respawns = 0
+        self._last_step_s = clock.now()
+        self._outputs: list[RequestOutput] = []
+        self._reported_s = 0.0
+        self._work_since_s = 0.0
+        self._checked = True
+
+    def turn(self) -> None:
+        """Take in everything that arrived, plan what can run, and report."""
+        now_s = self._clock.now()
+        while (message := self._api.receive()) is not None:
+            self._take(message)
+        for event in self._executor.poll(now_s):
+            self._handle(event, now_s)
+        if self._ready:
+            self._plan_ahead(now_s)
+        self._report(now_s)
+
+    def _take(self, message: ToCore) -> None:
+        if isinstance(message, AddRequests):
+            refused = [self.scheduler.add(request) for request in message.requests]
+            self._outputs += [output for output in refused if output is not None]
+        elif isinstance(message, AbortRequests):
+            self._outputs += self.scheduler.abort(message.request_ids)
+        elif isinstance(message, ShutdownCore):
+            self.stopping = True
+
+    def _handle(self, event: Event, now_s: float) -> None:
+        if isinstance(event, ChildProgress):
+            self._api.send(CoreProgress(event.phase, event.done, event.total))
+        elif isinstance(event, WorkerHello):
+            self._worker_ready(event)
+        elif isinstance(event, WorkerDown):
+            self._ready = False
+            self._num_respawns += 1
+            self._outputs += self.scheduler.worker_lost(now_s)
+        elif isinstance(event, GaveUp):
+            self._give_up(event, now_s)
+        else:
+            self._last_step_s = now_s
+            self._outputs += self.scheduler.commit(event, now_s)
+
+    def _worker_ready(self, hello: WorkerHello) -> None:
+        try:
+            self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint)
+        except ConfigError as error:
+            self._give_up(GaveUp(str(error), error.exit_code), self._clock.now())
+            return
+        self._ready = True
+        self._epoch = hello.epoch
+        self._last_step_s = self._clock.now()
+        self._api.send(CoreReady(hello.epoch, hello.pid, hello.num_blocks, hello.load_s))
+
+    def _give_up(self, event: GaveUp, now_s: float) -> None:
+        """The replica is at fault: every request ends with the reason, and so does the core."""
+        self._ready = False
+        self.scheduler.worker_lost(now_s)
+        self._outputs += self.scheduler.fail_all(RequestFault(503, "engine_dead", event.reason), now_s)
+        self._report(now_s)
+        self._api.send(CoreFailed(event.reason, event.exit_code))
+        self.stopping = True
+
+    def _plan_ahead(self, now_s: float) -> None:
+        while self.scheduler.num_in_flight < self.config.depth:
+            plan, expired = self.scheduler.plan(now_s)
+            self._outputs += expired
+            if plan is None:
+                return
+            self._checked = False
+            self._executor.send(plan)
+
+    def _report(self, now_s: float) -> None:
+        """Send outputs at once, and a snapshot at least once a heartbeat; look for leaks when idle."""
+        if not self.scheduler.has_work:
+            self._work_since_s = 0.0
+        elif not self._work_since_s:
+            self._work_since_s = now_s
+        due = now_s - self._reported_s >= self.config.faults.heartbeat_s
+        if not (self._outputs or due):
+            return
+        if due and not self._checked and not self.scheduler.has_work:
+            self.check()
+            self._checked = True
+        self._reported_s = now_s
+        self._api.send(CoreOutputs(self._outputs, self.stats(now_s)))
+        self._outputs = []
+
+    def stats(self, now_s: float) -> StepStats:
+        """One snapshot."""
+        counters = self.scheduler.counters
+        return StepStats(
+            sent_s=now_s,
+            ready=self._ready,
+            epoch=self._epoch,
+            last_step_s=self._last_step_s,
+            work_since_s=self._work_since_s,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_steps=counters.num_steps,
+            step_tokens=counters.step_tokens,
+            step_rows=counters.step_rows,
+            max_step_rows=counters.max_step_rows,
+            num_preemptions=counters.num_preemptions,
+            num_respawns=self._num_respawns,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            kv_usage=self.scheduler.kv.usage(),
+        )
+
+    def check(self) -> None:
+        """Assert that nothing leaked in any owner."""
+        self.scheduler.check()

@@ -1,0 +1,192 @@
+"""The executor: starts a worker, watches it, and starts it again when it dies or hangs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import zmq
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_USAGE
+from pypto_serving.ipc import Child, ChildFault, ChildProgress, ZmqChannel, ipc_address, remove_address
+from pypto_serving.types.start import WorkerStart
+from pypto_serving.types.step import FromWorker, StepPlan, StepResult, StopWorker, WorkerHello
+
+log = logging.getLogger(__name__)
+
+SILENT_BEATS = 10
+STOP_PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDown:
+    """A worker life ended unasked; another one follows."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """No worker life will follow."""
+
+    reason: str
+    exit_code: int
+
+
+Event = WorkerHello | StepResult | ChildProgress | WorkerDown | GaveUp
+
+
+class Executor(Protocol):
+    """What the engine core needs of its worker, whatever runs it."""
+
+    def poll(self, now_s: float) -> list[Event]:
+        """Everything that happened since the last call, in order; starts and restarts the worker as needed."""
+
+    def send(self, plan: StepPlan) -> None:
+        """Hand a plan to the worker that said hello last."""
+
+    def stop(self) -> None:
+        """End the worker within a second or so."""
+
+
+class ProcessExecutor:
+    """Owns one worker process: its life, its channel, and when to give up.
+
+    A worker counts as lost when its control pipe closes, when an idle one is silent for ten heartbeats, when a step
+    takes longer than `step_timeout_s`, or when loading shows no progress for `load_timeout_s`. Waits between lives
+    double; a completed step forgives earlier deaths.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.epoch = 0
+        self._child: Child | None = None
+        self._channel: ZmqChannel[FromWorker] | None = None
+        self._address = ""
+        self._up = False
+        self._gave_up = False
+        self._deaths = 0
+        self._restart_s = 0.0
+        self._heard_s = 0.0
+        self._sent_s: deque[float] = deque()
+        self._now_s = 0.0
+        self._fault: ChildFault | None = None
+
+    def poll(self, now_s: float) -> list[Event]:
+        self._now_s = now_s
+        if self._gave_up:
+            return []
+        if self._child is None:
+            if now_s >= self._restart_s:
+                self._start()
+            return []
+        events = self._listen()
+        reason = self._loss()
+        if reason is not None:
+            events.append(self._lose(reason))
+        return events
+
+    def _start(self) -> None:
+        self.epoch += 1
+        self._address = ipc_address("worker")
+        self._channel = ZmqChannel(self._address, FromWorker, bind=True)
+        self._child = Child(self.config.worker_module, WorkerStart(self.config, self._address, self.epoch))
+        self._heard_s = self._now_s
+        log.info("worker %d started, pid %d", self.epoch, self._child.pid)
+
+    def _listen(self) -> list[Event]:
+        assert self._child is not None and self._channel is not None
+        events: list[Event] = []
+        for message in self._child.messages():
+            self._heard_s = self._now_s
+            if isinstance(message, ChildFault):
+                self._fault = message
+            else:
+                events.append(message)
+        while (said := self._channel.receive()) is not None:
+            self._heard_s = self._now_s
+            if isinstance(said, WorkerHello):
+                self._up = True
+                events.append(said)
+            elif isinstance(said, StepResult):
+                self._sent_s.popleft()
+                self._deaths = 0
+                events.append(said)
+        return events
+
+    def _loss(self) -> str | None:
+        """Why the worker counts as lost, or None while it is well."""
+        assert self._child is not None
+        faults, silent_s = self.config.faults, self._now_s - self._heard_s
+        if self._child.gone:
+            return "it ended"
+        if not self._up and silent_s > faults.load_timeout_s:
+            return f"it made no progress in loading for {faults.load_timeout_s:.0f} s"
+        if self._up and self._sent_s:
+            running_s = self._now_s - max(self._sent_s[0], self._heard_s)
+            if running_s > faults.step_timeout_s:
+                return f"a step took more than {faults.step_timeout_s:.0f} s"
+        elif self._up and silent_s > SILENT_BEATS * faults.heartbeat_s:
+            return f"it was silent for {silent_s:.1f} s"
+        return None
+
+    def _lose(self, reason: str) -> Event:
+        code = self._close(patience_s=STOP_PATIENCE_S if reason == "it ended" else 0)
+        fault, self._fault = self._fault, None
+        self._deaths += 1
+        if fault is not None and fault.exit_code in (EXIT_MODEL, EXIT_USAGE):
+            return self._give_up(fault.message, fault.exit_code)
+        cause = fault.message if fault is not None else f"{reason} (exit code {code})"
+        if self._deaths > self.config.faults.max_respawns:
+            return self._give_up(
+                f"the worker died {self._deaths} times without completing a step; last: {cause}", EXIT_ENGINE
+            )
+        delay_s = self.config.faults.respawn_delay_s * 2 ** (self._deaths - 1)
+        self._restart_s = self._now_s + delay_s
+        log.warning("worker %d is lost: %s; starting another in %.1f s", self.epoch, cause, delay_s)
+        return WorkerDown(cause)
+
+    def _give_up(self, reason: str, exit_code: int) -> GaveUp:
+        self._gave_up = True
+        return GaveUp(reason, exit_code)
+
+    def _close(self, patience_s: float) -> int | None:
+        code = self._child.end(patience_s) if self._child is not None else None
+        if self._channel is not None:
+            self._channel.close()
+            remove_address(self._address)
+        self._child = self._channel = None
+        self._up = False
+        self._sent_s.clear()
+        return code
+
+    def send(self, plan: StepPlan) -> None:
+        assert self._channel is not None
+        self._sent_s.append(self._now_s)
+        self._channel.send(msgspec.structs.replace(plan, epoch=self.epoch))
+
+    def stop(self) -> None:
+        if self._channel is not None:
+            self._channel.send(StopWorker())
+        self._close(STOP_PATIENCE_S)
+        self._gave_up = True
+
+    def wait(self, api: zmq.Socket[bytes], timeout_s: float) -> None:
+        """Sleep until the API, the worker or its control pipe has something, or the time is over."""
+        poller = zmq.Poller()
+        poller.register(api, zmq.POLLIN)
+        if self._channel is not None:
+            poller.register(self._channel.socket, zmq.POLLIN)
+        if self._child is not None:
+            poller.register(self._child.pipe, zmq.POLLIN)
+        elif not self._gave_up:
+            timeout_s = min(timeout_s, max(0.0, self._restart_s - self._now_s))
+        poller.poll(math.ceil(timeout_s * 1000))
+
+
+__all__ = ["ChildProgress", "Event", "Executor", "GaveUp", "ProcessExecutor", "WorkerDown"]

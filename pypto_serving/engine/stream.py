@@ -1,0 +1,52 @@
+"""OutputStream: what one HTTP request, or one offline call, receives from the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from pypto_serving.types.request import RequestOutput
+
+
+class OutputStream:
+    """Async iterator over the outputs of some requests, everything that waits at once.
+
+    Ends after the last output of every request. Closing it, or cancelling the task that waits on it, aborts what
+    is unfinished.
+    """
+
+    def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]) -> None:
+        self._unfinished = set(request_ids)
+        self._abort = abort
+        self._arrived: list[RequestOutput] = []
+        self._wake = asyncio.Event()
+
+    def push(self, output: RequestOutput) -> None:
+        """Called by the engine for each output, in order."""
+        if output.finish_reason is not None:
+            self._unfinished.discard(output.request_id)
+        self._arrived.append(output)
+        self._wake.set()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> list[RequestOutput]:
+        while not self._arrived:
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._wake.clear()
+            try:
+                await self._wake.wait()
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    async def aclose(self) -> None:
+        """Abort what is unfinished; the iteration ends."""
+        unfinished, self._unfinished = sorted(self._unfinished), set()
+        if unfinished:
+            self._abort(unfinished)
+        self._wake.set()

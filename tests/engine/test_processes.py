@@ -1,0 +1,221 @@
+"""Real engine core and worker processes on the null backend: start, faults, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from pypto_serving.backend.null import next_token
+from pypto_serving.config import EngineConfig, FaultConfig
+from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EngineDeadError, QueueFullError, UnavailableError
+from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tokens import pack_ids, unpack_ids
+from tests.simulation import null_config
+
+QUICK = FaultConfig(heartbeat_s=0.2, step_timeout_s=2.0, load_timeout_s=60.0, respawn_delay_s=0.01)
+
+
+def config(**changes: Any) -> EngineConfig:
+    options = changes.pop("backend_options", {})
+    return null_config(num_blocks=600, backend_options=options, faults=QUICK, depth=2, **changes)
+
+
+def run(config: EngineConfig, scenario: Callable[[AsyncEngine], Awaitable[None]]) -> None:
+    """Run a scenario against a started engine; afterwards no process may be left."""
+
+    async def main() -> None:
+        engine = AsyncEngine(config)
+        await engine.start()
+        assert engine._child is not None
+        core = psutil.Process(engine._child.pid)
+        try:
+            await engine.wait_ready()
+            family = [core, *core.children(recursive=True)]
+            await scenario(engine)
+        finally:
+            family = [core, *(core.children(recursive=True) if core.is_running() else [])]
+            await engine.stop()
+        gone, alive = psutil.wait_procs(family, timeout=5)
+        assert not alive, f"left behind: {alive}"
+
+    asyncio.run(main())
+
+
+def request(name: str, length: int = 10, max_tokens: int = 20) -> EngineRequest:
+    prompt = random.Random(name).choices(range(1000), k=length)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(request_id=name, token_ids=pack_ids(prompt), params=params)
+
+
+async def collect(engine: AsyncEngine, *requests: EngineRequest) -> dict[str, list[RequestOutput]]:
+    outputs: dict[str, list[RequestOutput]] = {r.request_id: [] for r in requests}
+    async for batch in engine.submit(requests):
+        for output in batch:
+            outputs[output.request_id].append(output)
+    return outputs
+
+
+def answer(outputs: list[RequestOutput]) -> list[int]:
+    return [int(token) for output in outputs for token in unpack_ids(output.token_ids)]
+
+
+def expected(source: EngineRequest, config: EngineConfig) -> list[int]:
+    history = unpack_ids(source.token_ids).tolist()
+    for _ in range(source.params.max_tokens or 0):
+        history.append(next_token(config.groups, history, config.vocab_size))
+    return history[len(source.token_ids) // 4 :]
+
+
+async def answers_are_right(engine: AsyncEngine, count: int = 6, max_tokens: int = 40) -> None:
+    requests = [request(f"q{i}", 5 + 7 * i, max_tokens) for i in range(count)]
+    outputs = await collect(engine, *requests)
+    for source in requests:
+        assert answer(outputs[source.request_id]) == expected(source, engine.config)
+
+
+def test_requests_are_answered_and_everything_ends() -> None:
+    run(config(), answers_are_right)
+
+
+@pytest.mark.parametrize("point", ["before", "after", "hang", "raise"])
+def test_a_worker_fault_changes_no_answer(point: str) -> None:
+    faults = {"1": [point, 5], "2": ["load", 0], "3": [point, 9]}
+
+    async def scenario(engine: AsyncEngine) -> None:
+        await answers_are_right(engine)
+        assert engine.stats.num_respawns == 3
+
+    run(config(worker_module="tests.faulty_worker", backend_options={"faults": faults}), scenario)
+
+
+def test_an_idle_worker_that_stops_is_replaced() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        assert engine.ready is not None
+        os.kill(engine.ready.worker_pid, signal.SIGSTOP)
+        while engine.ready.epoch == 1:
+            await asyncio.sleep(0.05)
+        await answers_are_right(engine)
+
+    run(config(), scenario)
+
+
+def test_a_poisonous_request_fails_alone() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        good = [request(f"q{i}", 8, 60) for i in range(5)]
+        params = SamplingParams(max_tokens=5)
+        bad = EngineRequest(request_id="bad", token_ids=pack_ids([1, 2, 5000]), params=params)
+        outputs = await collect(engine, *good, bad)
+        fault = outputs["bad"][-1].fault
+        assert fault is not None and fault.status == 500
+        assert engine.stats.num_respawns == 3
+        for source in good:
+            assert answer(outputs[source.request_id]) == expected(source, engine.config)
+
+    run(config(worker_module="tests.faulty_worker", backend_options={"poison": 5000}), scenario)
+
+
+def test_a_worker_that_never_comes_up_ends_the_replica() -> None:
+    async def main() -> None:
+        faults = msgspec.structs.replace(QUICK, max_respawns=2)
+        options = {"faults": {str(epoch): ["load", 0] for epoch in range(1, 9)}}
+        broken = config(worker_module="tests.faulty_worker", backend_options=options)
+        engine = AsyncEngine(msgspec.structs.replace(broken, faults=faults))
+        await engine.start()
+        with pytest.raises(EngineDeadError, match="died 3 times") as raised:
+            await engine.wait_ready()
+        assert raised.value.exit_code == EXIT_ENGINE
+        assert engine.health().status == "dead"
+        with pytest.raises(UnavailableError, match="died 3 times"):
+            engine.submit([request("late")])
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Any) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(msgspec.structs.replace(config(), backend="cpu", model=str(tmp_path)))
+        await engine.start()
+        with pytest.raises(EngineDeadError, match=r"config\.json") as raised:
+            await engine.wait_ready()
+        assert raised.value.exit_code == EXIT_MODEL
+        await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_a_core_that_dies_fails_its_requests_and_is_replaced() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        stream = engine.submit([request("q", 10, 200)])
+        first = await anext(stream)
+        assert first[0].token_ids
+        assert engine._child is not None and engine.ready is not None
+        worker = psutil.Process(engine.ready.worker_pid)
+        os.kill(engine._child.pid, signal.SIGKILL)
+        faults = [output.fault async for batch in stream for output in batch if output.fault]
+        assert [fault.status for fault in faults] == [503]
+        assert engine.health().status == "loading"
+        psutil.wait_procs([worker], timeout=5)
+        assert not worker.is_running(), "the worker outlived its core"
+        await engine.wait_ready()
+        await answers_are_right(engine)
+
+    run(config(), scenario)
+
+
+def test_the_queue_is_bounded_and_admission_is_all_or_nothing() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        engine.submit([request(f"q{i}", 10, 200) for i in range(3)])
+        with pytest.raises(QueueFullError) as raised:
+            engine.submit([request("more1"), request("more2")])
+        assert 1 <= raised.value.retry_after_s <= 60
+        assert set(engine._streams) == {"q0", "q1", "q2"}
+
+    run(config(max_queued_requests=4, max_num_seqs=1), scenario)
+
+
+def test_a_closed_stream_frees_its_blocks() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        stream = engine.submit([request("q", 10, 240)])
+        await anext(stream)
+        await stream.aclose()
+        await answers_are_right(engine, count=1, max_tokens=5)
+        assert engine.stats.num_running == engine.stats.num_waiting == 0
+        assert max(engine.stats.kv_usage) == 0
+
+    run(config(), scenario)
+
+
+def test_children_end_when_the_api_process_is_killed() -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from tests.engine.test_processes import config\n"
+        "from pypto_serving.engine.async_engine import AsyncEngine\n"
+        "async def main():\n"
+        "    engine = AsyncEngine(config())\n"
+        "    await engine.start()\n"
+        "    await engine.wait_ready()\n"
+        "    print(engine._child.pid, engine.ready.worker_pid, flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    import subprocess
+    import sys
+
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as api:
+        assert api.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in api.stdout.readline().split()]
+        os.kill(children[1].pid, signal.SIGSTOP)
+        api.kill()
+    gone, alive = psutil.wait_procs(children, timeout=5)
+    assert len(gone) == 2 and not alive

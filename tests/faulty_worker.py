@@ -1,0 +1,62 @@
+"""A worker that fails on purpose: `python -m tests.faulty_worker FD`.
+
+`backend_options["faults"]` maps an epoch (as a string) to [point, nth step]: at that step of that life the worker is
+killed while loading ("load"), before computing ("before"), between sampling and sending ("after"), stops answering
+("hang"), or raises ("raise"). `backend_options["poison"]` names a token id that kills every step that computes it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from pypto_serving.ipc import Parent
+from pypto_serving.types.start import WorkerStart
+from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.worker.__main__ import run
+from pypto_serving.worker.runner import Runner
+
+
+class FaultyRunner:
+    """A Runner with a fate."""
+
+    def __init__(self, runner: Runner, point: str, step: int, poison: int | None) -> None:
+        self.runner, self.point, self.steps_left, self.poison = runner, point, step, poison
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.steps_left -= 1
+        due = self.steps_left == 0
+        if due and self.point == "raise":
+            raise RuntimeError("a kernel failed on purpose")
+        if due and self.point == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if due and self.point == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = self.runner.execute(plan)
+        if (due and self.point == "after") or self._poisoned(plan):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def _poisoned(self, plan: StepPlan) -> bool:
+        """Whether the step just executed computed the poison token."""
+        batch = self.runner.batch
+        for row, count in zip(unpack_ids(plan.rows), unpack_ids(plan.num_tokens), strict=True):
+            end = batch.num_computed[row]
+            if self.poison is not None and self.poison in batch.tokens[row, end - count : end]:
+                return True
+        return False
+
+
+def main() -> None:
+    parent = Parent(int(sys.argv[1]), WorkerStart)
+    options = parent.start.config.backend_options
+    point, step = options.get("faults", {}).get(str(parent.start.epoch), ["", 0])
+    if point == "load":
+        os.kill(os.getpid(), signal.SIGKILL)
+    run(parent, lambda runner: FaultyRunner(runner, point, step, options.get("poison")))
+
+
+if __name__ == "__main__":
+    main()
