@@ -1,0 +1,1 @@
+"""Load generator with the metric names and definitions of `vllm bench serve`."""

@@ -1,0 +1,246 @@
+"""Streams completions from an OpenAI-compatible server and times what arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from pypto_serving.bench.datasets import Prompt
+from pypto_serving.bench.http import HttpClient
+from pypto_serving.bench.metrics import RequestRecord
+from pypto_serving.bench.options import Target
+from pypto_serving.errors import PyptoError
+
+_ERROR_TEXT_LIMIT = 300
+_MODELS_TIMEOUT_S = 10.0
+
+
+class ServerError(PyptoError):
+    """The server under test could not be asked what the run needs to know."""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    def visible_text(self) -> str:
+        delta = self.delta
+        if delta is None:
+            return self.text or ""
+        return delta.content or delta.reasoning_content or delta.reasoning or ""
+
+    def calls_tool(self) -> bool:
+        return self.delta is not None and bool(self.delta.tool_calls)
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class ModelCard(msgspec.Struct):
+    """One entry of GET /v1/models; `vocab_size` where the server tells it."""
+
+    id: str
+    vocab_size: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ModelCard]
+
+
+class StreamParser:
+    """Owner of the RequestRecord of one reply: takes its bytes with their arrival times and fills the record.
+
+    Times are seconds of one clock. A reply counts as failed unless its status is 2xx, no chunk carries an
+    error, and it says that it is finished by a finish_reason or [DONE].
+    """
+
+    _decoder = msgspec.json.Decoder(_Chunk)
+
+    def __init__(self, start_s: float, prompt_tokens: int | None) -> None:
+        self._record = RequestRecord(prompt_tokens=prompt_tokens or 0, start_s=start_s)
+        self._tail = b""
+        self._refusal = bytearray()
+        self._texts: list[str] = []
+        self._num_chunks = 0
+        self._last_s = start_s
+        self._finished = False
+        self._error = ""
+
+    def feed(self, status: int, data: bytes, now_s: float) -> None:
+        """Take a piece of the body that arrived at `now_s`; it may end anywhere in a line."""
+        if not 200 <= status < 300:
+            self._refusal += data
+            return
+        *lines, self._tail = (self._tail + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now_s)
+
+    def finish(self, status: int) -> RequestRecord:
+        """The record of a reply that has arrived with `status`."""
+        if not 200 <= status < 300:
+            return self.fail(f"HTTP {status}: {_error_text(self._refusal)}")
+        if self._error:
+            return self.fail(self._error)
+        if not self._finished:
+            return self.fail(f"the stream ended after {self._num_chunks} chunks, before finish_reason or [DONE]")
+        self._record.text = "".join(self._texts)
+        self._record.output_tokens = self._record.output_tokens or self._num_chunks
+        return self._record
+
+    def fail(self, error: str) -> RequestRecord:
+        """A record without latencies and output tokens, which keeps the message and the text so far."""
+        return RequestRecord(
+            prompt_tokens=self._record.prompt_tokens,
+            start_s=self._record.start_s,
+            text="".join(self._texts),
+            error=error,
+        )
+
+    def _event(self, event: bytes, now_s: float) -> None:
+        if event == b"[DONE]":
+            self._finished = True
+            return
+        try:
+            chunk = self._decoder.decode(event)
+        except msgspec.DecodeError as error:
+            self._error = self._error or f"a chunk is not what OpenAI sends: {error}: {_shorten(event)}"
+            return
+        if chunk.error:
+            self._error = self._error or f"error in the stream: {_message(chunk.error)}"
+        if chunk.choices:
+            self._choice(chunk.choices[0], now_s)
+        if chunk.usage is not None:
+            self._record.prompt_tokens = chunk.usage.prompt_tokens or self._record.prompt_tokens
+            self._record.output_tokens = chunk.usage.completion_tokens or self._record.output_tokens
+
+    def _choice(self, choice: _Choice, now_s: float) -> None:
+        record, text = self._record, choice.visible_text()
+        has_content = bool(text) or choice.calls_tool()
+        if has_content:
+            if self._num_chunks:
+                record.itls_s.append(now_s - self._last_s)
+            else:
+                record.ttft_s = now_s - record.start_s
+            self._num_chunks += 1
+            self._last_s = now_s
+            self._texts.append(text)
+        if has_content or choice.finish_reason:
+            record.latency_s = now_s - record.start_s
+        if choice.finish_reason:
+            self._finished = True
+            if not self._num_chunks:
+                record.ttft_s = record.latency_s
+
+
+class ApiClient:
+    """Sends prompts to one model of the target; never raises for a request that fails, records it."""
+
+    def __init__(self, target: Target, model: str) -> None:
+        self._target = target
+        self._model = model
+        self._http = open_http(target)
+
+    def encode(self, prompt: Prompt) -> bytes:
+        """The HTTP request for `prompt`, which must suit the endpoint (`as_messages`, `as_completion`)."""
+        target, chat = self._target, self._target.backend == "openai-chat"
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages" if chat else "prompt": prompt.content,
+            "max_completion_tokens" if chat else "max_tokens": prompt.output_len,
+            "temperature": target.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if target.ignore_eos:
+            body["ignore_eos"] = True
+        body |= target.extra_body
+        return self._http.encode("POST", target.path, msgspec.json.encode(body))
+
+    async def send(self, request: bytes, prompt_tokens: int | None) -> RequestRecord:
+        """Send an encoded request and follow its stream to the end, the first error or the timeout."""
+        parser = StreamParser(time.perf_counter(), prompt_tokens)
+        limit = asyncio.timeout(self._target.timeout_s)
+        try:
+            async with limit:
+                status = await self._http.exchange(
+                    request, lambda status, data: parser.feed(status, data, time.perf_counter())
+                )
+        except OSError as error:
+            if limit.expired():
+                return parser.fail(f"no complete reply within --timeout {self._target.timeout_s:g} s")
+            return parser.fail(f"connection failed: {error}")
+        return parser.finish(status)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+async def find_model(target: Target) -> ModelCard:
+    """The card of `target.model`, or the first one that the server lists; raises ServerError."""
+    http = open_http(target)
+    body = bytearray()
+    url = f"{target.base_url}/v1/models"
+    try:
+        async with asyncio.timeout(_MODELS_TIMEOUT_S):
+            status = await http.exchange(http.encode("GET", "/v1/models"), lambda _, data: body.extend(data))
+        if not 200 <= status < 300:
+            raise ServerError(f"GET {url}: HTTP {status}: {_error_text(body)}")
+        cards = msgspec.json.decode(body, type=_ModelList).data
+    except TimeoutError:
+        raise ServerError(f"GET {url}: no reply within {_MODELS_TIMEOUT_S:g} s; is the server up?") from None
+    except OSError as error:
+        raise ServerError(f"GET {url}: {error}; is the server up, and are --host and --port right?") from None
+    except msgspec.DecodeError as error:
+        raise ServerError(f"GET {url}: not a list of models: {error}; give --model and --vocab-size") from None
+    finally:
+        http.close()
+    for card in cards:
+        if target.model in (None, card.id):
+            return card
+    names = ", ".join(card.id for card in cards) or "none"
+    raise ServerError(f"GET {url}: does not list {target.model or 'any model'}; it serves: {names}")
+
+
+def open_http(target: Target) -> HttpClient:
+    """A client for the target; OPENAI_API_KEY, where set, is sent as bearer token."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return HttpClient(target.base_url, {"Authorization": f"Bearer {key}"} if key else {})
+
+
+def _error_text(body: bytes | bytearray) -> str:
+    try:
+        reply = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return _shorten(bytes(body)) or "empty reply"
+    return _message(reply["error"] if isinstance(reply, dict) and "error" in reply else reply)
+
+
+def _message(error: object) -> str:
+    if isinstance(error, dict):
+        error = error.get("message") or error
+    return _shorten(str(error).encode())
+
+
+def _shorten(text: bytes) -> str:
+    return " ".join(text[:_ERROR_TEXT_LIMIT].decode(errors="replace").split())

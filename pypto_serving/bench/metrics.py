@@ -1,0 +1,135 @@
+"""Per-request records and the statistics over them, by the definitions and key names of `vllm bench serve`.
+
+    send         first content      content        last content or finish chunk
+     |---- TTFT ----|---- ITL ----|---- ITL ----|
+     |-------------------- E2EL -----------------|        TPOT = (E2EL - TTFT) / (output tokens - 1)
+
+Latencies come from successful requests only; one that has no value at all (no request succeeded, no second
+token) is None rather than 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.bench.options import Metric, Reporting
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What the client saw of one request; seconds. It failed exactly when `error` is not empty."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    start_s: float = 0.0
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    itls_s: list[float] = field(default_factory=list)
+    text: str = ""
+    error: str = ""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first; None for a single token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
+
+
+def summarize(records: Sequence[RequestRecord], duration_s: float, reporting: Reporting) -> dict[str, Any]:
+    """Counts, throughputs and latency statistics of a run that took `duration_s` seconds."""
+    good = [r for r in records if not r.error]
+    total_input = sum(r.prompt_tokens for r in good)
+    total_output = sum(r.output_tokens for r in good)
+    result: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(records) - len(good),
+        "total_input_tokens": total_input,
+        "total_output_tokens": total_output,
+        "request_throughput": len(good) / duration_s,
+        "request_goodput": None,
+        "output_throughput": total_output / duration_s,
+        "total_token_throughput": (total_input + total_output) / duration_s,
+        "max_output_tokens_per_s": peak_output_tokens_per_s(good),
+        "max_concurrent_requests": peak_concurrency(good),
+    }
+    if reporting.goodput_ms:
+        result["request_goodput"] = sum(meets_goals(r, reporting.goodput_ms) for r in good) / duration_s
+    for metric in reporting.metrics:
+        result |= statistics_ms(metric, _values_s(metric, good), reporting.percentiles)
+    return result
+
+
+def details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
+    """The per-request lists of a detailed result, in the order of the prompts; seconds."""
+    return {
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [r.output_tokens for r in records],
+        "start_times": [r.start_s for r in records],
+        "ttfts": [r.ttft_s for r in records],
+        "itls": [r.itls_s for r in records],
+        "latencies": [r.latency_s for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": [r.error for r in records],
+    }
+
+
+def statistics_ms(metric: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median, population standard deviation and linearly interpolated percentiles in milliseconds."""
+    keys = [f"{name}_{metric}_ms" for name in ("mean", "median", "std", *map(_percentile_name, percentiles))]
+    if not values_s:
+        return dict.fromkeys(keys)
+    values = np.asarray(values_s) * 1e3
+    numbers = [values.mean(), np.median(values), values.std(), *np.percentile(values, percentiles)]
+    return {key: float(number) for key, number in zip(keys, numbers, strict=True)}
+
+
+def meets_goals(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
+    """Whether a request met every limit; a single output token has no TPOT and meets any."""
+    seen_s = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.latency_s}
+    return all(seen_s[metric] * 1e3 <= limit_ms for metric, limit_ms in goodput_ms.items())
+
+
+def peak_output_tokens_per_s(records: Sequence[RequestRecord]) -> float:
+    """Most tokens in one second-long bucket; a request's tokens are spread evenly over its chunks."""
+    if not records:
+        return 0.0
+    origin_s = min(r.start_s for r in records)
+    buckets: dict[int, float] = {}
+    for record in records:
+        weight = record.output_tokens / (len(record.itls_s) + 1)
+        arrivals_s = record.start_s - origin_s + np.cumsum([record.ttft_s, *record.itls_s])
+        for second in arrivals_s.astype(int).tolist():
+            buckets[second] = buckets.get(second, 0.0) + weight
+    return max(buckets.values())
+
+
+def peak_concurrency(records: Sequence[RequestRecord]) -> int:
+    """Largest number of intervals [start, start + latency) that overlap."""
+    events = sorted([(r.start_s, 1) for r in records] + [(r.start_s + r.latency_s, -1) for r in records])
+    running = peak = 0
+    for _, change in events:
+        running += change
+        peak = max(peak, running)
+    return peak
+
+
+def _percentile_name(percentile: float) -> str:
+    return f"p{int(percentile) if percentile == int(percentile) else percentile}"
+
+
+def _values_s(metric: Metric, records: Sequence[RequestRecord]) -> list[float]:
+    match metric:
+        case "ttft":
+            return [r.ttft_s for r in records]
+        case "tpot":
+            return [tpot_s for r in records if (tpot_s := r.tpot_s) is not None]
+        case "itl":
+            return [gap_s for r in records for gap_s in r.itls_s]
+        case "e2el":
+            return [r.latency_s for r in records]

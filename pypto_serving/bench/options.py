@@ -1,0 +1,188 @@
+"""What a benchmark run is asked to do: frozen values that refuse what makes no sense.
+
+Every check names the command line option, the value it got and what to write instead, and raises ConfigError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from pypto_serving.errors import ConfigError
+
+Backend = Literal["openai", "openai-chat"]
+Metric = Literal["ttft", "tpot", "itl", "e2el"]
+RampStrategy = Literal["linear", "exponential"]
+
+ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+METRICS: tuple[Metric, ...] = ("ttft", "tpot", "itl", "e2el")
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+
+
+def require_int(option: str, value: int, low: int, high: int | None = None) -> None:
+    """Refuse `value` outside [low, high]."""
+    if value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(f"{option} must be {wanted}, got {value}")
+
+
+def require_positive(option: str, value: float, *, infinite: bool = False) -> None:
+    """Refuse zero, negative numbers, NaN, and infinity unless `infinite`."""
+    if not value > 0 or (math.isinf(value) and not infinite):
+        wanted = "a number above 0 or inf" if infinite else "a finite number above 0"
+        raise ConfigError(f"{option} must be {wanted}, got {value}")
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool((url.hostname or "").encode("idna")) and url.port != 0
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The server under test and what every request to it has in common."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    backend: Backend = "openai"
+    endpoint: str = ""
+    model: str | None = None
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        if not _is_http_url(self.base_url):
+            raise ConfigError(f"--base-url must look like http://HOST:PORT, got {self.base_url!r}")
+        if not self.path.startswith("/"):
+            raise ConfigError(f"--endpoint must start with a slash, such as /v1/completions; got {self.endpoint!r}")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature must be a finite number, 0 or above, got {self.temperature}")
+        require_positive("--timeout", self.timeout_s)
+
+    @property
+    def path(self) -> str:
+        return self.endpoint or ENDPOINTS[self.backend]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampUp:
+    """A request rate that moves from start to end over the run, in requests per second."""
+
+    strategy: RampStrategy
+    start_rps: float
+    end_rps: float
+
+    def __post_init__(self) -> None:
+        require_positive("--ramp-up-start-rps", self.start_rps)
+        require_positive("--ramp-up-end-rps", self.end_rps)
+        if self.start_rps > self.end_rps:
+            raise ConfigError(
+                f"--ramp-up-start-rps {self.start_rps:g} is above --ramp-up-end-rps {self.end_rps:g}; swap"
+            )
+
+    def rate(self, progress: float) -> float:
+        """Requests per second when `progress` in [0, 1] of the requests have been sent."""
+        if self.strategy == "linear":
+            return self.start_rps + (self.end_rps - self.start_rps) * progress
+        return self.start_rps * math.pow(self.end_rps / self.start_rps, progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """How many requests arrive, when, and how many may be in flight."""
+
+    num_prompts: int = 1000
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    ramp_up: RampUp | None = None
+    num_warmups: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_int("--num-prompts", self.num_prompts, 1)
+        require_int("--num-warmups", self.num_warmups, 0)
+        require_int("--seed", self.seed, 0)
+        if self.max_concurrency is not None:
+            require_int("--max-concurrency", self.max_concurrency, 1)
+        require_positive("--request-rate", self.request_rate, infinite=True)
+        require_positive("--burstiness", self.burstiness)
+        if self.ramp_up is not None and self.request_rate != math.inf:
+            raise ConfigError("--ramp-up-strategy sets the request rate; leave --request-rate out")
+        if self.burstiness != 1.0 and self.ramp_up is None and self.request_rate == math.inf:
+            raise ConfigError("--burstiness shapes the arrivals of a finite --request-rate; set one or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporting:
+    """Which statistics to report; goodput limits in milliseconds."""
+
+    metrics: Sequence[Metric] = METRICS
+    percentiles: Sequence[float] = (99.0,)
+    goodput_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+def parse_metrics(text: str) -> tuple[Metric, ...]:
+    """`ttft,itl` as a tuple in the order of the table."""
+    wanted = {name.strip() for name in text.split(",")}
+    if unknown := sorted(wanted.difference(METRICS)):
+        raise ConfigError(f"--percentile-metrics: unknown metric {unknown[0]!r}; there are: {', '.join(METRICS)}")
+    return tuple(name for name in METRICS if name in wanted)
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """`50,99.9` as ascending numbers in [0, 100]."""
+    try:
+        values = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise ConfigError(f"--metric-percentiles must be numbers such as 50,90,99; got {text!r}") from None
+    for value in values:
+        if not 0 <= value <= 100:
+            raise ConfigError(f"--metric-percentiles must lie in 0 to 100, got {value:g}")
+    return tuple(values)
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """`["ttft:200", "tpot:50"]` as limits in milliseconds by metric."""
+    limits: dict[str, float] = {}
+    for pair in pairs:
+        name, _, text = pair.partition(":")
+        if name not in GOODPUT_METRICS:
+            allowed = ", ".join(GOODPUT_METRICS)
+            raise ConfigError(f"--goodput {pair!r}: unknown metric {name!r}; write KEY:MS with one of {allowed}")
+        if name in limits:
+            raise ConfigError(f"--goodput names {name!r} twice; keep one")
+        try:
+            limits[name] = float(text)
+        except ValueError:
+            raise ConfigError(f"--goodput {pair!r}: {text!r} is no number; write {name}:200 for 200 ms") from None
+        require_positive(f"--goodput {name}", limits[name])
+    return limits
+
+
+def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
+    """`["tp=1"]` as a dictionary."""
+    metadata: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--metadata must be KEY=VALUE, got {pair!r}")
+        metadata[key] = value
+    return metadata
+
+
+def parse_extra_body(text: str) -> dict[str, Any]:
+    """A JSON object that is merged into every request body."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--extra-body must be a JSON object, got {text!r}: {error}") from None

@@ -1,0 +1,200 @@
+"""A result as a table, as JSON with the key names of `vllm bench serve`, and beside another result."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pypto_serving.bench.metrics import RequestRecord, details, summarize
+from pypto_serving.bench.options import METRICS, Reporting, Target, Traffic
+from pypto_serving.errors import ConfigError
+
+_WIDTH = 50
+_HEADINGS = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+_HEAD_ROWS = (
+    ("Successful requests:", "completed", "d"),
+    ("Failed requests:", "failed", "d"),
+    ("Maximum request concurrency:", "max_concurrency", "d"),
+    ("Request rate configured (RPS):", "request_rate", ".2f"),
+    ("Benchmark duration (s):", "duration", ".2f"),
+    ("Total input tokens:", "total_input_tokens", "d"),
+    ("Total generated tokens:", "total_output_tokens", "d"),
+    ("Request throughput (req/s):", "request_throughput", ".2f"),
+    ("Request goodput (req/s):", "request_goodput", ".2f"),
+    ("Output token throughput (tok/s):", "output_throughput", ".2f"),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s", ".2f"),
+    ("Peak concurrent requests:", "max_concurrent_requests", ".2f"),
+    ("Total token throughput (tok/s):", "total_token_throughput", ".2f"),
+)
+_OPTIONAL_ROWS = ("max_concurrency", "request_rate", "request_goodput")
+_LATENCY_KEY = re.compile(rf"(mean|median|p[\d.]+)_({'|'.join(METRICS)})_ms")
+_HIGHER_IS_BETTER = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
+_SETTINGS = ("model_id", "backend", "num_prompts", "request_rate", "burstiness", "max_concurrency")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Where and how to keep a result. `file` None makes a name from the settings."""
+
+    directory: Path = Path()
+    file: str | None = None
+    detailed: bool = False
+    metadata: Mapping[str, str]
+
+    def check(self, reporting: Reporting) -> None:
+        """Create the folder; raises ConfigError if that fails or a result key would hide metadata."""
+        taken = settings(Target(), Traffic(), "", None) | summarize([], 1.0, reporting) | details([])
+        if clash := sorted(taken.keys() & self.metadata.keys()):
+            raise ConfigError(f"--metadata {clash[0]}=...: the result has a key of that name; choose another")
+        folder = (self.directory / (self.file or "-")).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot save to {folder}: {error.strerror}; set --result-dir") from None
+
+    def write(self, result: Mapping[str, Any]) -> Path:
+        """Write `result` as one JSON object; returns the path, raises ConfigError."""
+        path = self.directory / (self.file or _file_name(result))
+        try:
+            path.write_bytes(msgspec.json.encode({**self.metadata, **result}) + b"\n")
+        except OSError as error:
+            raise ConfigError(f"cannot save {path}: {error.strerror}; set --result-filename") from None
+        return path
+
+
+def settings(target: Target, traffic: Traffic, model: str, tokenizer: str | None) -> dict[str, Any]:
+    """The part of a result that says what was run."""
+    result = {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": target.backend,
+        "model_id": model,
+        "tokenizer_id": tokenizer,
+        "num_prompts": traffic.num_prompts,
+        "request_rate": "inf" if math.isinf(traffic.request_rate) else traffic.request_rate,
+        "burstiness": traffic.burstiness,
+        "max_concurrency": traffic.max_concurrency,
+    }
+    if traffic.ramp_up is not None:
+        result["ramp_up_strategy"] = traffic.ramp_up.strategy
+        result["ramp_up_start_rps"] = traffic.ramp_up.start_rps
+        result["ramp_up_end_rps"] = traffic.ramp_up.end_rps
+    return result
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The table of `vllm bench serve` for a result."""
+    lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
+    for label, key, style in _HEAD_ROWS:
+        value = result[key]
+        if key not in _OPTIONAL_ROWS or not (value is None or value == "inf"):
+            lines.append(_row(label, value, style))
+    metric = ""
+    for key, value in result.items():
+        if match := _LATENCY_KEY.fullmatch(key):
+            if match[2] != metric:
+                metric = match[2]
+                lines.append(f"{_HEADINGS[metric]:-^{_WIDTH}}")
+            lines.append(_row(f"{match[1].capitalize()} {metric.upper()} (ms):", value, ".2f"))
+    return "\n".join([*lines, "=" * _WIDTH])
+
+
+def failure_lines(records: Sequence[RequestRecord]) -> list[str]:
+    """One line per distinct error message with its count, the ten most frequent."""
+    errors = Counter(r.error for r in records if r.error)
+    return [f"failed: {count} x {error}" for error, count in errors.most_common(10)]
+
+
+def load_result(path: Path) -> dict[str, Any]:
+    """A saved result, ours or vLLM's; raises ConfigError."""
+    try:
+        result = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; name a file that --save-result wrote") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is not a JSON object ({error}); name a file that --save-result wrote") from None
+    if not comparable(result):
+        raise ConfigError(f"{path} holds no benchmark metrics; name a file that --save-result wrote")
+    return result
+
+
+def comparable(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics of `result` that have a better and a worse direction, in table order."""
+    keys = [k for k in _HIGHER_IS_BETTER if k in result] + [k for k in result if _LATENCY_KEY.fullmatch(k)]
+    return {k: result[k] if isinstance(result[k], int | float) else None for k in keys}
+
+
+def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """Metrics of A and B side by side, with the change from A to B; says which settings differ."""
+    lines = [f"{'':<30}{'A':>14}{'B':>14}{'change':>10}", "-" * 76]
+    lines += [_setting(k, a, b) for k in _SETTINGS if a.get(k) != b.get(k)]
+    lines += [f"{k:<30}{a.get(k, 'n/a')!s:>14}{b.get(k, 'n/a')!s:>14}" for k in ("completed", "failed")]
+    left, right = comparable(a), comparable(b)
+    for key in left | right:
+        lines.append(_compare(key, left.get(key), right.get(key)))
+    return "\n".join(lines)
+
+
+def plot_comparison(a: Mapping[str, Any], b: Mapping[str, Any], path: Path) -> None:
+    """Write a bar chart of B relative to A in per cent; raises ConfigError, also without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; install it: pip install matplotlib") from None
+    left, right = comparable(a), comparable(b)
+    changes = {k: change for k in left if (change := _change(left[k], right.get(k))) is not None}
+    figure = Figure(figsize=(9, 1 + 0.3 * len(changes)), layout="constrained")
+    axes = figure.add_subplot()
+    colors = ["tab:green" if _is_better(key, change) else "tab:red" for key, change in changes.items()]
+    axes.barh(list(changes), [change * 100 for change in changes.values()], color=colors)
+    axes.invert_yaxis()
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel("change from A to B (%)")
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}; name an image file to write, such as compare.png") from None
+
+
+def _row(label: str, value: float | None, style: str) -> str:
+    return f"{label:<40} {'n/a' if value is None else format(value, style):<10}"
+
+
+def _file_name(result: Mapping[str, Any]) -> str:
+    concurrency = result["max_concurrency"]
+    limit = "" if concurrency is None else f"-concurrency{concurrency}"
+    model = result["model_id"].rsplit("/", 1)[-1]
+    return f"{result['backend']}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
+
+
+def _setting(key: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    return f"{key:<30}{a.get(key)!s:>14}{b.get(key)!s:>14}  settings differ"
+
+
+def _compare(key: str, a: float | None, b: float | None) -> str:
+    numbers = "".join(f"{'n/a' if value is None else f'{value:.2f}':>14}" for value in (a, b))
+    change = _change(a, b)
+    if change is None:
+        return f"{key:<30}{numbers}{'n/a':>10}"
+    verdict = "" if change == 0 else "  better" if _is_better(key, change) else "  worse"
+    return f"{key:<30}{numbers}{change:>+10.1%}{verdict}"
+
+
+def _change(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None or a == 0 else b / a - 1
+
+
+def _is_better(key: str, change: float) -> bool:
+    return (change > 0) == (key in _HIGHER_IS_BETTER)

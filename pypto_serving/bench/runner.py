@@ -1,0 +1,225 @@
+"""Runs a benchmark: prepares the prompts, lets them arrive, watches the client itself, and reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.bench.client import ApiClient, ModelCard, find_model
+from pypto_serving.bench.datasets import Dataset, Prompt, Vocabulary, as_completion, as_messages
+from pypto_serving.bench.metrics import RequestRecord, summarize
+from pypto_serving.bench.options import Reporting, Target, Traffic
+from pypto_serving.bench.report import settings
+from pypto_serving.errors import ConfigError
+
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+_LAG_PERIOD_S = 0.02
+_BUSY_SHARE = 0.8
+_BUSY_LAG_MS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """One run, as asked for."""
+
+    target: Target
+    traffic: Traffic
+    dataset: Dataset
+    reporting: Reporting
+    tokenizer: Path | None = None
+    vocab_size: int | None = None
+
+
+@dataclass
+class ClientLoad:
+    """How busy this process was while it measured, as shares of the time, and delays of its event loop.
+
+    `wait_share` is the time that its thread was ready to run and had no core, because others had them all.
+    """
+
+    cpu_share: float = 0.0
+    wait_share: float = 0.0
+    lags_s: list[float] = field(default_factory=list)
+
+    @property
+    def mean_lag_ms(self) -> float:
+        return float(np.mean(self.lags_s)) * 1e3 if self.lags_s else 0.0
+
+    def to_result(self) -> dict[str, float]:
+        return {
+            "client_cpu_share": self.cpu_share,
+            "client_wait_share": self.wait_share,
+            "client_mean_lag_ms": self.mean_lag_ms,
+        }
+
+    def warning(self) -> str | None:
+        """Why the numbers describe the client rather than the server, if they do."""
+        if self.cpu_share + self.wait_share < _BUSY_SHARE and self.mean_lag_ms < _BUSY_LAG_MS:
+            return None
+        return (
+            f"the client is the bottleneck: it ran {self.cpu_share:.0%} and waited for a core "
+            f"{self.wait_share:.0%} of the time, and handled events {self.mean_lag_ms:.1f} ms late on average; "
+            "lower the load, or run it on another machine"
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The records in prompt order, the result with vLLM's keys, and what the user should be warned about."""
+
+    records: Sequence[RequestRecord]
+    result: dict[str, Any]
+    warnings: Sequence[str]
+
+
+Send = Callable[[bytes, int | None], Awaitable[RequestRecord]]
+"""Sends an encoded request; knows the number of prompt tokens, or None."""
+Advance = Callable[[], None]
+"""Called once per finished request."""
+
+
+async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
+    """Warm up, send every prompt, summarize; raises ConfigError or ServerError before the first request."""
+    target, traffic = benchmark.target, benchmark.traffic
+    card, vocabulary = await _resolve(benchmark)
+    prompts = _prompts(benchmark, vocabulary)
+    _raise_open_file_limit()
+    client = ApiClient(replace(target, ignore_eos=target.ignore_eos or benchmark.dataset.synthetic), card.id)
+    try:
+        requests = [(client.encode(prompt), prompt.input_len) for prompt in prompts]
+        measured, extra = requests[: traffic.num_prompts], requests[traffic.num_prompts :]
+        warm = await send_all(client.send, extra, np.zeros(len(extra)), traffic.max_concurrency)
+        start_s = time.perf_counter()
+        async with watch_client() as load:
+            records = await send_all(client.send, measured, arrival_times_s(traffic), traffic.max_concurrency, advance)
+            duration_s = time.perf_counter() - start_s
+    finally:
+        client.close()
+    result = settings(target, traffic, card.id, str(benchmark.tokenizer) if benchmark.tokenizer else None)
+    result |= summarize(records, duration_s, benchmark.reporting)
+    result |= load.to_result()
+    return Outcome(records, result, [*_warm_up_warnings(warm), *filter(None, [load.warning()])])
+
+
+def arrival_times_s(traffic: Traffic) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Seconds after the start at which each request arrives; ascending.
+
+    Gaps are gamma distributed with shape `burstiness` (1: a Poisson process) and mean 1 / rate. At a constant
+    rate they are scaled so that the last request arrives at num_prompts / rate whatever the seed.
+    """
+    count, ramp_up = traffic.num_prompts, traffic.ramp_up
+    rates = np.full(count, traffic.request_rate)
+    if ramp_up is not None:
+        rates = np.array([ramp_up.rate(progress) for progress in np.linspace(0, 1, count)])
+    shape = traffic.burstiness
+    gaps = np.random.default_rng(traffic.seed).gamma(shape, 1 / shape, size=count) / rates
+    times = np.cumsum(gaps)
+    if ramp_up is None and times[-1] > 0:
+        times *= count / traffic.request_rate / times[-1]
+    return times
+
+
+async def send_all(
+    send: Send,
+    requests: Sequence[tuple[bytes, int | None]],
+    arrivals_s: np.ndarray[Any, np.dtype[np.float64]],
+    max_concurrency: int | None,
+    advance: Advance = lambda: None,
+) -> list[RequestRecord]:
+    """Send each request at its arrival time, or once fewer than `max_concurrency` fly; records in order."""
+    slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+
+    async def one(request: bytes, prompt_tokens: int | None) -> RequestRecord:
+        async with slots:
+            record = await send(request, prompt_tokens)
+        advance()
+        return record
+
+    start_s = time.perf_counter()
+    tasks = []
+    async with asyncio.TaskGroup() as group:
+        for request, arrival_s in zip(requests, arrivals_s.tolist(), strict=True):
+            if (wait_s := start_s + arrival_s - time.perf_counter()) > 0:
+                await asyncio.sleep(wait_s)
+            tasks.append(group.create_task(one(*request)))
+    return [task.result() for task in tasks]
+
+
+@contextlib.asynccontextmanager
+async def watch_client() -> AsyncIterator[ClientLoad]:
+    """Measure the client while the body runs; the load is complete after it."""
+    load = ClientLoad()
+    watcher = asyncio.create_task(_record_lags(load.lags_s))
+    wall_s, cpu_s, wait_s = time.perf_counter(), time.process_time(), _core_wait_s()
+    try:
+        yield load
+    finally:
+        watcher.cancel()
+        duration_s = time.perf_counter() - wall_s
+        load.cpu_share = (time.process_time() - cpu_s) / duration_s
+        load.wait_share = (_core_wait_s() - wait_s) / duration_s
+
+
+def _core_wait_s() -> float:
+    """Seconds that this thread has been runnable without a core; 0 where the kernel does not tell."""
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+async def _record_lags(lags_s: list[float]) -> None:
+    while True:
+        due_s = time.perf_counter() + _LAG_PERIOD_S
+        await asyncio.sleep(_LAG_PERIOD_S)
+        lags_s.append(max(0.0, time.perf_counter() - due_s))
+
+
+async def _resolve(benchmark: Benchmark) -> tuple[ModelCard, Vocabulary | None]:
+    """The model to ask for and the vocabulary to draw from; asks the server only for what was not given."""
+    target = benchmark.target
+    vocabulary = None
+    if benchmark.tokenizer is not None:
+        vocabulary = Vocabulary.of_tokenizer(benchmark.tokenizer)
+    elif benchmark.vocab_size is not None:
+        vocabulary = Vocabulary.of_size(benchmark.vocab_size)
+    needs_vocabulary = benchmark.dataset.synthetic and vocabulary is None
+    if target.model is not None and not needs_vocabulary:
+        return ModelCard(target.model), vocabulary
+    card = await find_model(target)
+    if needs_vocabulary and card.vocab_size is None:
+        raise ConfigError(
+            "random prompts need a vocabulary, and the server does not tell its size: "
+            "give --tokenizer DIR or --vocab-size N"
+        )
+    return card, Vocabulary.of_size(card.vocab_size) if needs_vocabulary and card.vocab_size else vocabulary
+
+
+def _prompts(benchmark: Benchmark, vocabulary: Vocabulary | None) -> list[Prompt]:
+    """The measured prompts, then those of the warm-up: from the same data set, never measured again."""
+    traffic = benchmark.traffic
+    prompts = benchmark.dataset.prompts(traffic.num_prompts + traffic.num_warmups, traffic.seed, vocabulary)
+    if benchmark.target.backend == "openai":
+        return [as_completion(prompt) for prompt in prompts]
+    tokenizer = vocabulary.tokenizer if vocabulary else None
+    return [as_messages(prompt, tokenizer) for prompt in prompts]
+
+
+def _warm_up_warnings(records: Sequence[RequestRecord]) -> list[str]:
+    errors = [r.error for r in records if r.error]
+    return [f"{len(errors)} of {len(records)} warm-up requests failed: {errors[0]}"] if errors else []
+
+
+def _raise_open_file_limit() -> None:
+    """Every request in flight holds a socket, and the usual soft limit is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

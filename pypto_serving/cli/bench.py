@@ -1,0 +1,240 @@
+"""`bench serve` and `bench compare`: the command line of the load generator."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from pypto_serving.errors import ConfigError, PyptoError
+
+if TYPE_CHECKING:
+    from pypto_serving.bench.datasets import Dataset
+    from pypto_serving.bench.options import RampUp
+    from pypto_serving.bench.report import Saving
+    from pypto_serving.bench.runner import Benchmark, Outcome
+
+bench_app = typer.Typer(help="Measure a running server.", no_args_is_help=True)
+
+DatasetName = Literal["random", "prefix_repetition", "custom"]
+_DATASET_OPTIONS = {
+    "random": ("random_",),
+    "prefix_repetition": ("prefix_repetition_",),
+    "custom": ("dataset_path", "custom_"),
+}
+
+
+@bench_app.command()
+def serve(
+    context: typer.Context,
+    backend: Annotated[Literal["openai", "openai-chat"], typer.Option(help="API to speak.")] = "openai",
+    base_url: Annotated[str | None, typer.Option(help="Server, instead of --host and --port.")] = None,
+    host: Annotated[str, typer.Option(help="Server host.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.")] = 8000,
+    endpoint: Annotated[str, typer.Option(help="Path, if not the usual one of the backend.")] = "",
+    model: Annotated[str | None, typer.Option(help="Model name; default: the server's first.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer.json.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Random token ids are drawn below this.")] = None,
+    dataset_name: Annotated[DatasetName, typer.Option(help="Where prompts come from.")] = "random",
+    dataset_path: Annotated[Path | None, typer.Option(help="JSONL file of the custom data set.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Requests to measure.")] = 1000,
+    request_rate: Annotated[float, typer.Option(help="Requests per second; inf sends all at once.")] = math.inf,
+    burstiness: Annotated[float, typer.Option(help="Gamma shape of arrivals; 1 is Poisson.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Most requests in flight.")] = None,
+    ramp_up_strategy: Annotated[
+        Literal["linear", "exponential"] | None, typer.Option(help="How the request rate grows.")
+    ] = None,
+    ramp_up_start_rps: Annotated[float | None, typer.Option(help="First request rate.")] = None,
+    ramp_up_end_rps: Annotated[float | None, typer.Option(help="Last request rate.")] = None,
+    num_warmups: Annotated[int, typer.Option(help="Requests sent before, not measured.")] = 0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Generate to the full length (always, if random).")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
+    goodput: Annotated[
+        list[str] | None, typer.Option(metavar="KEY:MS", help="Limit on ttft, tpot or e2el; may repeat.")
+    ] = None,
+    percentile_metrics: Annotated[str, typer.Option(help="Metrics to report.")] = "ttft,tpot,itl,e2el",
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report.")] = "99",
+    save_result: Annotated[bool, typer.Option("--save-result", help="Write the result as JSON.")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Add what each request saw.")] = False,
+    result_dir: Annotated[Path, typer.Option(help="Folder of the result file.")] = Path(),
+    result_filename: Annotated[str | None, typer.Option(help="Name of the result file.")] = None,
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Stored in the result; may repeat.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
+    extra_body: Annotated[str, typer.Option(help="JSON object merged into each request.")] = "{}",
+    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 3600.0,
+    random_input_len: Annotated[int, typer.Option(help="Mean own prompt tokens.")] = 1024,
+    random_output_len: Annotated[int, typer.Option(help="Mean output tokens.")] = 128,
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, [0, 1).")] = 0.0,
+    random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 0,
+    prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens per prefix.")] = 256,
+    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Own tokens per prompt.")] = 256,
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Different prefixes.")] = 10,
+    prefix_repetition_output_len: Annotated[int, typer.Option(help="Output tokens.")] = 128,
+    custom_output_len: Annotated[int, typer.Option(help="Output tokens of rows that set none.")] = 256,
+) -> None:
+    """Send a load to a server and report latencies and throughput, as `vllm bench serve` does.
+
+    OPENAI_API_KEY, if set, is sent as bearer token. Exits with 1 if no request succeeded.
+    """
+    from pypto_serving.bench import datasets, options, report, runner
+
+    with _one_line_errors():
+        _check_combinations(context, dataset_name)
+        dataset: Dataset
+        match dataset_name:
+            case "random":
+                dataset = datasets.RandomData(
+                    input_len=random_input_len,
+                    output_len=random_output_len,
+                    range_ratio=random_range_ratio,
+                    prefix_len=random_prefix_len,
+                )
+            case "prefix_repetition":
+                dataset = datasets.PrefixRepetitionData(
+                    prefix_len=prefix_repetition_prefix_len,
+                    suffix_len=prefix_repetition_suffix_len,
+                    num_prefixes=prefix_repetition_num_prefixes,
+                    output_len=prefix_repetition_output_len,
+                )
+            case "custom":
+                dataset = datasets.FileData(path=dataset_path or Path(), output_len=custom_output_len)
+        benchmark = runner.Benchmark(
+            target=options.Target(
+                base_url=(base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}").rstrip("/"),
+                backend=backend,
+                endpoint=endpoint,
+                model=model,
+                temperature=temperature,
+                ignore_eos=ignore_eos,
+                extra_body=options.parse_extra_body(extra_body),
+                timeout_s=timeout,
+            ),
+            traffic=options.Traffic(
+                num_prompts=num_prompts,
+                request_rate=request_rate,
+                burstiness=burstiness,
+                max_concurrency=max_concurrency,
+                ramp_up=_ramp_up(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps),
+                num_warmups=num_warmups,
+                seed=seed,
+            ),
+            dataset=dataset,
+            reporting=options.Reporting(
+                metrics=options.parse_metrics(percentile_metrics),
+                percentiles=options.parse_percentiles(metric_percentiles),
+                goodput_ms=options.parse_goodput(goodput or []),
+            ),
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+        )
+        saving = report.Saving(
+            directory=result_dir,
+            file=result_filename,
+            detailed=save_detailed,
+            metadata=options.parse_metadata(metadata or []),
+        )
+        saving.check(benchmark.reporting)
+        _report(_run(benchmark), saving if save_result else None)
+
+
+@bench_app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="Result to compare with.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Result whose change is shown.")],
+    plot: Annotated[Path | None, typer.Option(help="Also draw the changes into this image.")] = None,
+) -> None:
+    """Show two results of `bench serve` (or of `vllm bench serve`) side by side."""
+    from pypto_serving.bench import report
+
+    with _one_line_errors():
+        left, right = report.load_result(a), report.load_result(b)
+        typer.echo(report.render_comparison(left, right))
+        if plot is not None:
+            report.plot_comparison(left, right, plot)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except PyptoError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+
+
+def _check_combinations(context: typer.Context, dataset_name: DatasetName) -> None:
+    """Refuse options that would have no effect next to the others."""
+    given = [name for name in context.params if _is_given(context, name)]
+    for other, prefixes in _DATASET_OPTIONS.items():
+        for name in given:
+            if other != dataset_name and name.startswith(prefixes):
+                raise ConfigError(
+                    f"{_flag(name)} belongs to --dataset-name {other}, but that is {dataset_name}; drop one"
+                )
+    if dataset_name == "custom" and "dataset_path" not in given:
+        raise ConfigError("--dataset-name custom needs --dataset-path FILE.jsonl")
+    if "base_url" in given and (clash := {"host", "port"}.intersection(given)):
+        raise ConfigError(f"--base-url already names the server; drop {_flag(min(clash))}")
+    if "save_result" not in given:
+        for name in ("save_detailed", "result_dir", "result_filename", "metadata"):
+            if name in given:
+                raise ConfigError(f"{_flag(name)} has no effect without --save-result; add it")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _ramp_up(
+    strategy: Literal["linear", "exponential"] | None, start_rps: float | None, end_rps: float | None
+) -> RampUp | None:
+    from pypto_serving.bench.options import RampUp
+
+    if strategy is None and start_rps is None and end_rps is None:
+        return None
+    if strategy is None or start_rps is None or end_rps is None:
+        raise ConfigError("--ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps go together; give all three")
+    return RampUp(strategy=strategy, start_rps=start_rps, end_rps=end_rps)
+
+
+def _run(benchmark: Benchmark) -> Outcome:
+    """Run with a progress bar on a terminal's stderr."""
+    import uvloop
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from pypto_serving.bench.runner import run
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, refresh_per_second=2, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("requests", total=benchmark.traffic.num_prompts)
+        return uvloop.run(run(benchmark, lambda: progress.advance(task)))
+
+
+def _report(outcome: Outcome, saving: Saving | None) -> None:
+    """Print table, failures and warnings; save; exit with 1 if nothing succeeded."""
+    from pypto_serving.bench import metrics, report
+
+    typer.echo(report.render(outcome.result))
+    for line in [*report.failure_lines(outcome.records), *(f"warning: {w}" for w in outcome.warnings)]:
+        typer.echo(line, err=True)
+    if saving is not None:
+        extra = metrics.details(outcome.records) if saving.detailed else {}
+        typer.echo(f"saved {saving.write(outcome.result | extra)}", err=True)
+    if not outcome.result["completed"]:
+        raise typer.Exit(1)
