@@ -217,8 +217,10 @@ class AsyncEngine:
         return max(1, min(60, round(waiting / rate)))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; their streams end without a further output. Unknown ids are ignored."""
-        known = [request_id for request_id in request_ids if self._streams.pop(request_id, None) is not None]
+        """End requests without a further output. Unknown ids are ignored."""
+        known = [request_id for request_id in request_ids if request_id in self._streams]
+        for request_id in known:
+            self._streams.pop(request_id).forget(request_id)
         if known:
             self._send(AbortRequests(known))
 

@@ -74,6 +74,7 @@ class EngineCore:
             self._ready = False
             self._num_respawns += 1
             self._outputs += self.scheduler.worker_lost(now_s)
+            self._tell(now_s)
         elif isinstance(event, GaveUp):
             self._give_up(event, now_s)
         else:
@@ -89,6 +90,7 @@ class EngineCore:
         self._ready = True
         self._epoch = hello.epoch
         self._last_step_s = self._clock.now()
+        self._tell(self._last_step_s)
         self._api.send(CoreReady(hello.epoch, hello.pid, hello.num_blocks, hello.load_s))
 
     def _give_up(self, event: GaveUp, now_s: float) -> None:
@@ -96,7 +98,7 @@ class EngineCore:
         self._ready = False
         self.scheduler.worker_lost(now_s)
         self._outputs += self.scheduler.fail_all(RequestFault(503, "engine_dead", event.reason), now_s)
-        self._report(now_s)
+        self._tell(now_s)
         self._api.send(CoreFailed(event.reason, event.exit_code))
         self.stopping = True
 
@@ -121,6 +123,9 @@ class EngineCore:
         if due and not self._checked and not self.scheduler.has_work:
             self.check()
             self._checked = True
+        self._tell(now_s)
+
+    def _tell(self, now_s: float) -> None:
         self._reported_s = now_s
         self._api.send(CoreOutputs(self._outputs, self.stats(now_s)))
         self._outputs = []

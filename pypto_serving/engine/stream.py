@@ -28,6 +28,11 @@ class OutputStream:
         self._arrived.append(output)
         self._wake.set()
 
+    def forget(self, request_id: str) -> None:
+        """Expect no more of a request that was aborted."""
+        self._unfinished.discard(request_id)
+        self._wake.set()
+
     def __aiter__(self) -> OutputStream:
         return self
 

@@ -45,7 +45,7 @@ def run(config: EngineConfig, scenario: Callable[[AsyncEngine], Awaitable[None]]
         finally:
             family = [core, *(core.children(recursive=True) if core.is_running() else [])]
             await engine.stop()
-        gone, alive = psutil.wait_procs(family, timeout=5)
+        _, alive = psutil.wait_procs(family, timeout=5)
         assert not alive, f"left behind: {alive}"
 
     asyncio.run(main())

@@ -1,0 +1,57 @@
+"""Turning chat messages into a prompt, and which way a model family does it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.engine.text import Tokenizer
+from pypto_serving.errors import ModelError, RequestError
+from pypto_serving.util import LazyRegistry
+
+logger = logging.getLogger("pypto_serving.api")
+
+Message = Mapping[str, Any]
+
+
+class ChatEncoder(Protocol):
+    """A family's way to write a conversation down. Stateless after loading."""
+
+    def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> str | list[int]:
+        """The prompt as text, or as token ids; raises RequestError for what the family cannot express.
+
+        Each message has `role` and `content` (a string) and whatever else the client sent. `kwargs` holds
+        `add_generation_prompt` and the client's chat_template_kwargs.
+        """
+
+
+ENCODERS = LazyRegistry("chat encoder", {"jinja": "pypto_serving.api.chat.template:load"})
+"""Loaders: (ServingConfig) -> ChatEncoder; raise ModelError where the checkpoint lacks what they need."""
+
+ENCODER_OF_ARCHITECTURE: dict[str, str] = {}
+"""Architectures whose checkpoints write chats by other means than a Jinja template."""
+
+
+class UnavailableEncoder:
+    """Stands in where a model cannot chat, and tells each request why."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> NoReturn:
+        raise RequestError(f"{self._reason}; use /v1/completions", param="messages", code="chat_unavailable")
+
+
+def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEncoder:
+    """The encoder of a checkpoint, or one that explains to each request why there is none."""
+    if tokenizer is None:
+        return UnavailableEncoder("this model has no tokenizer.json, so the server cannot chat with it")
+    name = ENCODER_OF_ARCHITECTURE.get(serving.architecture, "jinja")
+    try:
+        encoder: ChatEncoder = ENCODERS.load(name)(serving)
+    except ModelError as error:
+        logger.warning("chat is off: %s", error)
+        return UnavailableEncoder(str(error))
+    return encoder

@@ -1,0 +1,124 @@
+"""The checkpoint's own Jinja chat template, in a sandbox, with the helpers that Hugging Face gives templates."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.engine.text import load_special_tokens, read_json_object
+from pypto_serving.errors import ModelError, RequestError
+
+logger = logging.getLogger("pypto_serving.api")
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+
+
+class TemplateEncoder:
+    """A compiled template; see ChatEncoder."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Compile `source`; raises ModelError where it is no valid template."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template of this model is not valid Jinja: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> str:
+        """The rendered conversation; raises RequestError with the template's own complaint."""
+        try:
+            return self._template.render(**(self._special_tokens | {"messages": list(messages)} | dict(kwargs)))
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
+        except Exception as error:  # whatever a template does with messages it did not expect
+            detail = f"{type(error).__name__}: {error}"
+            raise RequestError(f"the chat template failed on these messages: {detail}", param="messages") from error
+
+
+def load(serving: ServingConfig) -> TemplateEncoder:
+    """Find and compile the template; raises ModelError where there is none or it is damaged."""
+    source, origin = find_template(Path(serving.model_dir), serving.chat_template)
+    logger.info("chat template from %s", origin)
+    return TemplateEncoder(source, load_special_tokens(serving.model_dir))
+
+
+def find_template(model_dir: Path, override: str | None = None) -> tuple[str, Path]:
+    """A template's source and the file it stands in: the override, else as Hugging Face looks for it."""
+    if override is not None:
+        return _read_text(Path(override)), Path(override)
+    if (model_dir / "chat_template.jinja").is_file():
+        return _read_text(model_dir / "chat_template.jinja"), model_dir / "chat_template.jinja"
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        source = _choose(read_json_object(model_dir / name).get("chat_template"))
+        if source is not None:
+            return source, model_dir / name
+    raise ModelError("this model has no chat template")
+
+
+def _choose(declared: object) -> str | None:
+    """The template of a `chat_template` value: a string, or a list of named ones of which "default" is meant."""
+    if isinstance(declared, str):
+        return declared
+    if not isinstance(declared, list):
+        return None
+    named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, dict)}
+    source = named.get("default") or (next(iter(named.values())) if len(named) == 1 else None)
+    return source if isinstance(source, str) else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the chat template {path} cannot be read: {error}") from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here its body is simply written out."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals.pop("lipsum")
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without jinja's HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(format_text: str) -> str:
+    return datetime.now().strftime(format_text)

@@ -1,0 +1,82 @@
+"""Errors as clients see them: OpenAI's shape, the right status, Retry-After where waiting helps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from pypto_serving.errors import PyptoError, RequestError, RequestFailedError
+from pypto_serving.types.request import RequestFault
+
+RETRY_UNAVAILABLE_S = 5
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class AuthenticationError(RequestError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class BodyTooLargeError(RequestError):
+    """The request body exceeds the limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class EngineFaultError(RequestFailedError):
+    """The engine gave an admitted request up, for the reason in `fault`."""
+
+    def __init__(self, fault: RequestFault) -> None:
+        super().__init__(fault.message, code=fault.code)
+        self.fault = fault
+
+
+@dataclass(frozen=True, slots=True)
+class ApiError:
+    """What goes to the client."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def type(self) -> str:
+        """OpenAI's class of error."""
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+
+    def payload(self) -> bytes:
+        """The JSON body, which is also the payload of an error event in a stream."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self, headers: dict[str, str] | None = None) -> Response:
+        """The whole HTTP response."""
+        merged = dict(headers or {}) | dict(self.headers)
+        if self.retry_after_s is not None:
+            merged["retry-after"] = str(self.retry_after_s)
+        return Response(self.payload(), self.status, merged, "application/json")
+
+
+def describe(error: Exception) -> ApiError:
+    """How `error` is told to a client; anything we did not raise on purpose is a 500 without details."""
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=tuple((error.headers or {}).items()))
+    if not isinstance(error, PyptoError):
+        return ApiError(500, "the server failed on this request; its log says why", "internal_error")
+    status = error.fault.status if isinstance(error, EngineFaultError) else error.status
+    if not 400 <= status <= 599:
+        status = 500
+    retry: Any = getattr(error, "retry_after_s", RETRY_UNAVAILABLE_S if status in (429, 503) else None)
+    headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
+    code = getattr(error, "error_code", error.code)
+    return ApiError(status, str(error), code, getattr(error, "param", None), retry, headers)

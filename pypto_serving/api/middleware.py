@@ -1,0 +1,80 @@
+"""Pure ASGI middleware. None of it wraps `receive`, so handlers see a disconnect as soon as the server does."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pypto_serving.api.errors import AuthenticationError, describe
+
+logger = logging.getLogger("pypto_serving.api")
+
+_SLASHES = re.compile(r"/{2,}")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class RequestScope:
+    """Outermost: normalises paths, gives every response an x-request-id, counts and, if wanted, logs responses."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[int], None], log_requests: bool) -> None:
+        self.app = app
+        self._count = count
+        self._log = log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        path = _SLASHES.sub("/", scope["path"])
+        scope["path"] = path.rstrip("/") or "/"
+        request_id = _request_id(scope)
+        scope["state"] = dict(scope.get("state") or {}, request_id=request_id.decode())
+        started_s = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                self._count(message["status"])
+                if self._log:
+                    elapsed_ms = (time.monotonic() - started_s) * 1e3
+                    line = (scope["method"], path, message["status"], elapsed_ms, request_id.decode())
+                    logger.info("%s %r %d, first byte after %.1f ms, request id %s", *line)
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class ApiKeyGuard:
+    """Refuses requests without the API key, but for /health."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self.app = app
+        self._expected = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health" or self._allows(scope):
+            await self.app(scope, receive, send)
+            return
+        message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+        await describe(AuthenticationError(message)).response()(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        for name, value in scope["headers"]:
+            scheme, _, key = value.partition(b" ")
+            if name == b"authorization" and scheme.lower() == b"bearer":
+                return hmac.compare_digest(key.strip(), self._expected)
+        return False
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's own id where it sent a sane one, else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return uuid.uuid4().hex.encode()

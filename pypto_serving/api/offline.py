@@ -1,0 +1,327 @@
+"""The offline API: `LLM`, for programs that generate without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pypto_serving.api.openai.choice import Choice
+from pypto_serving.api.openai.prompts import check_ids, encode_text, fit_max_tokens
+from pypto_serving.api.service import Service
+from pypto_serving.api.settings import load_serving_config
+from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.engine.text import Tokenizer
+from pypto_serving.errors import EngineDeadError, RequestError, RequestFailedError
+from pypto_serving.model.locate import model_spec, prepare
+from pypto_serving.options import make_options
+from pypto_serving.types.request import EngineRequest, RequestOutput, TokenLogprobs
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tokens import pack_ids, unpack_ids
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log-probability of a token at its place; `rank` 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One choice. `logprobs[i]` maps token ids at place i, the chosen one among them, to their values."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """What `generate` and `chat` return for one prompt. `prompt` is None where ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+
+
+class LLM:
+    """A model in its own engine and worker processes, for offline use; also a context manager.
+
+    `model` is a folder or a hub name, None for the bundled one; `options` are named as on the command line, such as
+    `max_model_len` or `kv_memory`. Raises ConfigError or ModelError for what cannot work, EngineDeadError when
+    the worker cannot be started.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        chosen = make_options({"model": model, **options})
+        spec = model_spec(chosen)
+        resolved = prepare(chosen, spec)
+        names = {"served_model_names": resolved.server.served_model_names}
+        serving = load_serving_config(spec.path, architecture=spec.architecture, **names)
+        self._ids = itertools.count()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pypto-llm", daemon=True)
+        self._thread.start()
+        self._engine = AsyncEngine(resolved.engine)
+        self._service = Service(self._engine, serving)
+        try:
+            self._call(self._start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    async def _start(self) -> None:
+        await self._engine.start()
+        await self._engine.wait_ready()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._loop.is_running():
+            work.close()
+            raise EngineDeadError("this LLM was shut down; make a new one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def shutdown(self) -> None:
+        """End the engine and its worker. May be called more than once."""
+        if not self._thread.is_alive():
+            return
+        self._call(self._engine.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.shutdown()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[GenerationOutput]:
+        """Continue each prompt, a text or a list of token ids; results in the order of the prompts.
+
+        One SamplingParams for all or one each; None means the model's own defaults with 16 tokens. Raises
+        RequestError for a prompt that does not fit, RequestFailedError for one that the engine gave up.
+        """
+        entries = _as_list(prompts)
+        params = self._params_of(sampling_params, len(entries), max_tokens=16)
+        jobs = [self._encode(entry) for entry in entries]
+        return self._call(self._run(jobs, params, progress))
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> list[GenerationOutput]:
+        """Answer each conversation, in order. None as parameters means the model's defaults up to its end."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        params = self._params_of(sampling_params, len(conversations), max_tokens=None)
+        jobs = [self._encode_chat(entry, chat_template_kwargs) for entry in conversations]  # type: ignore[arg-type]
+        return self._call(self._run(jobs, params, progress))
+
+    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Answer one conversation, piece by piece; closing the iterator ends the request."""
+        (params,) = self._params_of(sampling_params, 1, max_tokens=None)
+        pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                _, ids = await self._encode_chat(messages, None)
+                async for text in self._texts(ids, params):
+                    pieces.put(text)
+                pieces.put(None)
+            except BaseException as error:
+                pieces.put(error)
+                raise
+
+        task = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            task.cancel()
+
+    def _params_of(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, max_tokens: int | None
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = SamplingParams(**self._service.serving.default_sampling.given(), max_tokens=max_tokens)
+        params = [given] * count if isinstance(given, SamplingParams) else list(given)
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")
+        return params
+
+    async def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, await encode_text(self._service, prompt, "prompt", add_special_tokens=True)
+        ids = [int(i) for i in prompt]
+        if not ids:
+            raise RequestError("a prompt is an empty list; give at least one token id", param="prompt")
+        return None, check_ids(self._service, ids, "prompt")
+
+    async def _encode_chat(self, messages: Messages, kwargs: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
+        encoded = self._service.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
+        if isinstance(encoded, str):
+            return encoded, await encode_text(self._service, encoded, "messages", add_special_tokens=False)
+        return None, check_ids(self._service, encoded, "messages")
+
+    async def _run(
+        self,
+        jobs: Sequence[Coroutine[Any, Any, tuple[str | None, list[int]]]],
+        params: Sequence[SamplingParams],
+        progress: bool,
+    ) -> list[GenerationOutput]:
+        encoded = await asyncio.gather(*jobs)
+        fitted = [self._fit(ids, wanted) for (_, ids), wanted in zip(encoded, params, strict=True)]
+        widest = max((wanted.n for wanted in params), default=1)
+        room = asyncio.Semaphore(max(1, self._engine.config.max_queued_requests // widest))
+        with _progress_bar(len(encoded), progress) as bar:
+
+            async def one(prompt: str | None, ids: list[int], wanted: SamplingParams) -> GenerationOutput:
+                async with room:
+                    output = await self._generate(prompt, ids, wanted)
+                bar.advance(bar.task_ids[0])
+                return output
+
+            work = [one(*pair, wanted) for pair, wanted in zip(encoded, fitted, strict=True)]
+            return list(await asyncio.gather(*work))
+
+    def _fit(self, ids: list[int], params: SamplingParams) -> SamplingParams:
+        limit = fit_max_tokens(len(ids), params.max_tokens, None, self._engine.config.max_model_len)
+        return msgspec.structs.replace(params, max_tokens=limit)
+
+    async def _generate(self, prompt: str | None, ids: list[int], params: SamplingParams) -> GenerationOutput:
+        requests = self._requests(ids, params)
+        sequences = {r.request_id: _Sequence(i, r, ids, self._service.tokenizer) for i, r in enumerate(requests)}
+        async for output in self._outputs(requests):
+            self._take(sequences[output.request_id], output)
+        done = list(sequences.values())
+        num_cached = done[0].choice.num_cached
+        return GenerationOutput(requests[0].request_id, prompt, ids, [s.result() for s in done], num_cached)
+
+    async def _texts(self, ids: list[int], params: SamplingParams) -> AsyncIterator[str]:
+        (request,) = self._requests(ids, self._fit(ids, params))
+        sequence = _Sequence(0, request, ids, self._service.tokenizer)
+        async for output in self._outputs([request]):
+            if text := self._take(sequence, output):
+                yield text
+
+    def _take(self, sequence: _Sequence, output: RequestOutput) -> str:
+        """Add an output to its sequence; one that found its stop string is ended."""
+        text = sequence.take(output)
+        if sequence.choice.finish_reason is not None and output.finish_reason is None:
+            self._engine.abort([output.request_id])
+        return text
+
+    async def _outputs(self, requests: Sequence[EngineRequest]) -> AsyncIterator[RequestOutput]:
+        """Outputs until every request ended; raises RequestFailedError for one that the engine gave up."""
+        stream = self._engine.submit(requests)
+        try:
+            async for outputs in stream:
+                for output in outputs:
+                    if output.fault is not None:
+                        raise RequestFailedError(output.fault.message, code=output.fault.code)
+                    yield output
+        finally:
+            await stream.aclose()
+
+    def _requests(self, ids: list[int], params: SamplingParams) -> list[EngineRequest]:
+        seed = (self._service.draw_seed() if params.seed is None else params.seed) & (2**64 - 1)
+        name, alone = f"offline-{next(self._ids)}", msgspec.structs.replace(params, n=1)
+        return [
+            EngineRequest(
+                request_id=f"{name}-{choice}",
+                token_ids=pack_ids(ids),
+                params=alone,
+                eos_token_ids=self._service.eos_token_ids,
+                seed=seed,
+                choice=choice,
+                arrival_s=time.monotonic(),
+            )
+            for choice in range(params.n)
+        ]
+
+
+class _Sequence:
+    """Collects one choice."""
+
+    def __init__(self, index: int, request: EngineRequest, prompt: list[int], tokenizer: Tokenizer | None) -> None:
+        self.choice = Choice(index, request.request_id, prompt, request.params, tokenizer)
+        self._tokenizer = tokenizer
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if request.params.logprobs is None else []
+
+    def take(self, output: RequestOutput) -> str:
+        """The text that `output` adds; nothing once a stop string was found."""
+        if self.choice.finish_reason is not None:
+            return ""
+        before = self.choice.num_tokens
+        delta = self.choice.take(output)
+        count = self.choice.num_tokens - before
+        ids = unpack_ids(output.token_ids)[:count].tolist()
+        self._token_ids += ids
+        if self._logprobs is not None and output.logprobs is not None:
+            self._logprobs += map(self._entry, ids, output.logprobs)
+        text = "" if delta is None else delta.text
+        self._texts.append(text)
+        return text
+
+    def _entry(self, token_id: int, values: TokenLogprobs) -> dict[int, Logprob]:
+        top_ids = unpack_ids(values.top_ids).tolist()
+        top = np.frombuffer(values.top_logprobs, dtype="<f4").tolist()
+        entry = {i: Logprob(v, rank, self._text(i)) for rank, (i, v) in enumerate(zip(top_ids, top, strict=True), 1)}
+        return entry | {token_id: Logprob(values.logprob, values.rank, self._text(token_id))}
+
+    def _text(self, token_id: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+    def result(self) -> CompletionOutput:
+        reason = self.choice.finish_reason or "abort"
+        return CompletionOutput(self.choice.index, "".join(self._texts), self._token_ids, self._logprobs, reason)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several: a list that starts with an integer is one prompt of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    entries = list(prompts)
+    return [entries] if entries and isinstance(entries[0], int) else entries  # type: ignore[list-item, return-value]
+
+
+def _progress_bar(total: int, shown: bool) -> Progress:
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+    bar.add_task("generating", total=total)
+    return bar

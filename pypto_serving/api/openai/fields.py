@@ -1,0 +1,132 @@
+"""Request fields that this server knows by name but does not act on, and what to say about them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pypto_serving.errors import RequestError
+
+IGNORED_HEADER = "x-ignored-fields"
+_MAX_LISTED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """`neutral`: known but unsupported fields with the values that change nothing, besides null, which never does.
+    `accepted`: fields that are accepted and have no effect, whatever their value.
+    """
+
+    neutral: Mapping[str, tuple[Any, ...]]
+    accepted: frozenset[str]
+
+    def screen(self, extra: Mapping[str, Any], prefix: str = "") -> list[str]:
+        """Names in `extra` that nobody knows; raises RequestError for an unsupported field that asks for something."""
+        unknown = []
+        for name, value in extra.items():
+            if name in self.neutral:
+                _require_neutral(prefix + name, value, self.neutral[name])
+            elif name not in self.accepted:
+                unknown.append(prefix + name)
+        return unknown
+
+
+def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    if value is None or any(value == allowed for allowed in neutral):
+        return
+    advice = f"leave it out or set it to {neutral[0]!r}" if neutral else "leave it out"
+    raise RequestError(
+        f"{name} = {brief(value)} is not supported by this server; {advice}",
+        param=name,
+        code="unsupported_field",
+    )
+
+
+def brief(value: Any) -> str:
+    """`value` as it may stand in a message: at most 100 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def ignored_header(fields: list[str]) -> dict[str, str]:
+    """The response header that lists ignored fields, reduced to characters a header may hold."""
+    if not fields:
+        return {}
+    names = [re.sub(r"[^\w.\-\[\]]", "?", field, flags=re.ASCII)[:64] for field in fields[:_MAX_LISTED]]
+    more = [f"and {len(fields) - _MAX_LISTED} more"] if len(fields) > _MAX_LISTED else []
+    return {IGNORED_HEADER: ", ".join(names + more)}
+
+
+_NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "echo": (False,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "json_schema": (),
+    "regex": ("",),
+    "ebnf": ("",),
+    "grammar": ("",),
+    "structural_tag": (),
+    "stop_regex": ("", []),
+    "include_stop_str_in_output": (False,),
+    "no_stop_trim": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
+    "cache_salt": ("",),
+    "kv_transfer_params": ({},),
+    "lora_path": (),
+    "mm_processor_kwargs": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+
+_ACCEPTED_EVERYWHERE = frozenset(
+    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"}
+)
+
+COMPLETION_RULES = FieldRules({**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()}, _ACCEPTED_EVERYWHERE)
+
+CHAT_RULES = FieldRules(
+    {
+        **_NEUTRAL_EVERYWHERE,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "documents": ([],),
+        "reasoning_effort": ("none",),
+        "thinking_token_budget": (),
+        "verbosity": ("medium",),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+    },
+    _ACCEPTED_EVERYWHERE | {"parallel_tool_calls"},
+)
+
+STREAM_OPTION_RULES = FieldRules({"continuous_usage_stats": (False,)}, frozenset({"include_obfuscation"}))

@@ -1,0 +1,169 @@
+"""All sequences of one HTTP request, from submission to their last token."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pypto_serving.api.errors import EngineFaultError
+from pypto_serving.api.openai.choice import Choice, Delta
+from pypto_serving.api.service import Service
+from pypto_serving.errors import RequestError, RequestFailedError
+from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tokens import pack_ids
+
+logger = logging.getLogger("pypto_serving.api")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt and how to continue it; `params.n` is the number of choices."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+
+
+class Generation:
+    """The choices of one request. Owned by the handler that made it, which must call `aclose`.
+
+    Choices are numbered prompt by prompt. Making one admits it: raises QueueFullError or UnavailableError.
+    """
+
+    def __init__(self, service: Service, prompts: Sequence[Prompt], kind: str) -> None:
+        self.id = f"{kind}-{uuid.uuid4().hex}"
+        self._service = service
+        self._arrival_s = time.monotonic()
+        self._num_prompts = len(prompts)
+        self._choices: dict[str, Choice] = {}
+        self._last_s: dict[str, float] = {}
+        requests = self._requests(prompts)
+        service.admission.enter()
+        try:
+            self._outputs = service.engine.submit(requests)
+        except BaseException:
+            service.admission.leave()
+            raise
+        self._open = len(requests)
+        self._closed = False
+
+    @property
+    def choices(self) -> list[Choice]:
+        """In the order of their index."""
+        return list(self._choices.values())
+
+    async def deltas(self) -> list[Delta]:
+        """What came since the last call, at least one delta; [] once every choice has finished.
+
+        Raises EngineFaultError where the engine gave up on one of them.
+        """
+        while self._open:
+            try:
+                outputs = await anext(self._outputs)
+            except StopAsyncIteration:
+                raise RequestFailedError("the engine ended this request without an answer; send it again") from None
+            self._service.metrics.observe_step()
+            now_s = time.monotonic()
+            deltas = [delta for output in outputs if (delta := self._take(output, now_s)) is not None]
+            if deltas:
+                return deltas
+        return []
+
+    async def aclose(self) -> None:
+        """End the request: what is unfinished is aborted. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        unfinished = [choice for choice in self._choices.values() if choice.finish_reason is None]
+        try:
+            if unfinished:
+                self._abort(unfinished)
+            close = getattr(self._outputs, "aclose", None)
+            if close is not None:
+                await close()
+        finally:
+            self._service.admission.leave()
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage object; the tokens of a prompt count once, however many choices it has."""
+        choices = self.choices
+        prompts = choices[:: len(choices) // self._num_prompts]
+        num_prompt = sum(choice.num_prompt for choice in prompts)
+        num_output = sum(choice.num_tokens for choice in choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in prompts)},
+        }
+
+    def _requests(self, prompts: Sequence[Prompt]) -> list[EngineRequest]:
+        limit = self._service.engine.config.max_queued_requests
+        total = sum(prompt.params.n for prompt in prompts)
+        if total > limit:
+            message = f"{len(prompts)} prompts make {total} sequences, but this server queues at most {limit}"
+            raise RequestError(message, param="prompt" if len(prompts) > 1 else "n")
+        requests = []
+        for prompt in prompts:
+            drawn = prompt.params.seed if prompt.params.seed is not None else self._service.draw_seed()
+            seed, token_ids = drawn & (2**64 - 1), pack_ids(prompt.token_ids)
+            params = msgspec.structs.replace(prompt.params, n=1)
+            for choice in range(prompt.params.n):
+                requests.append(self._request(prompt, token_ids, params, seed, choice))
+        return requests
+
+    def _request(
+        self, prompt: Prompt, token_ids: bytes, params: SamplingParams, seed: int, choice: int
+    ) -> EngineRequest:
+        index = len(self._choices)
+        request_id = f"{self.id}-{index}"
+        self._choices[request_id] = Choice(index, request_id, prompt.token_ids, params, self._service.tokenizer)
+        return EngineRequest(
+            request_id=request_id,
+            token_ids=token_ids,
+            params=params,
+            eos_token_ids=self._service.eos_token_ids,
+            seed=seed,
+            choice=choice,
+            arrival_s=self._arrival_s,
+        )
+
+    def _take(self, output: RequestOutput, now_s: float) -> Delta | None:
+        choice = self._choices.get(output.request_id)
+        if choice is None or choice.finish_reason is not None:
+            return None
+        if output.fault is not None:
+            self._finish(choice, "error", output, now_s)
+            raise EngineFaultError(output.fault)
+        if output.token_ids:
+            last_s = self._last_s.get(choice.request_id)
+            gap_s = now_s - (self._arrival_s if last_s is None else last_s)
+            self._service.metrics.observe_output(gap_s, first=last_s is None)
+            self._last_s[choice.request_id] = now_s
+        delta = choice.take(output)
+        reason = None if delta is None else delta.finish_reason
+        if reason is not None:
+            self._finish(choice, reason, output, now_s)
+        if reason == "error":
+            raise RequestFailedError("the engine failed on this request; send it again")
+        if reason is not None and output.finish_reason is None:
+            self._service.engine.abort([choice.request_id])
+        return delta
+
+    def _finish(self, choice: Choice, reason: str, output: RequestOutput, now_s: float) -> None:
+        choice.finish_reason = reason
+        self._open -= 1
+        e2e_s = now_s - self._arrival_s
+        self._service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, output.timeline)
+
+    def _abort(self, unfinished: list[Choice]) -> None:
+        self._service.engine.abort([choice.request_id for choice in unfinished])
+        for choice in unfinished:
+            self._service.metrics.observe_finish("abort", choice.num_prompt, choice.num_tokens, 0.0, None)
+        tokens = sum(choice.num_tokens for choice in unfinished)
+        logger.info("aborted %s: %d unfinished choices after %d output tokens", self.id, len(unfinished), tokens)

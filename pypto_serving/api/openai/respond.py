@@ -1,0 +1,137 @@
+"""Writing a generation down: at once as JSON, or as server-sent events. Both end it when the client goes away."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+import msgspec
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pypto_serving.api.disconnect import nobody_listens, until_disconnect
+from pypto_serving.api.errors import describe
+from pypto_serving.api.openai.choice import Delta, TokenEntry
+from pypto_serving.api.openai.generation import Generation
+from pypto_serving.errors import PyptoError
+
+logger = logging.getLogger("pypto_serving.api")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Format(Protocol):
+    """How an endpoint writes choices."""
+
+    def opening(self) -> bytes:
+        """Events before the first token."""
+
+    def event(self, delta: Delta) -> bytes:
+        """One event."""
+
+    def usage_event(self, usage: dict[str, object]) -> bytes:
+        """The event that ends a stream with include_usage, b"" without."""
+
+    def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
+        """The whole answer of a request that does not stream."""
+
+
+class Output:
+    """All deltas of one choice, collected."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.texts: list[str] = []
+        self.logprobs: list[TokenEntry] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append; deltas come in order."""
+        self.texts.append(delta.text)
+        self.finish_reason = delta.finish_reason
+        if delta.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs.extend(delta.logprobs)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+async def respond(
+    request: Request, generation: Generation, form: Format, stream: bool, headers: dict[str, str]
+) -> Response:
+    """The response of a generation; whatever happens, the generation is closed."""
+    if stream:
+        return EventStream(generation, form, headers)
+    try:
+        outputs = await until_disconnect(request.receive, _collect(generation))
+        content = msgspec.json.encode(form.response(outputs, generation.usage()))
+        return Response(content, 200, headers, "application/json")
+    except ClientDisconnect:
+        return nobody_listens()
+    finally:
+        await generation.aclose()
+
+
+async def _collect(generation: Generation) -> list[Output]:
+    outputs = [Output(choice.index) for choice in generation.choices]
+    while deltas := await generation.deltas():
+        for delta in deltas:
+            outputs[delta.index].add(delta)
+    return outputs
+
+
+class EventStream(Response):
+    """Server-sent events of a generation; what waited is written at once.
+
+    The status line waits for the first output, so that a request which fails before it gets its own status.
+    """
+
+    def __init__(self, generation: Generation, form: Format, headers: dict[str, str]) -> None:
+        self.status_code = 200
+        self.background: BackgroundTask | None = None
+        self._generation = generation
+        self._form = form
+        self._extra_headers = headers
+        self._started = False
+        fixed = {
+            "content-type": "text/event-stream; charset=utf-8",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+        }
+        self.init_headers(fixed | headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._run(scope, receive, send))
+        except ClientDisconnect:
+            if not self._started:
+                await nobody_listens()(scope, receive, send)
+        finally:
+            await self._generation.aclose()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation, form = self._generation, self._form
+        try:
+            deltas = await generation.deltas()
+        except PyptoError as error:
+            await describe(error).response(self._extra_headers)(scope, receive, send)
+            return
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        body = form.opening()
+        try:
+            while deltas:
+                body += b"".join([form.event(delta) for delta in deltas])
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = b""
+                deltas = await generation.deltas()
+            body += form.usage_event(generation.usage()) + DONE
+        except Exception as error:
+            if not isinstance(error, PyptoError):
+                logger.exception("a stream failed")
+            body += b"data: " + describe(error).payload() + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": False})

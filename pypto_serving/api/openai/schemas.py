@@ -1,0 +1,75 @@
+"""Request bodies. Types are strict: no "1" for 1; null means: not given. Unknown fields are kept for screening."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
+
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "array", "items": {"type": "integer"}},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+    ]
+}
+_STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Fields that the schema does not have."""
+        return self.__pydantic_extra__ or {}
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class GenerationBody(_Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Annotated[Any, WithJsonSchema(_STOP_SCHEMA)] = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    logprobs: int | None = None
+
+
+class ChatMessage(_Body):
+    role: str
+    content: Annotated[Any, WithJsonSchema(_CONTENT_SCHEMA)] = None
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

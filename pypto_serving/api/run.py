@@ -1,0 +1,131 @@
+"""Running the application: bind, serve, drain on the first signal, stop on the second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from pypto_serving.api.admission import Admission
+
+logger = logging.getLogger("pypto_serving.api")
+
+DRAIN_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 2
+OnBound = Callable[[int], None]
+
+
+class ApiServer:
+    """One HTTP server on one socket. All methods belong to its event loop's thread.
+
+    While it drains it still listens: new requests get a 503 with Retry-After and /health says so.
+    """
+
+    def __init__(self, app: FastAPI, host: str, port: int, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
+        self._admission: Admission = app.state.service.admission
+        self._socket = bind(host, port)
+        self._drain_timeout_s = drain_timeout_s
+        self._drain: asyncio.Task[None] | None = None
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+            )
+        )
+
+    @property
+    def port(self) -> int:
+        """The real port, also where 0 was asked for."""
+        return int(self._socket.getsockname()[1])
+
+    async def run(self, on_bound: OnBound) -> None:
+        """Serve until stopped; `on_bound(port)` is called once connections are taken."""
+        self._server.on_started = lambda: on_bound(self.port)
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            if self._drain is not None:
+                self._drain.cancel()
+            self._socket.close()
+
+    def stop(self) -> None:
+        """First call: take no more requests, finish the admitted ones, end. Second call: end now."""
+        if self._drain is None:
+            left = self._admission.in_flight
+            logger.info("draining: %d requests left, at most %g s; stop again to end now", left, self._drain_timeout_s)
+            self._admission.drain()
+            self._drain = asyncio.get_running_loop().create_task(self._drain_then_exit())
+        else:
+            logger.warning("ending now, %d requests are cut off", self._admission.in_flight)
+            self._server.end_now()
+
+    async def _drain_then_exit(self) -> None:
+        try:
+            await asyncio.wait_for(self._admission.wait_idle(), self._drain_timeout_s)
+        except TimeoutError:
+            logger.warning("%d requests did not finish within %g s", self._admission.in_flight, self._drain_timeout_s)
+            self._server.end_now()
+        self._server.should_exit = True
+
+
+async def serve(
+    app: FastAPI, host: str, port: int, on_bound: OnBound, *, drain_timeout_s: float = DRAIN_TIMEOUT_S
+) -> None:
+    """Serve `app` until SIGTERM or SIGINT; raises OSError where it cannot bind.
+
+    Port 0 takes a free one, which `on_bound` is told. To be called in the main thread, whose signals it handles.
+    """
+    server = ApiServer(app, host, port, drain_timeout_s)
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, server.stop)
+    try:
+        await server.run(on_bound)
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket; raises OSError where nothing can listen there."""
+    info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = info[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own signal handling, and with word of its start."""
+
+    on_started: Callable[[], None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.on_started is not None:
+            self.on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def end_now(self) -> None:
+        """Cancel what is left instead of waiting for it."""
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        self.should_exit = True

@@ -1,0 +1,90 @@
+"""The HTTP application: routes, middleware and error handlers around one engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from pypto_serving import __version__
+from pypto_serving.api.disconnect import nobody_listens
+from pypto_serving.api.errors import describe
+from pypto_serving.api.middleware import ApiKeyGuard, RequestScope
+from pypto_serving.api.openai.chat import create_chat_completion
+from pypto_serving.api.openai.completions import create_completion
+from pypto_serving.api.openai.models import list_models, retrieve_model
+from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
+from pypto_serving.api.service import Service
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.engine.client import EngineClient
+from pypto_serving.engine.metrics import CONTENT_TYPE
+from pypto_serving.errors import PyptoError
+
+
+def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
+    """The application; starts nothing. `app.state.service` holds what the handlers share."""
+    app = FastAPI(title="pypto-serving", version=__version__)
+    service = Service(engine, serving)
+    app.state.service = service
+    _add_routes(app)
+    for kind in (PyptoError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    if serving.api_key is not None:
+        app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip())
+    app.add_middleware(RequestScope, count=service.metrics.count_response, log_requests=serving.log_requests)
+    return app
+
+
+def _add_routes(app: FastAPI) -> None:
+    for path, handler, schema in (
+        ("/v1/completions", create_completion, CompletionBody),
+        ("/v1/chat/completions", create_chat_completion, ChatBody),
+    ):
+        app.add_api_route(path, handler, methods=["POST"], openapi_extra=_documented(schema), response_model=None)
+    for path, reader in (
+        ("/v1/models", list_models),
+        ("/v1/models/{model_id:path}", retrieve_model),
+        ("/health", health),
+        ("/version", show_version),
+        ("/metrics", metrics),
+    ):
+        app.add_api_route(path, reader, methods=["GET"], response_model=None)
+
+
+async def health(request: Request) -> Response:
+    """200 while the engine makes progress and takes requests, else 503; the body says which and why."""
+    service: Service = request.app.state.service
+    state = service.health()
+    body = {"status": state.status, "detail": state.detail, "last_step_age_s": round(state.age_s, 3)}
+    return Response(msgspec.json.encode(body), 200 if state.ok else 503, media_type="application/json")
+
+
+async def show_version(request: Request) -> Response:
+    """The version of this server."""
+    return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    service: Service = request.app.state.service
+    return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def _documented(schema: type[BaseModel]) -> dict[str, Any]:
+    """The request body of a handler that reads it by itself, for /openapi.json."""
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return describe(error).response()
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return nobody_listens()

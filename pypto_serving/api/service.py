@@ -1,0 +1,78 @@
+"""What all handlers share: the engine, the model's text tools, admission and metrics."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+
+from pypto_serving.api.admission import Admission
+from pypto_serving.api.chat import load_encoder
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.engine.client import EngineClient, Health
+from pypto_serving.engine.metrics import ServerMetrics
+from pypto_serving.engine.text import Tokenizer, load_eos_token_ids
+from pypto_serving.errors import ModelError, UnknownModelError
+
+logger = logging.getLogger("pypto_serving.api")
+
+MAX_REMEMBERED_FIELDS = 1000
+
+
+class Service:
+    """One server's parts. Made once, at start; only `admission`, `metrics` and the seed generator change."""
+
+    def __init__(self, engine: EngineClient, serving: ServingConfig) -> None:
+        self.engine = engine
+        self.serving = serving
+        self.tokenizer = _load_tokenizer(serving.model_dir)
+        self.chat_encoder = load_encoder(serving, self.tokenizer)
+        eos = load_eos_token_ids(serving.model_dir, self.tokenizer) if serving.model_dir else ()
+        self.eos_token_ids = tuple(i for i in eos if 0 <= i < engine.config.vocab_size)
+        self.model_name = serving.served_model_names[0]
+        self.metrics = ServerMetrics(engine, self.model_name)
+        self.admission = Admission()
+        self.created = int(time.time())
+        self._seeds = random.Random(engine.config.seed)
+        self._warned_fields: set[str] = set()
+        logger.info("%s", serving.default_sampling.describe())
+
+    def draw_seed(self) -> int:
+        """A seed for a request that brought none."""
+        return self._seeds.getrandbits(63)
+
+    def resolve_model(self, name: str | None) -> str:
+        """The name to answer under; raises UnknownModelError for a name that is not served."""
+        if name is None:
+            return self.model_name
+        if name not in self.serving.served_model_names:
+            names = ", ".join(repr(n) for n in self.serving.served_model_names)
+            raise UnknownModelError(
+                f"the model {name[:200]!r} does not exist here; this server has: {names}", param="model"
+            )
+        return name
+
+    def warn_ignored(self, fields: list[str]) -> None:
+        """Log each unknown field the first time a client sends it."""
+        for field in fields:
+            if field not in self._warned_fields and len(self._warned_fields) < MAX_REMEMBERED_FIELDS:
+                self._warned_fields.add(field)
+                logger.warning("ignoring the unknown request field %r (said once per field)", field[:200])
+
+    def health(self) -> Health:
+        """The engine's health, or that this server drains."""
+        health = self.engine.health()
+        if self.admission.draining:
+            detail = f"shutting down, {self.admission.in_flight} requests left"
+            return Health(ok=False, status="draining", detail=detail, age_s=health.age_s)
+        return health
+
+
+def _load_tokenizer(model_dir: str) -> Tokenizer | None:
+    if not model_dir:
+        return None
+    try:
+        return Tokenizer.load(model_dir)
+    except ModelError as error:
+        logger.warning("only prompts of token ids can be served: %s", error)
+        return None

@@ -1,0 +1,100 @@
+"""What the HTTP server needs to know about a checkpoint and its own options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pypto_serving.engine.text import read_json_object
+from pypto_serving.errors import ConfigError, ModelError, RequestError
+from pypto_serving.types.sampling import SamplingParams
+
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
+_NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "num_beams": 1,
+    "encoder_repetition_penalty": 1.0,
+}
+
+
+class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What applies where a request says nothing; None leaves a value at the server's own default.
+
+    `not_applied` lists settings of generation_config.json that change outputs and that this server lacks.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    not_applied: dict[str, Any] = {}
+
+    def describe(self) -> str:
+        """One line for the log at start."""
+        values = ", ".join(f"{name} {value}" for name, value in self.effective().items())
+        lacking = ", ".join(f"{name} {value}" for name, value in self.not_applied.items())
+        return f"default sampling: {values}" + (f"; not supported and not applied: {lacking}" if lacking else "")
+
+    def given(self) -> dict[str, Any]:
+        """The values that are set, by SamplingParams' names."""
+        return {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+
+    def effective(self) -> dict[str, Any]:
+        """What a request that says nothing is sampled with."""
+        params = SamplingParams(**self.given())
+        return {name: getattr(params, name) for name in SAMPLING_NAMES}
+
+
+class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of the HTTP server. The first of `served_model_names` stands in responses and metrics.
+
+    `model_dir` is "" for a model without files. `chat_template` is the path of a Jinja file that replaces the
+    checkpoint's own. Raises ConfigError for values that cannot work.
+    """
+
+    model_dir: str
+    served_model_names: tuple[str, ...]
+    architecture: str = ""
+    api_key: str | None = None
+    default_sampling: DefaultSampling = DefaultSampling()
+    chat_template: str | None = None
+    log_requests: bool = False
+    max_body_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise ConfigError("the served model name is empty; give at least one name")
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("the API key is empty, which would guard nothing; give a key or leave the option out")
+
+    def __repr__(self) -> str:
+        return f"ServingConfig({self.model_dir!r}, {self.served_model_names!r})"  # never the key
+
+
+def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
+    """The sampling values of a checkpoint's generation_config.json; raises ModelError where they are impossible."""
+    path = Path(model_dir) / "generation_config.json"
+    config = read_json_object(path)
+    values = {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
+    if config.get("do_sample") is False:
+        values["temperature"] = 0.0
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
+            raise ModelError(f"{path}: {name} is {value!r}, which is not a number; correct or remove it")
+    try:
+        SamplingParams(**values)
+    except RequestError as error:
+        raise ModelError(f"{path}: {error}; correct or remove it") from error
+    lacking = {name: config[name] for name, neutral in _NEUTRAL.items() if config.get(name) not in (None, neutral)}
+    return DefaultSampling(**values, not_applied=lacking)
+
+
+def load_serving_config(model_dir: str | Path, **options: Any) -> ServingConfig:
+    """ServingConfig with the checkpoint's own sampling defaults, named after its folder unless `options` say else."""
+    options.setdefault("served_model_names", (Path(model_dir).resolve().name,))
+    options.setdefault("default_sampling", load_default_sampling(model_dir))
+    return ServingConfig(model_dir=str(model_dir), **options)

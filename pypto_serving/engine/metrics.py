@@ -1,0 +1,243 @@
+"""Prometheus metrics of one server: vLLM's names where vLLM has one, `pypto:` names for the rest.
+
+Gauges and counters of the engine are read from its newest snapshot when somebody scrapes; only histograms are
+observed while serving, at the cost of one bisection each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from pypto_serving.engine.client import EngineClient
+from pypto_serving.types.request import Timeline
+from pypto_serving.types.stats import StepStats
+
+CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+FINISH_REASONS = ("stop", "length", "abort", "error")
+_SHORT_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2,
+    5,
+    10,
+    30,
+)
+_LONG_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    320,
+    640,
+    1280,
+    2560,
+)
+
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
+    "vllm:time_to_first_token_seconds": ("From arrival to the first output token.", _LONG_S),
+    "vllm:inter_token_latency_seconds": ("Between outputs of one request.", _SHORT_S),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per output token after the first.", _SHORT_S),
+    "vllm:e2e_request_latency_seconds": ("From arrival to the last output token.", _LONG_S),
+    "vllm:request_queue_time_seconds": ("From arrival until first scheduled.", _LONG_S),
+    "vllm:request_prefill_time_seconds": ("From first scheduled to the first token.", _LONG_S),
+    "vllm:request_decode_time_seconds": ("From the first to the last token.", _LONG_S),
+    "vllm:request_inference_time_seconds": ("From first scheduled to the last token.", _LONG_S),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a finished request.", None),
+    "vllm:request_generation_tokens": ("Output tokens of a finished request.", None),
+    "vllm:iteration_tokens_total": ("Tokens computed per engine step.", None),
+}
+
+
+class Histogram:
+    """Counts per bucket; bounds are inclusive upper ends, a last bucket takes the rest."""
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count `value` once."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts as Prometheus wants them, ending with +Inf."""
+        total, rows = 0, []
+        for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
+            total += count
+            rows.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return rows
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+
+class ServerMetrics(Collector):
+    """Everything /metrics shows. Owned by the server; used in the event loop's thread only."""
+
+    def __init__(self, engine: EngineClient, model_name: str) -> None:
+        self._engine = engine
+        self._labels = [model_name]
+        token_bounds = _token_bounds(engine.config.max_model_len)
+        self._histograms = {name: Histogram(bounds or token_bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self._first_token = self._histograms["vllm:time_to_first_token_seconds"]
+        self._next_token = self._histograms["vllm:inter_token_latency_seconds"]
+        self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
+        self._responses: Counter[int] = Counter()
+        self._last_step = engine.stats.num_steps
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def observe_output(self, gap_s: float, first: bool) -> None:
+        """An output came `gap_s` after the one before it or, the first, after its request."""
+        (self._first_token if first else self._next_token).observe(gap_s)
+
+    def observe_step(self) -> None:
+        """Count the newest engine step, if it was not counted yet."""
+        stats = self._engine.stats
+        if stats.num_steps != self._last_step:
+            self._last_step = stats.num_steps
+            self._histograms["vllm:iteration_tokens_total"].observe(stats.step_tokens)
+
+    def observe_finish(
+        self, reason: str, num_prompt: int, num_output: int, e2e_s: float, timeline: Timeline | None
+    ) -> None:
+        """A request ended for `reason`, `e2e_s` after its arrival."""
+        self._finished[reason] += 1
+        if reason not in ("stop", "length"):
+            return
+        observe = self._observe
+        observe("vllm:e2e_request_latency_seconds", e2e_s)
+        observe("vllm:request_prompt_tokens", num_prompt)
+        observe("vllm:request_generation_tokens", num_output)
+        if timeline is None:
+            return
+        decode_s = timeline.finished_s - timeline.first_token_s
+        observe("vllm:request_queue_time_seconds", timeline.scheduled_s - timeline.arrival_s)
+        observe("vllm:request_prefill_time_seconds", timeline.first_token_s - timeline.scheduled_s)
+        observe("vllm:request_decode_time_seconds", decode_s)
+        observe("vllm:request_inference_time_seconds", timeline.finished_s - timeline.scheduled_s)
+        if num_output > 1:
+            observe("vllm:request_time_per_output_token_seconds", decode_s / (num_output - 1))
+
+    def count_response(self, status: int) -> None:
+        """An HTTP response began with `status`."""
+        self._responses[status] += 1
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry at a scrape."""
+        stats = self._engine.stats
+        yield from self._gauges(stats)
+        yield from self._counters(stats)
+        yield self._counter("vllm:request_success", "Finished requests.", self._finished.items(), "finished_reason")
+        statuses = ((str(status), count) for status, count in sorted(self._responses.items()))
+        yield self._counter("pypto:http_responses", "HTTP responses by status.", statuses, "status")
+        for name, (help_text, _) in _HISTOGRAMS.items():
+            family = HistogramMetricFamily(name, help_text, labels=["model_name"])
+            histogram = self._histograms[name]
+            family.add_metric(self._labels, histogram.buckets(), histogram.sum)
+            yield family
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    def _gauges(self, stats: StepStats) -> Iterator[Metric]:
+        health = self._engine.health()
+        usage = max(stats.kv_usage, default=0.0)
+        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, of the fullest group; 1 is full.", usage
+        )
+        yield self._gauge("pypto:engine_ok", "1 while the engine makes progress.", float(health.ok))
+        yield self._gauge("pypto:last_step_age_seconds", "Age of the last completed step.", health.age_s)
+        yield self._gauge("pypto:worker_epoch", "Worker lives so far.", stats.epoch)
+        groups = GaugeMetricFamily(
+            "pypto:kv_group_usage_perc", "Share of KV blocks in use.", labels=["model_name", "group"]
+        )
+        names = [group.name for group in self._engine.config.groups]
+        for name, share in zip(names, stats.kv_usage, strict=False):
+            groups.add_metric([*self._labels, name], share)
+        yield groups
+
+    def _counters(self, stats: StepStats) -> Iterator[Metric]:
+        for name, help_text, value in (
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_queries,
+            ),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
+            ("vllm:generation_tokens", "Output tokens generated.", stats.generation_tokens),
+            ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
+            ("pypto:worker_respawns", "Times a worker was started again.", stats.num_respawns),
+            ("pypto:engine_steps", "Engine steps.", stats.num_steps),
+        ):
+            yield self._counter(name, help_text, [("", value)])
+
+    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, help_text: str, rows: Iterable[tuple[str, float]], label: str = "") -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=["model_name", *([label] if label else [])])
+        for value, count in rows:
+            family.add_metric([*self._labels, *([value] if label else [])], count)
+        return family
+
+
+def _token_bounds(max_model_len: int) -> list[float]:
+    """1, 2, 5, 10, ... up to the first bound that holds every sequence."""
+    bounds: list[float] = []
+    power = 1
+    while True:
+        for step in (1, 2, 5):
+            bounds.append(float(step * power))
+            if bounds[-1] >= max_model_len:
+                return bounds
+        power *= 10

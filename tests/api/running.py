@@ -1,0 +1,88 @@
+"""A real server on 127.0.0.1, in a thread of the test process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import openai
+
+from pypto_serving.api.run import ApiServer
+from pypto_serving.api.server import create_app
+from pypto_serving.api.settings import ServingConfig
+from tests.api.scripted_engine import WAIT_S, ScriptedEngine
+
+
+class RunningServer:
+    """Started when made; `stop` ends it. `call` runs a function in the server's event loop."""
+
+    def __init__(self, engine: ScriptedEngine, serving: ServingConfig, drain_timeout_s: float = 5.0) -> None:
+        self.engine = engine
+        self.app = create_app(engine, serving)
+        self.service = self.app.state.service
+        self._bound: Future[int] = Future()
+        self._drain_timeout_s = drain_timeout_s
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self.thread.start()
+        self.port = self._bound.result(WAIT_S)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    async def _run(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        try:
+            self.server = ApiServer(self.app, "127.0.0.1", 0, self._drain_timeout_s)
+            await self.server.run(self._bound.set_result)
+        except BaseException as error:
+            if not self._bound.done():
+                self._bound.set_exception(error)
+            raise
+
+    def call(self, function: Callable[[], object]) -> Any:
+        """The result of `function` in the event loop."""
+
+        async def run() -> object:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S)
+
+    def wait_idle(self) -> None:
+        """Return once no request is in the server; a client may have its answer just before."""
+        asyncio.run_coroutine_threadsafe(self.service.admission.wait_idle(), self.loop).result(WAIT_S)
+
+    def openai(self, api_key: str = "none") -> openai.OpenAI:
+        """The official client, without retries."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=WAIT_S)
+
+    def stop(self) -> None:
+        """Drain and end; all requests must be done by then."""
+        self.http.close()
+        if self.thread.is_alive():
+            self.call(self.server.stop)
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream, which must end with [DONE]."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        *events, done, rest = response.text.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+    def raw_post(self, path: str, body: dict[str, Any]) -> socket.socket:
+        """A socket over which the request was sent and nothing was read."""
+        payload = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        connection.sendall(head.encode() + payload)
+        return connection

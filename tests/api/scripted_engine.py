@@ -1,0 +1,192 @@
+"""An engine client that emits scripted tokens, in scripted portions, and remembers what was asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.engine.client import Health
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
+from pypto_serving.types.stats import StepStats
+from pypto_serving.types.tokens import pack_ids
+
+WAIT_S = 20.0
+
+
+def engine_config(vocab_size: int, **changes: object) -> EngineConfig:
+    """A configuration for an engine without a model."""
+    group = KVCacheGroupSpec(name="full", kind="full", tensors=(), block_size=16)
+    values = {"model": "scripted", "backend": "null", "dtype": "float32", "num_blocks": (100,), "groups": (group,)}
+    limits = {"vocab_size": vocab_size, "max_model_len": 512, "max_queued_requests": 256}
+    return EngineConfig(**{**values, **limits, **changes})
+
+
+@dataclass
+class Script:
+    """What one request receives: `tokens` in random portions, then `finish` or `fault`, or nothing (`hang`)."""
+
+    tokens: Sequence[int]
+    finish: str = "length"
+    stop_token_id: int | None = None
+    fault: RequestFault | None = None
+    hang: bool = False
+    cached: int = 0
+
+
+@dataclass
+class ScriptedStream:
+    """Iterator over portions of the outputs of several requests."""
+
+    engine: ScriptedEngine
+    waiting: dict[str, list[RequestOutput]]
+    hanging: set[str]
+    rng: random.Random
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
+
+    async def __anext__(self) -> list[RequestOutput]:
+        await asyncio.sleep(0)
+        while True:
+            ready = [request_id for request_id, outputs in self.waiting.items() if outputs]
+            if ready:
+                return self.portion(ready)
+            if not self.hanging:
+                raise StopAsyncIteration
+            self.wake.clear()
+            await self.wake.wait()
+
+    def portion(self, ready: list[str]) -> list[RequestOutput]:
+        chosen = self.rng.sample(ready, self.rng.randint(1, len(ready)))
+        taken = []
+        for request_id in chosen:
+            outputs = self.waiting[request_id]
+            count = self.rng.randint(1, len(outputs))
+            taken += outputs[:count]
+            del outputs[:count]
+        return taken
+
+    def drop(self, request_id: str) -> None:
+        self.waiting.pop(request_id, None)
+        self.hanging.discard(request_id)
+        self.wake.set()
+
+    async def aclose(self) -> None:
+        self.engine.abort(list(self.waiting))
+
+
+class ScriptedEngine:
+    """See EngineClient. `script` says what a request receives; `seed` decides the portions."""
+
+    def __init__(self, config: EngineConfig, script: Callable[[EngineRequest], Script]) -> None:
+        self.config = config
+        self.stats = StepStats(ready=True)
+        self.script = script
+        self.seed = 0
+        self.refusal: Exception | None = None
+        self.state = Health(ok=True, status="ready", age_s=0.25)
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.changed = threading.Condition()
+        self.streams: list[ScriptedStream] = []
+
+    def health(self) -> Health:
+        return self.state
+
+    def submit(self, requests: Sequence[EngineRequest]) -> ScriptedStream:
+        if self.refusal is not None:
+            raise self.refusal
+        rng = random.Random(self.seed)
+        scripts = {request.request_id: self.script(request) for request in requests}
+        waiting = {r.request_id: list(outputs_of(r, scripts[r.request_id], rng)) for r in requests}
+        hanging = {request_id for request_id, script in scripts.items() if script.hang}
+        stream = ScriptedStream(self, waiting, hanging, rng)
+        with self.changed:
+            self.streams.append(stream)
+            self.requests += requests
+            self.changed.notify_all()
+        self.stats = StepStats(ready=True, num_steps=len(self.requests), step_tokens=len(requests))
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        with self.changed:
+            for stream in self.streams:
+                for request_id in request_ids:
+                    if request_id in stream.waiting and (stream.waiting[request_id] or request_id in stream.hanging):
+                        self.aborted.append(request_id)
+                    stream.drop(request_id)
+            self.changed.notify_all()
+
+    def finish_hanging(self) -> None:
+        """End every hanging request with "stop". To be called in the event loop's thread."""
+        for stream in self.streams:
+            for request_id in stream.hanging:
+                stream.waiting[request_id].append(RequestOutput(request_id=request_id, finish_reason="stop"))
+            stream.hanging.clear()
+            stream.wake.set()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Block the calling thread until a submission or abort makes `condition` true."""
+        with self.changed:
+            assert self.changed.wait_for(condition, WAIT_S), "the engine did not get there"
+
+
+def outputs_of(request: EngineRequest, script: Script, rng: random.Random) -> list[RequestOutput]:
+    """The outputs of a whole request, of one to three tokens each."""
+    limit = request.params.max_tokens or len(script.tokens)
+    tokens, outputs = list(script.tokens)[:limit], []
+    while tokens:
+        count = rng.randint(1, 3)
+        taken, tokens = tokens[:count], tokens[count:]
+        logprobs = None if request.params.logprobs is None else [logprobs_of(i, request.params.logprobs) for i in taken]
+        outputs.append(
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=pack_ids(taken),
+                logprobs=logprobs,
+                num_cached_tokens=script.cached,
+            )
+        )
+    if not script.hang:
+        outputs.append(
+            RequestOutput(
+                request_id=request.request_id,
+                finish_reason="error" if script.fault else script.finish,
+                fault=script.fault,
+                stop_token_id=script.stop_token_id,
+                timeline=Timeline(arrival_s=1.0, scheduled_s=1.5, first_token_s=2.0, finished_s=4.0),
+            )
+        )
+    return merge_finish(outputs, script)
+
+
+def merge_finish(outputs: list[RequestOutput], script: Script) -> list[RequestOutput]:
+    """A stop token arrives together with its finish_reason, as from a real engine."""
+    if script.stop_token_id is None or len(outputs) < 2:
+        return outputs
+    *head, last, end = outputs
+    merged = RequestOutput(
+        request_id=last.request_id,
+        token_ids=last.token_ids,
+        logprobs=last.logprobs,
+        finish_reason=end.finish_reason,
+        stop_token_id=script.stop_token_id,
+        timeline=end.timeline,
+        num_cached_tokens=last.num_cached_tokens,
+    )
+    return [*head, merged]
+
+
+def logprobs_of(token_id: int, count: int) -> TokenLogprobs:
+    """The sampled token is the most likely one; the others follow it in the vocabulary."""
+    top = [token_id + i for i in range(count)]
+    values = np.array([-0.5 - i for i in range(count)], dtype="<f4")
+    return TokenLogprobs(logprob=-0.5, rank=1, top_ids=pack_ids(top), top_logprobs=values.tobytes())

@@ -1,0 +1,195 @@
+"""POST /v1/chat/completions over real HTTP, and chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pypto_serving.api.chat.template import TemplateEncoder, find_template
+from pypto_serving.engine.text import Tokenizer
+from pypto_serving.errors import ModelError, RequestError
+from pypto_serving.types.tokens import unpack_ids
+from tests.api.checkpoint import TEXT, write_checkpoint
+from tests.api.running import RunningServer
+from tests.api.scripted_engine import Script
+
+PATH = "/v1/chat/completions"
+HELLO = {"role": "user", "content": "hello"}
+PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def prompt_ids(server: RunningServer) -> list[int]:
+    return list(unpack_ids(server.engine.requests[-1].token_ids).tolist())
+
+
+def test_the_official_client(server: RunningServer, tokenizer: Tokenizer) -> None:
+    result = server.openai().chat.completions.create(model="tiny", messages=[HELLO])  # type: ignore[list-item]
+    message = result.choices[0].message
+    assert (message.role, message.content, result.choices[0].finish_reason) == ("assistant", TEXT, "length")
+    assert prompt_ids(server) == tokenizer.encode(PROMPT)
+    assert result.usage is not None
+    assert result.usage.prompt_tokens_details is not None
+    assert result.usage.prompt_tokens_details.cached_tokens == 0
+    assert server.engine.requests[-1].params.max_tokens == 512 - len(tokenizer.encode(PROMPT))
+
+
+def test_the_official_client_streams(server: RunningServer) -> None:
+    stream = server.openai().chat.completions.create(
+        model="tiny",
+        messages=[HELLO],  # type: ignore[list-item]
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, usage = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_streams_equal_whole_answers_for_any_portions(server: RunningServer, seed: int) -> None:
+    body = {"messages": [HELLO], "n": 3, "logprobs": True, "top_logprobs": 2, "stop": "once"}
+    server.engine.seed = seed
+    whole = server.post(PATH, body).json()
+    server.engine.seed = seed + 1000
+    events = server.events(PATH, body)
+    for choice in whole["choices"]:
+        mine = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in mine) == choice["message"]["content"]
+        streamed = [entry for c in mine[1:] for entry in c["logprobs"]["content"]]
+        assert streamed == choice["logprobs"]["content"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+
+
+def test_logprobs(server: RunningServer, tokenizer: Tokenizer) -> None:
+    server.engine.script = lambda request: Script(tokenizer.encode("the 中fox"))
+    body = {"messages": [HELLO], "logprobs": True, "top_logprobs": 3}
+    content = server.post(PATH, body).json()["choices"][0]["logprobs"]["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "the 中fox"
+    assert all(len(entry["top_logprobs"]) == 3 for entry in content)
+    assert content[0]["top_logprobs"][0] == {key: content[0][key] for key in ("token", "logprob", "bytes")}
+
+
+def test_content_parts_and_template_arguments(server: RunningServer, tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    body = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"shout": True}}
+    server.post(PATH, {**body, "add_generation_prompt": False})
+    assert tokenizer.decode(prompt_ids(server), False) == "<|im_start|>user\nhel\nlo<|im_end|>\nLOUD"
+
+
+def test_max_completion_tokens(server: RunningServer) -> None:
+    result = server.post(PATH, {"messages": [HELLO], "max_completion_tokens": 3, "max_tokens": 9}).json()
+    assert result["usage"]["completion_tokens"] == 3
+
+
+BAD = [
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": "hi"}, "messages", "array"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
+    ({"messages": [HELLO], "top_logprobs": 3}, "top_logprobs", "logprobs = true"),
+    ({"messages": [HELLO], "logprobs": True, "top_logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "not supported"),
+    ({"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ({"messages": [HELLO], "max_completion_tokens": 500}, "max_completion_tokens", "512 tokens"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD)])
+def test_what_cannot_be_served_is_named(server: RunningServer, body: dict[str, Any], param: str, words: str) -> None:
+    response = server.post(PATH, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert words in error["message"]
+
+
+def test_neutral_values_are_accepted(server: RunningServer) -> None:
+    neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "parallel_tool_calls": True}
+    response = server.post(PATH, {"messages": [HELLO], "functions": None, **neutral})
+    assert response.status_code == 200
+    assert "x-ignored-fields" not in response.headers
+
+
+def test_a_model_without_a_template_or_tokenizer_says_so(start: Callable[..., RunningServer], tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    plain = start(write_checkpoint(tmp_path / "a", template=None))
+    response = plain.post(PATH, {"messages": [HELLO]})
+    assert response.status_code == 400
+    assert "no chat template" in response.json()["error"]["message"]
+    assert plain.post("/v1/completions", {"prompt": "hello"}).status_code == 200
+    bare = start(write_checkpoint(tmp_path / "b", tokenizer=False))
+    assert "no tokenizer.json" in bare.post(PATH, {"messages": [HELLO]}).json()["error"]["message"]
+    refused = bare.post("/v1/completions", {"prompt": "hello"})
+    assert refused.status_code == 400
+    assert "list of token ids" in refused.json()["error"]["message"]
+    served = bare.post("/v1/completions", {"prompt": [5, 6], "logprobs": 1}).json()
+    assert served["choices"][0]["text"] == ""
+    assert served["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+
+
+def test_the_templates_own_refusal_is_a_400(start: Callable[..., RunningServer], tmp_path: Path) -> None:
+    server = start(write_checkpoint(tmp_path, template="{{ raise_exception('roles must alternate') }}"))
+    response = server.post(PATH, {"messages": [HELLO]})
+    assert response.status_code == 400
+    assert "roles must alternate" in response.json()["error"]["message"]
+
+
+def render(source: str, **kwargs: Any) -> str:
+    return TemplateEncoder(source, {"bos_token": "<s>"}).encode([HELLO], kwargs)
+
+
+def test_template_helpers() -> None:
+    assert render("{{ bos_token }}{{ messages[0].content }}") == "<s>hello"
+    assert render("{{ v | tojson }}", v={"ü": "<&>"}) == '{"ü": "<&>"}'
+    assert render("{{ v | tojson(indent=1) }}", v=[1]) == "[\n 1\n]"
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("{% generation %}a{{ 1 }}{% endgeneration %}b") == "a1b"
+    assert render("{% if true %}\n  x\n  {% endif %}\ny") == "  x\ny"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 + 'a' }}", "{{ 1 // 0 }}", "{{ x.y.z }}"],
+)
+def test_templates_fail_in_their_sandbox(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template"):
+        render(source)
+
+
+def test_a_damaged_template_is_a_model_error() -> None:
+    with pytest.raises(ModelError, match="not valid Jinja"):
+        TemplateEncoder("{% if %}", {})
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    def write(name: str, template: object) -> None:
+        (tmp_path / name).write_text(json.dumps({"chat_template": template}))
+
+    with pytest.raises(ModelError, match="no chat template"):
+        find_template(tmp_path)
+    write("tokenizer_config.json", [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}])
+    assert find_template(tmp_path)[0] == "D"
+    write("tokenizer_config.json", "T")
+    assert find_template(tmp_path)[0] == "T"
+    write("chat_template.json", "J")
+    assert find_template(tmp_path)[0] == "J"
+    (tmp_path / "chat_template.jinja").write_text("X")
+    assert find_template(tmp_path)[0] == "X"
+    (tmp_path / "own.jinja").write_text("O")
+    assert find_template(tmp_path, str(tmp_path / "own.jinja"))[0] == "O"
+    with pytest.raises(ModelError, match="cannot be read"):
+        find_template(tmp_path, str(tmp_path / "nowhere.jinja"))

@@ -1,0 +1,265 @@
+"""Every refusal: its status, its shape, and that nothing a client sends is a 5xx."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pypto_serving.errors import QueueFullError, UnavailableError
+from pypto_serving.types.request import RequestFault
+from tests.api.running import RunningServer
+from tests.api.scripted_engine import Script
+
+PATH = "/v1/completions"
+PATHS = [PATH, "/v1/chat/completions"]
+
+
+def error_of(response: Any, status: int) -> dict[str, Any]:
+    """The error object, whose shape is checked."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+BAD = [
+    ({}, "prompt", "missing"),
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[]]}, "prompt", "prompt[0] is an empty list"),
+    ({"prompt": ["hello", ""]}, "prompt", "prompt[1] is empty"),
+    ({"prompt": [1, "a"]}, "prompt", "'a'"),
+    ({"prompt": [True]}, "prompt", "True"),
+    ({"prompt": [[1], "a", 2.5]}, "prompt", "prompt[2]"),
+    ({"prompt": {"a": 1}}, "prompt", "must be a string"),
+    ({"prompt": [10**9]}, "prompt", "1000000000"),
+    ({"prompt": [-1]}, "prompt", "-1"),
+    ({"prompt": [5] * 512}, "prompt", "512 tokens"),
+    ({"prompt": [5] * 600}, "prompt", "600 tokens"),
+    ({"prompt": "a" * 100, "max_tokens": 1000}, "max_tokens", "1000"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
+    ({"prompt": "a", "temperature": -1}, "temperature", "between 0 and 100"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature", "number"),
+    ({"prompt": "a", "top_p": 0}, "top_p", "above 0"),
+    ({"prompt": "a", "min_p": 2}, "min_p", "between 0 and 1"),
+    ({"prompt": "a", "top_k": -5}, "top_k", "0 or -1"),
+    ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
+    ({"prompt": ["a"] * 3, "n": 128}, "prompt", "384 sequences"),
+    ({"prompt": "a", "n": True}, "n", "integer"),
+    ({"prompt": "a", "seed": 2**64}, "seed", "64-bit"),
+    ({"prompt": "a", "stop": [1]}, "stop", "list of strings"),
+    ({"prompt": "a", "stop": ""}, "stop", "non-empty"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
+    ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "0.5"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"prompt": "a", "best_of": 4}, "best_of", "set it to 1"),
+    ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
+    ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "leave it out"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD)])
+def test_bad_requests_name_field_and_value(server: RunningServer, body: dict[str, Any], param: str, words: str) -> None:
+    error = error_of(server.post(PATH, body), 400)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert words in error["message"]
+    assert server.engine.requests == []
+
+
+def test_a_context_error_names_both_lengths(server: RunningServer) -> None:
+    error = error_of(server.post(PATH, {"prompt": [5] * 500, "max_tokens": 30}), 400)
+    assert error["code"] == "context_length_exceeded"
+    for number in ("500 tokens", "30", "512 tokens", "at most 12"):
+        assert number in error["message"]
+    assert server.post(PATH, {"prompt": [5] * 500}).status_code == 200
+    assert server.engine.requests[-1].params.max_tokens == 12
+
+
+NEUTRAL = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "echo": False,
+    "best_of": 1,
+    "suffix": None,
+    "prompt_logprobs": None,
+    "response_format": {"type": "text"},
+    "store": False,
+    "service_tier": "auto",
+    "user": "me",
+    "metadata": {"a": "b"},
+    "safety_identifier": "x",
+    "prompt_cache_key": "y",
+}
+
+
+def test_neutral_and_ignored_fields_are_accepted(server: RunningServer) -> None:
+    response = server.post(PATH, {"prompt": "a", **NEUTRAL})
+    assert response.status_code == 200
+    assert "x-ignored-fields" not in response.headers
+
+
+def test_unknown_fields_are_listed_and_warned_about_once(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"prompt": "a", "max_token": 5, "wünsch\n": 1, "stream_options": {"mystery": 1}, "stream": True}
+    for _ in range(2):
+        response = server.post(PATH, body)
+        assert response.headers["x-ignored-fields"] == "max_token, w?nsch?, stream_options.mystery"
+    warned = [record.getMessage() for record in caplog.records if "unknown request field" in record.getMessage()]
+    assert len(warned) == 3
+
+
+def test_an_unknown_model_is_a_404_that_lists_the_names(server: RunningServer) -> None:
+    for response in (server.post(PATH, {"prompt": "a", "model": "gpt"}), server.http.get("/v1/models/gpt")):
+        error = error_of(response, 404)
+        assert error["code"] == "model_not_found"
+        assert "'gpt'" in error["message"]
+        assert "'tiny', 'tiny-alias'" in error["message"]
+    with pytest.raises(openai.NotFoundError):
+        server.openai().completions.create(model="gpt", prompt="a")
+    assert server.post(PATH, {"prompt": "a", "model": "tiny-alias"}).json()["model"] == "tiny-alias"
+
+
+def test_routes_that_do_not_exist(server: RunningServer) -> None:
+    error_of(server.http.get("/nowhere"), 404)
+    error_of(server.http.get(PATH), 405)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"null", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 5000])
+def test_bodies_that_are_no_json_objects(server: RunningServer, raw: bytes) -> None:
+    for path in PATHS:
+        error_of(server.http.post(path, content=raw), 400)
+
+
+def test_a_body_over_the_limit(server: RunningServer) -> None:
+    for size in (100_001, 390_000):
+        error = error_of(server.http.post(PATH, content=b" " * size), 413)
+        assert "100000 bytes" in error["message"]
+
+
+def test_a_full_queue_is_a_429_with_retry_after(server: RunningServer) -> None:
+    server.engine.refusal = QueueFullError("the queue is full", 7)
+    for stream in (False, True):
+        response = server.post(PATH, {"prompt": "a", "stream": stream})
+        assert error_of(response, 429)["code"] == "queue_full"
+        assert response.headers["retry-after"] == "7"
+    with pytest.raises(openai.RateLimitError):
+        server.openai().completions.create(model="tiny", prompt="a")
+
+
+def test_an_engine_that_cannot_serve_is_a_503(server: RunningServer) -> None:
+    server.engine.refusal = UnavailableError("still loading")
+    response = server.post(PATH, {"prompt": "a"})
+    assert error_of(response, 503)["message"] == "still loading"
+    assert int(response.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_before_the_first_token_has_its_own_status(server: RunningServer, stream: bool) -> None:
+    server.engine.script = lambda request: Script([], fault=RequestFault(503, "queue_timeout", "waited too long"))
+    error = error_of(server.post(PATH, {"prompt": "a", "stream": stream}), 503)
+    assert (error["message"], error["code"]) == ("waited too long", "queue_timeout")
+
+
+def test_a_fault_within_a_stream_ends_it_with_an_error_event(server: RunningServer) -> None:
+    fault = RequestFault(500, "request_failed", "three workers died")
+    server.engine.script = lambda request: Script([5, 6, 7] * 9, fault=fault if request.choice == 0 else None)
+    server.engine.seed = 1
+    response = server.post(PATH, {"prompt": "a", "stream": True, "max_tokens": 99})
+    *_, last, rest = response.text.split("\n\n")
+    assert (response.status_code, rest) == (200, "")
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "three workers died"
+    with pytest.raises(openai.APIError, match="three workers died"):
+        list(server.openai().completions.create(model="tiny", prompt="a", stream=True, max_tokens=99))
+
+
+def test_a_fault_of_one_choice_aborts_the_others(server: RunningServer) -> None:
+    fault = RequestFault(500, "request_failed", "no")
+    server.engine.script = lambda r: Script([], fault=fault) if r.choice == 1 else Script([], hang=True)
+    error_of(server.post(PATH, {"prompt": "a", "n": 3}), 500)
+    assert len(server.engine.aborted) == 2
+
+
+def test_an_unforeseen_error_is_a_500_without_details(start: Callable[..., RunningServer]) -> None:
+    server = start()
+
+    def broken(request: object) -> Script:
+        raise ZeroDivisionError("secret")
+
+    server.engine.script = broken
+    assert "secret" not in error_of(server.post(PATH, {"prompt": "a"}), 500)["message"]
+
+
+def test_the_api_key_guards_everything_but_health(start: Callable[..., RunningServer]) -> None:
+    server = start(api_key="käse-key")
+    for path in (
+        "/v1/models",
+        "/metrics",
+        "/version",
+        "/docs",
+        "/openapi.json",
+        "/nowhere",
+        "/healthy",
+        "//v1//models",
+    ):
+        response = server.http.get(path)
+        assert error_of(response, 401)["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+    for path in PATHS:
+        error_of(server.post(path, {"prompt": "a"}), 401)
+    for value in ("Bearer wrong", "käse-key", "Basic käse-key", "Bearer", "Bearer käse-key x"):
+        error_of(server.http.get("/v1/models", headers={"authorization": value.encode()}), 401)
+    assert server.http.get("/health").status_code == 200
+    for value in ("Bearer käse-key", "bearer  käse-key"):
+        assert server.http.get("/v1/models", headers={"authorization": value.encode()}).status_code == 200
+
+
+FIELDS = ["model", "prompt", "messages", "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"]
+FIELDS += ["stop", "stop_token_ids", "ignore_eos", "seed", "logprobs", "top_logprobs", "stream", "stream_options"]
+FIELDS += ["echo", "logit_bias", "tools", "chat_template_kwargs", "add_generation_prompt", "content", "role", "x"]
+NUMBERS = st.one_of(
+    st.integers(-5, 20), st.integers(), st.sampled_from([2**63, 2**64, 10**400, -(10**30)]), st.floats()
+)
+SCALARS = st.one_of(
+    st.none(), st.booleans(), NUMBERS, st.text(max_size=20), st.sampled_from(["hello", "user", "\ud800"])
+)
+NAMES = st.sampled_from(FIELDS)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(NAMES, inner, max_size=4)),
+    max_leaves=12,
+)
+VALID = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.dictionaries(NAMES, VALUES, max_size=5), path=st.sampled_from(PATHS), valid=st.booleans())
+def test_no_json_object_makes_the_server_fail(
+    server: RunningServer, body: dict[str, Any], path: str, valid: bool
+) -> None:
+    if valid:
+        body = body | {key: value for key, value in VALID.items() if (key == "prompt") == (path == PATH)}
+    response = server.http.post(path, content=json.dumps(body))
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        error_of(response, response.status_code)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(raw=st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
+def test_no_bytes_make_the_server_fail(server: RunningServer, raw: bytes) -> None:
+    error_of(server.http.post(PATH, content=raw), 400)

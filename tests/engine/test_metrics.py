@@ -1,0 +1,107 @@
+"""What /metrics shows."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from pypto_serving.engine.client import Health
+from pypto_serving.engine.metrics import Histogram, ServerMetrics
+from pypto_serving.types.request import Timeline
+from pypto_serving.types.stats import StepStats
+from tests.api.scripted_engine import Script, ScriptedEngine, engine_config
+
+
+def scraped(metrics: ServerMetrics) -> dict[str, float]:
+    """Samples by name, with labels other than the model's name appended."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name", "tiny") == "tiny"
+            found[sample.name + "".join(f",{k}={v}" for k, v in sorted(labels.items()))] = sample.value
+    return found
+
+
+def new_metrics() -> tuple[ScriptedEngine, ServerMetrics]:
+    engine = ScriptedEngine(engine_config(100, max_model_len=300), lambda request: Script([]))
+    return engine, ServerMetrics(engine, "tiny")
+
+
+def test_histogram_bounds_are_inclusive() -> None:
+    histogram = Histogram([1, 2])
+    for value in (0.5, 1, 1.5, 2, 7):
+        histogram.observe(value)
+    assert histogram.buckets() == [("1.0", 2.0), ("2.0", 4.0), ("+Inf", 5.0)]
+    assert histogram.sum == 12
+
+
+def test_the_newest_snapshot_is_shown() -> None:
+    engine, metrics = new_metrics()
+    engine.stats = StepStats(
+        num_running=3, num_waiting=2, num_steps=9, num_preemptions=1, num_respawns=4, prompt_tokens=50,
+        generation_tokens=20, prefix_queries=50, prefix_hits=16, kv_usage=(0.25,),
+    )  # fmt: skip
+    engine.state = Health(ok=False, status="stalled", age_s=7.5)
+    found = scraped(metrics)
+    expected = {
+        "vllm:num_requests_running": 3,
+        "vllm:num_requests_waiting": 2,
+        "vllm:kv_cache_usage_perc": 0.25,
+        "vllm:prefix_cache_queries_total": 50,
+        "vllm:prefix_cache_hits_total": 16,
+        "vllm:prompt_tokens_total": 50,
+        "vllm:generation_tokens_total": 20,
+        "vllm:num_preemptions_total": 1,
+        "pypto:worker_respawns_total": 4,
+        "pypto:engine_steps_total": 9,
+        "pypto:engine_ok": 0,
+        "pypto:last_step_age_seconds": 7.5,
+        "pypto:kv_group_usage_perc,group=full": 0.25,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_request_leaves_its_times() -> None:
+    _, metrics = new_metrics()
+    metrics.observe_output(0.3, first=True)
+    metrics.observe_output(0.02, first=False)
+    metrics.observe_finish("length", 10, 5, 4.5, Timeline(1.0, 1.5, 2.0, 4.0))
+    metrics.observe_finish("abort", 10, 1, 9.0, None)
+    found = scraped(metrics)
+    expected = {
+        "vllm:time_to_first_token_seconds_sum": 0.3,
+        "vllm:inter_token_latency_seconds_sum": 0.02,
+        "vllm:e2e_request_latency_seconds_sum": 4.5,
+        "vllm:request_queue_time_seconds_sum": 0.5,
+        "vllm:request_prefill_time_seconds_sum": 0.5,
+        "vllm:request_decode_time_seconds_sum": 2.0,
+        "vllm:request_inference_time_seconds_sum": 2.5,
+        "vllm:request_time_per_output_token_seconds_sum": 0.5,
+        "vllm:request_prompt_tokens_sum": 10,
+        "vllm:request_generation_tokens_sum": 5,
+        "vllm:request_success_total,finished_reason=length": 1,
+        "vllm:request_success_total,finished_reason=abort": 1,
+        "vllm:request_success_total,finished_reason=stop": 0,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert found["vllm:request_prompt_tokens_bucket,le=500.0"] == 1
+
+
+def test_each_step_is_counted_once() -> None:
+    engine, metrics = new_metrics()
+    engine.stats = StepStats(num_steps=1, step_tokens=64)
+    metrics.observe_step()
+    metrics.observe_step()
+    engine.stats = StepStats(num_steps=2, step_tokens=8)
+    metrics.observe_step()
+    found = scraped(metrics)
+    assert (found["vllm:iteration_tokens_total_count"], found["vllm:iteration_tokens_total_sum"]) == (2, 72)
+
+
+def test_responses_are_counted_by_status() -> None:
+    _, metrics = new_metrics()
+    for status in (200, 200, 429):
+        metrics.count_response(status)
+    found = scraped(metrics)
+    assert found["pypto:http_responses_total,status=200"] == 2
+    assert found["pypto:http_responses_total,status=429"] == 1
