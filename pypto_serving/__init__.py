@@ -1,0 +1,25 @@
+"""An LLM serving engine: continuous batching over a paged KV cache made of groups.
+
+`LLM` and `SamplingParams` are the offline API; they are imported on first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pypto_serving.api.offline import LLM
+    from pypto_serving.types.sampling import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_LAZY = {"LLM": "pypto_serving.api.offline", "SamplingParams": "pypto_serving.types.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

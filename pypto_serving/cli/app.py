@@ -1,0 +1,81 @@
+"""The tree of commands. Each command's module is imported when it runs, or for `--help`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, MutableMapping
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+COMMANDS = {
+    "serve": "pypto_serving.cli.serve:app",
+    "generate": "pypto_serving.cli.generate:app",
+    "chat": "pypto_serving.cli.chat:app",
+    "check": "pypto_serving.cli.check:app",
+    "bench": "pypto_serving.cli.bench:bench_app",
+}
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """Commands by name; a command's module is imported when the command is looked up."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            module, attribute = COMMANDS[name].split(":")
+            commands: typer.Typer = getattr(importlib.import_module(module), attribute)
+            single = len(commands.registered_commands) == 1
+            command: Any = typer.main.get_command(commands) if single else typer.main.get_group(commands)
+            command.name = name
+            self._loaded[name] = command
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class LazyGroup(TyperGroup):
+    """A group over LazyCommands."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = LazyCommands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+
+app = typer.Typer(cls=LazyGroup, name="pypto-serving", context_settings={"help_option_names": ["-h", "--help"]})
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from pypto_serving import __version__
+
+        typer.echo(f"pypto-serving {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve and run large language models: paged KV cache, continuous batching, OpenAI-compatible API."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

@@ -1,0 +1,138 @@
+"""`chat`: talk to a model, on a running server or in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+from pypto_serving.cli.client import ChatClient
+from pypto_serving.cli.local import local_model
+from pypto_serving.cli.options import ENGINE_PANELS, takes_options
+from pypto_serving.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP, given_sampling, sampling_params
+from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.options import RULES, Options
+
+app = typer.Typer(add_completion=False)
+
+Message = dict[str, str]
+Answer = Callable[[Sequence[Message]], Generator[str]]
+
+HELP = "/clear forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
+
+
+@app.command()
+@takes_options(*ENGINE_PANELS)
+def chat(
+    options: Options,
+    url: Annotated[str | None, typer.Option(help="A running server, instead of loading MODEL here.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key of the server at --url.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+) -> None:
+    """Chat with MODEL, by default the bundled one, or with a running server; reads lines from a pipe too."""
+    sampling = given_sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, stop=stop
+    )
+    opening = [{"role": "system", "content": system}] if system else []
+    if url is not None:
+        _refuse_engine_options(options)
+        client = ChatClient(url, api_key)
+        model = options.model or client.models()[0]
+        Conversation(lambda messages: client.stream(model, messages, sampling), opening).run(model)
+    elif api_key is not None:
+        raise ConfigError("--api-key has no effect without --url; drop it")
+    else:
+        with local_model(options) as (llm, spec):
+            params = sampling_params(spec, sampling)
+            Conversation(lambda messages: _pieces(llm.stream_chat(messages, params)), opening).run(
+                options.model or "bundled"
+            )
+
+
+def _pieces(stream: Iterator[str]) -> Generator[str]:
+    yield from stream
+
+
+def _refuse_engine_options(options: Options) -> None:
+    for name in RULES:
+        if name != "model" and getattr(options, name) is not None:
+            raise ConfigError(f"{options.label(name)} has no effect with --url; drop one of them")
+
+
+def _read_line() -> str:
+    """One line of the user's; raises EOFError at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line
+    import readline  # noqa: F401  # gives input() line editing and a history
+
+    return input("> ")
+
+
+class Conversation:
+    """The turns so far; the only state of a chat. `answer` streams the reply to all of them."""
+
+    def __init__(self, answer: Answer, opening: Sequence[Message], read_line: Callable[[], str] = _read_line) -> None:
+        self._answer_to = answer
+        self._opening = opening
+        self._read_line = read_line
+        self.messages = list(opening)
+
+    def run(self, name: str) -> None:
+        """Answer lines until there are no more."""
+        if sys.stdin.isatty():
+            typer.echo(f"{name}: {HELP}", err=True)
+        while True:
+            try:
+                line = self._read_line().strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                typer.echo(f"\n{HELP}", err=True)
+                continue
+            if line in ("/exit", "/quit"):
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._answer(line)
+
+    def _command(self, line: str) -> None:
+        if line == "/clear":
+            self.messages = list(self._opening)
+        else:
+            typer.echo(HELP, err=True)
+
+    def _answer(self, line: str) -> None:
+        """Stream one answer; what came before an interrupt counts, a refused turn does not."""
+        self.messages.append({"role": "user", "content": line})
+        pieces: list[str] = []
+        stream = self._answer_to(self.messages)
+        try:
+            for piece in stream:
+                pieces.append(piece)
+                typer.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            typer.echo(" [stopped]", nl=False, err=True)
+        except PyptoError as error:
+            self.messages.pop()
+            typer.echo(f"error: {error}", err=True)
+            if not sys.stdin.isatty():
+                raise typer.Exit(error.exit_code) from None
+            return
+        finally:
+            stream.close()
+        typer.echo()
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})

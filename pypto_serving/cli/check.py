@@ -1,0 +1,33 @@
+"""`check`: what `serve` would run with, and why, before anything is loaded."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pypto_serving.cli.options import ALL_PANELS, takes_options
+from pypto_serving.options import Options
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@takes_options(*ALL_PANELS)
+def check(
+    options: Options,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the resolved configuration, the reason of each value and the memory plan; load nothing."""
+    from pypto_serving.cli import report
+    from pypto_serving.cli.sampling import default_sampling
+    from pypto_serving.model.locate import model_spec, prepare
+
+    model = model_spec(options)
+    resolved = prepare(options, model)
+    sampling = default_sampling(model)
+    if json:
+        typer.echo(report.as_json(resolved, model, sampling.given()))
+    else:
+        report.show(resolved, model, err=False)
+        typer.echo(sampling.describe())

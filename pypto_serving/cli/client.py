@@ -1,0 +1,101 @@
+"""A small client of the chat API over one connection per request; an answer that nobody reads is aborted."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from pypto_serving.errors import ConfigError, PyptoError
+
+TIMEOUT_S = 600.0
+
+
+class ServerError(PyptoError):
+    """What a server answered instead of tokens, or that it could not be reached."""
+
+
+class ChatClient:
+    """Speaks to the server at `url`, with or without `/v1`. Owns no connection between calls."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url is {url}, but must be like http://127.0.0.1:8000")
+        self._url = url
+        self._tls = parts.scheme == "https"
+        self._address = parts.netloc.rpartition("@")[2]
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def models(self) -> list[str]:
+        """Names that the server answers to, the usual one first; raises ServerError."""
+        connection, response = self._request("GET", "/v1/models")
+        try:
+            return [entry["id"] for entry in json.loads(response.read())["data"]]
+        except (ValueError, KeyError, TypeError):
+            raise ServerError(f"--url {self._url} is no OpenAI-compatible server") from None
+        finally:
+            connection.close()
+
+    def stream(self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str]:
+        """Pieces of the answer as they come; raises ServerError. Closing the iterator aborts the request."""
+        body = {"model": model, "messages": list(messages), "stream": True, **sampling}
+        connection, response = self._request("POST", "/v1/chat/completions", json.dumps(body))
+        try:
+            for event in _events(response):
+                if "error" in event:
+                    raise ServerError(_error_message(event, "the server gave the answer up"))
+                yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+        except (http.client.HTTPException, OSError) as error:
+            raise ServerError(f"the server ended the answer early: {type(error).__name__}") from None
+        finally:
+            connection.close()
+
+    def _request(
+        self, method: str, path: str, body: str | None = None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+        connection = kind(self._address, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, self._prefix + path, body, self._headers)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise ServerError(_read_error(response))
+        except (http.client.HTTPException, OSError) as error:
+            connection.close()
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise ServerError(f"--url {self._url} cannot be reached: {reason.lower()}; is a server running?") from None
+        except ServerError:
+            connection.close()
+            raise
+        return connection, response
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events, up to `[DONE]`."""
+    for line in response:
+        name, _, data = line.decode().strip().partition(":")
+        if name != "data":
+            continue
+        if data.strip() == "[DONE]":
+            return
+        yield json.loads(data)
+
+
+def _read_error(response: http.client.HTTPResponse) -> str:
+    fallback = f"the server answered {response.status} {response.reason}"
+    try:
+        return _error_message(json.loads(response.read()), fallback)
+    except ValueError:
+        return fallback
+
+
+def _error_message(body: Any, fallback: str) -> str:
+    error = body.get("error") if isinstance(body, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return message if isinstance(message, str) else fallback

@@ -1,0 +1,76 @@
+"""`generate`: continue prompts without a server."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pypto_serving.cli.local import local_model
+from pypto_serving.cli.options import ENGINE_PANELS, takes_options
+from pypto_serving.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP, given_sampling, sampling_params
+from pypto_serving.errors import ConfigError
+from pypto_serving.options import Options
+
+if TYPE_CHECKING:
+    from pypto_serving.api.offline import GenerationOutput
+
+app = typer.Typer(add_completion=False)
+
+DEFAULT_MAX_TOKENS = 128
+
+
+@app.command()
+@takes_options(*ENGINE_PANELS, model_argument=False)
+def generate(
+    options: Options,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts; by default the lines of stdin.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message to answer.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+) -> None:
+    """Continue prompts with --model, by default the bundled one, and print what was generated, in order."""
+    sampling = given_sampling(
+        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, stop=stop
+    )
+    texts = prompts or _read_prompts()
+    if options.seed is not None:
+        sampling["seed"] = options.seed
+    with local_model(options) as (llm, spec):
+        params = sampling_params(spec, {"max_tokens": None if chat else DEFAULT_MAX_TOKENS, **sampling})
+        if chat:
+            conversations = [[{"role": "user", "content": text}] for text in texts]
+            outputs = llm.chat(conversations, params, progress=False)
+        else:
+            outputs = llm.generate(texts, params, progress=False)
+        for text, output in zip(texts, outputs, strict=True):
+            typer.echo(jsonlib.dumps(_as_json(text, output)) if json else output.outputs[0].text)
+
+
+def _read_prompts() -> list[str]:
+    """One prompt per line of a pipe; raises ConfigError when there is none."""
+    texts = [] if sys.stdin.isatty() else [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not texts:
+        raise ConfigError("there is no prompt; give PROMPT... or pipe one prompt per line")
+    return texts
+
+
+def _as_json(text: str, output: GenerationOutput) -> dict[str, Any]:
+    choice = output.outputs[0]
+    return {
+        "prompt": text,
+        "text": choice.text,
+        "finish_reason": choice.finish_reason,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "output_tokens": len(choice.token_ids),
+        "cached_tokens": output.num_cached_tokens,
+    }

@@ -1,0 +1,49 @@
+"""Progress of loading, on stderr: a bar on a terminal, one timed line per phase elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class LoadProgress:
+    """Called with (phase, done, total); owns the bar on the terminal until `close()`."""
+
+    def __init__(self) -> None:
+        self._bar = _start_bar() if sys.stderr.isatty() else None
+        self._task: TaskID | None = None
+        self._phase = ""
+        self._since_s = 0.0
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase != self._phase:
+            self._finish_phase()
+            self._phase, self._since_s = phase, time.monotonic()
+            self._task = self._bar.add_task(phase, total=total) if self._bar else None
+        if self._bar and self._task is not None:
+            self._bar.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        """Finish the last phase and leave the terminal as it was."""
+        self._finish_phase()
+        if self._bar:
+            self._bar.stop()
+
+    def _finish_phase(self) -> None:
+        if self._phase and self._bar is None:
+            print(f"{self._phase}: {time.monotonic() - self._since_s:.2f} s", file=sys.stderr, flush=True)
+        self._phase = ""
+
+
+def _start_bar() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    bar.start()
+    return bar

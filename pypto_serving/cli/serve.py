@@ -1,0 +1,163 @@
+"""`serve`: start the engine, then the HTTP server while the worker loads, and say when requests can come.
+
+Everything for people goes to stderr; stdout carries one line of JSON, once the server is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import typer
+
+from pypto_serving.cli import STARTED_S
+from pypto_serving.cli.options import ALL_PANELS, takes_options
+from pypto_serving.config import Resolved, ServerConfig
+from pypto_serving.errors import ConfigError
+from pypto_serving.options import Options
+from pypto_serving.types.model import ModelSpec
+
+if TYPE_CHECKING:
+    from pypto_serving.api.settings import ServingConfig
+    from pypto_serving.cli.progress import LoadProgress
+    from pypto_serving.engine.async_engine import AsyncEngine
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@takes_options(*ALL_PANELS)
+def serve(options: Options) -> None:
+    """Serve MODEL over an OpenAI-compatible API; without MODEL, the bundled one."""
+    import uvloop
+
+    from pypto_serving import __version__
+    from pypto_serving.cli import report
+    from pypto_serving.model.locate import model_spec, prepare
+
+    model = model_spec(options)
+    resolved = prepare(options, model)
+    check_address(resolved.server)
+    typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
+    report.show(resolved, model, err=True)
+    configure_logging(resolved.engine.log_level)
+    uvloop.run(_serve(resolved, model))
+
+
+def check_address(server: ServerConfig) -> None:
+    """Raise ConfigError if nothing can listen on the address, before anything is loaded for it."""
+    try:
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror:
+        raise ConfigError(f"--host {server.host} is no address of this machine; give one, or 0.0.0.0") from None
+    except OSError as error:
+        raise _unusable(server, error) from None
+
+
+def _unusable(server: ServerConfig, error: OSError) -> ConfigError:
+    reason = os.strerror(error.errno or 0).lower()
+    return ConfigError(
+        f"--port {server.port} on --host {server.host} cannot be used: {reason}; "
+        "give another, or --port 0 for a free one"
+    )
+
+
+async def _serve(resolved: Resolved, model: ModelSpec) -> None:
+    from pypto_serving.cli.progress import LoadProgress
+    from pypto_serving.engine.async_engine import AsyncEngine
+
+    progress = LoadProgress()
+    engine = AsyncEngine(resolved.engine, on_progress=progress)
+    await engine.start()  # the worker imports torch while this process imports the HTTP server
+    try:
+        await _serve_http(resolved.server, serving_config(resolved, model), engine, progress)
+    finally:
+        progress.close()
+        await engine.stop()
+
+
+async def _serve_http(
+    server: ServerConfig, serving: ServingConfig, engine: AsyncEngine, progress: LoadProgress
+) -> None:
+    """Listen until told to stop, already while the worker loads; raises what made the engine give up."""
+    from pypto_serving.api.run import serve as listen
+    from pypto_serving.api.server import create_app
+
+    bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    app = create_app(engine, serving)
+    http = asyncio.create_task(
+        listen(app, server.host, server.port, bound.set_result, drain_timeout_s=server.drain_timeout_s)
+    )
+    dead = asyncio.create_task(engine.wait_dead())
+    ready = asyncio.create_task(_announce(server, bound, engine, progress))
+    try:
+        await asyncio.wait({http, dead}, return_when=asyncio.FIRST_COMPLETED)
+        if dead.done():
+            raise dead.result()
+        await http
+    except OSError as error:
+        raise _unusable(server, error) from error
+    finally:
+        for task in (http, dead, ready):
+            task.cancel()
+        await asyncio.gather(http, dead, ready, return_exceptions=True)
+
+
+async def _announce(
+    server: ServerConfig, bound: asyncio.Future[int], engine: AsyncEngine, progress: LoadProgress
+) -> None:
+    """Print the one line on stdout when the port is open and the worker is ready."""
+    port = await bound
+    await engine.wait_ready()
+    progress.close()
+    line = {
+        "event": "ready",
+        "url": server_url(server.host, port),
+        "port": port,
+        "pid": os.getpid(),
+        "model": list(server.served_model_names),
+        "ready_s": round(time.monotonic() - STARTED_S, 3),
+    }
+    typer.echo(json.dumps(line))
+    sys.stdout.flush()
+
+
+def server_url(host: str, port: int) -> str:
+    """Where clients on this machine reach a server that listens on `host`."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+def serving_config(resolved: Resolved, model: ModelSpec) -> ServingConfig:
+    """What the HTTP server needs of a resolved configuration."""
+    from pypto_serving.api.settings import ServingConfig
+    from pypto_serving.cli.sampling import default_sampling
+
+    server = resolved.server
+    return ServingConfig(
+        model_dir=model.path,
+        served_model_names=server.served_model_names,
+        architecture=model.architecture,
+        api_key=server.api_key,
+        default_sampling=default_sampling(model),
+        chat_template=server.chat_template,
+        log_requests=server.log_requests,
+    )
+
+
+def configure_logging(level: str) -> None:
+    """Logs of this process go to stderr."""
+    form = "%(asctime)s %(levelname)s api: %(message)s"
+    logging.basicConfig(level=level.upper(), format=form, datefmt="%H:%M:%S")
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)

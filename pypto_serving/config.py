@@ -1,0 +1,233 @@
+"""The frozen configuration tree, and `resolve()`: the only place where defaults are decided."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any, cast
+
+import msgspec
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.host import HostFacts
+from pypto_serving.memory import BackendDefaults, MemoryPlan, MemoryPlanner
+from pypto_serving.options import RULES, Options, flag
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.step import BackendLimits
+from pypto_serving.util import format_size
+
+__all__ = [
+    "EngineConfig",
+    "FaultConfig",
+    "HostFacts",
+    "Options",
+    "Resolved",
+    "ServerConfig",
+    "Setting",
+    "resolve",
+]
+
+
+class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """When a replica's parts count as dead, in seconds, and how often they are started again.
+
+    `heartbeat_s`: how often idle processes speak; one silent for five beats is dead. `step_timeout_s`: the
+    longest step, and the longest time without a completed step while work waits. `load_timeout_s`: the longest
+    time without progress while loading. A worker that dies `max_respawns` times without a completed step in
+    between is not started again; waits between starts double from `respawn_delay_s`.
+    """
+
+    heartbeat_s: float = 1.0
+    step_timeout_s: float = 120.0
+    load_timeout_s: float = 300.0
+    max_respawns: int = 6
+    respawn_delay_s: float = 0.1
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the engine core and its worker need. Sizes in bytes, lengths in tokens.
+
+    `num_blocks[g]` counts the null block 0. `backend_options` are read by the backend alone.
+    """
+
+    model: str
+    backend: str
+    dtype: str
+    vocab_size: int
+    groups: tuple[KVCacheGroupSpec, ...]
+    num_blocks: tuple[int, ...]
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    max_queued_requests: int = 4096
+    depth: int = 1
+    seed: int = 0
+    num_threads: int = 0
+    log_level: str = "info"
+    faults: FaultConfig = FaultConfig()
+    worker_module: str = "pypto_serving.worker"
+    backend_options: dict[str, Any] = {}
+
+    @property
+    def limits(self) -> BackendLimits:
+        """What a program must be able to do."""
+        return BackendLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            depth=self.depth,
+        )
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API process needs beside the engine. Port 0: the system chooses; no `api_key`: open."""
+
+    served_model_names: tuple[str, ...]
+    host: str
+    port: int
+    api_key: str | None
+    chat_template: str | None
+    drain_timeout_s: float
+    log_requests: bool
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One decided value and why it is so, for people to read."""
+
+    name: str
+    value: str | int | float | bool
+    reason: str
+
+
+class Resolved(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything decided from the files, before anything is loaded."""
+
+    engine: EngineConfig
+    server: ServerConfig
+    settings: tuple[Setting, ...]
+    memory: MemoryPlan
+
+
+def resolve(options: Options, model: ModelSpec, host: HostFacts) -> Resolved:
+    """Decide every value from what the user gave, the model and the machine; does no I/O.
+
+    Raises ConfigError, in one line that names the option to change, for values that cannot work together.
+    """
+    return _Resolver(options, model, host).resolve()
+
+
+BACKEND_DEFAULTS = {"cpu": BackendDefaults(), "null": BackendDefaults(simulated=True)}
+
+
+class _Resolver:
+    """Decides one configuration; `settings` grows as values are picked."""
+
+    def __init__(self, options: Options, model: ModelSpec, host: HostFacts) -> None:
+        self.options = options
+        self.model = model
+        self.host = host
+        self.settings: list[Setting] = []
+
+    def resolve(self) -> Resolved:
+        backend = self.pick("backend", "cpu", "default")
+        defaults = BACKEND_DEFAULTS[backend]
+        max_num_seqs = self.pick("max_num_seqs", defaults.max_num_seqs, f"default for {backend}")
+        planner = MemoryPlanner(self.options, self.model, self.host, defaults, max_num_seqs)
+        model_len, reason = planner.model_len()
+        self.record("max_model_len", model_len, reason)
+        memory, reason = planner.plan(model_len)
+        self.record("kv_memory", format_size(memory.kv_bytes), reason)
+        engine = EngineConfig(
+            backend=backend,
+            max_num_seqs=max_num_seqs,
+            max_model_len=model_len,
+            num_blocks=tuple(group.num_blocks for group in memory.groups),
+            depth=defaults.depth,
+            **self._model(),
+            **self._batching(backend, planner.step_tokens(model_len)),
+            **self._process(),
+        )
+        server = self._server()
+        order = {flag(name): i for i, name in enumerate(RULES)}
+        settings = tuple(sorted(self.settings, key=lambda setting: order[setting.name]))
+        return Resolved(engine=engine, server=server, settings=settings, memory=memory)
+
+    def pick(self, name: str, default: Any, reason: str) -> Any:
+        """The user's value of option `name`, or `default` for `reason`; either is recorded."""
+        given = getattr(self.options, name)
+        value = default if given is None else given
+        self.record(name, value, reason if given is None else self.options.origin(name))
+        return value
+
+    def record(self, name: str, value: str | int | float | bool, reason: str) -> None:
+        self.settings.append(Setting(flag(name), value, reason))
+
+    def _model(self) -> dict[str, Any]:
+        model = self.model
+        self.record("block_size", model.kv_groups[0].block_size, self._origin_or("block_size", "default"))
+        self.record("dtype", model.dtype, self._origin_or("dtype", "from the model's files"))
+        return {
+            "model": model.path,
+            "dtype": model.dtype,
+            "vocab_size": model.vocab_size,
+            "groups": model.kv_groups,
+        }
+
+    def _batching(self, backend: str, step_tokens: int) -> dict[str, Any]:
+        chunked = self.pick("chunked_prefill", True, "default")
+        reason = f"default for {backend}" if chunked else "holds a whole prompt, because chunked prefill is off"
+        return {
+            "enable_chunked_prefill": chunked,
+            "max_num_batched_tokens": self.pick("max_num_batched_tokens", step_tokens, reason),
+            "long_prefill_token_threshold": self._long_prefill(chunked),
+            "enable_prefix_caching": self.pick("prefix_caching", True, "default"),
+            "max_queued_requests": self.pick("max_queued_requests", 4096, "default"),
+        }
+
+    def _process(self) -> dict[str, Any]:
+        step_timeout_s = self.pick("step_timeout", FaultConfig().step_timeout_s, "default")
+        return {
+            "seed": self.pick("seed", 0, "default"),
+            "num_threads": self.pick("num_threads", self.host.num_cpus, "one per CPU this process may use"),
+            "log_level": self.pick("log_level", "info", "default"),
+            "faults": FaultConfig(step_timeout_s=step_timeout_s),
+        }
+
+    def _origin_or(self, name: str, reason: str) -> str:
+        return reason if getattr(self.options, name) in (None, "auto") else self.options.origin(name)
+
+    def _long_prefill(self, chunked: bool) -> int:
+        threshold = self.pick("long_prefill_token_threshold", 0, "default: off")
+        if threshold and not chunked:
+            label = self.options.label("long_prefill_token_threshold")
+            raise ConfigError(f"{label} is {threshold}, but chunked prefill is off; drop it or give --chunked-prefill")
+        return cast(int, threshold)
+
+    def _server(self) -> ServerConfig:
+        model = self.options.model or self.model.path or "plain"
+        self.record("model", model, self._origin_or("model", "the default model"))
+        names = self.options.served_model_name or (default_model_name(self.model.path or model),)
+        self.record("served_model_name", ", ".join(names), self._origin_or("served_model_name", "the model's name"))
+        key, template = self.options.api_key, self.options.chat_template
+        self.record("api_key", "set" if key else "none", self._origin_or("api_key", "default: open"))
+        self.record("chat_template", template or "its own", self._origin_or("chat_template", "from the model's files"))
+        return ServerConfig(
+            served_model_names=names,
+            host=self.pick("host", "127.0.0.1", "default: this machine only"),
+            port=self.pick("port", 8000, "default"),
+            api_key=key,
+            chat_template=template,
+            drain_timeout_s=self.pick("drain_timeout", 30.0, "default"),
+            log_requests=self.pick("log_requests", False, "default"),
+        )
+
+
+def default_model_name(path: str) -> str:
+    """The name to serve a checkpoint under: its folder's name, or `owner/name` inside a hub cache."""
+    for part in PurePath(path).parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return PurePath(path).name or path

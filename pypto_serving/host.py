@@ -1,0 +1,68 @@
+"""Facts of this machine that decide defaults: memory that is free now and CPUs this process may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """`available_bytes`: memory that can be allocated now without swapping, within a container's limit."""
+
+    available_bytes: int
+    num_cpus: int
+
+
+def read_host_facts(root: Path = Path("/")) -> HostFacts:
+    """Facts of the running system, from /proc and the control groups of this process; `root` is for tests."""
+    groups = list(_control_groups(root))
+    return HostFacts(available_bytes=_available_bytes(root, groups), num_cpus=_num_cpus(groups))
+
+
+def _control_groups(root: Path) -> Iterator[Path]:
+    """This process's cgroup v2 folder and its parents, up to the container's root."""
+    top = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            own = top / line[3:].strip("/")
+            yield from (path for path in (own, *own.parents) if path.is_relative_to(top))
+
+
+def _available_bytes(root: Path, groups: list[Path]) -> int:
+    """MemAvailable, or what the tightest limit leaves if less; page cache under a limit counts as free."""
+    kib = _keyed_int(root / "proc/meminfo", "MemAvailable:")
+    free = kib * 1024 if kib is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for group in groups:
+        limit, current = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
+        if limit.isdigit() and current.isdigit():
+            cached = _keyed_int(group / "memory.stat", "inactive_file") or 0
+            free = min(free, int(limit) - int(current) + cached)
+    return max(0, free)
+
+
+def _num_cpus(groups: list[Path]) -> int:
+    """CPUs of the affinity mask, or the tightest quota if that is less; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in groups:
+        quota, _, period = _read(group / "cpu.max").strip().partition(" ")
+        if quota.isdigit() and period.isdigit():
+            allowed = min(allowed, int(quota) // int(period))
+    return max(1, allowed)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _keyed_int(path: Path, key: str) -> int | None:
+    for line in _read(path).splitlines():
+        fields = line.split()
+        if len(fields) >= 2 and fields[0] == key and fields[1].isdigit():
+            return int(fields[1])
+    return None

@@ -1,0 +1,153 @@
+"""The chat loop, its HTTP client against a small real server, and whole conversations through pipes."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import typer
+
+from pypto_serving.cli import main
+from pypto_serving.cli.chat import Conversation, Message
+from pypto_serving.cli.client import ChatClient, ServerError
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+class Script:
+    """Lines that a user types; an exception stands for a key."""
+
+    def __init__(self, *lines: str | BaseException) -> None:
+        self._lines = iter((*lines, EOFError()))
+
+    def __call__(self) -> str:
+        line = next(self._lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+
+def echo(messages: Sequence[Message]) -> Generator[str]:
+    """Answers the last message, and tells how many there are."""
+    yield f"{messages[-1]['content']}!"
+    yield f" {len(messages)}"
+
+
+def test_turns_accumulate_and_clear_forgets(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Conversation(echo, [SYSTEM], Script("one\n", "", "two\n", "/clear\n", "three\n"))
+    chat.run("model")
+    assert capsys.readouterr().out == "one! 2\ntwo! 4\nthree! 2\n"
+    assert [m["content"] for m in chat.messages] == ["Be brief.", "three", "three! 2"]
+
+
+def test_exit_leaves_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    Conversation(echo, [], Script("/exit", "one")).run("model")
+    assert capsys.readouterr().out == ""
+
+
+def test_unknown_commands_are_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Conversation(echo, [], Script("/help"))
+    chat.run("model")
+    assert "/exit leaves" in capsys.readouterr().err
+    assert chat.messages == []
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
+    closed = []
+
+    def interrupted(messages: Sequence[Message]) -> Generator[str]:
+        try:
+            yield "half"
+            raise KeyboardInterrupt
+        finally:
+            closed.append(True)
+
+    chat = Conversation(interrupted, [], Script("one"))
+    chat.run("model")
+    assert capsys.readouterr().out == "half\n"
+    assert chat.messages[-1] == {"role": "assistant", "content": "half"}
+    assert closed
+
+
+def test_a_refused_turn_is_forgotten() -> None:
+    def refused(messages: Sequence[Message]) -> Generator[str]:
+        raise ServerError("too long")
+        yield ""
+
+    chat = Conversation(refused, [], Script("one"))
+    with pytest.raises(typer.Exit):
+        chat.run("model")
+    assert chat.messages == []
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Lists one model and streams the last message back, word by word."""
+
+    def do_GET(self) -> None:
+        self._reply(200, {"data": [{"id": "small"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != "Bearer secret":
+            self._reply(401, {"error": {"message": "the API key is wrong"}})
+            return
+        self.send_response(200)
+        self.end_headers()
+        for word in body["messages"][-1]["content"].split():
+            self._event({"choices": [{"delta": {"content": word}}]})
+        self._event({"error": {"message": "gave up"}} if body["model"] == "broken" else {"choices": []})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, content: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(content)}\n\n".encode())
+
+    def _reply(self, status: int, content: dict[str, Any]) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_client_lists_models_and_streams(url: str, suffix: str) -> None:
+    client = ChatClient(url + suffix, "secret")
+    assert client.models() == ["small"]
+    assert "|".join(client.stream("small", [{"role": "user", "content": "a b c"}], {})) == "a|b|c"
+
+
+def test_client_reports_what_the_server_says(url: str) -> None:
+    with pytest.raises(ServerError, match="the API key is wrong"):
+        list(ChatClient(url).stream("small", [{"role": "user", "content": "a"}], {}))
+    with pytest.raises(ServerError, match="gave up"):
+        list(ChatClient(url, "secret").stream("broken", [{"role": "user", "content": "a"}], {}))
+
+
+def test_client_without_a_server() -> None:
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:1 cannot be reached: connection refused"):
+        ChatClient("http://127.0.0.1:1").models()
+
+
+def test_chat_with_a_running_server(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello you\n"))
+    assert main(["chat", "--url", url, "--api-key", "secret"]) == 0
+    assert capsys.readouterr().out == "helloyou\n"

@@ -1,0 +1,269 @@
+"""What a user sees: help in groups, one line for every mistake, and what `check` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pypto_serving import __version__
+from pypto_serving.cli import main
+from pypto_serving.model import locate
+from pypto_serving.model.locate import BUNDLED, locate_model
+from pypto_serving.options import Options
+
+ROOT = Path(__file__).resolve().parents[2]
+NULL = ["check", "--backend", "null"]
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint's configuration without its weights."""
+    folder = tmp_path / "owner-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "top_k": 20}))
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(list(argv))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def run_process(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pypto_serving", *argv]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"pypto-serving {__version__}\n", "")
+
+
+@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
+def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    code, out, _ = run(capsys, *argv)
+    assert code == 0
+    for command in ("serve", "generate", "chat", "check", "bench", "--install-completion"):
+        assert command in out
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_help_is_grouped(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    for panel in ("Model", "Server", "Batching", "KV cache", "Device and process"):
+        assert f"─ {panel} ─" in out
+
+
+def test_every_option_has_a_flag() -> None:
+    from pypto_serving.cli.options import FLAGS
+
+    assert {flag.name for flag in FLAGS} == set(Options.__struct_fields__) - {"config_file", "from_file"}
+
+
+def test_bench_is_mounted(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "bench", "--help")
+    assert code == 0
+    assert "compare" in out
+
+
+MISTAKES: list[tuple[list[str], int, str]] = [
+    (["chek"], 2, "No such command 'chek'. Did you mean 'check'?"),
+    (["check", "--prot", "1"], 2, "No such option: --prot"),
+    (["check", "a", "b"], 2, "unexpected extra argument"),
+    (["check", "a", "--model", "b"], 2, "MODEL is a, but --model is b; give one of them"),
+    ([*NULL, "--port", "70000"], 2, "--port is 70000, but must be a whole number from 0 to 65535"),
+    ([*NULL, "--port", "http"], 2, "--port is http, but must be a whole number from 0 to 65535"),
+    ([*NULL, "--max-num-seqs", "0"], 2, "--max-num-seqs is 0, but must be a whole number from 1 to 65536"),
+    ([*NULL, "--max-num-batched-tokens", "-5"], 2, "--max-num-batched-tokens is -5, but must be"),
+    ([*NULL, "--block-size", "12"], 2, "--block-size is 12, but must be a power of two"),
+    ([*NULL, "--block-size="], 2, "--block-size is empty, but must be"),
+    ([*NULL, "--kv-memory", "1KiB"], 2, "--kv-memory is 1 KiB, too little"),
+    ([*NULL, "--max-model-len", "99999"], 2, "give at most 40960"),
+    ([*NULL, "--config", "no/such.yaml"], 2, "--config no/such.yaml cannot be read: No such file"),
+    ([*NULL, "deepseek_v4", "--block-size", "32"], 2, "--block-size cannot be chosen for deepseek_v4"),
+    (["check", "--backend", "gpu"], 2, "--backend is gpu, but must be one of cpu, null"),
+    (["check", "./no/such/model"], 3, "MODEL ./no/such/model does not exist; give an existing folder or a hub name"),
+    (["serve", "--backend", "null", "--host", "256.0.0.1"], 2, "--host 256.0.0.1 is no address of this machine"),
+    (["generate", "--temperature", "-1", "x"], 2, "--temperature is -1.0, but must be between 0 and 100"),
+    (["generate", "--top-k", "x", "x"], 2, "Invalid value for '--top-k'"),
+    (["chat", "--url", "localhost"], 2, "--url is localhost, but must be like http://"),
+    (["chat", "--api-key", "k"], 2, "--api-key has no effect without --url"),
+    (["chat", "--url", "http://h", "--block-size", "8"], 2, "--block-size has no effect with --url"),
+]
+
+
+@pytest.mark.parametrize(("argv", "code", "message"), MISTAKES, ids=[" ".join(m[0]) for m in MISTAKES])
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], code: int, message: str) -> None:
+    actual, out, err = run(capsys, *argv)
+    assert (actual, out) == (code, "")
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_mistake_in_a_real_process() -> None:
+    result = run_process("serve", "--port", "-1")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: --port is -1, but must be a whole number from 0 to 65535\n"
+
+
+def test_generate_without_a_prompt() -> None:
+    result = run_process("generate", "--backend", "null")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: there is no prompt; give PROMPT... or pipe one prompt per line\n"
+
+
+def test_check_needs_no_weights(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    code, out, err = run(capsys, "check", str(checkpoint), "--max-num-seqs", "2")
+    assert (code, err) == (0, "")
+    for line in ("owner-model", "given by --max-num-seqs", "Memory plan", "sequences of 1024 tokens at once"):
+        assert line in out
+    assert "temperature 0.6, top_p 0.9, top_k 20" in out
+
+
+def test_check_as_json(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    code, out, _ = run(capsys, "check", str(checkpoint), "--json", "--kv-memory", "1MiB")
+    content: dict[str, Any] = json.loads(out)
+    memory, (group,) = content["memory"], content["memory"]["groups"]
+    assert code == 0
+    assert content["sampling_defaults"] == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    assert memory["kv_bytes"] == group["total_bytes"] == group["num_blocks"] * group["block_bytes"] <= 1 << 20
+    assert group["block_bytes"] == 3 * 2 * 16 * 2 * 16 * 2  # layers, K and V, tokens, heads, head size, bfloat16
+    assert group["num_tokens"] == (group["num_blocks"] - 1) * 16
+
+
+def test_check_without_a_model_is_the_bundled_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "check")
+    assert code == 0
+    assert str(BUNDLED) in out
+
+
+def test_check_shows_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *NULL, "deepseek_v4")
+    assert code == 0
+    for group in ("ori", "cmp", "idx", "hca_state", "csa_state", "csa_inner_state"):
+        assert f"  {group} " in out
+
+
+def test_a_key_is_never_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("very-secret\n")
+    for argv in (["--api-key", "very-secret"], ["--api-key-file", str(tmp_path / "key")]):
+        code, out, err = run(capsys, *NULL, *argv)
+        assert code == 0
+        assert "given by --api-key" in out
+        assert "very-secret" not in out + err
+
+
+def test_api_key_file_must_hold_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("\n")
+    code, _, err = run(capsys, *NULL, "--api-key-file", str(tmp_path / "key"))
+    assert (code, err) == (2, "error: --api-key is empty, but must be text on one line, not empty\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", "max-num-seqs: 7\nport: 1234\nchunked_prefill: false\nserved-model-name: [a, b]\n"),
+        (
+            "c.json",
+            '{"max_num_seqs": 7, "port": 1234, "chunked-prefill": false, "served-model-name": ["a", "b"]}',
+        ),
+    ],
+)
+def test_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    code, out, _ = run(capsys, *NULL, "--config", str(tmp_path / name), "--port", "99", "--json")
+    settings = {s["name"]: (s["value"], s["reason"]) for s in json.loads(out)["settings"]}
+    assert code == 0
+    assert settings["max-num-seqs"] == (7, f"given in {name}")
+    assert settings["chunked-prefill"] == (False, f"given in {name}")
+    assert settings["served-model-name"] == ("a, b", f"given in {name}")
+    assert settings["port"] == (99, "given by --port")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-num-seq: 7", "unknown option 'max-num-seq' in c.yaml; did you mean max-num-seqs?"),
+        ("port: many", "port in c.yaml is many, but must be a whole number"),
+        ("- port", "holds a list, but must hold `option: value` pairs"),
+        ("port: [", "line 1 is neither YAML nor JSON"),
+        ("port: true", "port in c.yaml is True, but must be a whole number"),
+    ],
+)
+def test_mistakes_in_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    code, _, err = run(capsys, *NULL, "--config", str(tmp_path / "c.yaml"))
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_hub_name_without_network_names_the_way_out(tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "pypto_serving", "check", "owner/name"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+    assert result.returncode == 3
+    assert result.stderr.startswith("error: MODEL owner/name is no folder here, is not in the local cache")
+    assert "give the folder of a local copy instead" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_hub_name_comes_from_the_local_cache(tmp_path: Path, checkpoint: Path) -> None:
+    cached = tmp_path / "hub/models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("0123")
+    (cached / "snapshots").mkdir()
+    checkpoint.rename(cached / "snapshots/0123")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "pypto_serving", "check", "owner/name"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "served-model-name             owner/name" in result.stdout
+
+
+def test_locate_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert locate_model(None) == BUNDLED
+    assert locate_model(str(tmp_path)) == tmp_path.resolve()
+    monkeypatch.chdir(tmp_path)
+    assert locate_model(".") == tmp_path.resolve()
+    monkeypatch.setattr(locate, "_fetch", lambda name: Path("cache") / name)
+    assert locate_model("owner/name.v1-2") == Path("cache/owner/name.v1-2")
+
+
+def test_completion_is_offered() -> None:
+    environment = {
+        **os.environ,
+        "_PYPTO_SERVING_COMPLETE": "complete_bash",
+        "COMP_WORDS": "pypto-serving se",
+        "COMP_CWORD": "1",
+    }
+    command = [sys.executable, "-m", "pypto_serving"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+    assert result.stdout.split() == ["serve"]

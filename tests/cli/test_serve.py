@@ -1,0 +1,119 @@
+"""`serve`, `generate` and `chat` as real processes over the null backend."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pypto_serving.cli.serve import server_url
+from pypto_serving.model.locate import BUNDLED
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPTO = [sys.executable, "-m", "pypto_serving"]
+NULL = ["--backend", "null", "--kv-memory", "1GiB"]
+
+
+def run(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PYPTO, *argv], input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+@contextmanager
+def serving(*argv: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """A server process and its ready line; killed afterwards if it still runs."""
+    command = [*PYPTO, "serve", *argv, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    try:
+        yield process, json.loads(process.stdout.readline() or "{}")
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def get(port: int, path: str, **headers: str) -> tuple[int, Any]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", path, headers=headers)
+    response = connection.getresponse()
+    body = response.read()
+    connection.close()
+    return response.status, json.loads(body)
+
+
+def test_serve_announces_itself_in_one_line_and_drains() -> None:
+    with serving(*NULL, "--served-model-name", "a", "--served-model-name", "b") as (process, ready):
+        assert ready["event"] == "ready"
+        assert ready["url"] == f"http://127.0.0.1:{ready['port']}"
+        assert (ready["pid"], ready["model"]) == (process.pid, ["a", "b"])
+        assert 0 < ready["ready_s"] < 60
+        assert get(ready["port"], "/health")[0] == 200
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out) == (0, "")
+        assert "Memory plan" in err
+        assert "given by --kv-memory" in err
+
+
+def test_an_api_key_guards_all_but_health() -> None:
+    with serving(*NULL, "--api-key", "secret") as (_, ready):
+        assert get(ready["port"], "/health")[0] == 200
+        assert get(ready["port"], "/v1/models")[0] == 401
+        assert get(ready["port"], "/v1/models", Authorization="Bearer secret")[0] == 200
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("serve", *NULL, "--port", str(port))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        f"error: --port {port} on --host 127.0.0.1 cannot be used: address already in use; "
+        "give another, or --port 0 for a free one\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:1"), ("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1")],
+)
+def test_server_url(host: str, url: str) -> None:
+    assert server_url(host, 1) == url
+
+
+def test_generate_prints_one_result_per_prompt() -> None:
+    options = ["generate", *NULL, "--model", str(BUNDLED), "--max-tokens", "4", "--json"]
+    piped = run(*options, stdin="one\n\ntwo\n")
+    assert piped.returncode == 0, piped.stderr
+    results = [json.loads(line) for line in piped.stdout.splitlines()]
+    assert [r["prompt"] for r in results] == ["one", "two"]
+    assert all(r["output_tokens"] == 4 and r["finish_reason"] == "length" for r in results)
+    given = run(*options, "two")
+    assert json.loads(given.stdout) == results[1]
+
+
+def test_chat_answers_lines_of_a_pipe() -> None:
+    result = run("chat", str(BUNDLED), *NULL, "--max-tokens", "4", stdin="hello\n/clear\nhello\n/exit\nnever\n")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert len(result.stdout) > 2
+
+
+def test_chat_with_a_running_server() -> None:
+    with serving(str(BUNDLED), *NULL) as (_, ready):
+        talk = ["--max-tokens", "4", "--temperature", "0"]
+        remote = run("chat", "--url", ready["url"], *talk, stdin="hello\n")
+        assert remote.returncode == 0, remote.stderr
+        assert remote.stdout == run("chat", str(BUNDLED), *NULL, *talk, stdin="hello\n").stdout

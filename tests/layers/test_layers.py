@@ -1,0 +1,146 @@
+"""Who may import whom: the table of the design, for every import statement, those inside functions included."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "pypto_serving"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 500
+
+FLOOR = {"config", "errors", "host", "ipc", "memory", "options", "parallel", "types", "util"}
+ALLOWED: dict[str, set[str]] = {
+    "cli": {"api", "backend", "bench", "cluster", "engine", "kv", "model", "pd", "pypto_serving", "sched"},
+    "api": {"engine", "pypto_serving"},
+    "cluster": {"engine"},
+    "bench": {"engine"},
+    "engine": {"kv", "pd", "sched"},
+    "pd": {"kv", "sched"},
+    "sched": {"kv"},
+    "kv": set(),
+    "worker": {"backend", "model", "store"},
+    "backend": {"model"},
+    "model": set(),
+    "store": set(),
+    "pypto_serving": {"api"},
+    "__main__": {"cli"},
+}
+TORCH_FREE = {"api", "bench", "cli", "cluster", "engine", "kv", "pd", "pypto_serving", "sched", *FLOOR}
+TORCH_FREE_MODEL = {"fields", "locate", "registry", "spec"}
+EXCEPTIONS = {("pypto_serving.model.locate", "pypto_serving.backend.null")}
+"""A spec without a checkpoint: `null_spec` makes a ModelSpec and needs neither weights nor torch."""
+SPEC_READERS = {"api", "bench", "cluster", "engine", "kv", "sched"}
+
+
+def layer_of(module: str) -> str:
+    """The folder or file under the package that `module` belongs to; the package itself is its own layer."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_torch_free_spec(module: str) -> bool:
+    parts = module.split(".")
+    return layer_of(module) == "model" and not TORCH_FREE_MODEL.isdisjoint(parts[2:])
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """Full names of all imported modules and, for `from a import b`, of `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: import {node.module} by its full name"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def resolve_ours(name: str) -> str:
+    """`pypto_serving.a.b.c` cut to the module in it; a name of the package's own stays with the package."""
+    parts = name.split(".")
+    while len(parts) > 1:
+        path = PACKAGE.parent.joinpath(*parts)
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            break
+        parts.pop()
+    return ".".join(parts)
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What `module` imports and must not."""
+    layer, found = layer_of(module), []
+    for name in imports_of(source):
+        top = name.split(".")[0]
+        if top == "torch" and (layer in TORCH_FREE or is_torch_free_spec(module)):
+            found.append(f"{module} imports torch")
+        if top != "pypto_serving":
+            continue
+        target = resolve_ours(name)
+        wanted = layer_of(target)
+        spec_only = layer in SPEC_READERS and is_torch_free_spec(name)
+        allowed = {layer} | ALLOWED.get(layer, set()) | FLOOR
+        if wanted not in allowed and not spec_only and (module, target) not in EXCEPTIONS:
+            found.append(f"{module} imports {target}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_follow_the_layers(path: Path) -> None:
+    assert violations(module_of(path), path.read_text()) == []
+
+
+def test_every_layer_is_in_the_table() -> None:
+    assert {layer_of(module_of(path)) for path in FILES} <= set(ALLOWED) | FLOOR
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "allowed"),
+    [
+        ("pypto_serving.sched.x", "from pypto_serving.kv.pool import BlockPool", True),
+        ("pypto_serving.kv.x", "from pypto_serving.sched import scheduler", False),
+        ("pypto_serving.sched.x", "def f():\n    import pypto_serving.worker.runner", False),
+        ("pypto_serving.engine.x", "import torch.nn", False),
+        ("pypto_serving.engine.x", "from pypto_serving.backend import base", False),
+        ("pypto_serving.api.x", "from pypto_serving.model.registry import load_spec", True),
+        ("pypto_serving.api.x", "from pypto_serving.model.qwen3.program import Qwen3", False),
+        ("pypto_serving.model.qwen3.spec", "import torch", False),
+        ("pypto_serving.types.x", "from pypto_serving.kv import pool", False),
+        ("pypto_serving.worker.x", "from pypto_serving.backend import base", True),
+        ("pypto_serving.worker.x", "from pypto_serving.sched import scheduler", False),
+        ("pypto_serving.cli.x", "from pypto_serving.worker import runner", False),
+        ("pypto_serving.cli.x", "from pypto_serving import __version__", True),
+    ],
+)
+def test_the_rules_themselves(module: str, source: str, allowed: bool) -> None:
+    assert (violations(module, source) == []) is allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_no_file_is_too_long(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def test_the_core_and_the_front_never_load_torch() -> None:
+    """Import every module on the torch-free side in one process, so that indirect imports count too."""
+    light = [m for m in map(module_of, FILES) if layer_of(m) in TORCH_FREE or is_torch_free_spec(m)]
+    modules = [m for m in light if not m.endswith("__main__")]
+    code = f"import importlib, sys\nfor m in {modules}: importlib.import_module(m)\nprint('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout.strip()) == (0, "False"), result.stderr
+
+
+@pytest.mark.parametrize("module", ["pypto_serving", "pypto_serving.cli", "pypto_serving.cli.app"])
+def test_the_package_and_its_command_line_import_little(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'fastapi', 'rich', 'yaml'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == "[]"

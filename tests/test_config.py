@@ -1,0 +1,326 @@
+"""resolve(): every value has a reason, what is planned fits, and what cannot work is one line that names a flag."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pypto_serving.config import EngineConfig, HostFacts, Options, Resolved, default_model_name, resolve
+from pypto_serving.errors import ConfigError
+from pypto_serving.host import read_host_facts
+from pypto_serving.memory import largest, plan_groups, size_option
+from pypto_serving.options import RULES, make_options
+from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.model import ModelSpec
+from pypto_serving.util import GIB, parse_size
+
+MIB = 1 << 20
+HOST = HostFacts(available_bytes=16 * GIB, num_cpus=4)
+FULL = KVCacheGroupSpec(
+    name="full",
+    kind="full",
+    block_size=16,
+    tensors=(KVTensorSpec(name="kv", layers=(0, 1), dtype="bfloat16", row_shape=(2, 64)),),
+)
+WINDOW = KVCacheGroupSpec(
+    name="window",
+    kind="sliding_window",
+    block_size=32,
+    window=100,
+    tensors=(KVTensorSpec(name="kv", layers=(2, 3, 4), dtype="bfloat16", row_shape=(96,)),),
+)
+STATE = KVCacheGroupSpec(
+    name="state",
+    kind="rolling_state",
+    block_size=4,
+    period=8,
+    overlap=4,
+    tensors=(KVTensorSpec(name="state", layers=(0,), dtype="float32", row_shape=(32,)),),
+)
+GROUPS = ((FULL,), (FULL, WINDOW), (STATE, FULL, WINDOW), (WINDOW,))
+
+
+def make_model(groups: tuple[KVCacheGroupSpec, ...] = (FULL,), **changes: Any) -> ModelSpec:
+    values: dict[str, Any] = {
+        "path": "models/small",
+        "architecture": "Small",
+        "dtype": "bfloat16",
+        "num_layers": 2,
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+        "num_parameters": 10**6,
+        "weight_bytes": 2 * 10**6,
+    }
+    return ModelSpec(kv_groups=groups, **{**values, **changes})
+
+
+def make_resolved(model: ModelSpec | None = None, facts: HostFacts = HOST, /, **options: Any) -> Resolved:
+    return resolve(Options(**options), model or make_model(), facts)
+
+
+def setting(resolved: Resolved, name: str) -> tuple[Any, str]:
+    return next((s.value, s.reason) for s in resolved.settings if s.name == name)
+
+
+def test_defaults_on_cpu() -> None:
+    engine = make_resolved().engine
+    assert (engine.backend, engine.max_num_batched_tokens, engine.max_num_seqs) == ("cpu", 512, 256)
+    assert (engine.max_model_len, engine.max_queued_requests, engine.num_threads) == (4096, 4096, 4)
+    assert engine.enable_prefix_caching
+    assert engine.enable_chunked_prefill
+
+
+def test_every_option_is_a_setting_with_a_reason() -> None:
+    resolved = make_resolved()
+    assert [s.name.replace("-", "_") for s in resolved.settings] == list(RULES)
+    assert all(s.reason for s in resolved.settings)
+
+
+def test_default_server_is_local_and_open() -> None:
+    server = make_resolved().server
+    assert (server.host, server.port, server.api_key) == ("127.0.0.1", 8000, None)
+    assert server.served_model_names == ("small",)
+
+
+def test_api_keys_are_not_shown() -> None:
+    resolved = make_resolved(api_key="secret")
+    assert resolved.server.api_key == "secret"
+    assert setting(resolved, "api-key") == ("set", "given by --api-key")
+
+
+def test_kv_is_half_of_what_is_free() -> None:
+    resolved = make_resolved(make_model(max_position_embeddings=1 << 20))
+    memory = resolved.memory
+    room = memory.available_bytes - memory.weight_bytes - memory.workspace_bytes
+    assert room // 2 - FULL.block_bytes < memory.kv_bytes <= room // 2
+    assert setting(resolved, "kv-memory")[1] == "half of 16 GiB free less weights and workspace"
+
+
+def test_kv_is_no_more_than_the_model_can_use() -> None:
+    resolved = make_resolved(make_model(max_position_embeddings=64), max_num_seqs=3)
+    assert resolved.engine.num_blocks == (1 + 3 * 4,)
+    assert "no more than 3 sequences of 64 tokens" in setting(resolved, "kv-memory")[1]
+
+
+def test_one_full_group_takes_all_of_its_memory() -> None:
+    resolved = make_resolved(kv_memory="100MiB", max_model_len=1000)
+    assert resolved.engine.num_blocks == (100 * MIB // FULL.block_bytes,)
+
+
+def test_kv_memory_as_a_share_of_free_memory() -> None:
+    resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="0.25")
+    assert resolved.engine.num_blocks == (4 * GIB // FULL.block_bytes,)
+    assert setting(resolved, "kv-memory")[1] == "given by --kv-memory: 0.25 of 16 GiB free"
+
+
+def test_groups_hold_the_same_number_of_sequences() -> None:
+    plans = plan_groups((FULL, WINDOW, STATE), 50 * MIB, model_len=2048, step_tokens=512, max_num_seqs=1000)
+    sequences = [(plan.num_blocks - 1) / plan.live_blocks for plan in plans]
+    assert max(sequences) - min(sequences) < 1
+    assert plans[1].live_blocks < plans[0].live_blocks
+
+
+def test_longest_length_that_fits_is_the_default() -> None:
+    resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="10MiB")
+    usable = 10 * MIB // FULL.block_bytes - 1
+    assert resolved.engine.max_model_len == usable * 16
+    assert "the longest that fits the KV memory" in setting(resolved, "max-model-len")[1]
+
+
+def test_without_chunks_a_step_holds_a_whole_prompt() -> None:
+    resolved = make_resolved(chunked_prefill=False)
+    assert resolved.engine.max_num_batched_tokens == resolved.engine.max_model_len == 4096
+    assert "chunked prefill is off" in setting(resolved, "max-num-batched-tokens")[1]
+
+
+def test_without_chunks_a_given_budget_limits_the_length() -> None:
+    resolved = make_resolved(chunked_prefill=False, max_num_batched_tokens=600)
+    assert (resolved.engine.max_num_batched_tokens, resolved.engine.max_model_len) == (600, 600)
+
+
+def test_null_backend_needs_no_memory() -> None:
+    tiny = HostFacts(available_bytes=MIB, num_cpus=1)
+    resolved = make_resolved(make_model(weight_bytes=10 * GIB), tiny, backend="null", kv_memory="2GiB")
+    assert resolved.memory.weight_bytes == resolved.memory.workspace_bytes == 0
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_num_seqs": 0}, "--max-num-seqs is 0, but must be a whole number from 1 to 65536"),
+    ({"max_num_seqs": "many"}, "--max-num-seqs is many, but must be a whole number from 1 to 65536"),
+    ({"max_num_seqs": 70000}, "--max-num-seqs is 70000, but must be"),
+    ({"max_num_seqs": True}, "--max-num-seqs is True, but must be a whole number"),
+    ({"max_num_batched_tokens": -1}, "--max-num-batched-tokens is -1, but must be a whole number from 1"),
+    ({"max_model_len": 1.5}, "--max-model-len is 1.5, but must be a whole number from 2"),
+    ({"max_model_len": 4097}, "--max-model-len is 4097, but the model's longest sequence is 4096; give at most 4096"),
+    ({"block_size": 24}, "--block-size is 24, but must be a power of two from 1 to 1024"),
+    ({"port": 65536}, "--port is 65536, but must be a whole number from 0 to 65535"),
+    ({"host": ""}, "--host is empty, but must be text on one line"),
+    ({"dtype": "int8"}, "--dtype is int8, but must be one of auto, float32, bfloat16"),
+    ({"backend": "tpu"}, "--backend is tpu, but must be one of cpu, null"),
+    ({"kv_memory": "0"}, "--kv-memory is 0, but must be a size such as 2GiB"),
+    ({"kv_memory": "-1GiB"}, "--kv-memory is -1GiB, but must be a size"),
+    ({"kv_memory": "nan"}, "--kv-memory is nan, but must be a size"),
+    ({"kv_memory": "9" * 400 + "GiB"}, "--kv-memory is 999"),
+    ({"kv_memory": "40GiB"}, "--kv-memory is 40 GiB, but weights take"),
+    ({"kv_memory": "0.999"}, "give at most"),
+    ({"kv_memory": "10KiB"}, "too little for one sequence of --max-model-len 2, which needs"),
+    ({"kv_memory": "1MiB", "max_model_len": 4000}, "give --max-model-len 2032 or less or --kv-memory 2008KiB or more"),
+    ({"step_timeout": 0}, "--step-timeout is 0, but must be a number of seconds above 0"),
+    ({"drain_timeout": "inf"}, "--drain-timeout is inf, but must be a number of seconds from 0"),
+    ({"prefix_caching": "maybe"}, "--prefix-caching is maybe, but must be true or false"),
+    ({"served_model_name": []}, "--served-model-name is [], but must be one or more texts"),
+    ({"chunked_prefill": False, "long_prefill_token_threshold": 8}, "drop it or give --chunked-prefill"),
+    (
+        {"chunked_prefill": False, "max_num_batched_tokens": 512, "max_model_len": 1024},
+        "--max-num-batched-tokens is 512, but without chunked prefill a step holds a whole prompt, and --max-model-len",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_resolved(**options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_do_not_fit_name_a_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"too little memory: weights take 20 GiB .* give --dtype bfloat16"):
+        make_resolved(make_model(weight_bytes=20 * GIB, dtype="float32"))
+    with pytest.raises(ConfigError, match="lower --max-num-batched-tokens or --max-num-seqs"):
+        make_resolved(make_model(weight_bytes=16 * GIB - MIB))
+
+
+@pytest.mark.parametrize("options", [{"kv_memory": "1MiB", "max_model_len": 4000}, {"kv_memory": "50KiB"}])
+def test_following_the_advice_works(options: dict[str, Any]) -> None:
+    model = make_model((STATE, FULL, WINDOW))
+    with pytest.raises(ConfigError) as caught:
+        make_resolved(model, **options)
+    for name, value in re.findall(r"--([a-z-]+) (\w+) or (?:less|more)", str(caught.value)):
+        make_resolved(model, **{**options, name.replace("-", "_"): value})
+
+
+VALUES = {
+    "backend": st.sampled_from(["cpu", "null"]),
+    "max_model_len": st.integers(-1, 5000),
+    "max_num_seqs": st.integers(0, 70000),
+    "max_num_batched_tokens": st.integers(0, 10000),
+    "long_prefill_token_threshold": st.integers(-1, 5000),
+    "chunked_prefill": st.booleans(),
+    "kv_memory": st.one_of(st.integers(-1, 20 * GIB), st.floats(), st.sampled_from(["3MiB", "0.5", "x", "1e12"])),
+    "num_threads": st.integers(0, 2000),
+    "served_model_name": st.lists(st.text(max_size=3), max_size=3),
+    "host": st.text(max_size=5),
+}
+
+
+@given(
+    options=st.fixed_dictionaries({}, optional=VALUES),
+    groups=st.sampled_from(GROUPS),
+    available=st.integers(0, 40 * GIB),
+    weights=st.integers(0, 20 * GIB),
+    longest=st.integers(1, 1 << 21),
+)
+def test_any_options_fit_or_are_refused_in_one_line(
+    options: dict[str, Any], groups: tuple[KVCacheGroupSpec, ...], available: int, weights: int, longest: int
+) -> None:
+    model = make_model(groups, weight_bytes=weights, max_position_embeddings=longest)
+    try:
+        resolved = make_resolved(model, HostFacts(available_bytes=available, num_cpus=2), **options)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    check_consistency(resolved, longest)
+
+
+def check_consistency(resolved: Resolved, longest: int) -> None:
+    engine, memory = resolved.engine, resolved.memory
+    assert engine.backend == "null" or memory.total_bytes <= memory.available_bytes
+    assert 1 <= engine.max_model_len <= longest
+    assert engine.enable_chunked_prefill or engine.max_num_batched_tokens >= engine.max_model_len
+    step_tokens = min(engine.max_num_batched_tokens, engine.max_model_len)
+    for group, blocks in zip(engine.groups, engine.num_blocks, strict=True):
+        live = group.max_live_blocks(engine.max_model_len, step_tokens)
+        assert live <= blocks - 1 <= live * engine.max_num_seqs
+        assert blocks * group.block_size <= 2**31
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_largest_is_a_bisection(threshold: int, high: int) -> None:
+    assert largest(lambda n: n <= threshold, high) == min(threshold, high)
+
+
+@given(st.integers(1, 1 << 50))
+def test_size_option_rounds_the_way_it_is_asked_to(num_bytes: int) -> None:
+    assert parse_size(size_option(num_bytes)) <= num_bytes <= parse_size(size_option(num_bytes, up=True))
+
+
+def test_flags_win_over_the_file_and_reasons_say_so() -> None:
+    options = make_options({"port": 1}, {"port": 2, "max-num-seqs": 3, "seed": None}, "serve.yaml")
+    resolved = resolve(options, make_model(), HOST)
+    assert setting(resolved, "port") == (1, "given by --port")
+    assert setting(resolved, "max-num-seqs") == (3, "given in serve.yaml")
+    assert setting(resolved, "seed") == (0, "default")
+
+
+def test_a_value_of_the_file_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^max-num-seqs in serve.yaml is 0, but must be"):
+        make_options({}, {"max_num_seqs": 0}, "serve.yaml")
+
+
+def test_unknown_options_get_the_closest_name() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'max-num-seq' in a.json; did you mean max-num-seqs\?"):
+        make_options({}, {"max-num-seq": 1}, "a.json")
+    with pytest.raises(ConfigError, match="known are: model, "):
+        make_options({}, {"zzz": 1}, "a.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("models/small", "small"),
+        ("cache/hub/models--owner--name/snapshots/0123abc", "owner/name"),
+        ("plain", "plain"),
+    ],
+)
+def test_default_model_name(path: str, name: str) -> None:
+    assert default_model_name(path) == name
+
+
+def test_engine_config_survives_the_wire() -> None:
+    import msgspec
+
+    engine = make_resolved(make_model((STATE, FULL, WINDOW))).engine
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(engine), type=EngineConfig) == engine
+    assert json.loads(msgspec.json.encode(engine))["num_blocks"] == list(engine.num_blocks)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_host_facts_respect_the_tightest_control_group(tmp_path: Path) -> None:
+    write(tmp_path / "proc/meminfo", "MemTotal: 999 kB\nMemAvailable:    4096 kB\n")
+    write(tmp_path / "proc/self/cgroup", "0::/pod/box\n")
+    box = tmp_path / "sys/fs/cgroup/pod/box"
+    write(box / "memory.max", "max\n")
+    write(box.parent / "memory.max", str(3 * MIB))
+    write(box.parent / "memory.current", str(2 * MIB))
+    write(box.parent / "memory.stat", f"anon 1\ninactive_file {MIB}\n")
+    write(box.parent / "cpu.max", "100000 100000\n")
+    assert read_host_facts(tmp_path) == HostFacts(available_bytes=2 * MIB, num_cpus=1)
+
+
+def test_host_facts_without_control_groups(tmp_path: Path) -> None:
+    write(tmp_path / "proc/meminfo", "MemAvailable:    4096 kB\n")
+    facts = read_host_facts(tmp_path)
+    assert facts.available_bytes == 4 * MIB
+    assert facts.num_cpus >= 1
