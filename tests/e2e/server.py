@@ -1,0 +1,75 @@
+"""A real server as a user starts it, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+
+class Server:
+    """`pypto-serving serve` in its own process; a context manager that asserts a clean end."""
+
+    def __init__(self, *arguments: str | Path, wait: bool = True) -> None:
+        command = [sys.executable, "-m", "pypto_serving", "serve", *map(str, arguments), "--port", "0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.ready: dict[str, Any] = {}
+        self._family: list[psutil.Process] = []
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the server ended with {self.process.wait()} before it was ready"
+        self.ready = json.loads(line)
+
+    @property
+    def url(self) -> str:
+        return str(self.ready["url"])
+
+    @property
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120)
+
+    def family(self) -> list[psutil.Process]:
+        """The API process, the engine core and the worker."""
+        api = psutil.Process(self.process.pid)
+        return [api, *api.children(recursive=True)]
+
+    def worker(self) -> psutil.Process:
+        """The process that owns the device."""
+        return next(p for p in self.family() if any("worker" in part for part in p.cmdline()))
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric's samples at /metrics."""
+        text = self.http.get("/metrics").text
+        samples = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+        assert samples, f"no metric {name}"
+        return sum(map(float, samples))
+
+    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 40) -> int:
+        """Signal the server, wait for its end, and assert that none of its processes is left."""
+        self._family = self._family or (self.family() if self.process.poll() is None else [])
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signum)
+        code = self.process.wait(timeout_s)
+        _, alive = psutil.wait_procs(self._family, timeout=5)
+        assert not alive, f"left behind: {alive}"
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        return code
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

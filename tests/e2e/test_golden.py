@@ -1,0 +1,104 @@
+"""Greedy answers of the whole engine against transformers in float32, whatever happens to the requests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pypto_serving.engine.async_engine import AsyncEngine
+from tests.checkpoints import make_checkpoint
+from tests.e2e.engines import GREEDY, QUICK_FAULTS, Killer, answers, engine_config, run_engine
+
+pytestmark = [pytest.mark.golden, pytest.mark.e2e]
+
+NUM_PROMPTS = 50
+SHARED = 40
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint, prompts of which every other shares a prefix, and what transformers answers."""
+
+    model: Path
+    prompts: list[list[int]]
+    answers: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    model = make_checkpoint(tmp_path_factory.mktemp("model") / request.param, kind=request.param, dtype="float32")
+    rng = random.Random(7)
+    shared = rng.choices(range(250), k=SHARED)
+    prompts = [(shared if i % 2 else []) + rng.choices(range(250), k=rng.randrange(1, 120)) for i in range(NUM_PROMPTS)]
+    return Reference(model, prompts, golden_answers(model, prompts))
+
+
+def golden_answers(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    golden = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        tokens, cache, step = list(prompt), None, torch.tensor([prompt])
+        with torch.inference_mode():
+            for _ in range(GREEDY.max_tokens or 0):
+                output = golden(step, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                tokens.append(int(output.logits[0, -1].argmax()))
+                step = torch.tensor([tokens[-1:]])
+        found.append(tokens[len(prompt) :])
+    return found
+
+
+def check(reference: Reference, scenario: Any, changes: dict[str, Any] | None = None, **options: Any) -> None:
+    run_engine(engine_config(reference.model, changes, **options), scenario)
+
+
+def test_one_request_at_a_time(reference: Reference) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        assert await answers(engine, reference.prompts) == reference.answers
+        assert engine.stats.max_step_rows == 1
+
+    check(reference, scenario, max_num_seqs=1, prefix_caching=False)
+
+
+def test_batched_together_and_again_with_prefix_hits(reference: Reference) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        assert await answers(engine, reference.prompts) == reference.answers
+        assert engine.stats.max_step_rows > 10
+        hits = engine.stats.prefix_hits
+        assert await answers(engine, reference.prompts) == reference.answers
+        assert engine.stats.prefix_hits > hits + 1000
+
+    check(reference, scenario)
+
+
+@pytest.mark.parametrize("budget", [7, 37])
+def test_any_chunks(reference: Reference, budget: int) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        assert await answers(engine, reference.prompts) == reference.answers
+        assert engine.stats.num_steps > sum(map(len, reference.prompts)) / budget
+
+    check(reference, scenario, max_num_batched_tokens=budget, prefix_caching=False)
+
+
+def test_forced_preemption(reference: Reference) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        assert await answers(engine, reference.prompts) == reference.answers
+        assert engine.stats.num_preemptions > 0
+
+    check(reference, scenario, changes={"num_blocks": (34,)})
+
+
+def test_killed_workers(reference: Reference) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        killer = Killer(engine, count=3, seed=1)
+        assert await answers(engine, reference.prompts, on_output=killer) == reference.answers
+        assert engine.stats.num_respawns == killer.killed == 3
+
+    check(reference, scenario, changes={"faults": QUICK_FAULTS})

@@ -1,0 +1,67 @@
+"""Streams continue on a respawned worker with the same tokens: greedy and seeded, float32 and bf16."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.types.sampling import SamplingParams
+from tests.checkpoints import make_checkpoint
+from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, run_engine
+
+pytestmark = pytest.mark.e2e
+
+NUM_STREAMS = 32
+
+
+def streams(max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Half of the streams are greedy, half are sampled with their own seed."""
+    rng = random.Random(3)
+    prompts = [rng.choices(range(250), k=rng.randrange(4, 90)) for _ in range(NUM_STREAMS)]
+    params = [
+        SamplingParams(temperature=i % 2, top_p=0.95, seed=i, max_tokens=max_tokens, ignore_eos=True)
+        for i in range(NUM_STREAMS)
+    ]
+    return prompts, params
+
+
+def survive(model: Path, kills: int, max_tokens: int, points: dict[str, list[object]]) -> None:
+    prompts, params = streams(max_tokens)
+    undisturbed = run_engine(engine_config(model), lambda engine: answers(engine, prompts, params))
+
+    async def scenario(engine: AsyncEngine) -> list[list[int]]:
+        killer = Killer(engine, kills, seed=kills, planned=[int(epoch) for epoch in points])
+        found = await answers(engine, prompts, params, killer)
+        assert engine.stats.max_step_rows > 1
+        assert engine.stats.num_respawns == killer.killed + len(points) >= kills
+        return found
+
+    changes = {
+        "faults": QUICK_FAULTS,
+        "worker_module": "tests.faulty_worker",
+        "backend_options": {"faults": points},
+    }
+    assert run_engine(engine_config(model, changes), scenario) == undisturbed
+    assert len({tuple(answer) for answer in undisturbed}) == NUM_STREAMS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_streams_survive_kills(tmp_path: Path, dtype: str) -> None:
+    """The worker dies in prefill, between sampling and commit, and while its successor loads."""
+    points: dict[str, list[object]] = {"1": ["after", 3], "2": ["load", 0], "4": ["before", 2]}
+    survive(make_checkpoint(tmp_path / "model", dtype=dtype), kills=3, max_tokens=40, points=points)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_streams_survive_a_hundred_kills(tmp_path: Path, dtype: str, kind: str) -> None:
+    points: dict[str, list[object]] = {}
+    for epoch in range(2, 60, 6):
+        points |= {str(epoch): ["load", 0], str(epoch + 2): ["after", 2 + epoch % 7], str(epoch + 4): ["before", 2]}
+    model = make_checkpoint(tmp_path / "model", kind=kind, dtype=dtype)
+    survive(model, kills=100 - len(points), max_tokens=300, points=points)

@@ -1,0 +1,99 @@
+"""Thousands of short requests with random aborts leave nothing behind: blocks, requests, descriptors, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+CONCURRENCY = 32
+GROWTH_BYTES_PER_REQUEST = 100
+
+
+async def one_request(client: httpx.AsyncClient, rng: random.Random) -> str:
+    """A short completion, streamed or not, of which some are abandoned; returns how it ended."""
+    prompt = [rng.randrange(256) for _ in range(rng.randrange(1, 48))]
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randrange(1, 10), "ignore_eos": True}
+    fate = rng.random()
+    if fate < 0.4:
+        (await client.post("/v1/completions", json=body)).raise_for_status()
+        return "whole"
+    body |= {"stream": True, "max_tokens": 200 if fate > 0.7 else body["max_tokens"]}
+    async with client.stream("POST", "/v1/completions", json=body) as reply:
+        reply.raise_for_status()
+        async for _ in reply.aiter_lines():
+            if fate > 0.7:
+                return "aborted"
+    return "streamed"
+
+
+async def many(url: str, count: int, seed: int) -> dict[str, int]:
+    """`count` requests, CONCURRENCY at once; how many ended in which way."""
+    ends: dict[str, int] = {"whole": 0, "streamed": 0, "aborted": 0}
+    rng, left = random.Random(seed), iter(range(count))
+    limits = httpx.Limits(max_connections=CONCURRENCY, max_keepalive_connections=CONCURRENCY)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+
+        async def work() -> None:
+            for _ in left:
+                ends[await one_request(client, rng)] += 1
+
+        await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
+    return ends
+
+
+def settle(server: Server) -> None:
+    """Until no request is left in the engine."""
+    while server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") > 0:
+        pass
+
+
+def footprint(server: Server) -> list[tuple[str, int, int]]:
+    """Role, resident bytes and descriptors of each process."""
+    roles = ("api", "core", "worker")
+    return [
+        (role, process.memory_info().rss, process.num_fds())
+        for role, process in zip(roles, server.family(), strict=True)
+    ]
+
+
+def check_clean(server: Server) -> None:
+    settle(server)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.metric("pypto:worker_respawns_total") == 0
+    assert server.http.get("/health").status_code == 200
+
+
+def test_hundreds_of_requests_leave_nothing() -> None:
+    with Server("--max-num-seqs", "16") as server:
+        asyncio.run(many(server.url, 100, seed=1))
+        before = footprint(server)
+        ends = asyncio.run(many(server.url, 500, seed=2))
+        assert min(ends.values()) > 50
+        check_clean(server)
+        for (role, _, fds), (_, _, fds_after) in zip(before, footprint(server), strict=True):
+            assert fds_after <= fds + 2, f"{role} leaks descriptors"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_ten_thousand_requests_leave_nothing() -> None:
+    with Server("--max-num-seqs", "16") as server:
+        asyncio.run(many(server.url, 2000, seed=1))
+        settle(server)
+        before = footprint(server)
+        ends = asyncio.run(many(server.url, 8000, seed=2))
+        assert min(ends.values()) > 1000
+        check_clean(server)
+        for (role, rss, fds), (_, rss_after, fds_after) in zip(before, footprint(server), strict=True):
+            growth = (rss_after - rss) / 8000
+            print(f"{role}: {growth:.1f} bytes per request, {fds_after} descriptors")
+            assert growth < GROWTH_BYTES_PER_REQUEST, f"{role} grows by {growth:.0f} bytes per request"
+            assert fds_after <= fds + 2, f"{role} leaks descriptors"
