@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from pypto_serving.backend.base import Int32Array, Program, StepBuffers, StepOutput
 from pypto_serving.types.step import RowLogprobs, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tokens import pack_ids
+from pypto_serving.worker import sampler
 from pypto_serving.worker.batch import PackedStep, RowBatch
-
-if TYPE_CHECKING:
-    from pypto_serving.worker.sampler import Sampler
+from pypto_serving.worker.sampler import SampledLogprobs
 
 
 class PlanExecutor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
-
-
-def _host_sampler() -> Sampler:
-    from pypto_serving.worker.sampler import Sampler
-
-    return Sampler()
 
 
 def hello(program: Program, epoch: int, load_s: float) -> WorkerHello:
@@ -46,7 +39,6 @@ class Runner:
     def __init__(self, program: Program, buffers: StepBuffers) -> None:
         self.program = program
         self.batch = RowBatch(program.groups, program.limits, buffers)
-        self._sampler = None if program.limits.samples_on_device else _host_sampler()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Any error it raises is the device's: the caller ends the worker."""
@@ -71,8 +63,15 @@ class Runner:
             return output.token_ids, []
         if len(rows) == 0:
             return np.empty(0, dtype=np.int32), []
-        assert output.logits is not None and self._sampler is not None
+        assert output.logits is not None
         batch = self.batch
         sampling = [entry for row in rows if (entry := batch.sampling[row]) is not None]
         positions = batch.num_tokens[rows]
-        return self._sampler.sample(output.logits, rows, sampling, positions, positions - batch.prompt_len[rows])
+        token_ids, values = sampler.sample(output.logits, sampling, positions, positions - batch.prompt_len[rows])
+        logprobs = [_logprobs(int(row), value) for row, value in zip(rows, values, strict=True) if value is not None]
+        return token_ids, logprobs
+
+
+def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:
+    top = values.top_logprobs.astype("<f4").tobytes()
+    return RowLogprobs(row, values.logprob, values.rank, pack_ids(values.top_ids), top)

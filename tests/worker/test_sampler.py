@@ -1,0 +1,156 @@
+"""The sampler: its generator, its filters against plain definitions, and that rows do not see each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.tokens import pack_ids
+from pypto_serving.worker import sampler
+from pypto_serving.worker.philox import philox4x32, uniforms
+
+KNOWN_ANSWERS = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+def sample(logits: np.ndarray, *rows: RowSampling, position: int = 7, num_output: int = 0) -> list[int]:
+    count = len(rows)
+    positions, outputs = np.full(count, position, dtype=np.int32), np.full(count, num_output, dtype=np.int32)
+    tokens, _ = sampler.sample(np.broadcast_to(logits, (count, logits.shape[-1])), rows, positions, outputs)
+    return tokens.tolist()
+
+
+def random_logits(size: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal(size) * scale).astype(np.float32)
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
+def test_philox_known_answers(counter: list[int], key: list[int], words: list[int]) -> None:
+    """The vectors that Random123 ships."""
+    found = philox4x32(np.array([counter], dtype=np.uint64), np.array([key], dtype=np.uint64))
+    assert found.tolist() == [words]
+
+
+def test_uniforms_differ_in_every_argument_and_fill_the_interval() -> None:
+    def one(seed: int, choice: int, position: int, draw: int) -> float:
+        arrays = (np.array([value], dtype=np.uint64) for value in (seed, choice, position))
+        return float(uniforms(*arrays, draw)[0])
+
+    values = {one(*arguments) for arguments in [(1, 1, 1, 0), (2, 1, 1, 0), (1, 2, 1, 0), (1, 1, 2, 0), (1, 1, 1, 1)]}
+    assert len(values) == 5
+    positions = np.arange(20_000, dtype=np.uint64)
+    many = uniforms(np.full_like(positions, 2**63 + 5), np.zeros_like(positions), positions)
+    counts, _ = np.histogram(many, bins=20, range=(0, 1))
+    chi_square = float(((counts - 1000) ** 2 / 1000).sum())
+    assert chi_square < 43.8, "19 degrees of freedom, p = 0.001"
+
+
+def test_greedy_takes_the_lowest_id_of_equals() -> None:
+    logits = np.zeros(100, dtype=np.float32)
+    logits[[17, 40]] = 5
+    assert sample(logits, RowSampling()) == [17]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_finite_are_an_error(value: float) -> None:
+    logits = random_logits(50)
+    logits[3] = value
+    with pytest.raises(RuntimeError, match="row 0"):
+        sample(logits, RowSampling())
+
+
+def test_banned_ids_until_min_tokens() -> None:
+    logits = random_logits(50)
+    best = int(logits.argmax())
+    row = RowSampling(min_tokens=3, banned_ids=pack_ids([best]))
+    assert sample(logits, row, num_output=2) != [best]
+    assert sample(logits, row, num_output=3) == [best]
+    warm = RowSampling(temperature=1.0, min_tokens=3, banned_ids=pack_ids(range(49)))
+    assert sample(logits, warm) == [49]
+
+
+def plain_distribution(logits: np.ndarray, row: RowSampling) -> np.ndarray:
+    """Probabilities by the definition: temperature, min_p, top_k, top_p, full sorts everywhere."""
+    scores = logits.astype(np.float64) / row.temperature
+    weights = np.exp(scores - scores.max())
+    if row.min_p:
+        weights[weights < row.min_p * weights.max() * (1 - 1e-6)] = 0
+    order = np.lexsort((np.arange(len(weights)), -logits))
+    if row.top_k:
+        weights[order[row.top_k :]] = 0
+    weights /= weights.sum()
+    if row.top_p < 1:
+        before = np.cumsum(weights[order]) - weights[order]
+        weights[order[before >= row.top_p]] = 0
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        RowSampling(temperature=1.0),
+        RowSampling(temperature=0.5, top_k=5),
+        RowSampling(temperature=1.3, top_p=0.8),
+        RowSampling(temperature=1.0, min_p=0.1),
+        RowSampling(temperature=2.0, top_k=20, top_p=0.9, min_p=0.01),
+    ],
+)
+def test_frequencies_follow_the_definition(row: RowSampling) -> None:
+    logits, count = random_logits(60, scale=2.0), 20_000
+    rows = [row] * count
+    positions = np.arange(count, dtype=np.int32)
+    tokens, _ = sampler.sample(np.broadcast_to(logits, (count, 60)), rows, positions, np.zeros(count, np.int32))
+    expected = plain_distribution(logits, row) * count
+    observed = np.bincount(tokens, minlength=60)
+    assert (observed[expected == 0] == 0).all()
+    likely = expected > 5
+    chi_square = ((observed[likely] - expected[likely]) ** 2 / expected[likely]).sum()
+    degrees = int(likely.sum()) - 1
+    assert chi_square < degrees + 4 * np.sqrt(2 * degrees) + 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.sampled_from([7, 900, 1500, 5000]),
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    top_k=st.sampled_from([0, 1, 3, 2000]),
+    top_p=st.sampled_from([0.05, 0.9, 0.9999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.2]),
+)
+def test_a_row_does_not_see_the_others(
+    size: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((9, size)).astype(np.float32).round(1)
+    row = RowSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    rows = [RowSampling(), row, RowSampling(temperature=1.0, seed=3)] * 3
+    positions, outputs = np.arange(9, dtype=np.int32), np.zeros(9, dtype=np.int32)
+    together, _ = sampler.sample(logits, rows, positions, outputs)
+    for i in range(9):
+        part = slice(i, i + 1)
+        alone, _ = sampler.sample(logits[part].copy(), rows[part], positions[part], outputs[part])
+        assert alone[0] == together[i]
+
+
+def test_logprobs_are_of_the_raw_logits() -> None:
+    logits = random_logits(40)[None]
+    row = RowSampling(temperature=2.0, seed=11, num_logprobs=5)
+    tokens, (values,) = sampler.sample(logits, [row], np.array([3], np.int32), np.array([0], np.int32))
+    expected = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
+    order = np.argsort(-logits[0], kind="stable")
+    assert values is not None
+    assert values.logprob == pytest.approx(expected[tokens[0]], abs=1e-6)
+    assert order[values.rank - 1] == tokens[0]
+    assert values.top_ids.tolist() == order[:5].tolist()
+    np.testing.assert_allclose(values.top_logprobs, expected[order[:5]], atol=1e-6)
