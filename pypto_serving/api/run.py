@@ -36,6 +36,7 @@ class ApiServer:
             uvicorn.Config(
                 app,
                 access_log=False,
+                lifespan="off",
                 log_config=None,
                 server_header=False,
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_S,

@@ -26,6 +26,8 @@ class LoadProgress:
             self._task = self._bar.add_task(phase, total=total) if self._bar else None
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, total=total)
+        if done >= total:
+            self._finish_phase()
 
     def close(self) -> None:
         """Finish the last phase and leave the terminal as it was."""
