@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TypeVar
@@ -87,7 +88,7 @@ class LLM:
         self._engine = AsyncEngine(resolved.engine)
         self._service = Service(self._engine, serving)
         try:
-            self._call(self._start())
+            self._call(self._start)
         except BaseException:
             self.shutdown()
             raise
@@ -96,17 +97,17 @@ class LLM:
         await self._engine.start()
         await self._engine.wait_ready()
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    def _call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of work in the engine's event loop."""
         if not self._loop.is_running():
-            work.close()
             raise EngineDeadError("this LLM was shut down; make a new one")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
 
     def shutdown(self) -> None:
         """End the engine and its worker. May be called more than once."""
         if not self._thread.is_alive():
             return
-        self._call(self._engine.stop())
+        self._call(self._engine.stop)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -131,8 +132,7 @@ class LLM:
         """
         entries = _as_list(prompts)
         params = self._params_of(sampling_params, len(entries), max_tokens=16)
-        jobs = [self._encode(entry) for entry in entries]
-        return self._call(self._run(jobs, params, progress))
+        return self._call(lambda: self._run([self._encode(entry) for entry in entries], params, progress))
 
     def chat(
         self,
@@ -145,8 +145,8 @@ class LLM:
         """Answer each conversation, in order. None as parameters means the model's defaults up to its end."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         params = self._params_of(sampling_params, len(conversations), max_tokens=None)
-        jobs = [self._encode_chat(entry, chat_template_kwargs) for entry in conversations]  # type: ignore[arg-type]
-        return self._call(self._run(jobs, params, progress))
+        encode = partial(self._encode_chat, kwargs=chat_template_kwargs)
+        return self._call(lambda: self._run(list(map(encode, conversations)), params, progress))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Answer one conversation, piece by piece; closing the iterator ends the request."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -58,7 +57,8 @@ class AsyncEngine:
         self._child: Child | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._address = ""
-        self._reader: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._replacing: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._dead: PyptoError | None = None
         self._stopping = False
@@ -80,8 +80,8 @@ class AsyncEngine:
         self._child = Child("pypto_serving.engine", CoreStart(self.config, self._address))
         loop = asyncio.get_running_loop()
         loop.add_reader(self._child.pipe.fileno(), self._on_control)
-        self._reader = loop.create_task(self._read(self._socket))
         self._heard_s = time.monotonic()
+        self._tasks = [loop.create_task(self._read(self._socket)), loop.create_task(self._watch(self._child))]
 
     async def wait_ready(self) -> None:
         """Return when a worker is ready; raises the error that made the replica give up."""
@@ -103,6 +103,8 @@ class AsyncEngine:
         self._stopping = True
         self._fail_all(RequestFault(503, "unavailable", "the server is shutting down"))
         self._send(ShutdownCore())
+        if self._replacing is not None:
+            await self._replacing
         await self._close(STOP_PATIENCE_S)
 
     async def _close(self, patience_s: float) -> None:
@@ -110,11 +112,10 @@ class AsyncEngine:
         if child is not None:
             asyncio.get_running_loop().remove_reader(child.pipe.fileno())
             await asyncio.to_thread(child.end, patience_s)
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
-            self._reader = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()
         if self._socket is not None:
             self._socket.close(0)
             self._socket = None
@@ -127,11 +128,25 @@ class AsyncEngine:
                 self._die(message.message, message.exit_code)
         if self._child.gone:
             asyncio.get_running_loop().remove_reader(self._child.pipe.fileno())
-            self._core_task = asyncio.get_running_loop().create_task(self._core_lost())
+            self._replacing = asyncio.get_running_loop().create_task(self._replace_core())
 
-    async def _core_lost(self) -> None:
+    async def _watch(self, child: Child) -> None:
+        """Kill a core that is silent for long, which is then noticed like any death.
+
+        A late tick says that this process was held up itself, so that the silence proves nothing.
+        """
+        beat_s = self.config.faults.heartbeat_s
+        while True:
+            slept_s = -time.monotonic()
+            await asyncio.sleep(beat_s)
+            slept_s += time.monotonic()
+            if slept_s < 2 * beat_s and time.monotonic() - self._heard_s > SILENT_BEATS * beat_s:
+                log.error("the engine core is silent for %.0f s; ending it", time.monotonic() - self._heard_s)
+                child.process.kill()
+                return
+
+    async def _replace_core(self) -> None:
         """The core ended unasked: its requests end with a 503, and another core starts."""
-        await asyncio.sleep(0)
         if self._stopping:
             return
         self.ready = None
@@ -140,7 +155,7 @@ class AsyncEngine:
         self._core_deaths += 1
         if self._dead is None and self._core_deaths > MAX_CORE_RESPAWNS:
             self._die(f"the engine core died {self._core_deaths} times in a row", EXIT_ENGINE)
-        if self._dead is None:
+        if self._dead is None and not self._stopping:
             log.warning("the engine core ended unexpectedly; starting another")
             self._spawn()
 

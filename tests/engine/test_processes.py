@@ -173,6 +173,21 @@ def test_a_core_that_dies_fails_its_requests_and_is_replaced() -> None:
     run(config(), scenario)
 
 
+def test_a_core_that_stops_is_replaced() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        assert engine._child is not None
+        pid = engine._child.pid
+        os.kill(pid, signal.SIGSTOP)
+        while engine.health().ok:
+            await asyncio.sleep(0.05)
+        while engine._child is None or engine._child.pid == pid:
+            await asyncio.sleep(0.05)
+        await engine.wait_ready()
+        await answers_are_right(engine)
+
+    run(config(), scenario)
+
+
 def test_the_queue_is_bounded_and_admission_is_all_or_nothing() -> None:
     async def scenario(engine: AsyncEngine) -> None:
         engine.submit([request(f"q{i}", 10, 200) for i in range(3)])

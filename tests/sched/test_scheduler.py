@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -267,3 +268,17 @@ def test_the_property_runs_meet_hits_and_preemptions() -> None:
         run_all(simulation)
         assert simulation.counters.prefix_hits > 0
         assert simulation.counters.num_preemptions > 0
+
+
+def test_the_same_calls_give_the_same_plans() -> None:
+    """Decisions are pure: a recorded run, replayed, plans byte for byte the same."""
+
+    def plans() -> list[bytes]:
+        simulation = Simulation(null_config(num_blocks=18, max_num_seqs=6, depth=2))
+        for i in range(10):
+            simulation.add(prompt(20 + 5 * i, 1), max_tokens=60, request_id=f"fixed-{i}")
+        run_all(simulation)
+        assert simulation.counters.num_preemptions > 0
+        return [msgspec.msgpack.encode(plan) for plan in simulation.executor.plans]
+
+    assert plans() == plans()

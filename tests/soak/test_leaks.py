@@ -15,6 +15,8 @@ pytestmark = pytest.mark.e2e
 
 CONCURRENCY = 32
 GROWTH_BYTES_PER_REQUEST = 100
+SLACK_DESCRIPTORS = 8
+"""Connections that abandoned requests have not closed yet."""
 
 
 async def one_request(client: httpx.AsyncClient, rng: random.Random) -> str:
@@ -72,20 +74,20 @@ def check_clean(server: Server) -> None:
 
 
 def test_hundreds_of_requests_leave_nothing() -> None:
-    with Server("--max-num-seqs", "16") as server:
+    with Server("--max-num-seqs", "16", "--kv-memory", "16MiB", "--log-level", "warning") as server:
         asyncio.run(many(server.url, 100, seed=1))
         before = footprint(server)
         ends = asyncio.run(many(server.url, 500, seed=2))
         assert min(ends.values()) > 50
         check_clean(server)
         for (role, _, fds), (_, _, fds_after) in zip(before, footprint(server), strict=True):
-            assert fds_after <= fds + 2, f"{role} leaks descriptors"
+            assert fds_after <= fds + SLACK_DESCRIPTORS, f"{role} leaks descriptors"
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_ten_thousand_requests_leave_nothing() -> None:
-    with Server("--max-num-seqs", "16") as server:
+    with Server("--max-num-seqs", "16", "--kv-memory", "16MiB", "--log-level", "warning") as server:
         asyncio.run(many(server.url, 2000, seed=1))
         settle(server)
         before = footprint(server)
@@ -96,4 +98,4 @@ def test_ten_thousand_requests_leave_nothing() -> None:
             growth = (rss_after - rss) / 8000
             print(f"{role}: {growth:.1f} bytes per request, {fds_after} descriptors")
             assert growth < GROWTH_BYTES_PER_REQUEST, f"{role} grows by {growth:.0f} bytes per request"
-            assert fds_after <= fds + 2, f"{role} leaks descriptors"
+            assert fds_after <= fds + SLACK_DESCRIPTORS, f"{role} leaks descriptors"

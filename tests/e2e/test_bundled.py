@@ -1,0 +1,96 @@
+"""The bundled model over HTTP: sums it has never seen, small talk, follow-up turns, questions beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+from bundled_model.arithmetic import held_out_problems, is_correct  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+
+Message = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+def ask_all(server: Server, chats: list[list[Message]]) -> list[str]:
+    """Greedy replies to all chats, many at once."""
+
+    async def main() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+            gate = asyncio.Semaphore(48)
+
+            async def one(messages: list[Message]) -> str:
+                async with gate:
+                    body = {"messages": messages, "temperature": 0, "max_tokens": 40}
+                    reply = await client.post("/v1/chat/completions", json=body)
+                    reply.raise_for_status()
+                    return str(reply.json()["choices"][0]["message"]["content"])
+
+            return list(await asyncio.gather(*map(one, chats)))
+
+    return asyncio.run(main())
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def share_correct(server: Server, earlier: list[Message], count: int) -> float:
+    problems = held_out_problems(count, seed=1)
+    replies = ask_all(server, [[*earlier, user(question)] for question, _ in problems])
+    return sum(is_correct(reply, result) for reply, (_, result) in zip(replies, problems, strict=True)) / count
+
+
+def test_sums_and_differences_it_has_never_seen(server: Server) -> None:
+    assert share_correct(server, [], 1000) >= 0.95
+    assert server.metric("vllm:request_success_total") >= 1000
+
+
+def test_answers_hold_after_a_thousand_tokens_of_chat(server: Server) -> None:
+    rng, earlier = random.Random(5), []
+    while len(earlier) < 80:
+        a, b = rng.randrange(50), rng.randrange(50)
+        earlier += [user(f"What is {a}+{b}?"), {"role": "assistant", "content": f"{a} + {b} = {a + b}"}]
+    usage = server.http.post("/v1/chat/completions", json={"messages": [*earlier, user("Hi")], "max_tokens": 1}).json()
+    assert usage["usage"]["prompt_tokens"] > 1000
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    assert share_correct(server, earlier, 200) >= 0.95
+    assert server.metric("vllm:prefix_cache_hits_total") > hits
+
+
+@pytest.mark.parametrize("greeting", ["Hello!", "Hi", "Good morning", "How are you?", "Who are you?", "Thanks", "Bye"])
+def test_greetings(server: Server, greeting: str) -> None:
+    (reply,) = ask_all(server, [[user(greeting)]])
+    assert 1 < len(reply) < 200 and "don't know" not in reply
+
+
+def test_follow_up_turns(server: Server) -> None:
+    chat = [user("My name is Ada."), {"role": "assistant", "content": "Nice to meet you, Ada!"}]
+    chats = [[*chat, user("What is my name?")], [*chat, user("What is 3+4?")]]
+    name, result = ask_all(server, chats)
+    assert "Ada" in name
+    assert is_correct(result, 7)
+
+
+@pytest.mark.parametrize(
+    "question", ["What is the capital of Peru?", "Write me a poem about rust.", "What is 1234*99?", "qwxz blarg"]
+)
+def test_questions_beyond_it_are_declined(server: Server, question: str) -> None:
+    (reply,) = ask_all(server, [[user(question)]])
+    assert "add" in reply and "subtract" in reply

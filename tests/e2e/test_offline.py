@@ -1,0 +1,97 @@
+"""The offline API, as a program uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from pypto_serving import LLM, SamplingParams
+from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_model_len=1024, log_level="warning") as model:
+        yield model
+
+
+def test_texts_and_token_ids_in_order(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    by_text = llm.generate(["Hello", "1 + 1 ="], params)
+    assert [result.prompt for result in by_text] == ["Hello", "1 + 1 ="]
+    by_ids = llm.generate([result.prompt_token_ids for result in by_text], params, progress=False)
+    assert [r.outputs[0].token_ids for r in by_ids] == [r.outputs[0].token_ids for r in by_text]
+    assert all(len(r.outputs[0].token_ids) == 8 and r.outputs[0].finish_reason == "length" for r in by_ids)
+    single = llm.generate(by_ids[0].prompt_token_ids, params, progress=False)
+    assert single[0].outputs == by_ids[0].outputs
+
+
+def test_many_more_prompts_than_rows(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    results = llm.generate([[i % 200] for i in range(600)], params, progress=False)
+    assert [result.prompt_token_ids for result in results] == [[i % 200] for i in range(600)]
+    assert results[0].outputs == results[200].outputs == results[400].outputs
+
+
+def test_choices_seeds_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.2, n=3, seed=4, max_tokens=12, ignore_eos=True, logprobs=2)
+    first, second = (llm.generate("Once", params, progress=False)[0] for _ in range(2))
+    assert first.outputs == second.outputs
+    assert len({tuple(output.token_ids) for output in first.outputs}) == 3
+    for output in first.outputs:
+        assert output.logprobs is not None and len(output.logprobs) == 12
+        for token_id, entry in zip(output.token_ids, output.logprobs, strict=True):
+            assert entry[token_id].logprob <= max(value.logprob for value in entry.values()) <= 0
+            assert 2 <= len(entry) <= 3
+
+
+def test_stop_strings_cut_the_text(llm: LLM) -> None:
+    free = llm.chat([{"role": "user", "content": "Count from 1 to 9."}], progress=False)[0].outputs[0]
+    assert "5" in free.text
+    params = SamplingParams(temperature=0, max_tokens=100, stop=("5",))
+    cut = llm.chat([{"role": "user", "content": "Count from 1 to 9."}], params, progress=False)[0].outputs[0]
+    assert cut.text == free.text[: free.text.index("5")]
+    assert cut.finish_reason == "stop"
+
+
+def test_streamed_chat_equals_the_whole_answer(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is 37+45?"}]
+    whole = llm.chat(messages, progress=False)[0].outputs[0].text
+    assert "".join(llm.stream_chat(messages)) == whole
+    stream = llm.stream_chat(messages)
+    next(stream)
+    stream.close()
+    assert llm.chat(messages, progress=False)[0].outputs[0].text == whole
+
+
+def test_prompts_that_cannot_work_are_named(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="1024"):
+        llm.generate([[5] * 2000], progress=False)
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate([[]], progress=False)
+    with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
+        llm.generate("Hello", [SamplingParams(), SamplingParams()], progress=False)
+    assert llm.generate("Hello", progress=False)[0].outputs[0].token_ids
+
+
+def test_shutdown_ends_all_processes() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    llm = LLM(max_model_len=256, log_level="warning")
+    children = set(psutil.Process().children(recursive=True)) - before
+    assert len(children) == 2
+    llm.shutdown()
+    llm.shutdown()
+    assert not [child for child in children if child.is_running()]
+    with pytest.raises(EngineDeadError, match="shut down"):
+        llm.generate("Hello", progress=False)
+
+
+def test_bad_options_leave_nothing_behind() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(ConfigError, match=r"max_model_length.*did you mean max-model-len"):
+        LLM(max_model_length=10)
+    assert set(psutil.Process().children(recursive=True)) <= before
