@@ -1,0 +1,1 @@
+"""Model families: a torch-free spec each, and a readable torch program underneath it."""

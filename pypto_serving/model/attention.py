@@ -1,0 +1,263 @@
+"""Paged attention with one arithmetic for prefill and decode.
+
+The history of a sequence is cut into tiles of `TILE` absolute positions. Every product of queries with a tile has
+the same inner and outer size whatever the context, so a query's result depends neither on the rows beside it nor
+on how its context was computed. Tiles are merged in order by the online softmax (Milakov and Gimelshein 2018,
+arXiv:1805.02867). K and V are read back as stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pypto_serving.model.step import StepTensors
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.util import ceil_div
+
+TILE = 256
+"""Positions per tile, rounded up to whole blocks."""
+
+_QUERIES_PER_TILE = 128
+_CACHED_BYTES = 2 << 20
+QUERY_ROW_FLOORS = (2, 4, 8, 16, 32)
+_MASKED = torch.finfo(torch.float32).min
+
+
+class KVArena:
+    """Owns the pages of one full-history group, [blocks, layers, k or v, kv_heads, block_size, head_dim].
+
+    All layers of a block lie together, and each head's rows in a block. One hidden block behind the others is
+    always zero and stands for blocks that a sequence does not have. Memory is committed when first written.
+    """
+
+    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, dtype: torch.dtype) -> None:
+        keys = group.tensors[0]
+        self.layers = len(keys.layers)
+        self.kv_heads, self.head_dim = keys.row_shape
+        self.block_size = group.block_size
+        self.zero_block = num_blocks
+        self.query_rows = QUERY_ROW_FLOORS[-1]
+        shape = (num_blocks + 1, self.layers, 2, self.kv_heads, self.block_size, self.head_dim)
+        memory = mmap.mmap(-1, (num_blocks + 1) * group.block_bytes)
+        with torch.inference_mode(False):  # others may write pages too
+            self.pages = torch.frombuffer(memory, dtype=dtype).view(shape)
+        self._rows = self.pages.view(-1, self.head_dim)
+        self._head_blocks = self.pages.view(-1, self.block_size * self.head_dim)
+
+    def row_index(self, slots: Tensor) -> Tensor:
+        """Rows of layer 0's keys that `slots` [t] name, int64 [t * kv_heads]."""
+        heads_per_block = self.layers * 2 * self.kv_heads
+        head = slots[:, None] // self.block_size * heads_per_block + torch.arange(self.kv_heads)
+        return (head * self.block_size + slots[:, None] % self.block_size).flatten()
+
+    def block_index(self, blocks: Tensor) -> Tensor:
+        """Head blocks of layer 0's keys for `blocks` [rows, n], int64 [rows * kv_heads * n]."""
+        heads = torch.arange(self.kv_heads)[None, :, None]
+        return (blocks[:, None, :] * (self.layers * 2 * self.kv_heads) + heads).flatten()
+
+    def write(self, layer: int, which: int, row_index: Tensor, values: Tensor) -> None:
+        """Store `values` [t, kv_heads, head_dim], keys (which 0) or values (1) of `layer`."""
+        start = (layer * 2 + which) * self.kv_heads * self.block_size
+        self._rows[start:].index_copy_(0, row_index, values.reshape(-1, self.head_dim))
+
+    def read(self, layer: int, which: int, block_index: Tensor, positions: int) -> Tensor:
+        """Rows of the blocks in `block_index`, [rows * kv_heads, positions, head_dim]."""
+        start = (layer * 2 + which) * self.kv_heads
+        return self._head_blocks[start:].index_select(0, block_index).view(-1, positions, self.head_dim)
+
+    def clear(self, blocks: Tensor) -> None:
+        """Zero `blocks` in all layers."""
+        if len(blocks):
+            self.pages.index_fill_(0, blocks, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class KVTile:
+    """Positions [start, start + width) of the first `rows` rows of a query tile.
+
+    `hidden`, bool [rows, 1, queries, 1, width], marks what a query may not see; None if it may see all.
+    """
+
+    rows: int
+    block_index: Tensor
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTile:
+    """`rows` rows with `queries` tokens each; `tokens` [rows * queries] are their places in the step.
+
+    Rows are in order of falling context, so that each KV tile concerns the first few.
+    """
+
+    tokens: Tensor
+    rows: int
+    queries: int
+    kv: tuple[KVTile, ...]
+
+
+class StepAttention:
+    """The attention of one step: what to read for which query, the same in every layer."""
+
+    def __init__(self, arena: KVArena, step: StepTensors, group: int = 0) -> None:
+        self._arena = arena
+        self._width = ceil_div(TILE, arena.block_size) * arena.block_size
+        self._tables = step.block_tables[group]
+        self._positions = step.positions
+        slots = step.slots[group]
+        self.row_index = arena.row_index(slots)
+        # The first row written to a block voids what an earlier owner left in the rest of it.
+        arena.clear(slots[step.positions % arena.block_size == 0] // arena.block_size)
+        self.tiles = tuple(self._query_tiles(step))
+
+    def _query_tiles(self, step: StepTensors) -> list[QueryTile]:
+        starts = step.query_start.tolist()
+        counts = [end - start for start, end in itertools.pairwise(starts)]
+        contexts = step.context_lens.tolist()
+        singles = sorted((i for i, n in enumerate(counts) if n == 1), key=lambda i: -contexts[i])
+        together = self._rows_per_tile()
+        tiles = [
+            self._tile(rows := singles[i : i + together], [starts[row] for row in rows], 1)
+            for i in range(0, len(singles), together)
+        ]
+        for row, count in enumerate(counts):
+            if count > 1:
+                for first in range(starts[row], starts[row + 1], _QUERIES_PER_TILE):
+                    tiles.append(self._tile([row], [first], min(_QUERIES_PER_TILE, starts[row + 1] - first)))
+        return tiles
+
+    def _rows_per_tile(self) -> int:
+        """Decode rows whose keys of one tile stay in a core's cache while they are used."""
+        arena = self._arena
+        return max(1, _CACHED_BYTES // (arena.kv_heads * self._width * arena.head_dim * arena.pages.itemsize))
+
+    def _tile(self, rows: Sequence[int], firsts: Sequence[int], queries: int) -> QueryTile:
+        tokens = (torch.tensor(firsts)[:, None] + torch.arange(queries)).flatten()
+        positions = self._positions[tokens].view(len(rows), queries)
+        lengths = positions[:, -1] + 1
+        tables = self._tables[torch.tensor(rows)]
+        kv = []
+        for start in range(0, int(lengths[0]), self._width):
+            reached = int((lengths > start).sum())
+            kv.append(self._kv_tile(tables[:reached], positions[:reached], lengths[:reached], start))
+        return QueryTile(tokens, len(rows), queries, tuple(kv))
+
+    def _kv_tile(self, tables: Tensor, positions: Tensor, lengths: Tensor, start: int) -> KVTile:
+        size = self._arena.block_size
+        first, count = start // size, self._width // size
+        blocks = torch.full((len(tables), count), self._arena.zero_block)
+        known = tables[:, first : first + count]
+        written = torch.arange(first, first + known.shape[1]) * size < lengths[:, None]
+        blocks[:, : known.shape[1]] = known.where(written, self._arena.zero_block)
+        hidden = None
+        if int(positions.min()) < start + self._width - 1:
+            hidden = torch.arange(start, start + self._width) > positions[..., None]
+            hidden = hidden[:, None, :, None, :]
+        return KVTile(len(tables), self._arena.block_index(blocks), hidden)
+
+    def __call__(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """Attend with q [t, heads, head_dim], already scaled, into out [t, heads * head_dim]."""
+        for tile in self.tiles:
+            attended = self._attend(layer, q.index_select(0, tile.tokens), tile)
+            out.index_copy_(0, tile.tokens, attended.to(out.dtype))
+
+    def _attend(self, layer: int, q: Tensor, tile: QueryTile) -> Tensor:
+        """One query tile: q [rows * queries, heads, head_dim] to [rows * queries, heads * head_dim]."""
+        arena, width = self._arena, self._width
+        per_head = q.view(tile.rows, tile.queries, arena.kv_heads, -1, arena.head_dim).transpose(1, 2)
+        stacked = per_head.reshape(tile.rows * arena.kv_heads, -1, arena.head_dim)
+        stacked = F.pad(stacked, (0, 0, 0, max(0, arena.query_rows - stacked.shape[1])))
+        total: Partial | None = None
+        for kv in tile.kv:
+            keys = arena.read(layer, 0, kv.block_index, width)
+            scores = product(stacked[: len(keys)], keys.transpose(1, 2))
+            if kv.hidden is not None:
+                _hide(scores, kv, tile.queries, per_head.shape[3])
+            part = _attend_tile(scores, arena.read(layer, 1, kv.block_index, width), len(tile.kv) > 1)
+            total = part if total is None else total.merge(part)
+        assert total is not None
+        attended = total.out[:, : tile.queries * per_head.shape[3]].reshape(per_head.shape)
+        return attended.transpose(1, 2).reshape(len(q), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Attention over the positions so far, for b heads of m queries each.
+
+    `out` [b, m, d] is normalised; `peak` [b, m, 1] is the largest score, and `mass` [b, m, 1] the sum of exponentials
+    relative to it. Both are None where nothing will be merged.
+    """
+
+    out: Tensor
+    peak: Tensor | None
+    mass: Tensor | None
+
+    def merge(self, part: Partial) -> Partial:
+        """This, with the next tile of the first rows taken in. Changes this."""
+        assert self.peak is not None and self.mass is not None and part.peak is not None and part.mass is not None
+        b = len(part.out)
+        peak, mass, out = self.peak[:b], self.mass[:b], self.out[:b]
+        higher = torch.maximum(peak, part.peak)
+        old, new = mass * torch.exp(peak - higher), part.mass * torch.exp(part.peak - higher)
+        both = old + new
+        out.mul_(old / both).add_(part.out * (new / both))
+        peak.copy_(higher)
+        mass.copy_(both)
+        return self
+
+
+def _hide(scores: Tensor, kv: KVTile, queries: int, heads_per_group: int) -> None:
+    """Mask `scores` [rows * kv_heads, m, width] where `kv.hidden`; rows past the queries are padding."""
+    assert kv.hidden is not None
+    used = scores[:, : queries * heads_per_group]
+    used.view(kv.rows, -1, queries, heads_per_group, scores.shape[2]).masked_fill_(kv.hidden, _MASKED)
+
+
+def _attend_tile(scores: Tensor, values: Tensor, merged: bool) -> Partial:
+    """Softmax of `scores` [b, m, width] float32 times `values` [b, width, d].
+
+    The largest probability is 1 / mass, so that no second pass over the exponentials is needed.
+    """
+    probabilities = torch.softmax(scores, dim=-1)
+    out = torch.bmm(probabilities.to(values.dtype), values).float()
+    if not merged:
+        return Partial(out, None, None)
+    peak, largest = scores.amax(dim=-1, keepdim=True), probabilities.amax(dim=-1, keepdim=True)
+    return Partial(out, peak, largest.reciprocal_())
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, [b, m, k] by [b, k, n], in float32 whatever the dtype of the operands.
+
+    torch rounds a bfloat16 product to bfloat16. A second one, which starts from the negated first and is rounded
+    only after the difference is taken, recovers what was rounded off.
+    """
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    rounded = torch.bmm(a, b)
+    rest = torch.baddbmm(rounded, a, b, beta=-1)
+    return rest.float().add_(rounded)
+
+
+def settle_query_rows(head_dim: int, dtype: torch.dtype) -> int | None:
+    """Fewest queries per product from which on results do not depend on their number; None if there are none."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 128, head_dim), (3, head_dim, TILE), (3, TILE, head_dim))
+    q, keys, values = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+    def attend(rows: int, heads: int) -> Tensor:
+        return _attend_tile(product(q[:heads, :rows].contiguous(), keys[:heads]), values[:heads], False).out
+
+    whole = attend(128, 3)
+    for floor in QUERY_ROW_FLOORS:
+        probes = ((rows, heads) for rows in (floor, floor + 1, 3 * floor + 1, 64) for heads in (1, 3))
+        if all(torch.equal(attend(rows, heads), whole[:heads, :rows]) for rows, heads in probes):
+            return floor
+    return None

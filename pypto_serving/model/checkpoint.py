@@ -1,0 +1,136 @@
+"""A checkpoint's safetensors files: headers, what they must hold, and a fingerprint. Torch-free.
+
+Format: https://github.com/huggingface/safetensors#format: 8 bytes little-endian header length n, n bytes of JSON
+{name: {dtype, shape, data_offsets [begin, end)}}, then the data that the offsets count from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.fields import read_json_file
+from pypto_serving.util import hash128
+
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+"""Stored dtypes that can be served, with their item size in bytes."""
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+_PAGE_BYTES = 4096
+_SAMPLED_PAGES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: bytes [begin, end) of `file`."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a checkpoint directory, by name. Reads headers only."""
+
+    directory: Path
+    files: tuple[Path, ...]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, model_dir: str | Path) -> Checkpoint:
+        """Read the headers of all files; raises ModelError naming a missing, damaged or truncated file."""
+        directory = Path(model_dir)
+        files = _weight_files(directory)
+        tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            for tensor in _read_header(file):
+                if tensor.name in tensors:
+                    other = tensors[tensor.name].file.name
+                    raise ModelError(f"tensor {tensor.name} is in two files: {other} and {file.name}")
+                tensors[tensor.name] = tensor
+        return cls(directory, files, tensors)
+
+    def require(self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool]) -> None:
+        """Check that exactly the tensors of `inventory` (name to shape) are here; raises ModelError naming one."""
+        for name, shape in inventory.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise ModelError(f"{self.directory}: tensor {name} is missing")
+            if stored.shape != shape:
+                found, wanted = list(stored.shape), list(shape)
+                raise ModelError(f"{stored.file}: tensor {name} has shape {found}, but config.json makes it {wanted}")
+            if stored.dtype not in ITEM_BYTES:
+                allowed = ", ".join(ITEM_BYTES)
+                raise ModelError(f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {allowed}")
+        surplus = sorted(name for name in self.tensors if name not in inventory and not ignores(name))
+        if surplus:
+            more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
+            raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
+
+
+def fingerprint(model_dir: str | Path) -> bytes:
+    """16 bytes that change when the weights do: config.json, headers, sizes and evenly sampled pages."""
+    checkpoint = Checkpoint.open(model_dir)
+    parts = [(checkpoint.directory / "config.json").read_bytes()]
+    for file in checkpoint.files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header = stream.read(int.from_bytes(stream.read(8), "little"))
+            start = stream.tell()
+            pages = (size - start) // _PAGE_BYTES
+            offsets = {start + pages * i // _SAMPLED_PAGES * _PAGE_BYTES for i in range(_SAMPLED_PAGES)}
+            parts += [header, size.to_bytes(8, "little")]
+            for offset in sorted(offsets):
+                stream.seek(offset)
+                parts.append(stream.read(_PAGE_BYTES))
+    return hash128(*parts)
+
+
+def _weight_files(directory: Path) -> tuple[Path, ...]:
+    index = directory / INDEX_FILE
+    if index.exists():
+        entries = read_json_file(index).get("weight_map")
+        if not isinstance(entries, dict) or not entries:
+            raise ModelError(f"{index}: weight_map is missing")
+        files = tuple(directory / name for name in sorted(set(entries.values())))
+    else:
+        files = (directory / SINGLE_FILE,)
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{directory} is not a complete checkpoint: it has no {file.name}")
+    return files
+
+
+def _read_header(file: Path) -> list[StoredTensor]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+            raise ModelError(f"{file} is truncated or no safetensors file: {size} bytes, header of {length}")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError:
+            raise ModelError(f"{file}: the safetensors header is not valid JSON") from None
+    header.pop("__metadata__", None)
+    return [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
+
+
+def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+            item_bytes = ITEM_BYTES.get(dtype)
+            if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
+                raise ModelError(f"{file}: tensor {name} of shape {shape} in {dtype} has {end - begin} bytes")
+            if data_start + end > size:
+                raise ModelError(f"{file} is truncated: tensor {name} ends at {data_start + end}, the file at {size}")
+            return StoredTensor(name, file, dtype, tuple(shape), data_start + begin, data_start + end)
+    raise ModelError(f"{file}: the header entry of tensor {name} is damaged")

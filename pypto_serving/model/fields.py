@@ -1,0 +1,85 @@
+"""Typed access to a checkpoint's config.json, with errors that name the key and its value. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pypto_serving.errors import ModelError
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; raises ModelError in one line when it cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a JSON {type(content).__name__}, but must hold an object")
+    return content
+
+
+class Fields:
+    """Reads one JSON object. A key may have older spellings; a null counts as absent, as transformers has it."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def get(self, *keys: str) -> Any:
+        """The value of the first of `keys` that is present, or None."""
+        return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
+
+    def section(self, *keys: str) -> Fields:
+        """The nested object under one of `keys`, empty when absent."""
+        value = self.get(*keys)
+        self.require(value is None or isinstance(value, dict), keys[0], value, "an object")
+        return Fields(value or {}, self._source)
+
+    def positive_int(self, *keys: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        return self._number(keys, default, lambda v: isinstance(v, int) and v >= 1, "a positive whole number")
+
+    def natural(self, *keys: str, default: int | None = None) -> int:
+        """A whole number of at least 0."""
+        return self._number(keys, default, lambda v: isinstance(v, int) and v >= 0, "a whole number, 0 or more")
+
+    def positive_float(self, *keys: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._number(keys, default, lambda v: math.isfinite(v) and v > 0, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A boolean."""
+        value = self.get(key)
+        self.require(value is None or isinstance(value, bool), key, value, "true or false")
+        return default if value is None else bool(value)
+
+    def int_list(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers, empty when absent; a single number is a list of one."""
+        value = self.get(key)
+        items = [] if value is None else value if isinstance(value, list) else [value]
+        self.require(all(isinstance(i, int) and not isinstance(i, bool) for i in items), key, value, "whole numbers")
+        return tuple(items)
+
+    def require(self, holds: bool, key: str, value: object, allowed: str) -> None:
+        """Raise ModelError naming `key` and `value` unless `holds`."""
+        if not holds:
+            raise ModelError(f"{self._source}: {key} is {json.dumps(value, default=str)}, but must be {allowed}")
+
+    def _number(self, keys: tuple[str, ...], default: Any, holds: Callable[[Any], bool], allowed: str) -> Any:
+        value = self.get(*keys)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self._source}: {keys[0]} is missing")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        self.require(is_number and holds(value), keys[0], value, allowed)
+        return value

@@ -1,0 +1,160 @@
+"""Layers whose result for a row does not depend, bit by bit, on which other rows are computed with it.
+
+Matrix products go to oneDNN with prepacked weights, which accumulates over the whole of K in one order as long as
+a call has a few rows; `settle_rows` finds out how many (4 on the machines seen so far); shorter calls are padded.
+Everything else is exactly rounded per element, or reduces over the last dimension of a row by itself. Activations
+are fused into the products, because element-wise kernels treat the tail of a tensor by another formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROW_FLOORS = (4, 8, 16, 32, 64)
+_PROBE_ROWS = 128
+
+
+def _onednn_serves(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class Linear:
+    """y = x W^T + b. Owns its weight [out, in], packed for oneDNN where that serves the dtype; b is [out]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.rows = ROW_FLOORS[0]
+        self._packed = _onednn_serves(weight.dtype)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.rows) if self._packed else weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] to [n, out]."""
+        return self._product(x, "none")
+
+    def silu(self, x: Tensor) -> Tensor:
+        """silu(x W^T + b), [n, in] to [n, out]."""
+        return self._product(x, "swish")
+
+    def times(self, x: Tensor, other: Tensor) -> Tensor:
+        """(x W^T + b) * other, with x [n, in] and other [n, out]."""
+        if not self._packed:
+            return self(x) * other
+        n, x, other = x.shape[0], self._padded(x), self._padded(other)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "mul")
+        return product[:n]
+
+    def _product(self, x: Tensor, activation: str) -> Tensor:
+        n, x = x.shape[0], self._padded(x)
+        if self._packed:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, activation, [], "")
+        else:
+            y = F.linear(x, self._weight, self._bias)
+            y = F.silu(y) if activation == "swish" else y
+        return y[:n]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        missing = self.rows - x.shape[0]
+        return F.pad(x, (0, 0, 0, missing)) if missing > 0 else x
+
+    def settle_rows(self) -> bool:
+        """Choose the smallest of ROW_FLOORS from which on results do not depend on the row count.
+
+        False if there is none here; then the largest is kept. Measured on copies of one row, whose rounded result
+        enters again as a negative bias, so that what rounding would hide is compared too.
+        """
+        row = torch.randn(1, self.in_features, generator=torch.Generator().manual_seed(0)).to(self.dtype)
+        rounded = self(row.expand(_PROBE_ROWS, -1).contiguous())
+        rest = Linear.__new__(Linear)
+        rest.__dict__.update(self.__dict__, _bias=-rounded[0])
+        for floor in ROW_FLOORS:
+            self.rows = rest.rows = floor
+            if all(_same_rows(linear, row, floor) for linear in (self, rest)):
+                return True
+        return False
+
+
+def _same_rows(linear: Linear, row: Tensor, floor: int) -> bool:
+    """True if all copies of `row` [1, in] give the same, however many there are."""
+    whole = linear(row.expand(_PROBE_ROWS, -1).contiguous())
+    counts = (1, floor, floor + 1, 2 * floor - 1, 31, _PROBE_ROWS)
+    return all(torch.equal(linear(row.expand(n, -1).contiguous()), whole[:1].expand(n, -1)) for n in counts)
+
+
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)): Shazeer 2020, arXiv:2002.05202."""
+
+    def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
+        self.gate, self.up, self.down = gate, up, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, hidden] to [n, hidden]."""
+        return self.down(self.up.times(x, self.gate.silu(x)))
+
+    def linears(self) -> list[Linear]:
+        return [self.gate, self.up, self.down]
+
+
+class SparseMLP:
+    """A mixture of experts: each row goes to its `per_token` most probable experts, summed in slot order."""
+
+    def __init__(self, router: Linear, experts: Sequence[GatedMLP], per_token: int, normalize: bool) -> None:
+        self.router, self.experts = router, experts
+        self.per_token, self.normalize = per_token, normalize
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, hidden] to [n, hidden]."""
+        weights, chosen = self._route(x)
+        slots = self._run_experts(x, chosen).view(*chosen.shape, x.shape[1])
+        total = slots[:, 0].float() * weights[:, :1]
+        for slot in range(1, self.per_token):
+            total += slots[:, slot].float() * weights[:, slot : slot + 1]
+        return total.to(x.dtype)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 and experts int64, both [n, per_token], most probable first."""
+        probabilities = torch.softmax(self.router(x).float(), dim=-1)
+        weights, chosen = torch.topk(probabilities, self.per_token, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, chosen
+
+    def _run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Output of each row's expert for each slot, [n * per_token, hidden]."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
+        outputs = torch.empty(len(flat), x.shape[1], dtype=x.dtype)
+        start = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                entries = order[start : start + count]
+                outputs.index_copy_(0, entries, expert(x.index_select(0, entries // self.per_token)))
+                start += count
+        return outputs
+
+    def linears(self) -> list[Linear]:
+        return [self.router, *(linear for expert in self.experts for linear in expert.linears())]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) over the last dimension times `weight`, computed in float32: arXiv:1910.07467."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [n, heads, d], in place: the pair (i, i + d/2) turns by the i-th angle.
+
+    `cos` and `sin` [n, 1, d] hold every angle twice, the first half of `sin` negated.
+    """
+    half, turned = x.shape[-1] // 2, torch.empty_like(x)
+    torch.mul(x[..., half:], sin[..., :half], out=turned[..., :half])
+    torch.mul(x[..., :half], sin[..., half:], out=turned[..., half:])
+    return x.mul_(cos).add_(turned)

@@ -1,0 +1,175 @@
+"""Qwen3 and Qwen3-MoE checkpoints: configuration, tensors and KV groups. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.fields import Fields
+from pypto_serving.model.rope import Rope
+from pypto_serving.types.kv import DTYPE_BYTES, KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.model import ModelSpec
+
+Shape = tuple[int, ...]
+
+_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture-of-experts part: which layers have it, and its sizes."""
+
+    layers: tuple[int, ...]
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Config:
+    """What the program needs to know of a config.json. `experts` is None for a dense model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    tied_embeddings: bool
+    attention_bias: bool
+    max_position_embeddings: int
+    experts: Experts | None = None
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], source: str) -> Self:
+        """Parse a config.json object; raises ModelError naming the key and value that cannot be served."""
+        config = Fields(raw, source)
+        _refuse_unsupported(config)
+        hidden, heads = config.positive_int("hidden_size"), config.positive_int("num_attention_heads")
+        kv_heads = config.positive_int("num_key_value_heads", default=heads)
+        config.require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of the {heads} heads")
+        head_dim = config.positive_int("head_dim", default=max(1, hidden // heads))
+        config.require(head_dim % 2 == 0, "head_dim", head_dim, "even")
+        max_len = config.positive_int("max_position_embeddings")
+        rope = Rope.from_config(config, head_dim, max_len)
+        layers = config.positive_int("num_hidden_layers")
+        return cls(
+            vocab_size=config.positive_int("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=config.positive_int("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=config.positive_float("rms_norm_eps", default=1e-6),
+            rope=rope,
+            tied_embeddings=config.flag("tie_word_embeddings", False),
+            attention_bias=config.flag("attention_bias", False),
+            max_position_embeddings=max(max_len, rope.max_len),
+            experts=_read_experts(config, layers),
+        )
+
+    def tensors(self) -> dict[str, Shape]:
+        """Name and shape of every tensor the checkpoint must have."""
+        hidden = self.hidden_size
+        tensors: dict[str, Shape] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            tensors |= {prefix + name: shape for name, shape in self._layer_tensors(layer).items()}
+        tensors["model.norm.weight"] = (hidden,)
+        if not self.tied_embeddings:
+            tensors["lm_head.weight"] = (self.vocab_size, hidden)
+        return tensors
+
+    def _layer_tensors(self, layer: int) -> dict[str, Shape]:
+        hidden, queries = self.hidden_size, self.num_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+        tensors: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        tensors |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
+        for name, size in rows.items():
+            tensors[f"self_attn.{name}.weight"] = (size, queries if name == "o_proj" else hidden)
+            if self.attention_bias:
+                tensors[f"self_attn.{name}.bias"] = (size,)
+        if self.experts is None or layer not in self.experts.layers:
+            return tensors | _mlp_tensors("mlp.", hidden, self.intermediate_size)
+        tensors["mlp.gate.weight"] = (self.experts.count, hidden)
+        for expert in range(self.experts.count):
+            tensors |= _mlp_tensors(f"mlp.experts.{expert}.", hidden, self.experts.intermediate_size)
+        return tensors
+
+    def ignores(self, name: str) -> bool:
+        """True for tensors that some checkpoints carry and nothing needs."""
+        return bool(_IGNORED.fullmatch(name)) or (self.tied_embeddings and name == "lm_head.weight")
+
+    def kv_groups(self, dtype: str, block_size: int) -> tuple[KVCacheGroupSpec, ...]:
+        """One full-history group: keys after norm and rotation, and values."""
+        layers = tuple(range(self.num_layers))
+        row = (self.num_kv_heads, self.head_dim)
+        tensors = tuple(KVTensorSpec(name=n, layers=layers, dtype=dtype, row_shape=row) for n in ("k", "v"))
+        return (KVCacheGroupSpec(name="kv", kind="full", tensors=tensors, block_size=block_size),)
+
+    def spec(self, path: str, architecture: str, dtype: str, block_size: int, eos: tuple[int, ...]) -> ModelSpec:
+        """The checkpoint as the engine sees it. A tied embedding lies in memory twice: as a table and packed."""
+        num_parameters = sum(math.prod(shape) for shape in self.tensors().values())
+        resident = num_parameters + (self.vocab_size * self.hidden_size if self.tied_embeddings else 0)
+        return ModelSpec(
+            path=path,
+            architecture=architecture,
+            dtype=dtype,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_position_embeddings,
+            num_parameters=num_parameters,
+            weight_bytes=resident * DTYPE_BYTES[dtype],
+            kv_groups=self.kv_groups(dtype, block_size),
+            eos_token_ids=eos,
+        )
+
+
+def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}gate_proj.weight": (intermediate, hidden),
+        f"{prefix}up_proj.weight": (intermediate, hidden),
+        f"{prefix}down_proj.weight": (hidden, intermediate),
+    }
+
+
+def _refuse_unsupported(config: Fields) -> None:
+    sliding = config.flag("use_sliding_window", False)
+    config.require(not sliding, "use_sliding_window", sliding, "false: sliding windows are not supported here")
+    kinds = config.get("layer_types") or []
+    config.require(set(kinds) <= {"full_attention"}, "layer_types", kinds, "full_attention in every layer")
+    activation = config.get("hidden_act") or "silu"
+    config.require(activation == "silu", "hidden_act", activation, '"silu"')
+    quantized = config.get("quantization_config")
+    config.require(quantized is None, "quantization_config", quantized, "absent: quantized weights are not supported")
+
+
+def _read_experts(config: Fields, num_layers: int) -> Experts | None:
+    """The expert layers, as transformers places them; None when there are none."""
+    if config.get("model_type") != "qwen3_moe":
+        return None
+    count = config.natural("num_experts", "num_local_experts")
+    step = config.positive_int("decoder_sparse_step", default=1)
+    dense = config.int_list("mlp_only_layers")
+    layers = tuple(i for i in range(num_layers) if i not in dense and count > 0 and (i + 1) % step == 0)
+    if not layers:
+        return None
+    per_token = config.positive_int("num_experts_per_tok", default=8)
+    if per_token > count:
+        raise ModelError(f"num_experts_per_tok is {per_token}, but must be at most num_experts, {count}")
+    return Experts(
+        layers=layers,
+        count=count,
+        per_token=per_token,
+        intermediate_size=config.positive_int("moe_intermediate_size"),
+        normalize=config.flag("norm_topk_prob", False),
+    )

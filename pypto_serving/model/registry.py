@@ -1,0 +1,98 @@
+"""Which model families there are, and what a checkpoint directory holds. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.fields import Fields, read_json_file
+from pypto_serving.types.model import ModelSpec
+from pypto_serving.util import LazyRegistry
+
+_QWEN3 = "pypto_serving.model.qwen3"
+
+CONFIGS = LazyRegistry(
+    "architecture",
+    {"Qwen3ForCausalLM": f"{_QWEN3}.spec:Qwen3Config", "Qwen3MoeForCausalLM": f"{_QWEN3}.spec:Qwen3Config"},
+)
+PROGRAMS = LazyRegistry(
+    "architecture",
+    {
+        "Qwen3ForCausalLM": f"{_QWEN3}.program:Qwen3Program",
+        "Qwen3MoeForCausalLM": f"{_QWEN3}.program:Qwen3Program",
+    },
+)
+
+SERVING_DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """What serves an architecture: a torch-free config class, and a torch program that is imported on demand."""
+
+    architecture: str
+
+    @property
+    def config(self) -> Any:
+        """Class that parses config.json and lists tensors and KV groups."""
+        return CONFIGS.load(self.architecture)
+
+    @property
+    def program(self) -> Any:
+        """Class that loads and runs the model; importing it imports torch."""
+        return PROGRAMS.load(self.architecture)
+
+
+def model_family(architecture: str) -> ModelFamily:
+    """The family that serves `architecture`; raises ModelError that lists the supported ones."""
+    if architecture not in CONFIGS.names():
+        supported = ", ".join(CONFIGS.names())
+        raise ModelError(f"architecture {architecture!r} is not supported; supported: {supported}")
+    return ModelFamily(architecture)
+
+
+def load_config(model_dir: str | Path) -> tuple[str, Any]:
+    """(architecture, parsed config) of a checkpoint directory; raises ModelError."""
+    path = Path(model_dir) / "config.json"
+    raw = read_json_file(path)
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ModelError(f"{path}: architectures is {names!r}, but must name one")
+    return names[0], model_family(names[0]).config.from_json(raw, str(path))
+
+
+def load_spec(model_dir: str | Path, dtype: str = "auto", block_size: int = 16) -> ModelSpec:
+    """Read what a checkpoint directory holds, without its weights.
+
+    `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16.
+    Raises ModelError for a missing or invalid config.json and for architectures and values not supported.
+    """
+    architecture, config = load_config(model_dir)
+    serving = serving_dtype(model_dir, dtype)
+    spec: ModelSpec = config.spec(str(model_dir), architecture, serving, block_size, eos_token_ids(model_dir))
+    return spec
+
+
+def serving_dtype(model_dir: str | Path, dtype: str = "auto") -> str:
+    """The dtype that weights, activations and KV are served in."""
+    if dtype == "auto":
+        path = Path(model_dir) / "config.json"
+        fields = Fields(read_json_file(path), str(path))
+        stored = fields.get("dtype", "torch_dtype") or "float32"
+        fields.require(stored in (*SERVING_DTYPES, "float16"), "dtype", stored, "float32, bfloat16 or float16")
+        dtype = "bfloat16" if stored == "float16" else str(stored)
+    if dtype not in SERVING_DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
+    return dtype
+
+
+def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
+    """End-of-sequence ids of config.json and, where it exists, generation_config.json, ascending."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        path = Path(model_dir) / name
+        if name == "config.json" or path.exists():
+            ids |= set(Fields(read_json_file(path), str(path)).int_list("eos_token_id"))
+    return tuple(sorted(ids))

@@ -1,0 +1,143 @@
+"""Rotary position embeddings and their context extensions, as `transformers` computes them. Torch-free.
+
+RoPE: Su et al. 2021, arXiv:2104.09864. YaRN: Peng et al. 2023, arXiv:2309.00071.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Self, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.model.fields import Fields
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotation frequencies of a model. Lengths are in tokens; `trained_len` is the context before extension.
+
+    `attention_factor` scales cosines and sines (YaRN); it is 1 for every other kind.
+    """
+
+    kind: RopeKind
+    head_dim: int
+    theta: float
+    trained_len: int
+    factor: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def from_config(cls, config: Fields, head_dim: int, max_position_embeddings: int) -> Self:
+        """Read `rope_parameters`, or `rope_theta` with `rope_scaling`; raises ModelError for what is unknown."""
+        scaling = config.section("rope_parameters", "rope_scaling")
+        kind = scaling.get("rope_type", "type") or "default"
+        scaling.require(kind in get_args(RopeKind), "rope_type", kind, f"one of {', '.join(get_args(RopeKind))}")
+        for source in (scaling, config):
+            partial = source.get("partial_rotary_factor")
+            source.require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1")
+        theta = scaling.get("rope_theta") or config.positive_float("rope_theta", default=10000.0)
+        base = cls(kind="default", head_dim=head_dim, theta=float(theta), trained_len=max_position_embeddings)
+        if kind == "default":
+            return base
+        if kind == "yarn":
+            return cls._yarn(scaling, config, base)
+        return cls(
+            kind=cast(RopeKind, kind),
+            head_dim=head_dim,
+            theta=base.theta,
+            trained_len=max_position_embeddings,
+            factor=_factor(scaling),
+        )
+
+    @classmethod
+    def _yarn(cls, scaling: Fields, config: Fields, base: Rope) -> Self:
+        max_len = base.trained_len
+        trained = config.get("original_max_position_embeddings")
+        if trained is None:
+            trained = scaling.positive_int("original_max_position_embeddings", default=max_len)
+        factor = _factor(scaling) if scaling.get("factor") is not None else max_len / trained
+        attention = scaling.get("attention_factor")
+        if attention is None:
+            attention = _yarn_attention_factor(scaling, factor)
+        return cls(
+            kind="yarn",
+            head_dim=base.head_dim,
+            theta=base.theta,
+            trained_len=int(trained),
+            factor=factor,
+            attention_factor=float(attention),
+            beta_fast=scaling.positive_float("beta_fast", default=32.0),
+            beta_slow=scaling.positive_float("beta_slow", default=1.0),
+            truncate=scaling.flag("truncate", True),
+        )
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence the frequencies were extended to."""
+        return int(self.trained_len * self.factor)
+
+    def frequencies(self, max_model_len: int) -> NDArray[np.float32]:
+        """Inverse frequencies, float32 [head_dim / 2].
+
+        Dynamic NTK scaling in `transformers` follows the longest sequence of a batch. Here it follows
+        `max_model_len`, once, so that a request's answer does not depend on its neighbours or on its own length.
+        """
+        exponent = np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim
+        theta = self.theta
+        if self.kind == "dynamic" and max_model_len > self.trained_len:
+            growth = self.factor * max_model_len / self.trained_len - (self.factor - 1)
+            theta *= growth ** (self.head_dim / (self.head_dim - 2))
+        inverse = theta**-exponent
+        if self.kind == "linear":
+            inverse /= self.factor
+        if self.kind == "yarn":
+            kept = self._yarn_extrapolated()
+            inverse = inverse / self.factor * (1 - kept) + inverse * kept
+        return inverse.astype(np.float32)
+
+    def _yarn_extrapolated(self) -> NDArray[np.float64]:
+        """Share of each frequency that stays as trained: 1 for fast rotations, 0 for slow, a ramp between."""
+
+        def dimension(rotations: float) -> float:
+            turns = math.log(self.trained_len / (rotations * 2 * math.pi))
+            return self.head_dim * turns / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.head_dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = (np.arange(self.head_dim // 2, dtype=np.float64) - low) / (high - low)
+        return 1 - np.clip(ramp, 0, 1)
+
+    def tables(self, max_model_len: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines, float32 [max_model_len, head_dim / 2] each, `attention_factor` included."""
+        positions = np.arange(max_model_len, dtype=np.float32)
+        angles = positions[:, None] * self.frequencies(max_model_len)
+        factor = np.float32(self.attention_factor)
+        return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def _factor(scaling: Fields) -> float:
+    factor = scaling.positive_float("factor")
+    scaling.require(factor >= 1, "factor", factor, "at least 1")
+    return factor
+
+
+def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1.0)

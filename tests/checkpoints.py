@@ -1,0 +1,110 @@
+"""Tiny random checkpoints that `transformers` and the engine both load, with a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+NUM_BYTES = 256
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+QWEN3: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "bos_token_id": NUM_BYTES,
+    "eos_token_id": NUM_BYTES + 2,
+}
+QWEN3_MOE: dict[str, Any] = QWEN3 | {
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "tie_word_embeddings": False,
+}
+
+
+def make_checkpoint(
+    path: Path,
+    kind: str = "qwen3",
+    dtype: str = "float32",
+    seed: int = 0,
+    sharded: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of `kind` ("qwen3" or "qwen3_moe") to `path`; `overrides` change its config.
+
+    Weights are wide enough for diverse greedy outputs. `sharded` writes several files and an index.
+    """
+    model = random_model(kind, seed, **overrides).to(getattr(torch, dtype))
+    model.config.dtype = dtype
+    model.save_pretrained(path, max_shard_size="100KB" if sharded else "5GB")
+    write_tokenizer(path)
+    eos = {"eos_token_id": model.config.eos_token_id, "bos_token_id": model.config.bos_token_id}
+    (path / "generation_config.json").write_text(json.dumps(eos))
+    return path
+
+
+def random_model(kind: str = "qwen3", seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
+    """The `transformers` model, float32, that `make_checkpoint` writes."""
+    defaults, config_class, model_class = {
+        "qwen3": (QWEN3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (QWEN3_MOE, transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    }[kind]
+    config = config_class(**json.loads(json.dumps(defaults | overrides)))
+    with torch.device("meta"):
+        model = model_class(config)
+    model = model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.1 if parameter.dim() == 1 else 1.5 * parameter.shape[-1] ** -0.5
+            parameter.normal_(0.0, spread, generator=generator)
+            if parameter.dim() == 1:
+                parameter.add_(1.0)
+    rotary = model.model.rotary_emb
+    rotary.__init__(config)
+    model.tie_weights()
+    return model.eval()
+
+
+def write_tokenizer(path: Path) -> None:
+    """A tokenizer with one token per byte and ChatML's special tokens behind them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert len(alphabet) == NUM_BYTES
+    vocab = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT_TEMPLATE,
+        "bos_token": SPECIAL_TOKENS[0],
+        "eos_token": SPECIAL_TOKENS[2],
+        "pad_token": SPECIAL_TOKENS[0],
+        "clean_up_tokenization_spaces": False,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,0 +1,129 @@
+"""Logits against transformers in float32, whatever the chunks, block ids and neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import random_model
+from tests.model.conftest import MakeCheckpoint
+from tests.model.sequences import Array, Sequences, load_program
+
+pytestmark = pytest.mark.golden
+
+LENGTH = 300
+TOLERANCE = 1e-4
+
+
+def random_tokens(seed: int = 0, length: int = LENGTH) -> Array:
+    return np.random.default_rng(seed).integers(0, 256, length)
+
+
+def golden(tokens: Array, kind: str, **overrides: Any) -> Array:
+    """Logits [t, vocab] of transformers without a cache."""
+    with torch.no_grad():
+        logits = random_model(kind, **overrides)(torch.tensor(np.asarray(tokens))[None]).logits[0]
+    return np.asarray(logits.numpy())
+
+
+def worst(logits: dict[int, Array], wanted: Array) -> float:
+    return max(float(np.abs(row - wanted[position]).max()) for position, row in logits.items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_prefill_chunks_and_steps(checkpoint: MakeCheckpoint, kind: str) -> None:
+    tokens = random_tokens()
+    wanted = golden(tokens, kind)
+    sequences = Sequences(load_program(checkpoint(kind), threads=1))
+    for chunks in ([LENGTH], [1] * LENGTH, [128, 172], [37] * 9, [5, 290, *[1] * 5]):
+        sequence = sequences.add(tokens)
+        sequences.run(sequence, chunks)
+        assert worst(sequence.logits, wanted) < TOLERANCE
+        sequences.free(sequence)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_interleaved_requests(checkpoint: MakeCheckpoint, kind: str) -> None:
+    rng = np.random.default_rng(1)
+    sequences = Sequences(load_program(checkpoint(kind), threads=1))
+    work = [sequences.add(random_tokens(seed, LENGTH + 10 * seed)) for seed in range(4)]
+    while left := [s for s in work if s.computed < len(s.tokens)]:
+        chosen = [s for s in left if rng.random() < 0.7] or left[:1]
+        sequences.step([(s, int(min(len(s.tokens) - s.computed, rng.integers(1, 60)))) for s in chosen])
+    for seed, sequence in enumerate(work):
+        assert worst(sequence.logits, golden(random_tokens(seed, LENGTH + 10 * seed), kind)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 128,
+            },
+            "max_position_embeddings": 160,
+        },
+        {"tie_word_embeddings": False, "attention_bias": True},
+        {"num_key_value_heads": 4, "head_dim": 16},
+        {"num_key_value_heads": 1, "num_attention_heads": 3},
+    ],
+    ids=["linear", "dynamic", "yarn", "untied-biased", "one-query-per-key", "three-queries-per-key"],
+)
+def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
+    tokens = random_tokens()
+    sequences = Sequences(load_program(checkpoint("qwen3", **overrides), threads=1))
+    sequence = sequences.add(tokens)
+    sequences.run(sequence, [100, 37, 128, *[1] * 35])
+    assert worst(sequence.logits, golden(tokens, "qwen3", **overrides)) < TOLERANCE
+
+
+@pytest.mark.parametrize("overrides", [{"norm_topk_prob": False}, {"decoder_sparse_step": 2, "mlp_only_layers": []}])
+def test_expert_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
+    tokens = random_tokens()
+    sequences = Sequences(load_program(checkpoint("qwen3_moe", **overrides), threads=1))
+    sequence = sequences.add(tokens)
+    sequences.run(sequence, [LENGTH])
+    assert worst(sequence.logits, golden(tokens, "qwen3_moe", **overrides)) < TOLERANCE
+
+
+def test_dynamic_scaling_is_fixed_by_the_longest_sequence(checkpoint: MakeCheckpoint) -> None:
+    """Equal to transformers at the length that the model is served with, and the same at any other."""
+    overrides = {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "max_position_embeddings": 64,
+    }
+    tokens = random_tokens(length=160)
+    sequences = Sequences(load_program(checkpoint("qwen3", **overrides), max_model_len=160, threads=1))
+    sequence = sequences.add(tokens)
+    sequences.run(sequence, [1, 31, 128])
+    assert worst(sequence.logits, golden(tokens, "qwen3", **overrides)) < TOLERANCE
+
+
+@pytest.mark.parametrize("block_size", [1, 24, 64, 512])
+def test_block_sizes(checkpoint: MakeCheckpoint, block_size: int) -> None:
+    tokens = random_tokens()
+    blocks = 3 + 2 * LENGTH // block_size
+    sequences = Sequences(load_program(checkpoint(), threads=1, num_blocks=blocks, block_size=block_size))
+    sequence = sequences.add(tokens)
+    sequences.run(sequence, [70, 1, 1, 200, 28])
+    assert worst(sequence.logits, golden(tokens, "qwen3")) < TOLERANCE
+
+
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(checkpoint: MakeCheckpoint) -> None:
+    tokens = random_tokens()
+    wanted = golden(tokens, "qwen3")
+    with torch.no_grad():
+        theirs = random_model("qwen3").bfloat16()(torch.tensor(tokens)[None]).logits[0].float().numpy()
+    sequences = Sequences(load_program(checkpoint(), "bfloat16", threads=1))
+    sequence = sequences.add(tokens)
+    sequences.run(sequence, [1] * LENGTH)
+    ours = np.stack([sequence.logits[i] for i in range(LENGTH)])
+    assert np.abs(ours - wanted).mean() < 1.1 * np.abs(theirs - wanted).mean()

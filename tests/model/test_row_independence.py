@@ -1,0 +1,133 @@
+"""The same request gets the same logits, bit by bit, whatever is computed beside it and however it is cut."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.model.conftest import MakeCheckpoint
+from tests.model.sequences import Array, Sequences, load_program
+
+BUNDLED = Path(__file__).resolve().parents[2] / "pypto_serving" / "assets" / "bundled"
+WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
+PROMPT, OUTPUT = 275, 5
+
+
+def random_tokens(seed: int, length: int) -> Array:
+    return np.random.default_rng(seed).integers(0, 256, length)
+
+
+TOKENS = random_tokens(0, PROMPT + OUTPUT)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A program, and what it says at the end of the prompt and after each output token without neighbours."""
+
+    program: Any
+    alone: dict[int, Array]
+
+
+Subjects = Callable[[str, str, int], Subject]
+
+
+@pytest.fixture(scope="module")
+def subjects(checkpoint: MakeCheckpoint) -> Iterator[Subjects]:
+    """`subjects(model, dtype, threads)`, each made once."""
+    before = torch.get_num_threads()
+
+    @functools.cache
+    def make(model: str, dtype: str, threads: int) -> Subject:
+        known = {"bundled": BUNDLED, "wide": checkpoint("qwen3", **WIDE) if model == "wide" else BUNDLED}
+        program = load_program(known.get(model) or checkpoint(model), dtype, num_blocks=900, threads=threads)
+        sequence = (sequences := Sequences(program)).add(TOKENS)
+        sequences.run(sequence, [PROMPT, *[1] * OUTPUT])
+        return Subject(program, dict(sequence.logits))
+
+    yield make
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["qwen3", "qwen3_moe", "wide", "bundled"])
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def subject(subjects: Subjects, model: str, dtype: str) -> Subject:
+    torch.set_num_threads(1)
+    return subjects(model, dtype, 1)
+
+
+def assert_same(found: dict[int, Array], wanted: dict[int, Array]) -> None:
+    for position, row in wanted.items():
+        assert np.isfinite(row).all()
+        assert np.array_equal(found[position], row), f"position {position} differs"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 256])
+def test_chunk_sizes(subject: Subject, chunk: int) -> None:
+    sequence = (sequences := Sequences(subject.program, seed=1)).add(TOKENS)
+    sequences.run(sequence, [chunk] * (PROMPT // chunk))
+    sequences.run(sequence, [PROMPT - sequence.computed] if sequence.computed < PROMPT else [])
+    sequences.run(sequence, [1] * OUTPUT)
+    assert_same(sequence.logits, subject.alone)
+
+
+def run_among_others(program: Any, others: int, chunks: list[int], seed: int) -> dict[int, Array]:
+    """The target in chunks, among decoding rows of all lengths and prefills of all sizes that come and go."""
+    rng = np.random.default_rng(seed)
+    sequences = Sequences(program, seed)
+    rows = [sequences.add(random_tokens(i, 1000)) for i in range(1, 1 + others)]
+    sequences.step([(s, int(rng.integers(1, 40))) for s in rows])
+    target = sequences.add(TOKENS)
+    for chunk in chunks:
+        work = [(s, int(rng.choice([1, 1, 1, 2, 9, 33]))) for s in rows]
+        work.insert(int(rng.integers(len(work))), (target, chunk))
+        sequences.step(work)
+        sequences.free(rows[int(rng.integers(len(rows)))])
+    return target.logits
+
+
+def test_a_mixed_batch_of_37(subject: Subject) -> None:
+    chunks = [100, 1, 30, 128, 16, *[1] * OUTPUT]
+    assert_same(run_among_others(subject.program, 36, chunks, seed=2), subject.alone)
+
+
+@pytest.mark.parametrize("model", ["bundled", "qwen3_moe"])
+def test_two_threads(subjects: Subjects, model: str, dtype: str) -> None:
+    """Equal among themselves; a busy machine is slow to run two threads, so this is short."""
+    torch.set_num_threads(2)
+    subject = subjects(model, dtype, 2)
+    found = run_among_others(subject.program, 8, [150, 125, 1, 1], seed=3)
+    assert_same(found, {position: subject.alone[position] for position in (PROMPT - 1, PROMPT, PROMPT + 1)})
+
+
+def test_preemption_and_other_blocks(subject: Subject) -> None:
+    target = (sequences := Sequences(subject.program, seed=3)).add(TOKENS)
+    sequences.run(target, [PROMPT, 1, 1])
+    sequences.free(target)
+    sequences.run(target, [PROMPT + 2, *[1] * (OUTPUT - 2)])
+    assert_same(target.logits, subject.alone)
+
+
+def test_a_shared_prefix_is_as_good_as_computing_it(subject: Subject) -> None:
+    sequences = Sequences(subject.program, seed=4)
+    first, second = sequences.add(TOKENS), sequences.add(TOKENS)
+    sequences.run(first, [PROMPT])
+    cached = (PROMPT - 1) // sequences.block_size
+    second.blocks, second.computed = first.blocks[:cached], cached * sequences.block_size
+    sequences.run(second, [PROMPT - second.computed, *[1] * OUTPUT])
+    assert_same(second.logits, subject.alone)

@@ -1,0 +1,201 @@
+"""What is read from config.json: both generations of spelling, and errors that name key and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.registry import load_config, load_spec, model_family
+
+RELEASED = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+    "eos_token_id": 151645,
+}
+MOE = RELEASED | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+    "tie_word_embeddings": False,
+}
+
+
+def write(path: Path, config: dict[str, Any], **changes: Any) -> Path:
+    """A directory with config.json; a change to `...` removes the key."""
+    changed = {key: value for key, value in (config | changes).items() if value is not ...}
+    (path / "config.json").write_text(json.dumps(changed))
+    return path
+
+
+def test_a_released_config(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [151645, 151643]}')
+    spec = load_spec(write(tmp_path, RELEASED), block_size=32)
+    assert (spec.architecture, spec.dtype, spec.num_layers) == ("Qwen3ForCausalLM", "bfloat16", 28)
+    assert spec.eos_token_ids == (151643, 151645)
+    assert spec.max_position_embeddings == 40960
+    assert spec.num_parameters == 596_049_920
+    assert spec.weight_bytes == 2 * (596_049_920 + 151936 * 1024)
+    (group,) = spec.kv_groups
+    assert (group.name, group.kind, group.block_size) == ("kv", "full", 32)
+    assert [(t.name, t.dtype, t.row_shape, len(t.layers)) for t in group.tensors] == [
+        ("k", "bfloat16", (8, 128), 28),
+        ("v", "bfloat16", (8, 128), 28),
+    ]
+
+
+def test_both_spellings_mean_the_same(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir(), new.mkdir()
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32768}
+    write(old, MOE, rope_scaling=yarn | {"type": "yarn"})
+    parameters = yarn | {"rope_type": "yarn", "rope_theta": 1000000}
+    respelled = {
+        "rope_theta": ...,
+        "rope_scaling": ...,
+        "rope_parameters": parameters,
+        "torch_dtype": ...,
+        "dtype": "bfloat16",
+    }
+    write(new, MOE, **respelled, num_experts=..., num_local_experts=8)
+    assert load_config(old) == load_config(new)
+    assert load_spec(old).dtype == load_spec(new).dtype == "bfloat16"
+    assert load_spec(old).max_position_embeddings == 131072
+
+
+def test_expert_layers(tmp_path: Path) -> None:
+    _, config = load_config(write(tmp_path, MOE, num_hidden_layers=6))
+    assert config.experts.layers == (1, 5), "every second layer, but not layer 3"
+    tensors = config.tensors()
+    assert tensors["model.layers.1.mlp.gate.weight"] == (8, 1024)
+    assert tensors["model.layers.1.mlp.experts.7.down_proj.weight"] == (1024, 768)
+    assert tensors["model.layers.0.mlp.gate_proj.weight"] == (3072, 1024)
+    assert "model.layers.3.mlp.gate.weight" not in tensors
+    assert "lm_head.weight" in tensors
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "served"),
+    [
+        ("float32", "auto", "float32"),
+        ("float16", "auto", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        (..., "auto", "float32"),
+    ],
+)
+def test_serving_dtype(tmp_path: Path, stored: Any, wanted: str, served: str) -> None:
+    spec = load_spec(write(tmp_path, RELEASED, torch_dtype=stored), dtype=wanted)
+    assert spec.dtype == spec.kv_groups[0].tensors[0].dtype == served
+
+
+def test_head_dim_defaults_to_a_share_of_the_hidden_size(tmp_path: Path) -> None:
+    _, config = load_config(write(tmp_path, RELEASED, head_dim=...))
+    assert config.head_dim == 64
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 40960),
+        ({"rope_type": "linear", "factor": 2.0}, 81920),
+        ({"rope_type": "dynamic", "factor": 2.0}, 81920),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"rope_type": "yarn", "factor": 1.25, "original_max_position_embeddings": 32768}, 40960),
+        ({"rope_type": "yarn", "factor": 2.0}, 81920),
+    ],
+)
+def test_longest_sequence(tmp_path: Path, scaling: Any, longest: int) -> None:
+    assert load_spec(write(tmp_path, RELEASED, rope_scaling=scaling)).max_position_embeddings == longest
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+        ({"hidden_size": -8}, ["hidden_size", "-8"]),
+        ({"hidden_size": "big"}, ["hidden_size", "big"]),
+        ({"vocab_size": ...}, ["vocab_size", "missing"]),
+        ({"num_attention_heads": 15}, ["num_key_value_heads", "8", "15"]),
+        ({"head_dim": 33}, ["head_dim", "33"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps", "0"]),
+        ({"use_sliding_window": True, "sliding_window": 512}, ["use_sliding_window", "true"]),
+        ({"layer_types": ["sliding_attention"]}, ["layer_types", "sliding_attention"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type", "longrope", "yarn"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "missing"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, ["factor", "0.5"]),
+        ({"rope_scaling": [1]}, ["rope_parameters", "[1]"]),
+        ({"rope_theta": -1}, ["rope_theta", "-1"]),
+        ({"torch_dtype": "int8"}, ["dtype", "int8"]),
+        ({"eos_token_id": "end"}, ["eos_token_id", "end"]),
+        ({"architectures": []}, ["architectures"]),
+        ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "Qwen3ForCausalLM, Qwen3MoeForCausalLM"]),
+    ],
+)
+def test_errors_name_key_and_value(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_spec(write(tmp_path, RELEASED, **changes))
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts": ...}, ["num_experts", "missing"]),
+        ({"num_experts_per_tok": 9}, ["num_experts_per_tok", "9", "8"]),
+        ({"mlp_only_layers": ["3"]}, ["mlp_only_layers", "3"]),
+    ],
+)
+def test_expert_errors(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_spec(write(tmp_path, MOE, **changes))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="must hold an object"):
+        load_spec(tmp_path)
+
+
+def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="float16"):
+        load_spec(write(tmp_path, RELEASED), dtype="float16")
+
+
+def test_families_are_found_by_architecture() -> None:
+    assert model_family("Qwen3MoeForCausalLM").config.__name__ == "Qwen3Config"
+    with pytest.raises(ModelError, match="Gpt"):
+        model_family("Gpt")
