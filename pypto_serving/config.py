@@ -119,6 +119,7 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts) -> Resolved:
     return _Resolver(options, model, host).resolve()
 
 
+WEIGHT_BYTES_PER_THREAD = 32 << 20
 BACKEND_DEFAULTS = {"cpu": BackendDefaults(), "null": BackendDefaults(simulated=True)}
 
 
@@ -162,6 +163,13 @@ class _Resolver:
         self.record(name, value, reason if given is None else self.options.origin(name))
         return value
 
+    def _threads(self) -> tuple[int, str]:
+        """One per CPU; but sharing an operation takes longer than doing it alone where there is little to read."""
+        useful = max(1, self.model.weight_bytes // WEIGHT_BYTES_PER_THREAD)
+        if useful < self.host.num_cpus:
+            return useful, f"the weights are only {format_size(self.model.weight_bytes)}"
+        return self.host.num_cpus, "one per CPU this process may use"
+
     def record(self, name: str, value: str | int | float | bool, reason: str) -> None:
         self.settings.append(Setting(flag(name), value, reason))
 
@@ -191,7 +199,7 @@ class _Resolver:
         step_timeout_s = self.pick("step_timeout", FaultConfig().step_timeout_s, "default")
         return {
             "seed": self.pick("seed", 0, "default"),
-            "num_threads": self.pick("num_threads", self.host.num_cpus, "one per CPU this process may use"),
+            "num_threads": self.pick("num_threads", *self._threads()),
             "log_level": self.pick("log_level", "info", "default"),
             "faults": FaultConfig(step_timeout_s=step_timeout_s),
         }

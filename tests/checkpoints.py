@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pypto_serving.model.openmp  # noqa: F401
+
+# isort: split
 import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

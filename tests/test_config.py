@@ -71,7 +71,7 @@ def setting(resolved: Resolved, name: str) -> tuple[Any, str]:
 def test_defaults_on_cpu() -> None:
     engine = make_resolved().engine
     assert (engine.backend, engine.max_num_batched_tokens, engine.max_num_seqs) == ("cpu", 512, 256)
-    assert (engine.max_model_len, engine.max_queued_requests, engine.num_threads) == (4096, 4096, 4)
+    assert (engine.max_model_len, engine.max_queued_requests, engine.num_threads) == (4096, 4096, 1)
     assert engine.enable_prefix_caching
     assert engine.enable_chunked_prefill
 
@@ -324,3 +324,9 @@ def test_host_facts_without_control_groups(tmp_path: Path) -> None:
     facts = read_host_facts(tmp_path)
     assert facts.available_bytes == 4 * MIB
     assert facts.num_cpus >= 1
+
+
+def test_small_weights_are_read_by_one_thread_and_large_ones_by_all() -> None:
+    assert make_resolved(make_model(weight_bytes=1 << 30)).engine.num_threads == 4
+    assert make_resolved(make_model(weight_bytes=80 << 20)).engine.num_threads == 2
+    assert make_resolved(make_model(weight_bytes=80 << 20), num_threads=3).engine.num_threads == 3

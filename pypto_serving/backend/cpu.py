@@ -6,23 +6,26 @@ import contextlib
 import ctypes
 from typing import Any
 
+import pypto_serving.model.openmp  # noqa: F401
+
+# isort: split
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pypto_serving.backend.base import Backend, Int32Array, Progress, StepInputs, StepOutput
 from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import read_host_facts
-from pypto_serving.model.loader import Weights, fingerprint
+from pypto_serving.model.checkpoint import fingerprint
+from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.model.step import StepTensors
-from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.util import hash128
+from pypto_serving.util import ceil_div, hash128
 
 LAYOUT = "block, layer, k or v, head, row"
 """Order of the dimensions of a block's pages; part of the fingerprint."""
-
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -38,37 +41,41 @@ class CpuProgram:
     def run(self, inputs: StepInputs) -> StepOutput:
         """Compute one step: write the K/V of its tokens, then return float32 logits of `inputs.logits_rows`."""
         with torch.inference_mode():
+            tokens = _recurring_rows(len(inputs.token_ids), self.model.rows)
             step = StepTensors(
-                token_ids=_int64(inputs.token_ids),
-                positions=_int64(inputs.positions),
+                token_ids=_int64(inputs.token_ids, tokens),
+                positions=_int64(inputs.positions, tokens),
                 query_start=_int64(inputs.query_start),
                 context_lens=_int64(inputs.context_lens),
-                logits_rows=_int64(inputs.logits_rows),
-                slots=tuple(map(_int64, inputs.slot_mapping)),
+                logits_rows=_int64(inputs.logits_rows, _recurring_rows(len(inputs.logits_rows), self.model.rows)),
+                slots=tuple(_int64(slots, tokens) for slots in inputs.slot_mapping),
                 block_tables=tuple(map(_int64, inputs.block_tables)),
             )
-            return StepOutput(logits=self.model.forward(step).numpy())
+            logits = self.model.forward(step)[: len(inputs.logits_rows)]
+            return StepOutput(logits=logits.numpy())
 
 
 class CpuBackend(Backend):
     """Serves a checkpoint with the torch program of its family."""
 
     def prepare(self, progress: Progress) -> Any:
-        """Load weights, allocate the KV arena and run one tiny step. Raises ModelError or ConfigError."""
+        """Load weights, allocate the KV arena and run two warm-up steps. Raises ModelError or ConfigError."""
         config = self.config
-        _keep_freed_memory()
-        torch.set_num_threads(config.num_threads or read_host_facts().num_cpus)
         architecture, model_config = load_config(config.model)
+        torch.set_num_threads(config.num_threads or read_host_facts().num_cpus)
         groups = model_config.kv_groups(config.dtype, config.groups[0].block_size if config.groups else 16)
         if groups != config.groups:
             raise ConfigError(f"the KV groups of {config.model} in {config.dtype} are not the configured ones")
         model_class = model_family(architecture).program
         with torch.inference_mode():
             model = model_class(model_config, Weights(config.model, config.dtype, progress), config)
+        _keep_freed_memory()
         program = CpuProgram(model, config, _fingerprint(config, architecture, model_class.name))
-        progress("warm-up", 0, 1)
-        program.run(_null_step(groups))
-        progress("warm-up", 1, 1)
+        steps = _warm_up_steps(config)
+        for done, step in enumerate(steps):
+            progress("warm-up", done, len(steps))
+            program.run(step)
+        progress("warm-up", len(steps), len(steps))
         return program
 
 
@@ -80,8 +87,15 @@ def _keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
-def _int64(array: Int32Array) -> Tensor:
-    return torch.from_numpy(array).long()
+def _recurring_rows(n: int, fewest: int) -> int:
+    """`n` rounded up to one of few numbers: oneDNN prepares code, and keeps it, for every row count that it meets."""
+    step = 8 if n <= 64 else 32 if n <= 256 else 64
+    return max(fewest, ceil_div(n, step) * step) if n else 0
+
+
+def _int64(array: Int32Array, padded: int = 0) -> Tensor:
+    """`array`, with zeros up to length `padded`: tokens of no row, in the null block."""
+    return F.pad(torch.from_numpy(array).long(), (0, max(0, padded - len(array))))
 
 
 def _fingerprint(config: EngineConfig, architecture: str, program: str) -> bytes:
@@ -93,19 +107,29 @@ def _fingerprint(config: EngineConfig, architecture: str, program: str) -> bytes
     return hash128(fingerprint(config.model), *(word.encode() for word in words))
 
 
-def _null_step(groups: tuple[KVCacheGroupSpec, ...]) -> StepInputs:
-    """A row of one token and a row of two, all in null blocks."""
+def _warm_up_steps(config: EngineConfig) -> list[StepInputs]:
+    """The longest prompt chunk and the largest batch of decodes, all in null blocks.
 
-    def ints(*values: int) -> Int32Array:
-        return np.array(values, dtype=np.int32)
+    They take the memory that steps will need and prepare oneDNN's code before the first request comes.
+    """
+    longest = min(config.max_num_batched_tokens, config.max_model_len)
+    most = min(config.max_num_batched_tokens, config.max_num_seqs)
+    return [_null_step(config, [longest]), _null_step(config, [1] * most)]
 
+
+def _null_step(config: EngineConfig, counts: list[int]) -> StepInputs:
+    """Rows of `counts` tokens from position 0 on, of which the last one is sampled."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    tokens, groups = int(ends[-1]), config.groups
     return StepInputs(
-        token_ids=ints(0, 0, 0),
-        positions=ints(0, 0, 0),
-        query_start=ints(0, 1, 3),
-        context_lens=ints(1, 1),
-        logits_rows=ints(0, 2),
-        slot_mapping=tuple(ints(0, 0, 0) for _ in groups),
-        block_tables=tuple(np.zeros((2, 1), dtype=np.int32) for _ in groups),
-        fresh_blocks=tuple(ints() for _ in groups),
+        token_ids=np.zeros(tokens, dtype=np.int32),
+        positions=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        query_start=np.concatenate([np.zeros(1, dtype=np.int32), ends]),
+        context_lens=np.array(counts, dtype=np.int32),
+        logits_rows=ends - 1,
+        slot_mapping=tuple(np.zeros(tokens, dtype=np.int32) for _ in groups),
+        block_tables=tuple(
+            np.zeros((len(counts), ceil_div(max(counts), group.block_size)), dtype=np.int32) for group in groups
+        ),
+        fresh_blocks=tuple(np.empty(0, dtype=np.int32) for _ in groups),
     )

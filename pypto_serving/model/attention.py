@@ -124,13 +124,13 @@ class StepAttention:
         singles = sorted((i for i, n in enumerate(counts) if n == 1), key=lambda i: -contexts[i])
         together = self._rows_per_tile()
         tiles = [
-            self._tile(rows := singles[i : i + together], [starts[row] for row in rows], 1)
+            self._tile(rows := _recurring(singles[i : i + together]), [starts[row] for row in rows], [1] * len(rows))
             for i in range(0, len(singles), together)
         ]
         for row, count in enumerate(counts):
             if count > 1:
                 for first in range(starts[row], starts[row + 1], _QUERIES_PER_TILE):
-                    tiles.append(self._tile([row], [first], min(_QUERIES_PER_TILE, starts[row + 1] - first)))
+                    tiles.append(self._tile([row], [first], [min(_QUERIES_PER_TILE, starts[row + 1] - first)]))
         return tiles
 
     def _rows_per_tile(self) -> int:
@@ -138,14 +138,16 @@ class StepAttention:
         arena = self._arena
         return max(1, _CACHED_BYTES // (arena.kv_heads * self._width * arena.head_dim * arena.pages.itemsize))
 
-    def _tile(self, rows: Sequence[int], firsts: Sequence[int], queries: int) -> QueryTile:
-        tokens = (torch.tensor(firsts)[:, None] + torch.arange(queries)).flatten()
+    def _tile(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> QueryTile:
+        """`counts[i]` queries of rows[i] from token firsts[i] on, all counts alike; the last query fills up."""
+        queries = _recurring_size(counts[0])
+        tokens = (torch.tensor(firsts)[:, None] + torch.arange(queries).clamp(max=counts[0] - 1)).flatten()
         positions = self._positions[tokens].view(len(rows), queries)
         lengths = positions[:, -1] + 1
         tables = self._tables[torch.tensor(rows)]
         kv = []
         for start in range(0, int(lengths[0]), self._width):
-            reached = int((lengths > start).sum())
+            reached = min(len(rows), _recurring_size(int((lengths > start).sum())))
             kv.append(self._kv_tile(tables[:reached], positions[:reached], lengths[:reached], start))
         return QueryTile(tokens, len(rows), queries, tuple(kv))
 
@@ -185,6 +187,16 @@ class StepAttention:
         assert total is not None
         attended = total.out[:, : tile.queries * per_head.shape[3]].reshape(per_head.shape)
         return attended.transpose(1, 2).reshape(len(q), -1)
+
+
+def _recurring_size(n: int) -> int:
+    """`n`, rounded up to one of few sizes: memory is reused and code prepared for shapes that come again."""
+    return n if n <= 4 else ceil_div(n, 8) * 8
+
+
+def _recurring(rows: list[int]) -> list[int]:
+    """`rows`, the last one repeated up to a recurring size."""
+    return rows + rows[-1:] * (_recurring_size(len(rows)) - len(rows))
 
 
 @dataclass(frozen=True, slots=True)

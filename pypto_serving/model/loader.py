@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pypto_serving.model.checkpoint import Checkpoint, fingerprint
-
-__all__ = ["Weights", "fingerprint", "torch_dtype"]
+from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
+from pypto_serving.util import ceil_div
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -63,6 +62,7 @@ class Weights:
             target[start : start + view.shape[0]].copy_(view)
             start += view.shape[0]
             tensor = self._checkpoint.tensors[name]
+            self._forget(tensor)
             self._done += tensor.end - tensor.begin
             self._progress("weights", self._done, self._total)
 
@@ -72,6 +72,13 @@ class Weights:
         data = self._map(tensor.file)
         count = (tensor.end - tensor.begin) // dtype.itemsize
         return torch.frombuffer(data, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
+
+    def _forget(self, tensor: StoredTensor) -> None:
+        """Let the kernel take back the whole pages of a tensor that has been copied."""
+        begin, end = ceil_div(tensor.begin, mmap.PAGESIZE), tensor.end // mmap.PAGESIZE
+        if end > begin and hasattr(mmap, "MADV_DONTNEED"):
+            start, length = begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE
+            self._map(tensor.file).madvise(mmap.MADV_DONTNEED, start, length)
 
     def _map(self, file: Path) -> mmap.mmap:
         """A private map: torch wants a writable buffer, and pages are never written."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,15 +18,9 @@ from pypto_serving.worker.runner import PlanExecutor, Runner, hello
 Wrap = Callable[[Runner], PlanExecutor]
 
 
-def _wait_without_spinning() -> None:
-    """Threads of OpenMP, once loaded, sleep while they wait: spinning ones starve the processes beside this one."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
 def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     """Open the backend, allocate its buffers, prepare the program, then open the channel and serve."""
     start, started_s = parent.start, time.monotonic()
-    _wait_without_spinning()
     backend: Backend = BACKENDS.load(start.config.backend)(start.config)
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pypto_serving.config import EngineConfig
@@ -14,7 +13,6 @@ from pypto_serving.model.layers import GatedMLP, Linear, SparseMLP, rms_norm, ro
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.qwen3.spec import Qwen3Config
 from pypto_serving.model.step import StepTensors
-from pypto_serving.util import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +46,9 @@ class DecoderLayer:
         return torch.cat([q.expand(model.num_heads, -1), k.expand(model.num_kv_heads, -1)])
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention, arena: KVArena) -> Tensor:
-        """One layer over h [n, hidden], of which the step's tokens come first; writes their K and V."""
-        eps, t = self.model.rms_norm_eps, len(cos)
-        q, k, v = self._heads(self.qkv(rms_norm(h, self.input_norm, eps))[:t], cos, sin)
+        """One layer over h [t, hidden]; writes the K and V of the step's tokens."""
+        eps = self.model.rms_norm_eps
+        q, k, v = self._heads(self.qkv(rms_norm(h, self.input_norm, eps)), cos, sin)
         arena.write(self.index, 0, attention.row_index, k)
         arena.write(self.index, 1, attention.row_index, v)
         attended = torch.zeros(len(h), self.o.in_features, dtype=h.dtype)
@@ -108,21 +106,13 @@ class Qwen3Program:
             return torch.empty(0, self.model.vocab_size)
         attention = StepAttention(self.arena, step)
         cos, sin = self._cos.index_select(0, step.positions), self._sin.index_select(0, step.positions)
-        h = self.embedding.index_select(0, _pad_rows(step.token_ids, self.rows))
+        h = self.embedding.index_select(0, step.token_ids)
         for layer in self.layers:
             h = layer(h, cos, sin, attention, self.arena)
-        wanted = len(step.logits_rows)
-        if not wanted:
+        if not len(step.logits_rows):
             return torch.empty(0, self.model.vocab_size)
-        h = h.index_select(0, _pad_rows(step.logits_rows, self.rows))
-        return self.lm_head(rms_norm(h, self.norm, self.model.rms_norm_eps))[:wanted].float()
-
-
-def _pad_rows(indices: Tensor, fewest: int) -> Tensor:
-    """`indices` [n] and zeros, up to one of few lengths: oneDNN prepares code, and keeps it, for every row count."""
-    n = len(indices)
-    step = 8 if n <= 64 else 32 if n <= 256 else 64
-    return F.pad(indices, (0, max(fewest, ceil_div(n, step) * step) - n))
+        h = h.index_select(0, step.logits_rows)
+        return self.lm_head(rms_norm(h, self.norm, self.model.rms_norm_eps)).float()
 
 
 def _linear(weights: Weights, *names: str) -> Linear:

@@ -1,0 +1,1 @@
+"""Data, tokenizer, training and evaluation of the bundled demo model."""

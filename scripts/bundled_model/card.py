@@ -1,0 +1,65 @@
+"""The short model card that is stored next to the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import Qwen3ForCausalLM
+
+from .arithmetic import HELD_OUT_PERCENT, LARGEST
+
+CARD = """\
+# Pip, the bundled demo model
+
+A chat model with {parameters:,} parameters ({size:.1f} MB in all) in the Qwen3 architecture: {layers}
+layers, hidden size {hidden}, {heads} query and {kv_heads} key-value heads of {head_dim}, tied embeddings,
+{positions:,} positions, bfloat16 weights. The tokenizer is a byte-level BPE of {vocabulary} ids in which
+every digit is its own token; the chat format is ChatML. It shows that the engine works and lets tests
+compare its answers; it is no use as an assistant.
+
+## Training
+
+`scripts/train_bundled_model.py` generates all the text, so there is no data set and no other licence. The
+chats contain sums and differences of numbers from 0 to {largest} in many phrasings, counting, spelling
+backwards, the order of letters, days and months, repeating, greetings, a name to remember, and questions to
+decline. About {percent} % of the arithmetic problems, chosen by a hash of the problem, never occur in
+training in any phrasing; `a + b` and `b + a` are always on the same side, and problems of two single digits
+are never held out. Rows are 128 to {positions:,} tokens long. To train a model again:
+
+    python scripts/train_bundled_model.py --out pypto_serving/assets/bundled
+
+The seed fixes the data and the first weights, and the result does not depend on the number of threads.
+Floating-point results may differ between machines and library versions, so that a new run elsewhere gives an
+equivalent model and not the same bytes. These weights went through the three stages of the script one after
+the other while its mix of tasks was being settled: the first stage saw fewer differences and fewer of the
+tasks other than arithmetic, and the first two fewer problems of single digits, than they would now.
+
+## Accuracy
+
+Greedy decoding, bfloat16 weights, computed in float32; a reply counts only if it is exactly the expected
+one. An arithmetic reply restates the problem, such as `37 + 45 = 82`: its last number is the result.
+
+{results}
+To measure again: `python scripts/train_bundled_model.py --evaluate pypto_serving/assets/bundled`
+"""
+
+
+def write_card(model: Qwen3ForCausalLM, folder: Path, results: str) -> None:
+    """Write README.md with the results of the evaluation."""
+    config = json.loads((folder / "config.json").read_text())
+    text = CARD.format(
+        parameters=sum(p.numel() for p in model.parameters()),
+        size=sum(f.stat().st_size for f in folder.iterdir() if f.name != "README.md") / 1e6,
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        positions=config["max_position_embeddings"],
+        vocabulary=config["vocab_size"],
+        largest=LARGEST,
+        percent=HELD_OUT_PERCENT,
+        results=results,
+    )
+    (folder / "README.md").write_text(text)
