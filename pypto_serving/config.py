@@ -120,7 +120,7 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts) -> Resolved:
 
 
 WEIGHT_BYTES_PER_THREAD = 32 << 20
-BACKEND_DEFAULTS = {"cpu": BackendDefaults(), "null": BackendDefaults(simulated=True)}
+BACKEND_DEFAULTS = {"cpu": BackendDefaults(depth=2), "null": BackendDefaults(simulated=True)}
 
 
 class _Resolver:

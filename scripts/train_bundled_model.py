@@ -4,7 +4,7 @@
     python scripts/train_bundled_model.py --evaluate pypto_serving/assets/bundled
     python scripts/train_bundled_model.py --write-heldout problems.jsonl --count 1000
 
-Training needs torch, transformers and tokenizers, and no data: the same command gives an equivalent model.
+Training needs torch, transformers and tokenizers, and no data.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _keep_freed_memory() -> None:
 
 def _recurring_rows(n: int, fewest: int) -> int:
     """`n` rounded up to one of few numbers: oneDNN prepares code, and keeps it, for every row count that it meets."""
-    step = 8 if n <= 64 else 32 if n <= 256 else 64
+    step = 4 if n <= 4 else 8 if n <= 64 else 32 if n <= 256 else 64
     return max(fewest, ceil_div(n, step) * step) if n else 0
 
 

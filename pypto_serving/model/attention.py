@@ -114,7 +114,8 @@ class StepAttention:
         slots = step.slots[group]
         self.row_index = arena.row_index(slots)
         # The first row written to a block voids what an earlier owner left in the rest of it.
-        arena.clear(slots[step.positions % arena.block_size == 0] // arena.block_size)
+        real = slots[: int(step.query_start[-1])]
+        arena.clear(real[real % arena.block_size == 0] // arena.block_size)
         self.tiles = tuple(self._query_tiles(step))
 
     def _query_tiles(self, step: StepTensors) -> list[QueryTile]:
