@@ -31,10 +31,10 @@ __all__ = [
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     """When a replica's parts count as dead, in seconds, and how often they are started again.
 
-    `heartbeat_s`: how often idle processes speak; one silent for five beats is dead. `step_timeout_s`: the
+    `heartbeat_s`: how often idle processes speak; one silent for ten beats is dead. `step_timeout_s`: the
     longest step, and the longest time without a completed step while work waits. `load_timeout_s`: the longest
-    time without progress while loading. A worker that dies `max_respawns` times without a completed step in
-    between is not started again; waits between starts double from `respawn_delay_s`.
+    time without progress while loading. A worker is started again at most `max_respawns` times without a
+    completed step in between; waits between starts double from `respawn_delay_s`.
     """
 
     heartbeat_s: float = 1.0

@@ -282,9 +282,11 @@ class MemoryPlanner:
         ways = [f"--max-model-len {best} or less"] if best >= 2 else []
         if need <= self._room(model_len):
             ways.append(f"--kv-memory {size_option(need, up=True)} or more")
+        asked = self.options.max_model_len is not None
+        length = f"--max-model-len {model_len}" if asked else f"{model_len} tokens, the shortest there is"
         return ConfigError(
             f"{self.options.label('kv_memory')} is {format_size(limit)}, too little for one sequence of "
-            f"--max-model-len {model_len}, which needs {format_size(need)}; "
+            f"{length}, which needs {format_size(need)}; "
             f"give {' or '.join(ways) or 'a smaller MODEL or --block-size, or free memory'}"
         )
 

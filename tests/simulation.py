@@ -54,6 +54,7 @@ class InlineExecutor:
         self.epoch = 0
         self.plans: list[StepPlan] = []
         self.num_deaths = 0
+        self.num_forgiven = 0
         self.die_if: Callable[[StepPlan], bool] = lambda plan: False
         self._sent: list[StepPlan] = []
         self._runner: Runner | None = None
@@ -91,6 +92,9 @@ class InlineExecutor:
         assert plan.step_id == (self.plans[-1].step_id + 1 if self.plans else 1)
         self.plans.append(plan)
         self._sent.append(plan)
+
+    def forgive(self) -> None:
+        self.num_forgiven += 1
 
     def stop(self) -> None:
         self._runner = None

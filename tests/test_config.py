@@ -169,7 +169,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kv_memory": "9" * 400 + "GiB"}, "--kv-memory is 999"),
     ({"kv_memory": "40GiB"}, "--kv-memory is 40 GiB, but weights take"),
     ({"kv_memory": "0.999"}, "give at most"),
-    ({"kv_memory": "10KiB"}, "too little for one sequence of --max-model-len 2, which needs"),
+    ({"kv_memory": "10KiB"}, "too little for one sequence of 2 tokens, the shortest there is, which needs"),
     ({"kv_memory": "1MiB", "max_model_len": 4000}, "give --max-model-len 2032 or less or --kv-memory 2008KiB or more"),
     ({"step_timeout": 0}, "--step-timeout is 0, but must be a number of seconds above 0"),
     ({"drain_timeout": "inf"}, "--drain-timeout is inf, but must be a number of seconds from 0"),

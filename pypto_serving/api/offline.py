@@ -79,8 +79,13 @@ class LLM:
         chosen = make_options({"model": model, **options})
         spec = model_spec(chosen)
         resolved = prepare(chosen, spec)
-        names = {"served_model_names": resolved.server.served_model_names}
-        serving = load_serving_config(spec.path, architecture=spec.architecture, **names)
+        server = resolved.server
+        serving = load_serving_config(
+            spec.path,
+            architecture=spec.architecture,
+            served_model_names=server.served_model_names,
+            chat_template=server.chat_template,
+        )
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pypto-llm", daemon=True)
@@ -101,7 +106,12 @@ class LLM:
         """The result of work in the engine's event loop."""
         if not self._loop.is_running():
             raise EngineDeadError("this LLM was shut down; make a new one")
-        return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def shutdown(self) -> None:
         """End the engine and its worker. May be called more than once."""
@@ -218,6 +228,9 @@ class LLM:
             return list(await asyncio.gather(*work))
 
     def _fit(self, ids: list[int], params: SamplingParams) -> SamplingParams:
+        for token_id in params.stop_token_ids:
+            if token_id >= self._engine.config.vocab_size:
+                raise RequestError(f"stop_token_ids: {token_id} is no token of this model", param="stop_token_ids")
         limit = fit_max_tokens(len(ids), params.max_tokens, None, self._engine.config.max_model_len)
         return msgspec.structs.replace(params, max_tokens=limit)
 

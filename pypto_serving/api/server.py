@@ -55,6 +55,7 @@ def _add_routes(app: FastAPI) -> None:
         ("/metrics", metrics),
     ):
         app.add_api_route(path, reader, methods=["GET"], response_model=None)
+    app.add_api_route("/health", health, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 async def health(request: Request) -> Response:

@@ -131,7 +131,18 @@ def _make(values: dict[str, Any]) -> Any:
             raise ConfigError("--api-key and --api-key-file are both given; drop one")
         values["api_key"] = _read_text(key_file, "--api-key-file").strip()
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    return make_options(given, read_config(config) if config else None, config.name if config else "")
+    return make_options(given, _read_config_values(config), config.name if config else "")
+
+
+def _read_config_values(config: Path | None) -> dict[str, Any] | None:
+    """What a configuration file gives, with the key that its `api-key-file` names."""
+    if config is None:
+        return None
+    values = read_config(config)
+    for name in ("api-key-file", "api_key_file"):
+        if name in values:
+            values["api-key"] = _read_text(Path(str(values.pop(name))), f"{name} in {config.name}").strip()
+    return values
 
 
 def read_config(path: Path) -> dict[str, Any]:

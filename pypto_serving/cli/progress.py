@@ -18,8 +18,11 @@ class LoadProgress:
         self._task: TaskID | None = None
         self._phase = ""
         self._since_s = 0.0
+        self._closed = False
 
     def __call__(self, phase: str, done: int, total: int) -> None:
+        if self._closed:
+            return
         if phase != self._phase:
             self._finish_phase()
             self._phase, self._since_s = phase, time.monotonic()
@@ -32,6 +35,7 @@ class LoadProgress:
     def close(self) -> None:
         """Finish the last phase and leave the terminal as it was."""
         self._finish_phase()
+        self._closed = True
         if self._bar:
             self._bar.stop()
 

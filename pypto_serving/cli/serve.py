@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pypto_serving.engine.async_engine import AsyncEngine
 
 app = typer.Typer(add_completion=False)
+LAST_REPLIES_S = 5.0
 
 
 @app.command()
@@ -103,6 +105,7 @@ async def _serve_http(
     try:
         await asyncio.wait({http, dead}, return_when=asyncio.FIRST_COMPLETED)
         if dead.done():
+            await _finish_replies(http, bound)
             raise dead.result()
         await http
     except OSError as error:
@@ -111,6 +114,13 @@ async def _serve_http(
         for task in (http, dead, ready):
             task.cancel()
         await asyncio.gather(http, dead, ready, return_exceptions=True)
+
+
+async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) -> None:
+    """Let the HTTP server send what the engine's last words made of open requests, for a few seconds."""
+    if bound.done() and not http.done():
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.wait({http}, timeout=LAST_REPLIES_S)
 
 
 async def _announce(

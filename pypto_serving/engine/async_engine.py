@@ -214,8 +214,10 @@ class AsyncEngine:
         return stream
 
     def _require_admission(self, count: int) -> None:
-        if self._dead is not None or self._stopping or self._socket is None:
+        if self._dead is not None or self._stopping:
             raise UnavailableError(str(self._dead or "the server is shutting down"))
+        if self._socket is None:
+            raise UnavailableError("the engine core is being replaced; try again in a moment")
         waiting, limit = len(self._streams) - self.stats.num_running, self.config.max_queued_requests
         if waiting + count > limit:
             raise QueueFullError(

@@ -15,7 +15,7 @@ from pypto_serving.types.stats import StepStats
 class Health:
     """Whether an engine makes progress. `age_s` is the age of its last completed step in seconds.
 
-    `status` is one word: ready, loading, draining, stalled or dead; `detail` is one line for the operator.
+    `status` is one word: ready, loading, draining, stalled, silent or dead; `detail` is one line for the operator.
     """
 
     ok: bool

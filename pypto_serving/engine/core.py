@@ -73,7 +73,10 @@ class EngineCore:
         elif isinstance(event, WorkerDown):
             self._ready = False
             self._num_respawns += 1
-            self._outputs += self.scheduler.worker_lost(now_s)
+            given_up = self.scheduler.worker_lost(now_s)
+            if given_up:
+                self._executor.forgive()
+            self._outputs += given_up
             self._tell(now_s)
         elif isinstance(event, GaveUp):
             self._give_up(event, now_s)
@@ -83,6 +86,8 @@ class EngineCore:
 
     def _worker_ready(self, hello: WorkerHello) -> None:
         try:
+            if hello.groups != self.config.groups or hello.limits.depth < self.config.depth:
+                raise ConfigError("the worker's KV groups or limits are not those of the configuration")
             self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint)
         except ConfigError as error:
             self._give_up(GaveUp(str(error), error.exit_code), self._clock.now())
@@ -96,7 +101,7 @@ class EngineCore:
     def _give_up(self, event: GaveUp, now_s: float) -> None:
         """The replica is at fault: every request ends with the reason, and so does the core."""
         self._ready = False
-        self.scheduler.worker_lost(now_s)
+        self._outputs += self.scheduler.worker_lost(now_s)
         self._outputs += self.scheduler.fail_all(RequestFault(503, "engine_dead", event.reason), now_s)
         self._tell(now_s)
         self._api.send(CoreFailed(event.reason, event.exit_code))

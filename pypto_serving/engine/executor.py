@@ -50,6 +50,9 @@ class Executor(Protocol):
     def send(self, plan: StepPlan) -> None:
         """Hand a plan to the worker that said hello last."""
 
+    def forgive(self) -> None:
+        """The last death is explained by a request that was given up: it does not count."""
+
     def stop(self) -> None:
         """End the worker within a second or so."""
 
@@ -113,7 +116,7 @@ class ProcessExecutor:
             if isinstance(said, WorkerHello):
                 self._up = True
                 events.append(said)
-            elif isinstance(said, StepResult):
+            elif isinstance(said, StepResult) and said.epoch == self.epoch:
                 self._sent_s.popleft()
                 self._deaths = 0
                 events.append(said)
@@ -164,6 +167,10 @@ class ProcessExecutor:
         self._up = False
         self._sent_s.clear()
         return code
+
+    def forgive(self) -> None:
+        self._deaths = 0
+        self._restart_s = min(self._restart_s, self._now_s + self.config.faults.respawn_delay_s)
 
     def send(self, plan: StepPlan) -> None:
         assert self._channel is not None

@@ -120,6 +120,8 @@ def _read_header(file: Path) -> list[StoredTensor]:
             header = json.loads(stream.read(length))
         except ValueError:
             raise ModelError(f"{file}: the safetensors header is not valid JSON") from None
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise ModelError(f"{file}: the safetensors header does not list tensors")
     header.pop("__metadata__", None)
     return [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
 

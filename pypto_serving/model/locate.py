@@ -21,6 +21,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 def prepare(options: Options, model: ModelSpec) -> Resolved:
     """Everything decided from the model's files and this machine."""
+    template = options.chat_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
     return resolve(options, model, read_host_facts())
 
 

@@ -11,6 +11,9 @@ from pypto_serving.types.request import EngineRequest, Timeline
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 
+LOWEST_TEMPERATURE = 1e-5
+"""Below this a request is greedy: float32 scores divided by less overflow."""
+
 
 class Status(enum.Enum):
     WAITING = "waiting"
@@ -113,7 +116,7 @@ class Request:
         params, source = self.source.params, self.source
         banned = {*source.eos_token_ids, *params.stop_token_ids} if params.min_tokens else set()
         return RowSampling(
-            temperature=params.temperature,
+            temperature=params.temperature if params.temperature >= LOWEST_TEMPERATURE else 0.0,
             top_k=max(0, params.top_k),
             top_p=params.top_p,
             min_p=params.min_p,

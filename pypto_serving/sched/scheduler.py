@@ -42,6 +42,7 @@ class Step:
     scheduled: list[Scheduled] = field(default_factory=list)
     requests: set[str] = field(default_factory=set)
     preempted: set[str] = field(default_factory=set)
+    short_of_blocks: bool = False
     new_rows: list[NewRow] = field(default_factory=list)
     new_blocks: list[list[int]] = field(default_factory=list)
 
@@ -81,7 +82,6 @@ class Scheduler:
         self._dropped_rows: list[int] = []
         self._num_arrived = 0
         self._num_planned = 0
-        self._prompt_had_turn = False
         self._suspects: set[str] = set()
         self._require_room(config.num_blocks)
 
@@ -175,7 +175,8 @@ class Scheduler:
             self._schedule_alone(step, now_s)
         else:
             self._schedule_running(step)
-            self._admit_waiting(step, now_s)
+            if not step.short_of_blocks:
+                self._admit_waiting(step, now_s)
         return (self._dispatch(step) if step.scheduled else None), expired
 
     def _schedule_running(self, step: Step) -> None:
@@ -194,7 +195,6 @@ class Scheduler:
             self._schedule(step, request)
         for request in prompts:
             self._schedule(step, request)
-        self._prompt_had_turn = any(entry.count > 1 for entry in step.scheduled)
 
     def _prompt_share(self, step: Step, prompts: list[Request]) -> int:
         """Tokens of the budget that decodes leave to prompts, so that neither starves.
@@ -205,7 +205,7 @@ class Scheduler:
         if head is None or not (prompts or self._free_rows):
             return 0
         if not self.config.enable_chunked_prefill:
-            return 0 if self._prompt_had_turn else head.num_tokens
+            return head.num_tokens if step.step_id % 2 else 0
         return min(step.budget - 1, max(1, step.budget // 8))
 
     def _chunk(self, step: Step, missing: int) -> int:
@@ -227,6 +227,7 @@ class Scheduler:
         while blocks is None:
             victim = self._victim(step, request, anyone)
             if victim is None:
+                step.short_of_blocks = True
                 return
             self._preempt(step, victim)
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)

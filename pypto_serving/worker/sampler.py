@@ -66,9 +66,11 @@ def _randoms(rows: Sequence[RowSampling], positions: Int32Array) -> NDArray[np.f
 
 
 def _without_banned(logits: Float32Array, row: RowSampling) -> Float32Array:
+    """`logits` with the banned ids out of reach; as they are where nothing else would be left."""
+    banned = unpack_ids(row.banned_ids)
     scores = logits.copy()
-    scores[unpack_ids(row.banned_ids)] = -np.inf
-    return scores
+    scores[banned[banned < len(logits)]] = -np.inf
+    return scores if np.isfinite(scores.max()) else logits
 
 
 def _draw(logits: Float32Array, row: RowSampling, random: float) -> int:
@@ -114,4 +116,6 @@ def _logprobs(logits: Float32Array, token: int, count: int) -> SampledLogprobs:
     logprobs = shifted - math.log(np.exp(shifted).sum())
     ids = _best(logits, count) if count else np.empty(0, dtype=np.intp)
     rank = int((logits > logits[token]).sum()) + 1
-    return SampledLogprobs(float(logprobs[token]), rank, ids.astype(np.int32), logprobs[ids].astype(np.float32))
+    return SampledLogprobs(
+        float(np.float32(logprobs[token])), rank, ids.astype(np.int32), logprobs[ids].astype(np.float32)
+    )

@@ -98,7 +98,7 @@ BAD = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
     ({"messages": [HELLO], "top_logprobs": 3}, "top_logprobs", "logprobs = true"),
-    ({"messages": [HELLO], "logprobs": True, "top_logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"messages": [HELLO], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
     ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "not supported"),
     ({"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format", "not supported"),

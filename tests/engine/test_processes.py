@@ -124,6 +124,24 @@ def test_a_poisonous_request_fails_alone() -> None:
     run(config(worker_module="tests.faulty_worker", backend_options={"poison": 5000}), scenario)
 
 
+def test_many_poisonous_requests_fail_alone_and_end_nothing_else() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        good = [request(f"q{i}", 8, 60) for i in range(4)]
+        params = SamplingParams(max_tokens=5)
+        bad = [
+            EngineRequest(request_id=f"bad{i}", token_ids=pack_ids([1, 2, 5000]), params=params)
+            for i in range(engine.config.faults.max_respawns + 2)
+        ]
+        outputs = await collect(engine, *good, *bad)
+        faults = [outputs[source.request_id][-1].fault for source in bad]
+        assert all(fault is not None and fault.status == 500 for fault in faults)
+        for source in good:
+            assert answer(outputs[source.request_id]) == expected(source, engine.config)
+        assert engine.health().ok
+
+    run(config(worker_module="tests.faulty_worker", backend_options={"poison": 5000}), scenario)
+
+
 def test_a_worker_that_never_comes_up_ends_the_replica() -> None:
     async def main() -> None:
         faults = msgspec.structs.replace(QUICK, max_respawns=2)
@@ -209,6 +227,22 @@ def test_a_closed_stream_frees_its_blocks() -> None:
         assert max(engine.stats.kv_usage) == 0
 
     run(config(), scenario)
+
+
+def test_stop_does_not_wait_for_a_step_that_hangs() -> None:
+    """The worker is told, and then ended, whatever it does."""
+    faults = {"1": ["hang", 3]}
+
+    async def scenario(engine: AsyncEngine) -> None:
+        stream = engine.submit([request("q", 10, 200)])
+        await anext(stream)
+        started_s = asyncio.get_running_loop().time()
+        await engine.stop()
+        assert asyncio.get_running_loop().time() - started_s < 5
+
+    slow = msgspec.structs.replace(QUICK, step_timeout_s=600.0)
+    hanging = config(worker_module="tests.faulty_worker", backend_options={"faults": faults})
+    run(msgspec.structs.replace(hanging, faults=slow), scenario)
 
 
 def test_children_end_when_the_api_process_is_killed() -> None:

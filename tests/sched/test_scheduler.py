@@ -282,3 +282,31 @@ def test_the_same_calls_give_the_same_plans() -> None:
         return [msgspec.msgpack.encode(plan) for plan in simulation.executor.plans]
 
     assert plans() == plans()
+
+
+def test_a_long_prompt_gets_on_under_a_stream_of_short_ones() -> None:
+    """Blocks that come free go to those already running before anybody new starts."""
+    config = null_config(num_blocks=18, max_num_batched_tokens=128, long_prefill_token_threshold=64)
+    simulation = Simulation(config)
+    long = simulation.add(prompt(230), max_tokens=4)
+    for i in range(400):
+        simulation.add(prompt(3, i), max_tokens=8)
+        simulation.turn()
+        if long in simulation.last:
+            break
+    assert long in simulation.last
+    assert len(simulation.last) < 300
+    run_all(simulation)
+
+
+def test_decodes_keep_their_pace_while_a_whole_prompt_waits_for_blocks() -> None:
+    config = null_config(num_blocks=26, enable_chunked_prefill=False, max_num_batched_tokens=256)
+    simulation = Simulation(config)
+    decodes = [simulation.add(prompt(10, i), max_tokens=60) for i in range(4)]
+    for _ in range(8):
+        simulation.turn()
+    simulation.add(prompt(250), max_tokens=2)
+    before = len(simulation.executor.plans)
+    run_all(simulation)
+    full = [plan for plan in simulation.executor.plans[before : before + 40] if len(plan.rows) // 4 == len(decodes)]
+    assert len(full) >= 15

@@ -79,6 +79,13 @@ def test_banned_ids_until_min_tokens() -> None:
     assert sample(logits, warm) == [49]
 
 
+def test_banning_everything_bans_nothing() -> None:
+    logits = random_logits(50)
+    for row in (RowSampling(), RowSampling(temperature=1.0, top_k=5), RowSampling(temperature=1.0, top_p=0.5)):
+        all_banned = RowSampling(row.temperature, row.top_k, row.top_p, min_tokens=3, banned_ids=pack_ids(range(60)))
+        assert 0 <= sample(logits, all_banned)[0] < 50
+
+
 def plain_distribution(logits: np.ndarray, row: RowSampling) -> np.ndarray:
     """Probabilities by the definition: temperature, min_p, top_k, top_p, full sorts everywhere."""
     scores = logits.astype(np.float64) / row.temperature

@@ -52,6 +52,8 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
     try:
         encoder: ChatEncoder = ENCODERS.load(name)(serving)
     except ModelError as error:
+        if serving.chat_template is not None:
+            raise
         logger.warning("chat is off: %s", error)
         return UnavailableEncoder(str(error))
     return encoder

@@ -22,6 +22,7 @@ from pypto_serving.api.openai.schemas import ChatBody, ChatMessage
 from pypto_serving.api.openai.sse import EventFrame
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
+from pypto_serving.types.sampling import MAX_LOGPROBS
 
 _MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 
@@ -54,6 +55,9 @@ async def _prompt(service: Service, body: ChatBody) -> Prompt:
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+        message = f"top_logprobs is {body.top_logprobs}, but must be between 0 and {MAX_LOGPROBS}"
+        raise RequestError(message, param="top_logprobs")
     if body.logprobs:
         return body.top_logprobs or 0
     if body.top_logprobs:
