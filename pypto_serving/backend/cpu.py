@@ -27,9 +27,6 @@ from pypto_serving.util import ceil_div, hash128
 LAYOUT = "block, layer, k or v, head, row"
 """Order of the dimensions of a block's pages; part of the fingerprint."""
 
-_HEADROOM_BYTES = 32 << 20
-"""Taken once and freed to the heap, so that a rare mix of step sizes finds room there and memory stays flat."""
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -78,7 +75,6 @@ class CpuBackend(Backend):
         for done, step in enumerate(steps):
             progress("warm-up", done, len(steps))
             program.run(step)
-        torch.ones(_HEADROOM_BYTES, dtype=torch.uint8)
         progress("warm-up", len(steps), len(steps))
         return program
 
