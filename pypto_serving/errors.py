@@ -80,13 +80,6 @@ class RequestFailedError(RequestError):
     code = "request_failed"
 
 
-class QueueTimeoutError(RequestError):
-    """The request waited in the queue past its deadline."""
-
-    status = 503
-    code = "queue_timeout"
-
-
 class UnavailableError(RequestError):
     """The engine cannot take requests now: loading, draining, or without a worker."""
 

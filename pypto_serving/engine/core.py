@@ -132,14 +132,13 @@ class EngineCore:
 
     def _tell(self, now_s: float) -> None:
         self._reported_s = now_s
-        self._api.send(CoreOutputs(self._outputs, self.stats(now_s)))
+        self._api.send(CoreOutputs(self._outputs, self.stats()))
         self._outputs = []
 
-    def stats(self, now_s: float) -> StepStats:
+    def stats(self) -> StepStats:
         """One snapshot."""
         counters = self.scheduler.counters
         return StepStats(
-            sent_s=now_s,
             ready=self._ready,
             epoch=self._epoch,
             last_step_s=self._last_step_s,

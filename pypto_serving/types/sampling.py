@@ -75,10 +75,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
 
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:

@@ -11,7 +11,6 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     `work_since_s`: when the present stretch of work began, 0 when idle. `kv_usage`: share per KV group.
     """
 
-    sent_s: float = 0.0
     ready: bool = False
     epoch: int = 0
     last_step_s: float = 0.0

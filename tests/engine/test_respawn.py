@@ -34,7 +34,7 @@ def test_requests_continue_after_many_deaths(groups, depth) -> None:  # type: ig
     requests = [simulation.add(prompt(rng.randrange(1, 90), i), max_tokens=40) for i in range(12)]
     simulation.run()
     assert simulation.executor.num_deaths > 5
-    assert simulation.core.stats(0.0).num_respawns == simulation.executor.num_deaths
+    assert simulation.core.stats().num_respawns == simulation.executor.num_deaths
     for request_id in requests:
         simulation.assert_correct(request_id)
         assert len(simulation.tokens[request_id]) == 40
