@@ -91,8 +91,8 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="pypto-llm", daemon=True)
         self._thread.start()
         self._engine = AsyncEngine(resolved.engine)
-        self._service = Service(self._engine, serving)
         try:
+            self._service = Service(self._engine, serving)
             self._call(self._start)
         except BaseException:
             self.shutdown()
@@ -225,7 +225,7 @@ class LLM:
                 return output
 
             work = [one(*pair, wanted) for pair, wanted in zip(encoded, fitted, strict=True)]
-            return list(await asyncio.gather(*work))
+            return await _all_or_none(work)
 
     def _fit(self, ids: list[int], params: SamplingParams) -> SamplingParams:
         for token_id in params.stop_token_ids:
@@ -323,6 +323,18 @@ class _Sequence:
     def result(self) -> CompletionOutput:
         reason = self.choice.finish_reason or "abort"
         return CompletionOutput(self.choice.index, "".join(self._texts), self._token_ids, self._logprobs, reason)
+
+
+async def _all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order; where one fails, the others are ended before its error is raised."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
