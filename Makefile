@@ -1,5 +1,5 @@
-# One command for each thing to do. The first call makes .venv; later calls install nothing unless
-# pyproject.toml or constraints.txt changed.
+# One command for each thing to do. The first call makes .venv and builds the kernels; later calls install nothing
+# unless pyproject.toml, constraints.txt or the kernels' sources changed.
 
 PYTHON ?= python3
 MODEL =
@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+BUILT_FROM := pyproject.toml constraints.txt $(wildcard csrc/*)
 FAST := not e2e and not golden and not soak
 
 .DEFAULT_GOAL := help
@@ -47,10 +48,10 @@ clean: ## Remove what was built, and .venv
 $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
-$(RUN): pyproject.toml constraints.txt | $(BIN)/python
+$(RUN): $(BUILT_FROM) | $(BIN)/python
 	@$(INSTALL) -e .
 	@touch $@
 
-$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+$(DEV): $(BUILT_FROM) | $(BIN)/python
 	@$(INSTALL) -e '.[dev]'
 	@touch $(RUN) $@

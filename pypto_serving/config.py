@@ -47,7 +47,8 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that the engine core and its worker need. Sizes in bytes, lengths in tokens.
 
-    `num_blocks[g]` counts the null block 0. `backend_options` are read by the backend alone.
+    `num_blocks[g]` counts the null block 0. `kernels` names the instruction set of the CPU kernels, or torch.
+    `backend_options` are read by the backend alone.
     """
 
     model: str
@@ -66,6 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 1
     seed: int = 0
     num_threads: int = 0
+    kernels: str = "torch"
     log_level: str = "info"
     faults: FaultConfig = FaultConfig()
     worker_module: str = "pypto_serving.worker"
@@ -135,6 +137,7 @@ class _Resolver:
     def resolve(self) -> Resolved:
         backend = self.pick("backend", "cpu", "default")
         defaults = BACKEND_DEFAULTS[backend]
+        kernels = self._kernels() if backend == "cpu" else ""
         max_num_seqs = self.pick("max_num_seqs", defaults.max_num_seqs, f"default for {backend}")
         planner = MemoryPlanner(self.options, self.model, self.host, defaults, max_num_seqs)
         model_len, reason = planner.model_len()
@@ -147,6 +150,7 @@ class _Resolver:
             max_model_len=model_len,
             num_blocks=tuple(group.num_blocks for group in memory.groups),
             depth=defaults.depth,
+            kernels=kernels,
             **self._model(),
             **self._batching(backend, planner.step_tokens(model_len)),
             **self._process(),
@@ -162,6 +166,27 @@ class _Resolver:
         value = default if given is None else given
         self.record(name, value, reason if given is None else self.options.origin(name))
         return value
+
+    def _kernels(self) -> str:
+        """What computes on the CPU; from here on, the weights are as large as they lie there."""
+        obstacle = self.model.needs_torch
+        if not self.host.kernels:
+            obstacle = obstacle or "this installation has no kernels, because there was no C++ compiler"
+        given = self.options.kernels
+        if given in (None, "auto"):
+            kernels = "torch" if obstacle else self.host.kernels[0]
+            self.record("kernels", kernels, obstacle or "the best this machine runs")
+        else:
+            kernels = given
+            self.record("kernels", kernels, self.options.origin("kernels"))
+            if kernels != "torch" and obstacle:
+                raise ConfigError(f"{self.options.label('kernels')} is {kernels}, but {obstacle}; drop it")
+            if kernels not in ("torch", *self.host.kernels):
+                has = ", ".join(self.host.kernels)
+                raise ConfigError(f"{self.options.label('kernels')} is {kernels}, but this machine runs only {has}")
+        if kernels != "torch":
+            self.model = msgspec.structs.replace(self.model, weight_bytes=self.model.packed_bytes)
+        return kernels
 
     def _threads(self) -> tuple[int, str]:
         """One per CPU; but sharing an operation takes longer than doing it alone where there is little to read."""

@@ -10,10 +10,14 @@ import msgspec
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """`available_bytes`: memory that can be allocated now without swapping, within a container's limit."""
+    """`available_bytes`: memory that can be allocated now without swapping, within a container's limit.
+
+    `kernels`: instruction sets that the CPU kernels were built for and that this machine runs, best first.
+    """
 
     available_bytes: int
     num_cpus: int
+    kernels: tuple[str, ...] = ()
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:

@@ -13,6 +13,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.util import parse_size
 
 BACKENDS = ("cpu", "null")
+KERNELS = ("auto", "avx512_bf16", "avx512", "avx2", "portable", "torch")
 DTYPES = ("auto", "float32", "bfloat16")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
@@ -170,6 +171,7 @@ RULES: dict[str, Rule] = {
     "chat_template": Text(),
     "backend": Choice(BACKENDS),
     "dtype": Choice(DTYPES),
+    "kernels": Choice(KERNELS),
     "num_threads": Whole(1, 1024),
     "seed": Whole(0, 2**63 - 1),
     "log_level": Choice(LOG_LEVELS),
@@ -203,6 +205,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     backend: str | None = None
     dtype: str | None = None
+    kernels: str | None = None
     num_threads: int | None = None
     seed: int | None = None
     log_level: str | None = None

@@ -245,7 +245,7 @@ def check_consistency(resolved: Resolved, longest: int) -> None:
     assert engine.backend == "null" or memory.total_bytes <= memory.available_bytes
     assert 1 <= engine.max_model_len <= longest
     assert engine.enable_chunked_prefill or engine.max_num_batched_tokens >= engine.max_model_len
-    step_tokens = min(engine.max_num_batched_tokens, engine.max_model_len)
+    step_tokens = min(engine.max_num_batched_tokens, engine.max_model_len) * engine.depth
     for group, blocks in zip(engine.groups, engine.num_blocks, strict=True):
         live = group.max_live_blocks(engine.max_model_len, step_tokens)
         assert live <= blocks - 1 <= live * engine.max_num_seqs

@@ -56,6 +56,13 @@ FLAGS = (
     Flag("block_size", KV, "TOKENS", "Tokens per KV block, a power of two. (default: 16)"),
     Flag("prefix_caching", KV, "", "Reuse the KV of prompts that begin alike. (default: on)"),
     Flag("backend", DEVICE, "NAME", "cpu, or null (no model, for tests). (default: cpu)", "--device"),
+    Flag(
+        "kernels",
+        DEVICE,
+        "NAME",
+        "Instruction set of the CPU kernels: avx512_bf16, avx512, avx2 or portable; or torch, without kernels. "
+        "(default: auto, the best there is)",
+    ),
     Flag("num_threads", DEVICE, "N", "Threads that compute. (default: one per CPU)"),
     Flag("step_timeout", DEVICE, "SECONDS", "A step longer than this is a fault. (default: 120)"),
     Flag("log_level", DEVICE, "LEVEL", "debug, info, warning, error or critical. (default: info)"),

@@ -10,6 +10,7 @@ import msgspec
 from pypto_serving.config import Resolved, resolve
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.host import read_host_facts
+from pypto_serving.kernels.library import runnable
 from pypto_serving.options import Options
 from pypto_serving.types.model import ModelSpec
 
@@ -24,7 +25,7 @@ def prepare(options: Options, model: ModelSpec) -> Resolved:
     template = options.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
-    return resolve(options, model, read_host_facts())
+    return resolve(options, model, msgspec.structs.replace(read_host_facts(), kernels=runnable()))
 
 
 def model_spec(options: Options) -> ModelSpec:

@@ -24,6 +24,13 @@ PROGRAMS = LazyRegistry(
         "Qwen3MoeForCausalLM": f"{_QWEN3}.program:Qwen3Program",
     },
 )
+NATIVE_PROGRAMS = LazyRegistry(
+    "architecture",
+    {
+        "Qwen3ForCausalLM": f"{_QWEN3}.native:NativeQwen3",
+        "Qwen3MoeForCausalLM": f"{_QWEN3}.native:NativeQwen3",
+    },
+)
 
 SERVING_DTYPES = ("bfloat16", "float32")
 
@@ -43,6 +50,11 @@ class ModelFamily:
     def program(self) -> Any:
         """Class that loads and runs the model; importing it imports torch."""
         return PROGRAMS.load(self.architecture)
+
+    @property
+    def native_program(self) -> Any:
+        """Class that runs the model on the CPU kernels."""
+        return NATIVE_PROGRAMS.load(self.architecture)
 
 
 def model_family(architecture: str) -> ModelFamily:

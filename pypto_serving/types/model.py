@@ -10,8 +10,9 @@ from pypto_serving.types.kv import KVCacheGroupSpec
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint as its files describe it. `dtype` is the serving dtype of weights, activations and KV.
 
-    `max_position_embeddings` is the longest sequence in tokens, rope scaling included. `weight_bytes` counts
-    the weights as they will lie in memory.
+    `max_position_embeddings` is the longest sequence in tokens, rope scaling included. `weight_bytes` counts the
+    weights as torch holds them, `packed_bytes` as the CPU kernels do. `needs_torch` says why the kernels cannot serve
+    the model; it is empty if they can.
     """
 
     path: str
@@ -22,5 +23,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int
     num_parameters: int
     weight_bytes: int
+    packed_bytes: int = 0
+    needs_torch: str = "it has no program for the CPU kernels"
     kv_groups: tuple[KVCacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()

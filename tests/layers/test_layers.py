@@ -26,14 +26,15 @@ ALLOWED: dict[str, set[str]] = {
     "sched": {"kv"},
     "kv": set(),
     "worker": {"backend", "model", "store"},
-    "backend": {"model"},
-    "model": set(),
+    "backend": {"kernels", "model"},
+    "model": {"kernels"},
+    "kernels": set(),
     "store": set(),
     "pypto_serving": {"api"},
     "__main__": {"cli"},
 }
-TORCH_FREE = {"api", "bench", "cli", "cluster", "engine", "kv", "pd", "pypto_serving", "sched", *FLOOR}
-TORCH_FREE_MODEL = {"checkpoint", "fields", "locate", "openmp", "registry", "rope", "spec"}
+TORCH_FREE = {"api", "bench", "cli", "cluster", "engine", "kernels", "kv", "pd", "pypto_serving", "sched", *FLOOR}
+TORCH_FREE_MODEL = {"checkpoint", "fields", "locate", "native", "openmp", "packed", "registry", "rope", "spec"}
 EXCEPTIONS = {("pypto_serving.model.locate", "pypto_serving.backend.null")}
 """A spec without a checkpoint: `null_spec` makes a ModelSpec and needs neither weights nor torch."""
 SPEC_READERS = {"api", "bench", "cluster", "engine", "kv", "sched"}

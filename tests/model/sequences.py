@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.backend.cpu import CpuBackend, NativeProgram
 from pypto_serving.config import EngineConfig
 from pypto_serving.model.registry import load_spec
 
 Array = np.ndarray[Any, Any]
+
+BFLOAT16_NAN = 0x7FC0
 
 
 def load_program(
@@ -25,8 +27,9 @@ def load_program(
     max_model_len: int = 1024,
     threads: int = 2,
     block_size: int = 16,
+    kernels: str = "torch",
 ) -> Any:
-    """The CPU program of a checkpoint."""
+    """The CPU program of a checkpoint, on torch or on the kernels of an instruction set."""
     spec = load_spec(path, dtype, block_size)
     config = EngineConfig(
         model=str(path),
@@ -38,12 +41,17 @@ def load_program(
         max_model_len=max_model_len,
         max_num_batched_tokens=2048,
         num_threads=threads,
+        kernels=kernels,
     )
     return CpuBackend(config).prepare(lambda *_: None)
 
 
 def poison(program: Any, blocks: Sequence[int]) -> None:
-    program.model.arena.pages[list(blocks)] = torch.nan
+    """Fill blocks with NaN: a stale value that is read spoils everything."""
+    if isinstance(program, NativeProgram):
+        program.model.pages[list(blocks)] = BFLOAT16_NAN
+    else:
+        program.model.arena.pages[list(blocks)] = torch.nan
 
 
 @dataclass
@@ -85,7 +93,7 @@ class Sequences:
         logits = self.program.run(self.last_inputs).logits
         for (sequence, count), row in zip(work, logits, strict=True):
             sequence.computed += count
-            sequence.logits[sequence.computed - 1] = row
+            sequence.logits[sequence.computed - 1] = row.copy()
 
     def _inputs(self, work: Sequence[tuple[Sequence_, int]]) -> StepInputs:
         def int32(values: Any) -> Array:

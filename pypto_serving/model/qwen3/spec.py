@@ -117,7 +117,7 @@ class Qwen3Config:
         return (KVCacheGroupSpec(name="kv", kind="full", tensors=tensors, block_size=block_size),)
 
     def spec(self, path: str, architecture: str, dtype: str, block_size: int, eos: tuple[int, ...]) -> ModelSpec:
-        """The checkpoint as the engine sees it. A tied embedding lies in memory twice: as a table and packed."""
+        """The checkpoint as the engine sees it. In torch a tied embedding lies in memory twice: as table and packed."""
         num_parameters = sum(math.prod(shape) for shape in self.tensors().values())
         resident = num_parameters + (self.vocab_size * self.hidden_size if self.tied_embeddings else 0)
         return ModelSpec(
@@ -129,9 +129,26 @@ class Qwen3Config:
             max_position_embeddings=self.max_position_embeddings,
             num_parameters=num_parameters,
             weight_bytes=resident * DTYPE_BYTES[dtype],
+            packed_bytes=num_parameters * DTYPE_BYTES[dtype],
+            needs_torch=self._needs_torch(dtype, block_size),
             kv_groups=self.kv_groups(dtype, block_size),
             eos_token_ids=eos,
         )
+
+    def _needs_torch(self, dtype: str, block_size: int) -> str:
+        """Why the CPU kernels cannot serve the model, if so; see csrc/kernels.h for the layouts behind the numbers."""
+        widths = (self.intermediate_size, *([self.experts.intermediate_size] if self.experts else []))
+        if dtype != "bfloat16":
+            return "the kernels compute in bfloat16 only"
+        if block_size % 16:
+            return f"the kernels need a block size that is a multiple of 16, not {block_size}"
+        if self.head_dim % 32 or self.head_dim > 256:
+            return f"the kernels need a head_dim of 32, 64, ... 256, not {self.head_dim}"
+        if self.num_heads // self.num_kv_heads > 96:
+            return "the kernels share a key among at most 96 queries"
+        if self.hidden_size % 2 or any(width % 16 for width in widths):
+            return f"the kernels need an even hidden_size and intermediate sizes that are multiples of 16, not {widths}"
+        return ""
 
 
 def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:

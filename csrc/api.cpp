@@ -1,0 +1,147 @@
+// The C interface that pypto_serving/kernels binds. Sizes are checked there; pointers are the caller's to keep alive.
+#include <cstring>
+#include <new>
+
+#include "recording.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#define API extern "C" __attribute__((visibility("default")))
+
+using namespace pypto;
+
+API Engine* pypto_open(const char* name, int threads, const int* cpus, int num_cpus) {
+  const Kernels* kernels = find_kernels(name);
+  return kernels ? new Engine(kernels, threads, {cpus, cpus + num_cpus}) : nullptr;
+}
+
+API void pypto_close(Engine* engine) { delete engine; }
+
+API const char* pypto_name(const char* name) {
+  const Kernels* kernels = find_kernels(name);
+  return kernels ? kernels->name : "";
+}
+
+API int pypto_block_rows(const Engine* engine) { return engine->kernels->rows; }
+
+// Ask for huge pages: a step reads gigabytes, and each 4 KiB page costs a look-up.
+API void pypto_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__)
+  madvise(data, bytes, MADV_HUGEPAGE);
+#endif
+}
+
+namespace {
+
+class Packing final : public Job {
+ public:
+  Packing(const Kernels* kernels, Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
+          bool half)
+      : kernels_(kernels), out_(out), source_(source), stored_(stored), n_(n), k_(k), offset_(offset), half_(half) {}
+
+  void run(Member& member) override {
+    Share share(member, (n_ + 15) / 16, 4);
+    while (share.next())
+      for (int64_t group = share.begin; group < share.end; group++)
+        kernels_->pack(out_, source_, stored_, n_, k_, offset_, half_, group);
+  }
+
+ private:
+  const Kernels* kernels_;
+  Pair* out_;
+  const void* source_;
+  int stored_;
+  int64_t n_, k_, offset_;
+  bool half_;
+};
+
+}  // namespace
+
+API void pypto_pack(Engine* engine, Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
+                    int half) {
+  Packing packing(engine->kernels, out, source, stored, n, k, offset, half != 0);
+  engine->team.run(packing);
+}
+
+API Recording* pypto_record(Engine* engine) { return new Recording(engine); }
+
+API void pypto_forget(Recording* recording) { delete recording; }
+
+API int pypto_operations(const Recording* recording) { return recording->size(); }
+
+API void pypto_replay(Recording* recording, int32_t tokens, int32_t rows, int32_t logits, int32_t table_width,
+                      const int32_t* token_ids, const int32_t* positions, const int32_t* query_start,
+                      const int32_t* context_lens, const int32_t* logits_rows, const int32_t* slots,
+                      const int32_t* tables, double* seconds) {
+  Step step;
+  step.tokens = tokens, step.rows = rows, step.logits = logits, step.table_width = table_width;
+  step.token_ids = token_ids, step.positions = positions, step.query_start = query_start;
+  step.context_lens = context_lens, step.logits_rows = logits_rows, step.slots = slots, step.tables = tables;
+  recording->replay(step, seconds);
+}
+
+namespace {
+
+template <typename Values>
+void add(Recording* recording, void (*kernel)(const Values&, const Step&, Member&), const Values& values) {
+  recording->add([=](const Step& step, Member& member) { kernel(values, step, member); });
+}
+
+Cache cache_of(bf16* keys, bf16* values, int64_t block_stride, int kv_heads, int dim, int size) {
+  return {keys, values, block_stride, kv_heads, dim, size};
+}
+
+}  // namespace
+
+API void pypto_embed(Recording* r, const bf16* table, const Pair* packed, int64_t width, float* x) {
+  add(r, r->kernels().embed, Embed{table, packed, width, x});
+}
+
+API void pypto_norm(Recording* r, const float* x, const float* weight, int64_t width, float eps, int rows, Pair* out) {
+  add(r, r->kernels().norm, Norm{x, weight, width, eps, static_cast<Rows>(rows), out});
+}
+
+API void pypto_linear(Recording* r, const Pair* x, const Pair* weight, const float* bias, int64_t n, int64_t k,
+                      int rows, int finish, void* out) {
+  add(r, r->kernels().linear,
+      Linear{x, weight, bias, n, k, static_cast<Rows>(rows), static_cast<Finish>(finish), out});
+}
+
+API void pypto_heads(Recording* r, const float* x, const float* weights, const float* cos, const float* sin, float eps,
+                     int heads, bf16* queries, bf16* keys, bf16* values, int64_t block_stride, int kv_heads, int dim,
+                     int size) {
+  add(r, r->kernels().heads,
+      Heads{x, weights, cos, sin, eps, heads, queries, cache_of(keys, values, block_stride, kv_heads, dim, size)});
+}
+
+API void pypto_attend(Recording* r, const bf16* queries, int heads, bf16* keys, bf16* values, int64_t block_stride,
+                      int kv_heads, int dim, int size, Pair* out) {
+  r->attends(heads / kv_heads, kv_heads, dim);
+  add(r, r->kernels().attend,
+      Attend{queries, heads, cache_of(keys, values, block_stride, kv_heads, dim, size), out});
+}
+
+API Routing* pypto_route(Recording* r, int experts, int per_token, int normalize, const float* logits, int32_t* chosen,
+                         float* share, int32_t* order, int32_t* place, int32_t* starts, int32_t* active) {
+  Routing* routing =
+      r->keep({experts, per_token, normalize, logits, chosen, share, order, place, starts, active});
+  add(r, r->kernels().choose, *routing);
+  add(r, r->kernels().sort, *routing);
+  return routing;
+}
+
+API void pypto_gather(Recording* r, const Routing* routing, const Pair* x, int64_t k, Pair* out) {
+  add(r, r->kernels().gather, Gather{routing, x, k, out});
+}
+
+API void pypto_expert_linear(Recording* r, const Routing* routing, const Pair* x, const Pair* weight, int64_t n,
+                             int64_t k, int finish, void* out) {
+  add(r, r->kernels().expert_linear,
+      ExpertLinear{routing, {x, weight, nullptr, n, k, Rows::kTokens, static_cast<Finish>(finish), out}});
+}
+
+API void pypto_combine(Recording* r, const Routing* routing, const float* y, int64_t width, float* x) {
+  add(r, r->kernels().combine, Combine{routing, y, width, x});
+}

@@ -1,0 +1,47 @@
+// Which kernels this machine can run.
+#include <cstring>
+
+#include "kernels.h"
+
+#define DECLARE(isa)                     \
+  namespace isa {                        \
+  extern const pypto::Kernels kKernels;  \
+  }
+DECLARE(portable)
+#if defined(__x86_64__)
+DECLARE(avx512_bf16)
+DECLARE(avx512)
+DECLARE(avx2)
+#endif
+
+namespace pypto {
+namespace {
+
+struct Choice {
+  const Kernels* kernels;
+  bool runs;
+};
+
+}  // namespace
+
+const Kernels* find_kernels(const char* name) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#endif
+  const Choice choices[] = {
+#if defined(__x86_64__)
+      {&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16")},
+      {&avx512::kKernels, avx512},
+      {&avx2::kKernels, avx2},
+#endif
+      {&portable::kKernels, true},
+  };
+  for (const Choice& choice : choices)
+    if (choice.runs && (*name == '\0' || std::strcmp(choice.kernels->name, name) == 0)) return choice.kernels;
+  return nullptr;
+}
+
+}  // namespace pypto

@@ -1,0 +1,86 @@
+// Mixture of experts: which rows go where, and how their results come together.
+#pragma once
+
+#include "tile.h"
+
+namespace ISA {
+
+// The `per_token` most probable experts of each token, most probable first, ties to the lower one; their share is the
+// softmax over all experts, or over the chosen ones where `normalize`.
+static void choose(const Routing& r, const Step& step, Member& member) {
+  Share share(member, step.tokens, 1);
+  while (share.next()) {
+    const int64_t t = share.begin;
+    const float* logits = r.logits + t * r.experts;
+    int32_t* chosen = r.chosen + t * r.per_token;
+    for (int32_t slot = 0; slot < r.per_token; slot++) {
+      int32_t best = -1;
+      for (int32_t e = 0; e < r.experts; e++) {
+        bool taken = false;
+        for (int32_t i = 0; i < slot; i++) taken |= chosen[i] == e;
+        if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+      }
+      chosen[slot] = best;
+    }
+    float total = 0, mass = 0;
+    for (int32_t e = 0; e < r.experts; e++) total += std::exp(logits[e] - logits[chosen[0]]);
+    for (int32_t slot = 0; slot < r.per_token; slot++) mass += std::exp(logits[chosen[slot]] - logits[chosen[0]]);
+    for (int32_t slot = 0; slot < r.per_token; slot++)
+      r.share[t * r.per_token + slot] =
+          std::exp(logits[chosen[slot]] - logits[chosen[0]]) / (r.normalize ? mass : total);
+  }
+}
+
+// A stable counting sort of the entries by expert; one member does it.
+static void sort(const Routing& r, const Step& step, Member& member) {
+  if (member.index() != 0) return;
+  const int64_t entries = static_cast<int64_t>(step.tokens) * r.per_token;
+  std::memset(r.starts, 0, (r.experts + 1) * sizeof(int32_t));
+  for (int64_t i = 0; i < entries; i++) r.starts[r.chosen[i] + 1]++;
+  int32_t active = 0;
+  for (int32_t e = 0; e < r.experts; e++) {
+    if (r.starts[e + 1] > 0) r.active[active++] = e;
+    r.starts[e + 1] += r.starts[e];
+  }
+  r.active[r.experts] = active;
+  for (int64_t i = 0; i < entries; i++) {
+    r.place[i] = r.starts[r.chosen[i]]++;
+    r.order[r.place[i]] = static_cast<int32_t>(i);
+  }
+  for (int32_t e = r.experts; e > 0; e--) r.starts[e] = r.starts[e - 1];
+  r.starts[0] = 0;
+}
+
+static void gather(const Gather& op, const Step& step, Member& member) {
+  const Routing& r = *op.routing;
+  const int64_t pairs = op.k / 2;
+  const RowBlocks source{step.tokens, kMaxRows};
+  Share share(member, static_cast<int64_t>(step.tokens) * r.per_token, kMaxRows);
+  while (share.next()) {
+    for (int64_t place = share.begin; place < share.end; place++) {
+      const int64_t entry = r.order[place], first = r.starts[r.chosen[entry]];
+      const RowBlocks target{r.starts[r.chosen[entry] + 1] - first, kMaxRows};
+      int64_t from_stride, to_stride;
+      const Pair* from = source.at(const_cast<Pair*>(op.x), pairs, entry / r.per_token, from_stride);
+      Pair* to = target.at(op.out + first * pairs, pairs, place - first, to_stride);
+      for (int64_t p = 0; p < pairs; p++) to[p * to_stride] = from[p * from_stride];
+    }
+  }
+}
+
+static void combine(const Combine& op, const Step& step, Member& member) {
+  const Routing& r = *op.routing;
+  Share share(member, step.tokens, 1);
+  while (share.next()) {
+    const int64_t t = share.begin;
+    float* x = op.x + t * op.width;
+    for (int64_t i = 0; i < op.width; i++) {
+      float total = 0;
+      for (int64_t entry = t * r.per_token; entry < (t + 1) * r.per_token; entry++)
+        total += r.share[entry] * op.y[r.place[entry] * op.width + i];
+      x[i] += total;
+    }
+  }
+}
+
+}  // namespace ISA

@@ -1,0 +1,18 @@
+// The kernels of one instruction set; compiled once for each, with -DISA=name and its flags.
+#include "kernels.h"
+
+#include "attention.h"
+#include "experts.h"
+#include "linear.h"
+#include "rows.h"
+
+#define TEXT_OF(x) #x
+#define TEXT(x) TEXT_OF(x)
+
+namespace ISA {
+
+extern const pypto::Kernels kKernels = {
+    TEXT(ISA), kMaxRows, pack, embed, norm, linear, heads, attend, choose, sort, gather, expert_linear, combine,
+};
+
+}  // namespace ISA

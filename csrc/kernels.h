@@ -1,0 +1,173 @@
+// What the kernels of one instruction set offer, and the values they work on. Every kernel is one operation of a step:
+// each member of the team calls it, and it shares out its own loop.
+#pragma once
+
+#include <cstdint>
+
+#include "team.h"
+
+namespace pypto {
+
+typedef uint16_t bf16;
+typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
+
+// Weights [n, k] lie in panels of 32 outputs, each [k / 2][2][16] pairs: a panel is one linear stream, and two loads
+// fill two registers with 16 outputs each. Outputs behind n are zero.
+constexpr int kPanel = 32;
+
+// Activations of `rows` rows lie in blocks of nearly equal size, at most `most` rows each; a block is [k / 2][its rows]
+// pairs, so that one step of the summed dimension reads its broadcasts from consecutive addresses.
+struct RowBlocks {
+  int64_t rows, most;
+  int64_t count() const { return (rows + most - 1) / most; }
+  int64_t start(int64_t block) const { return rows * block / count(); }
+  int64_t size(int64_t block) const { return start(block + 1) - start(block); }
+  int64_t of(int64_t row) const { return ((row + 1) * count() - 1) / rows; }
+  // The first pair of `row`, and in `stride` the distance to its next one.
+  Pair* at(Pair* base, int64_t pairs, int64_t row, int64_t& stride) const {
+    const int64_t block = of(row), first = start(block);
+    stride = size(block);
+    return base + first * pairs + (row - first);
+  }
+};
+
+// The positions of one attention operation that are merged at once. Tiles lie at multiples of it.
+constexpr int kTile = 128;
+
+// Queries [first, first + queries) of the step, all of one row, attend to tiles [tile_begin, tile_end); `partial` is
+// where their results wait to be merged, or -1 where one item covers the whole history. `parts` items share it.
+struct AttentionItem {
+  int32_t row, first, queries, tile_begin, tile_end, parts;
+  int64_t partial;
+  int32_t group;
+};
+
+// One step over `rows` rows and `tokens` tokens; see StepInputs in pypto_serving/backend/base.py for the arrays.
+struct Step {
+  int32_t tokens = 0, rows = 0, logits = 0, table_width = 0;
+  const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows, *slots, *tables;
+  const AttentionItem* items = nullptr;
+  int64_t num_items = 0;
+  std::atomic<int32_t>* finished = nullptr;  // per group of items and kv head: how many have stored their partials
+  float* partials = nullptr;
+};
+
+// Which rows an operation works on.
+enum class Rows : int32_t { kTokens = 0, kLogits = 1 };
+
+inline int64_t count(const Step& step, Rows rows) { return rows == Rows::kTokens ? step.tokens : step.logits; }
+
+// x[t] = embedding row of token t. From a row-major table, or from packed weights where the output layer is the table.
+struct Embed {
+  const bf16* table;
+  const Pair* packed;
+  int64_t width;
+  float* x;
+};
+
+// out = x / rms(x) * weight in blocks, for all tokens or for those whose logits are wanted.
+struct Norm {
+  const float *x, *weight;
+  int64_t width;
+  float eps;
+  Rows rows;
+  Pair* out;
+};
+
+// What becomes of a product.
+enum class Finish : int32_t {
+  kStore = 0,  // out[row, n] = y, float32
+  kAdd = 1,    // out[row, n] += y, float32
+  kGate = 2,   // blocks: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
+};
+
+// y = x W^T + bias, x in blocks of k / 2 pairs.
+struct Linear {
+  const Pair *x, *weight;
+  const float* bias;  // [panels * 32], or null
+  int64_t n, k;
+  Rows rows;
+  Finish finish;
+  void* out;  // float32 [rows, n], or blocks of n / 4 pairs for kGate, whose n counts gate and up
+};
+
+// Keys and values of a layer. A block of `size` tokens holds for each kv head keys [size / 16][dim / 2][16] pairs of
+// dimensions, and values [size / 2][dim] pairs of tokens: both are read as the panels of a product.
+struct Cache {
+  bf16* keys;    // of block 0
+  bf16* values;  // of block 0
+  int64_t block_stride;  // bf16 from one block to the next
+  int32_t kv_heads, dim, size;
+};
+
+// Splits x [t, (heads + 2 kv_heads) * dim]; normalises and turns queries and keys; stores queries [t, heads, dim] as
+// bfloat16, keys and values in the cache. `weights` [heads + kv_heads, dim] includes the scale of the scores, in base 2.
+struct Heads {
+  const float *x, *weights, *cos, *sin;  // cos, sin [positions, dim / 2]
+  float eps;
+  int32_t heads;
+  bf16* queries;
+  Cache cache;
+};
+
+// Attention of all queries over the cache, into blocks of heads * dim / 2 pairs.
+struct Attend {
+  const bf16* queries;
+  int32_t heads;
+  Cache cache;
+  Pair* out;
+};
+
+// Who goes to which expert in one layer. An entry is token * per_token + slot; entries [starts[e], starts[e + 1]) in
+// `order` are those of expert e, by token.
+struct Routing {
+  int32_t experts, per_token, normalize;
+  const float* logits;     // [t, experts]
+  int32_t* chosen;         // [t, per_token]
+  float* share;            // [t, per_token]
+  int32_t *order, *place;  // [t * per_token]: entry at a place, place of an entry
+  int32_t* starts;         // [experts + 1]
+  int32_t* active;         // experts with entries, and behind the last one their number at [experts]
+};
+
+struct Gather {
+  const Routing* routing;
+  const Pair* x;  // blocks of all tokens
+  int64_t k;
+  Pair* out;  // blocks of each expert's entries
+};
+
+struct ExpertLinear {
+  const Routing* routing;
+  Linear linear;  // `weight` is expert 0's; `rows` is not used
+};
+
+// x[t] += sum over slots of share * y[place of (t, slot)], in slot order.
+struct Combine {
+  const Routing* routing;
+  const float* y;
+  int64_t width;
+  float* x;
+};
+
+struct Kernels {
+  const char* name;
+  int rows;  // at most so many in a block
+  void (*pack)(Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset, bool half,
+               int64_t group);
+  void (*embed)(const Embed&, const Step&, Member&);
+  void (*norm)(const Norm&, const Step&, Member&);
+  void (*linear)(const Linear&, const Step&, Member&);
+  void (*heads)(const Heads&, const Step&, Member&);
+  void (*attend)(const Attend&, const Step&, Member&);
+  void (*choose)(const Routing&, const Step&, Member&);
+  void (*sort)(const Routing&, const Step&, Member&);
+  void (*gather)(const Gather&, const Step&, Member&);
+  void (*expert_linear)(const ExpertLinear&, const Step&, Member&);
+  void (*combine)(const Combine&, const Step&, Member&);
+};
+
+// The best that this machine runs, or the one called `name`; null if there is none such.
+const Kernels* find_kernels(const char* name);
+
+}  // namespace pypto

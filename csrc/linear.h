@@ -1,0 +1,124 @@
+// Products with packed weights, for all rows of a step and for those of each expert.
+#pragma once
+
+#include "tile.h"
+
+namespace ISA {
+
+// About this many bytes of weights are taken at once: a linear stream long enough for the prefetchers of the hardware,
+// and short enough that the last pieces balance the threads.
+constexpr int64_t kGrainBytes = 64 << 10;
+
+INLINE void finish_rows(const Linear& op, int64_t panel, const RowBlocks& blocks, int64_t block, float* tile) {
+  const int64_t first = blocks.start(block), size = blocks.size(block);
+  const int64_t column = panel * kPanel, used = min(kPanel, op.n - column);
+  for (int64_t m = 0; m < size; m++) {
+    float* y = tile + m * kPanel;
+    if (op.bias) {
+      store(y, load(y) + load(op.bias + column));
+      store(y + kLanes, load(y + kLanes) + load(op.bias + column + kLanes));
+    }
+    if (op.finish == Finish::kGate) {
+      int64_t stride;
+      Pair* out = blocks.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
+      store_pairs(out + panel * (kLanes / 2) * stride, stride, silu(load(y)) * load(y + kLanes));
+      continue;
+    }
+    float* out = static_cast<float*>(op.out) + (first + m) * op.n + column;
+    if (op.finish == Finish::kAdd) {
+      for (int64_t i = 0; i < used; i++) out[i] += y[i];
+    } else {
+      for (int64_t i = 0; i < used; i++) out[i] = y[i];
+    }
+  }
+}
+
+// One panel times all blocks. A panel stays in the second-level cache while blocks of rows pass by; the first of them
+// fetches the next panel. Up to 4 rows the hardware does that as well, since there is little else to do.
+INLINE void one_panel(const Linear& op, int64_t panel, const RowBlocks& blocks) {
+  const int64_t pairs = op.k / 2, panel_pairs = pairs * kPanel;
+  const Pair* weight = op.weight + panel * panel_pairs;
+  const char* next = reinterpret_cast<const char*>(weight + panel_pairs);
+  const bool fetches = blocks.rows > 4 && (panel + 1) * kPanel < op.n;
+  alignas(64) float tile[kMaxRows * kPanel];
+  Stretch stretch{weight, weight + kLanes, pairs, {fetches ? next : nullptr, next + 64}};
+  for (int64_t block = 0; block < blocks.count(); block++) {
+    multiply<0>(blocks.size(block),
+                {op.x + blocks.start(block) * pairs, &stretch, 1, kPanel, 128, tile, kPanel});
+    finish_rows(op, panel, blocks, block, tile);
+    stretch.ahead[0] = nullptr;
+  }
+}
+
+static void linear(const Linear& op, const Step& step, Member& member) {
+  const RowBlocks blocks{count(step, op.rows), kMaxRows};
+  if (blocks.rows == 0) return;
+  const int64_t panels = (op.n + kPanel - 1) / kPanel, panel_bytes = op.k * kPanel * 2;
+  Share share(member, panels, panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1);
+  while (share.next())
+    for (int64_t panel = share.begin; panel < share.end; panel++) one_panel(op, panel, blocks);
+}
+
+// As `linear`, for the experts that have rows: an item is one panel of one of them.
+static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
+  const Routing& routing = *op.routing;
+  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, pairs = op.linear.k / 2;
+  Share share(member, routing.active[routing.experts] * panels, 1);
+  while (share.next()) {
+    const int64_t expert = routing.active[share.begin / panels], panel = share.begin % panels;
+    const int64_t first = routing.starts[expert];
+    Linear one = op.linear;
+    one.x += first * pairs;
+    one.weight += expert * panels * pairs * kPanel;
+    one.out = op.linear.finish == Finish::kGate
+                  ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))
+                  : static_cast<void*>(static_cast<float*>(one.out) + first * one.n);
+    one_panel(one, panel, {routing.starts[expert + 1] - first, kMaxRows});
+  }
+}
+
+enum Stored { kBf16 = 0, kF32 = 1, kF16 = 2 };
+
+INLINE float half_to_float(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+  float y;
+  if (exponent == 0) {
+    y = static_cast<float>(fraction) * 5.9604645e-8f;
+    return sign ? -y : y;
+  }
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+template <int kStored>
+INLINE bf16 stored_bf16(const void* source, int64_t i) {
+  if (kStored == kBf16) return static_cast<const bf16*>(source)[i];
+  if (kStored == kF32) return narrow(static_cast<const float*>(source)[i]);
+  return narrow(half_to_float(static_cast<const uint16_t*>(source)[i]));
+}
+
+template <int kStored>
+static void pack_rows(Pair* out, const void* source, int64_t n, int64_t k, int64_t first) {
+  for (int64_t p = 0; p < k / 2; p++) {
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const int64_t i = (first + lane) * k + 2 * p;
+      const bool exists = first + lane < n;
+      const bf16 low = exists ? stored_bf16<kStored>(source, i) : 0, high = exists ? stored_bf16<kStored>(source, i + 1) : 0;
+      out[p * kPanel + lane] = low | static_cast<Pair>(high) << 16;
+    }
+  }
+}
+
+// Rows [16 * group, 16 * group + 16) of a stored matrix [n, k] into half a panel; rows behind n become zeros. Output
+// offset + i stands for row i; where the matrix is `half` of panels that two matrices share, one panel's 16 outputs do.
+static void pack(Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset, bool half,
+                 int64_t group) {
+  const int64_t first = group * kLanes, output = half ? group * kPanel + offset : offset + first;
+  Pair* target = out + output / kPanel * (k / 2) * kPanel + output % kPanel;
+  if (stored == kBf16) return pack_rows<kBf16>(target, source, n, k, first);
+  if (stored == kF32) return pack_rows<kF32>(target, source, n, k, first);
+  return pack_rows<kF16>(target, source, n, k, first);
+}
+
+}  // namespace ISA

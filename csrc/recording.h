@@ -1,0 +1,51 @@
+// A step recorded once as a list of operations, replayed by one call.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+
+namespace pypto {
+
+// Owns the team and names the kernels that run on it.
+struct Engine {
+  Engine(const Kernels* kernels, int threads, const std::vector<int>& cpus) : kernels(kernels), team(threads, cpus) {}
+  const Kernels* kernels;
+  Team team;
+};
+
+// Owns the operations of a step and what its attention plans; not to be run by two threads at once.
+class Recording final : public Job {
+ public:
+  using Operation = std::function<void(const Step&, Member&)>;
+
+  explicit Recording(Engine* engine) : engine_(engine) {}
+  const Kernels& kernels() const { return *engine_->kernels; }
+  void add(Operation operation) { operations_.push_back(std::move(operation)); }
+  // Attention that `replay` plans for; `shared` query heads read one of `kv_heads`.
+  void attends(int shared, int kv_heads, int dim);
+  Routing* keep(const Routing& routing);
+  // Compute one step. With `seconds` [operations], adds the time that each took.
+  void replay(const Step& step, double* seconds);
+  int size() const { return static_cast<int>(operations_.size()); }
+  void run(Member& member) override;
+
+ private:
+  void plan();
+  void split(int64_t parts);
+
+  Engine* engine_;
+  std::vector<Operation> operations_;
+  std::vector<std::unique_ptr<Routing>> routings_;
+  int shared_ = 0, kv_heads_ = 0, dim_ = 0;
+  Step step_;
+  double* seconds_ = nullptr;
+  std::vector<AttentionItem> items_;
+  std::vector<float> partials_;
+  std::unique_ptr<std::atomic<int32_t>[]> finished_;
+  int64_t finished_size_ = 0;
+};
+
+}  // namespace pypto

@@ -1,0 +1,160 @@
+// Sixteen lanes, whatever the machine: one AVX-512 register, two of AVX2, or what the compiler makes of it.
+//
+// All arithmetic of the kernels goes through these functions. Contraction is off (-ffp-contract=off), so a fused
+// multiply-add happens exactly where `fma` is written, and one source gives one result in every place it is inlined.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#ifndef ISA
+#error "compile with -DISA=name"
+#endif
+
+namespace ISA {
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(64), may_alias));
+typedef int32_t Ints __attribute__((vector_size(64), may_alias));
+typedef uint16_t bf16;
+typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE Floats load(const float* p) {
+  Floats x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+INLINE Ints load_pairs(const Pair* p) {
+  Ints x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+INLINE void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
+
+INLINE Floats set1(float x) { return Floats{} + x; }
+
+INLINE Ints set1(Pair x) { return Ints{} + static_cast<int32_t>(x); }
+
+INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  union { Floats all; __m256 half[2]; } x{a}, y{b}, z{c}, r;
+  r.half[0] = _mm256_fmadd_ps(x.half[0], y.half[0], z.half[0]);
+  r.half[1] = _mm256_fmadd_ps(x.half[1], y.half[1], z.half[1]);
+  return r.all;
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+
+// Sum and largest of all lanes, in the order of a binary tree.
+INLINE float sum(Floats x) {
+  float lane[kLanes];
+  store(lane, x);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+INLINE float largest(Floats x) {
+  float lane[kLanes];
+  store(lane, x);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
+  return lane[0];
+}
+
+INLINE Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+INLINE float widen(bf16 x) {
+  uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+// Rounded to the nearest, ties to even; not a number stays so.
+INLINE bf16 narrow(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+INLINE Floats low_halves(Ints pairs) { return (Floats)(pairs << 16); }
+
+INLINE Floats high_halves(Ints pairs) { return (Floats)(pairs & static_cast<int32_t>(0xffff0000)); }
+
+// Sixteen floats as bfloat16 in memory.
+INLINE void store_narrow(bf16* p, Floats x) {
+#if defined(__AVX512BF16__)
+  const __m256bh y = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(p, &y, sizeof y);
+#else
+  float lane[kLanes];
+  store(lane, x);
+  for (int i = 0; i < kLanes; i++) p[i] = narrow(lane[i]);
+#endif
+}
+
+INLINE Floats load_widen(const bf16* p) {
+#if defined(__AVX512F__)
+  __m256i x;
+  std::memcpy(&x, p, sizeof x);
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16);
+#else
+  float lane[kLanes];
+  for (int i = 0; i < kLanes; i++) lane[i] = widen(p[i]);
+  return load(lane);
+#endif
+}
+
+// total + a.low * b.low + a.high * b.high in every lane: one vdpbf16ps where there is one.
+INLINE Floats dot(Floats total, Ints a, Ints b) {
+#if defined(__AVX512BF16__)
+  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+  return fma(high_halves(a), high_halves(b), fma(low_halves(a), low_halves(b), total));
+#endif
+}
+
+// 2^x for x in [-126, 126]; 0 below, exactly 1 at 0. The remainder in [-1/2, 1/2] goes through the Taylor series of
+// 2^f to the 7th power: relative error below 2e-8 before rounding.
+INLINE Floats exp2(Floats x) {
+  const Floats clamped = smaller(larger(x, set1(-126.0f)), set1(126.0f));
+  const Floats magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number in the low bits
+  const Floats shifted = clamped + magic;
+  const Floats f = clamped - (shifted - magic);
+  Floats y = set1(1.5252734e-5f);
+  y = fma(y, f, set1(1.5403530e-4f));
+  y = fma(y, f, set1(1.3333558e-3f));
+  y = fma(y, f, set1(9.6181291e-3f));
+  y = fma(y, f, set1(5.5504109e-2f));
+  y = fma(y, f, set1(2.4022651e-1f));
+  y = fma(y, f, set1(6.9314718e-1f));
+  y = fma(y, f, set1(1.0f));
+  const Floats scaled = (Floats)((Ints)y + ((Ints)shifted << 23));
+  return x < set1(-126.0f) ? Floats{} : scaled;
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// x * sigmoid(x): Elfwing et al. 2017, arXiv:1702.03118.
+INLINE Floats silu(Floats x) { return x / (set1(1.0f) + exp2(x * set1(-kLog2E))); }
+
+}  // namespace ISA

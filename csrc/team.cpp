@@ -1,0 +1,110 @@
+#include "team.h"
+
+#include <algorithm>
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace pypto {
+namespace {
+
+// About 100 us: longer than any imbalance between threads that run, shorter than a time slice of the scheduler.
+constexpr int kSpins = 4000;
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Wait until `value` is no longer `old`: spin, then sleep in the kernel.
+void await(std::atomic<uint32_t>& value, uint32_t old) {
+  for (int i = 0; i < kSpins; i++) {
+    if (value.load(std::memory_order_acquire) != old) return;
+    pause();
+  }
+  value.wait(old, std::memory_order_acquire);
+}
+
+// A thread inherits the mask of the one that starts it, which libraries may have narrowed to a single CPU.
+void allow(pthread_t thread, const std::vector<int>& cpus) {
+#if defined(__linux__)
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  for (int cpu : cpus) CPU_SET(cpu, &mask);
+  if (!cpus.empty()) pthread_setaffinity_np(thread, sizeof mask, &mask);
+#endif
+}
+
+}  // namespace
+
+int Member::count() const { return team_->count_; }
+
+void Member::meet() { team_->meet(); }
+
+Share::Share(Member& member, int64_t total, int64_t grain)
+    : team_(member.team_), total_(total), grain_(grain), index_(member.index_) {}
+
+bool Share::next() {
+  const int count = team_->count_;
+  for (; visited_ < count; visited_++) {
+    const int owner = (index_ + visited_) % count;
+    const int64_t first = total_ * owner / count, last = total_ * (owner + 1) / count;
+    begin = first + team_->cursors_[owner].taken.fetch_add(grain_, std::memory_order_relaxed);
+    if (begin < last) {
+      end = std::min(last, begin + grain_);
+      return true;
+    }
+  }
+  return false;
+}
+
+Team::Team(int count, const std::vector<int>& cpus) : count_(count), cursors_(new Cursor[count]) {
+  allow(pthread_self(), cpus);
+  for (int index = 1; index < count; index++) {
+    threads_.emplace_back([this, index] { work(index); });
+    allow(threads_.back().native_handle(), cpus);
+  }
+}
+
+Team::~Team() {
+  stopping_ = true;
+  started_.fetch_add(1, std::memory_order_release);
+  started_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+void Team::run(Job& job) {
+  job_ = &job;
+  started_.fetch_add(1, std::memory_order_release);
+  started_.notify_all();
+  Member member(this, 0);
+  job.run(member);
+  meet();
+}
+
+void Team::work(int index) {
+  Member member(this, index);
+  for (uint32_t seen = 0;;) {
+    started_.wait(seen, std::memory_order_acquire);
+    seen++;
+    if (stopping_) return;
+    job_->run(member);
+    meet();
+  }
+}
+
+void Team::meet() {
+  const uint32_t met = met_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < static_cast<uint32_t>(count_)) return await(met_, met);
+  for (int i = 0; i < count_; i++) cursors_[i].taken.store(0, std::memory_order_relaxed);
+  arrived_.store(0, std::memory_order_relaxed);
+  met_.store(met + 1, std::memory_order_release);
+  if (count_ > 1) met_.notify_all();
+}
+
+}  // namespace pypto

@@ -1,0 +1,118 @@
+"""Readable torch programs on this machine's cores: float32, and what the kernels do not serve."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import Any
+
+import pypto_serving.model.openmp  # noqa: F401
+
+# isort: split
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pypto_serving.backend.base import Int32Array, Progress, StepInputs, StepOutput
+from pypto_serving.backend.cpu import program_fingerprint
+from pypto_serving.config import EngineConfig
+from pypto_serving.host import read_host_facts
+from pypto_serving.model.loader import Weights
+from pypto_serving.model.registry import model_family
+from pypto_serving.model.step import StepTensors
+from pypto_serving.util import ceil_div
+
+LAYOUT = "block, layer, k or v, head, row"
+"""Order of the dimensions of a block's pages; part of the fingerprint."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+class TorchProgram:
+    """A model on this machine's cores. Implements Program."""
+
+    def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes) -> None:
+        self.model = model
+        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.fingerprint = fingerprint
+
+    def run(self, inputs: StepInputs) -> StepOutput:
+        """Compute one step: write the K/V of its tokens, then return float32 logits of `inputs.logits_rows`."""
+        with torch.inference_mode():
+            tokens = _recurring_rows(len(inputs.token_ids), self.model.rows)
+            step = StepTensors(
+                token_ids=_int64(inputs.token_ids, tokens),
+                positions=_int64(inputs.positions, tokens),
+                query_start=_int64(inputs.query_start),
+                context_lens=_int64(inputs.context_lens),
+                logits_rows=_int64(inputs.logits_rows, _recurring_rows(len(inputs.logits_rows), self.model.rows)),
+                slots=tuple(_int64(slots, tokens) for slots in inputs.slot_mapping),
+                block_tables=tuple(map(_int64, inputs.block_tables)),
+            )
+            logits = self.model.forward(step)[: len(inputs.logits_rows)]
+            return StepOutput(logits=logits.numpy())
+
+
+def prepare(config: EngineConfig, architecture: str, model_config: Any, progress: Progress) -> TorchProgram:
+    """Load weights, allocate the KV arena and run two warm-up steps. Raises ModelError."""
+    torch.set_num_threads(config.num_threads or read_host_facts().num_cpus)
+    model_class = model_family(architecture).program
+    with torch.inference_mode():
+        model = model_class(model_config, Weights(config.model, config.dtype, progress), config)
+    _keep_freed_memory()
+    numerics = (f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), LAYOUT)
+    program = TorchProgram(model, config, program_fingerprint(config, architecture, model_class.name, *numerics))
+    steps = _warm_up_steps(config)
+    for done, step in enumerate(steps):
+        progress("warm-up", done, len(steps))
+        program.run(step)
+    progress("warm-up", len(steps), len(steps))
+    return program
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to reuse freed memory, or every large activation of every step is mapped and zeroed anew."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+def _recurring_rows(n: int, fewest: int) -> int:
+    """`n` rounded up to one of few numbers: oneDNN prepares code, and keeps it, for every row count that it meets."""
+    step = 4 if n <= 4 else 8 if n <= 64 else 32 if n <= 256 else 64
+    return max(fewest, ceil_div(n, step) * step) if n else 0
+
+
+def _int64(array: Int32Array, padded: int = 0) -> Tensor:
+    """`array`, with zeros up to length `padded`: tokens of no row, in the null block."""
+    return F.pad(torch.from_numpy(array).long(), (0, max(0, padded - len(array))))
+
+
+def _warm_up_steps(config: EngineConfig) -> list[StepInputs]:
+    """The longest prompt chunk and the largest batch of decodes, all in null blocks.
+
+    They take the memory that steps will need and prepare oneDNN's code before the first request comes.
+    """
+    longest = min(config.max_num_batched_tokens, config.max_model_len)
+    most = min(config.max_num_batched_tokens, config.max_num_seqs)
+    return [_null_step(config, [longest]), _null_step(config, [1] * most)]
+
+
+def _null_step(config: EngineConfig, counts: list[int]) -> StepInputs:
+    """Rows of `counts` tokens from position 0 on, of which the last one is sampled."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    tokens, groups = int(ends[-1]), config.groups
+    return StepInputs(
+        token_ids=np.zeros(tokens, dtype=np.int32),
+        positions=np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        query_start=np.concatenate([np.zeros(1, dtype=np.int32), ends]),
+        context_lens=np.array(counts, dtype=np.int32),
+        logits_rows=ends - 1,
+        slot_mapping=tuple(np.zeros(tokens, dtype=np.int32) for _ in groups),
+        block_tables=tuple(
+            np.zeros((len(counts), ceil_div(max(counts), group.block_size)), dtype=np.int32) for group in groups
+        ),
+        fresh_blocks=tuple(np.empty(0, dtype=np.int32) for _ in groups),
+    )

@@ -1,0 +1,17 @@
+"""The CPU kernels of `csrc/`: a shared library that is there if a C++ compiler was when the package was built."""
+
+from __future__ import annotations
+
+from pypto_serving.kernels.engine import (
+    CacheLayer,
+    Engine,
+    Matrix,
+    Recording,
+    Routing,
+    Rows,
+    Stored,
+    huge_pages,
+)
+from pypto_serving.kernels.library import runnable
+
+__all__ = ["CacheLayer", "Engine", "Matrix", "Recording", "Routing", "Rows", "Stored", "huge_pages", "runnable"]

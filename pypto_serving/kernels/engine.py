@@ -1,0 +1,274 @@
+"""What the library's kernels look like from Python: an Engine of threads, and a Recording of a step.
+
+Activations travel between operations as float32 rows, `[rows, width]`, or as blocks of bfloat16 pairs, the layout that
+products read (csrc/kernels.h). Both are numpy arrays of the caller's; a recording keeps those it was given alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.kernels.library import library, runnable
+from pypto_serving.util import ceil_div
+
+Array = NDArray[Any]
+Float32Array = NDArray[np.float32]
+BFloat16Array = NDArray[np.uint16]
+PairArray = NDArray[np.uint32]
+
+PANEL = 32
+"""Outputs per panel of packed weights."""
+
+_GATE_HALF = 16
+
+
+class Stored(enum.IntEnum):
+    """Element types that weights are packed from."""
+
+    BF16 = 0
+    F32 = 1
+    F16 = 2
+
+
+class Rows(enum.IntEnum):
+    """Which rows of a step an operation works on: all tokens, or those whose logits are wanted."""
+
+    TOKENS = 0
+    LOGITS = 1
+
+
+class _Finish(enum.IntEnum):
+    STORE = 0
+    ADD = 1
+    GATE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Packed weights of `count` matrices [n, k], uint32 [count * panels * k / 2 * 32]; see csrc/kernels.h."""
+
+    pairs: PairArray
+    n: int
+    k: int
+    bias: Float32Array | None = None
+
+    @staticmethod
+    def size(n: int, k: int, count: int = 1) -> int:
+        """Pairs that `count` matrices [n, k] take."""
+        return count * ceil_div(n, PANEL) * PANEL * k // 2
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """Keys and values of one layer in an arena of pages, uint16 [blocks, layers, 2, kv_heads, size * dim]."""
+
+    pages: BFloat16Array
+    layer: int
+    dim: int
+
+    def arguments(self) -> tuple[int, int, int, int, int, int]:
+        """Addresses of keys and values in block 0, uint16 per block, kv heads, dim, tokens per block."""
+        _, layers, _, kv_heads, elements = self.pages.shape
+        keys = self.pages.ctypes.data + self.layer * 2 * kv_heads * elements * 2
+        stride = layers * 2 * kv_heads * elements
+        return keys, keys + kv_heads * elements * 2, stride, kv_heads, self.dim, elements // self.dim
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Handle of a recorded routing: which tokens go to which experts of a layer."""
+
+    handle: int
+    experts: int
+    per_token: int
+
+
+def huge_pages(array: Array) -> None:
+    """Ask the system to back `array` with huge pages."""
+    lib = library()
+    assert lib is not None
+    page = 4096
+    start = ceil_div(array.ctypes.data, page) * page
+    length = (array.ctypes.data + array.nbytes - start) // page * page
+    if length > 0:
+        lib.pypto_huge_pages(start, length)
+
+
+class Engine:
+    """Owns `threads` threads, the caller's among them, that run kernels for one instruction set on `cpus`."""
+
+    def __init__(self, instruction_set: str = "", threads: int = 1, cpus: set[int] | None = None) -> None:
+        """Raises ConfigError where this machine does not run `instruction_set` (by default its best)."""
+        lib = library()
+        chosen = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
+        mask = (ctypes.c_int * len(chosen))(*chosen)
+        self._handle = lib.pypto_open(instruction_set.encode(), threads, mask, len(chosen)) if lib is not None else None
+        if lib is None or not self._handle:
+            has = ", ".join(runnable()) or "none: it was built without a C++ compiler"
+            raise ConfigError(f"no kernels for {instruction_set or 'this machine'} here; this installation has {has}")
+        self._lib = lib
+        self.instruction_set = instruction_set or runnable()[0]
+        self.threads = threads
+
+    @property
+    def block_rows(self) -> int:
+        """Most rows in a block of activations."""
+        return int(self._lib.pypto_block_rows(self._handle))
+
+    def pack(self, out: PairArray, source: int, stored: Stored, n: int, k: int, offset: int = 0) -> None:
+        """Rows of a stored matrix [n, k] at address `source` become outputs `offset` on of packed `out`.
+
+        Raises ValueError where they would not lie in whole half panels of `out`, or k is odd.
+        """
+        if k % 2 or offset % _GATE_HALF or Matrix.size(offset + n, k) > out.size:
+            raise ValueError(f"[{n}, {k}] does not go into {out.size} pairs at output {offset}")
+        self._lib.pypto_pack(self._handle, out.ctypes.data, source, stored, n, k, offset, 0)
+
+    def pack_gate(self, out: PairArray, source: int, stored: Stored, n: int, k: int, half: int) -> None:
+        """Rows of a stored matrix [n, k] become half 0 (gate) or 1 (up) of each panel of `out`."""
+        if k % 2 or n % _GATE_HALF or Matrix.size(2 * n, k) > out.size:
+            raise ValueError(f"[{n}, {k}] does not go into half of {out.size} pairs")
+        self._lib.pypto_pack(self._handle, out.ctypes.data, source, stored, n, k, half * _GATE_HALF, 1)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._handle:
+            self._lib.pypto_close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+
+class Recording:
+    """A step, recorded once as a list of operations in the order of the calls, and replayed by one native call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._lib = engine, engine._lib
+        self._handle = self._lib.pypto_record(engine._handle)
+        self._kept: list[object] = []
+        self.names: list[str] = []
+
+    def _add(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the library; arrays become addresses and are kept, None becomes a null pointer."""
+        self._kept.extend(argument for argument in arguments if isinstance(argument, np.ndarray))
+        values = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
+        result = getattr(self._lib, f"pypto_{name}")(self._handle, *values)
+        self.names += [name] * (self._lib.pypto_operations(self._handle) - len(self.names))
+        return result
+
+    def embed(self, table: BFloat16Array, x: Float32Array) -> None:
+        """x [tokens, width] = rows of `table` [vocab, width]."""
+        self._add("embed", table, None, x.shape[1], x)
+
+    def embed_packed(self, table: Matrix, x: Float32Array) -> None:
+        """x [tokens, width] = rows of a packed `table` [vocab, width]."""
+        self._add("embed", None, table.pairs, x.shape[1], x)
+
+    def norm(self, x: Float32Array, weight: Float32Array, eps: float, out: PairArray, rows: Rows = Rows.TOKENS) -> None:
+        """Blocks of x / rms(x) * weight, x [tokens, width]: arXiv:1910.07467."""
+        self._add("norm", x, weight, x.shape[1], eps, rows, out)
+
+    def linear(self, x: PairArray, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
+        """out [rows, n] = x W^T + b."""
+        self._linear(x, matrix, _Finish.STORE, out, rows)
+
+    def linear_add(self, x: PairArray, matrix: Matrix, out: Float32Array) -> None:
+        """out [tokens, n] += x W^T + b."""
+        self._linear(x, matrix, _Finish.ADD, out, Rows.TOKENS)
+
+    def linear_gate(self, x: PairArray, matrix: Matrix, out: PairArray) -> None:
+        """Blocks of silu(x G^T) * (x U^T), for a matrix packed from G and U with `pack_gate`."""
+        self._linear(x, matrix, _Finish.GATE, out, Rows.TOKENS)
+
+    def _linear(self, x: PairArray, matrix: Matrix, finish: _Finish, out: Array, rows: Rows) -> None:
+        self._add("linear", x, matrix.pairs, matrix.bias, matrix.n, matrix.k, rows, finish, out)
+
+    def heads(
+        self,
+        x: Float32Array,
+        weights: Float32Array,
+        cos: Float32Array,
+        sin: Float32Array,
+        eps: float,
+        queries: BFloat16Array,
+        cache: CacheLayer,
+    ) -> None:
+        """Queries, keys and values from x [tokens, heads + 2 kv_heads, dim]: head norm, rotation, cache write.
+
+        `weights` [heads + kv_heads, dim] are the norms' weights, those of queries times log2(e) / sqrt(dim); `cos` and
+        `sin` are [positions, dim / 2]; `queries` become [tokens, heads, dim].
+        """
+        self._kept.append(cache.pages)
+        self._add("heads", x, weights, cos, sin, eps, queries.shape[1], queries, *cache.arguments())
+
+    def attend(self, queries: BFloat16Array, cache: CacheLayer, out: PairArray) -> None:
+        """Blocks of causal attention of queries [tokens, heads, dim] over the cache."""
+        self._kept.append(cache.pages)
+        self._add("attend", queries, queries.shape[1], *cache.arguments(), out)
+
+    def route(self, logits: Float32Array, per_token: int, normalize: bool) -> Routing:
+        """Send each token to the `per_token` likeliest of the experts in logits [tokens, experts]."""
+        tokens, experts = logits.shape
+        entries = tokens * per_token
+        chosen, order, place = (np.zeros(entries, np.int32) for _ in range(3))
+        share = np.zeros(entries, np.float32)
+        starts, active = (np.zeros(experts + 1, np.int32) for _ in range(2))
+        handle = self._add("route", experts, per_token, normalize, logits, chosen, share, order, place, starts, active)
+        return Routing(handle, experts, per_token)
+
+    def gather(self, routing: Routing, x: PairArray, k: int, out: PairArray) -> None:
+        """Blocks of each expert's rows, from blocks x of all tokens."""
+        self._add("gather", routing.handle, x, k, out)
+
+    def expert_linear(self, routing: Routing, x: PairArray, matrix: Matrix, out: Float32Array) -> None:
+        """out [entries, n] = x W_e^T, each entry with the matrix of its expert."""
+        self._add("expert_linear", routing.handle, x, matrix.pairs, matrix.n, matrix.k, _Finish.STORE, out)
+
+    def expert_gate(self, routing: Routing, x: PairArray, matrix: Matrix, out: PairArray) -> None:
+        """As `linear_gate`, each entry with the matrix of its expert."""
+        self._add("expert_linear", routing.handle, x, matrix.pairs, matrix.n, matrix.k, _Finish.GATE, out)
+
+    def combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
+        """x [tokens, width] += the entries y of each token, times their share, in slot order."""
+        self._add("combine", routing.handle, y, x.shape[1], x)
+
+    def replay(
+        self,
+        token_ids: Array,
+        positions: Array,
+        query_start: Array,
+        context_lens: Array,
+        logits_rows: Array,
+        slots: Array,
+        block_table: Array,
+        seconds: NDArray[np.float64] | None = None,
+    ) -> None:
+        """Compute one step; the arrays are those of StepInputs, int32 and contiguous but for the table's rows.
+
+        `seconds` [operations], where given, grows by the time that each operation took.
+        """
+        self._lib.pypto_replay(
+            self._handle,
+            len(token_ids),
+            len(context_lens),
+            len(logits_rows),
+            block_table.strides[0] // 4,
+            *(a.ctypes.data for a in (token_ids, positions, query_start, context_lens, logits_rows, slots)),
+            block_table.ctypes.data,
+            None if seconds is None else seconds.ctypes.data,
+        )
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._lib.pypto_forget(self._handle)
+            self._handle = None

@@ -1,0 +1,146 @@
+"""Weights for the CPU kernels: read from a checkpoint's maps, packed by all threads. Torch-free."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.kernels import Engine, Matrix, Stored, huge_pages
+from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
+from pypto_serving.util import ceil_div
+
+Progress = Callable[[str, int, int], None]
+
+_STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16}
+_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+
+
+class PackedWeights:
+    """Owns the maps of a checkpoint's files while a model is built.
+
+    Files are mapped, and pages given back once they are packed: the only copy is the one that is served.
+    Reports `progress("weights", bytes done, bytes in total)`.
+    """
+
+    def __init__(self, model_dir: str | Path, engine: Engine, progress: Progress) -> None:
+        self._engine = engine
+        self._checkpoint = Checkpoint.open(model_dir)
+        self._progress = progress
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._done = self._total = 0
+
+    def require(self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool]) -> None:
+        """Check all tensors before any is read; raises ModelError (see Checkpoint.require)."""
+        self._checkpoint.require(inventory, ignores)
+        self._total = sum(t.end - t.begin for t in (self._checkpoint.tensors[name] for name in inventory))
+        self._progress("weights", 0, self._total)
+
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has a tensor called `name`."""
+        return name in self._checkpoint.tensors
+
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """A tensor of one dimension in float32, rounded to bfloat16 as everything is that is served."""
+        return _rounded(self._read(name))
+
+    def table(self, name: str) -> NDArray[np.uint16]:
+        """A tensor as bfloat16, in row-major order."""
+        shape, values = self._checkpoint.tensors[name].shape, self._read(name)
+        return _bfloat16(values).reshape(shape)
+
+    def matrix(self, names: Sequence[str], bias: bool = False) -> Matrix:
+        """The named matrices [n_i, k] as one, outputs one after the other; with their biases where there are any."""
+        tensors = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
+        n, k = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
+        pairs, offset = _pairs(Matrix.size(n, k)), 0
+        for tensor in tensors:
+            self._pack(pairs, tensor, offset)
+            offset += tensor.shape[0]
+        return Matrix(pairs, n, k, self._bias(names, n) if bias else None)
+
+    def gated(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
+        """Gate and up matrices [n, k], interleaved by half panels; several pairs of them lie behind each other."""
+        n, k = self._checkpoint.tensors[f"{gates[0]}.weight"].shape
+        size = Matrix.size(2 * n, k)
+        pairs = _pairs(size * len(gates))
+        for i, names in enumerate(zip(gates, ups, strict=True)):
+            for half, name in enumerate(names):
+                tensor = self._checkpoint.tensors[f"{name}.weight"]
+                address, stored = self._address(tensor)
+                self._engine.pack_gate(pairs[i * size :], address, stored, n, k, half)
+                self._finish(tensor)
+        return Matrix(pairs, 2 * n, k)
+
+    def several(self, names: Sequence[str]) -> Matrix:
+        """Matrices of one shape [n, k], each packed by itself, one behind the other."""
+        n, k = self._checkpoint.tensors[f"{names[0]}.weight"].shape
+        size = Matrix.size(n, k)
+        pairs = _pairs(size * len(names))
+        for i, name in enumerate(names):
+            self._pack(pairs[i * size :], self._checkpoint.tensors[f"{name}.weight"], 0)
+        return Matrix(pairs, n, k)
+
+    def _bias(self, names: Sequence[str], n: int) -> NDArray[np.float32] | None:
+        if not self.has(f"{names[0]}.bias"):
+            return None
+        bias = np.zeros(ceil_div(n, 32) * 32, np.float32)
+        bias[:n] = np.concatenate([self.vector(f"{name}.bias") for name in names])
+        return bias
+
+    def _pack(self, pairs: NDArray[np.uint32], tensor: StoredTensor, offset: int) -> None:
+        address, stored = self._address(tensor)
+        n, k = tensor.shape
+        self._engine.pack(pairs, address, stored, n, k, offset)
+        self._finish(tensor)
+
+    def _address(self, tensor: StoredTensor) -> tuple[int, Stored]:
+        view = np.frombuffer(self._map(tensor.file), np.uint8, 1, tensor.begin)
+        return view.ctypes.data, _STORED[tensor.dtype]
+
+    def _read(self, name: str) -> NDArray[np.float32]:
+        """A tensor in float32, flat."""
+        tensor = self._checkpoint.tensors[name]
+        dtype = _NUMPY[tensor.dtype]
+        stored = np.frombuffer(
+            self._map(tensor.file), dtype, (tensor.end - tensor.begin) // dtype.itemsize, tensor.begin
+        )
+        values = (stored.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else stored.astype("f4")
+        self._finish(tensor)
+        return values
+
+    def _finish(self, tensor: StoredTensor) -> None:
+        """Let the kernel take back the whole pages of a tensor that has been read."""
+        begin, end = ceil_div(tensor.begin, mmap.PAGESIZE), tensor.end // mmap.PAGESIZE
+        if end > begin and hasattr(mmap, "MADV_DONTNEED"):
+            start, length = begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE
+            self._map(tensor.file).madvise(mmap.MADV_DONTNEED, start, length)
+        self._done += tensor.end - tensor.begin
+        self._progress("weights", self._done, self._total)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            with file.open("rb") as stream:
+                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[file]
+
+
+def _pairs(size: int) -> NDArray[np.uint32]:
+    """Memory for packed weights, in huge pages where the system has them."""
+    pairs = np.frombuffer(mmap.mmap(-1, size * 4), np.uint32)
+    huge_pages(pairs)
+    return pairs
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Rounded to the nearest, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    return (_bfloat16(values).astype(np.uint32) << 16).view(np.float32)

@@ -1,0 +1,134 @@
+"""Qwen3 and Qwen3-MoE on the CPU kernels: the step recorded once, operation by operation. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.kernels import CacheLayer, Engine, Recording, Rows, huge_pages
+from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
+from pypto_serving.types.kv import KVCacheGroupSpec
+
+LOG2_E = math.log2(math.e)
+
+
+class NativeQwen3:
+    """Owns packed weights, KV pages and the recorded step of a Qwen3 model.
+
+    `pages` is bfloat16 as uint16 [blocks, layers, k or v, kv_heads, block_size * head_dim]; csrc/kernels.h says how a
+    head's part of a block is laid out. `logits` is float32 [max_num_seqs, vocab].
+    """
+
+    name = "qwen3-native-1"
+
+    def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
+        weights.require(model.tensors(), model.ignores)
+        self.model = model
+        self.pages = _pages(config.groups[0], config.num_blocks[0], model)
+        self.step = Recording(engine)
+        self._record(weights, config)
+
+    def _record(self, weights: PackedWeights, config: EngineConfig) -> None:
+        model, tokens = self.model, config.max_num_batched_tokens
+        buffers = Buffers(model, tokens, config.max_num_seqs)
+        self.logits = buffers.logits
+        embedding = "model.embed_tokens"
+        if model.tied_embeddings:
+            lm_head = weights.matrix([embedding])
+            self.step.embed_packed(lm_head, buffers.x)
+        else:
+            lm_head = weights.matrix(["lm_head"])
+            self.step.embed(weights.table(f"{embedding}.weight"), buffers.x)
+        cos, sin = model.rope.tables(config.max_model_len)
+        for index in range(model.num_layers):
+            self._record_attention(weights, buffers, index, cos, sin)
+            self._record_mlp(weights, buffers, index)
+        norm = weights.vector("model.norm.weight")
+        self.step.norm(buffers.x, norm, model.rms_norm_eps, buffers.normed, Rows.LOGITS)
+        self.step.linear(buffers.normed, lm_head, buffers.logits, Rows.LOGITS)
+
+    def _record_attention(
+        self, weights: PackedWeights, b: Buffers, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]
+    ) -> None:
+        """x += o(attend(heads(qkv(norm(x)))))."""
+        model, prefix = self.model, f"model.layers.{index}."
+        eps, cache = model.rms_norm_eps, CacheLayer(self.pages, index, model.head_dim)
+        qkv = weights.matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"], bias=model.attention_bias)
+        o = weights.matrix([f"{prefix}self_attn.o_proj"], bias=model.attention_bias)
+        self.step.norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, b.normed)
+        self.step.linear(b.normed, qkv, b.projected)
+        self.step.heads(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
+        self.step.attend(b.queries, cache, b.attended)
+        self.step.linear_add(b.attended, o, b.x)
+
+    def _head_norms(self, weights: PackedWeights, prefix: str) -> NDArray[np.float32]:
+        """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2."""
+        model = self.model
+        q, k = (weights.vector(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+        q = (q.astype(np.float64) * (model.head_dim**-0.5 * LOG2_E)).astype(np.float32)
+        return np.concatenate([np.tile(q, (model.num_heads, 1)), np.tile(k, (model.num_kv_heads, 1))])
+
+    def _record_mlp(self, weights: PackedWeights, b: Buffers, index: int) -> None:
+        """x += down(silu(gate(norm(x))) * up(norm(x))), or the chosen experts' weighted sum of that."""
+        model, prefix = self.model, f"model.layers.{index}."
+        norm = weights.vector(f"{prefix}post_attention_layernorm.weight")
+        self.step.norm(b.x, norm, model.rms_norm_eps, b.normed)
+        if model.experts is not None and index in model.experts.layers:
+            self._record_experts(weights, b, f"{prefix}mlp.", model.experts)
+            return
+        gate_up = weights.gated([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
+        down = weights.matrix([f"{prefix}mlp.down_proj"])
+        self.step.linear_gate(b.normed, gate_up, b.gated)
+        self.step.linear_add(b.gated, down, b.x)
+
+    def _record_experts(self, weights: PackedWeights, b: Buffers, prefix: str, experts: Experts) -> None:
+        names = {part: [f"{prefix}experts.{e}.{part}_proj" for e in range(experts.count)] for part in _PARTS}
+        router = weights.matrix([f"{prefix}gate"])
+        gate_up, down = weights.gated(names["gate"], names["up"]), weights.several(names["down"])
+        self.step.linear(b.normed, router, b.router_logits)
+        routing = self.step.route(b.router_logits, experts.per_token, experts.normalize)
+        self.step.gather(routing, b.normed, self.model.hidden_size, b.expert_rows)
+        self.step.expert_gate(routing, b.expert_rows, gate_up, b.expert_gated)
+        self.step.expert_linear(routing, b.expert_gated, down, b.expert_out)
+        self.step.combine(routing, b.expert_out, b.x)
+
+
+_PARTS = ("gate", "up", "down")
+
+
+class Buffers:
+    """Activations of a step of up to `tokens` tokens, of which `rows` get logits; see kernels/engine.py for layouts."""
+
+    def __init__(self, model: Qwen3Config, tokens: int, rows: int) -> None:
+        heads = model.num_heads + 2 * model.num_kv_heads
+        self.x = _zeros(np.float32, tokens, model.hidden_size)
+        self.normed = _zeros(np.uint32, max(tokens, rows) * model.hidden_size // 2)
+        self.projected = _zeros(np.float32, tokens, heads * model.head_dim)
+        self.queries = _zeros(np.uint16, tokens, model.num_heads, model.head_dim)
+        self.attended = _zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
+        self.gated = _zeros(np.uint32, tokens * model.intermediate_size // 2)
+        self.logits = _zeros(np.float32, rows, model.vocab_size)
+        if experts := model.experts:
+            entries = tokens * experts.per_token
+            self.router_logits = _zeros(np.float32, tokens, experts.count)
+            self.expert_rows = _zeros(np.uint32, entries * model.hidden_size // 2)
+            self.expert_gated = _zeros(np.uint32, entries * experts.intermediate_size // 2)
+            self.expert_out = _zeros(np.float32, entries, model.hidden_size)
+
+
+def _zeros(dtype: Any, *shape: int) -> NDArray[Any]:
+    """Memory of its own that takes room when it is first written."""
+    memory = np.frombuffer(mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize), dtype)
+    huge_pages(memory)
+    return memory.reshape(shape)
+
+
+def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> NDArray[np.uint16]:
+    shape = (num_blocks, model.num_layers, 2, model.num_kv_heads, group.block_size * model.head_dim)
+    return _zeros(np.uint16, *shape)
