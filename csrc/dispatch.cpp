@@ -7,12 +7,16 @@
   namespace isa {                        \
   extern const pypto::Kernels kKernels;  \
   }
-DECLARE(portable)
-#if defined(__x86_64__)
+#if defined(HAS_avx512_bf16)
 DECLARE(avx512_bf16)
+#endif
+#if defined(HAS_avx512)
 DECLARE(avx512)
+#endif
+#if defined(HAS_avx2)
 DECLARE(avx2)
 #endif
+DECLARE(portable)
 
 namespace pypto {
 namespace {
@@ -32,9 +36,13 @@ const Kernels* find_kernels(const char* name) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #endif
   const Choice choices[] = {
-#if defined(__x86_64__)
+#if defined(HAS_avx512_bf16)
       {&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16")},
+#endif
+#if defined(HAS_avx512)
       {&avx512::kKernels, avx512},
+#endif
+#if defined(HAS_avx2)
       {&avx2::kKernels, avx2},
 #endif
       {&portable::kKernels, true},

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 
-#if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
-#endif
 
 namespace pypto {
 namespace {
@@ -31,7 +29,7 @@ void await(std::atomic<uint32_t>& value, uint32_t old) {
 }
 
 // A thread inherits the mask of the one that starts it, which libraries may have narrowed to a single CPU.
-void allow(pthread_t thread, const std::vector<int>& cpus) {
+void allow([[maybe_unused]] pthread_t thread, [[maybe_unused]] const std::vector<int>& cpus) {
 #if defined(__linux__)
   cpu_set_t mask;
   CPU_ZERO(&mask);

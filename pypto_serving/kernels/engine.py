@@ -102,13 +102,18 @@ def huge_pages(array: Array) -> None:
         lib.pypto_huge_pages(start, length)
 
 
+def _allowed_cpus() -> set[int]:
+    """CPUs that this process may use; empty where the system does not tell, and then threads run anywhere."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
 class Engine:
     """Owns `threads` threads, the caller's among them, that run kernels for one instruction set on `cpus`."""
 
     def __init__(self, instruction_set: str = "", threads: int = 1, cpus: set[int] | None = None) -> None:
         """Raises ConfigError where this machine does not run `instruction_set` (by default its best)."""
         lib = library()
-        chosen = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
+        chosen = sorted(_allowed_cpus() if cpus is None else cpus)
         mask = (ctypes.c_int * len(chosen))(*chosen)
         self._handle = lib.pypto_open(instruction_set.encode(), threads, mask, len(chosen)) if lib is not None else None
         if lib is None or not self._handle:
