@@ -145,3 +145,44 @@ API void pypto_expert_linear(Recording* r, const Routing* routing, const Pair* x
 API void pypto_combine(Recording* r, const Routing* routing, const float* y, int64_t width, float* x) {
   add(r, r->kernels().combine, Combine{routing, y, width, x});
 }
+
+namespace {
+
+// One kernel outside of any recording.
+template <typename Values>
+class Once final : public Job {
+ public:
+  Once(void (*kernel)(const Values&, Member&), const Values& values) : kernel_(kernel), values_(values) {}
+  void run(Member& member) override { kernel_(values_, member); }
+
+ private:
+  void (*kernel_)(const Values&, Member&);
+  Values values_;
+};
+
+// Rows are shared out where there are several, and where reading `logits` takes longer than waking the threads, about
+// 100 us.
+void run_rows(Engine* engine, Job& job, int64_t rows, int64_t logits) {
+  if (rows > 1 && logits > 1 << 20) return engine->team.run(job);
+  engine->team.run_alone(job);
+}
+
+constexpr int64_t kWeighing = 16;  // as long as reading so many logits for each one
+
+}  // namespace
+
+API void pypto_sample(Engine* engine, const float* logits, int64_t stride, int64_t vocab, int64_t rows,
+                      const Draw* draws, int32_t* tokens) {
+  Once<Sample> job(engine->kernels->sample, {logits, stride, vocab, rows, draws, tokens});
+  int64_t passes = 0;
+  for (int64_t row = 0; row < rows; row++) passes += draws[row].temperature > 0 ? kWeighing : 1;
+  run_rows(engine, job, rows, vocab * passes);
+}
+
+API void pypto_logprobs(Engine* engine, const float* logits, int64_t stride, int64_t vocab, int64_t count,
+                        int64_t width, const int32_t* rows, const int32_t* tokens, float* values, int32_t* ranks,
+                        int32_t* best, float* best_values) {
+  Once<Logprobs> job(engine->kernels->logprobs, {logits, stride, vocab, count, width, rows, tokens, values, ranks,
+                                                 best, best_values});
+  run_rows(engine, job, count, vocab * count * kWeighing);
+}

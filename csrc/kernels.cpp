@@ -5,6 +5,7 @@
 #include "experts.h"
 #include "linear.h"
 #include "rows.h"
+#include "sampling.h"
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -12,7 +13,8 @@
 namespace ISA {
 
 extern const pypto::Kernels kKernels = {
-    TEXT(ISA), kMaxRows, pack, embed, norm, linear, heads, attend, choose, sort, gather, expert_linear, combine,
+    TEXT(ISA), kMaxRows, pack, embed, norm, linear, heads, attend, choose, sort, gather, expert_linear, combine, sample,
+    logprobs,
 };
 
 }  // namespace ISA

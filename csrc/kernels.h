@@ -150,6 +150,32 @@ struct Combine {
   float* x;
 };
 
+// How a row's token is chosen; DRAW in pypto_serving/types/draws.py.
+struct Draw {
+  double random, top_p, min_p;
+  float temperature;
+  int32_t top_k;
+};
+
+// tokens[row] for logits [rows, vocab] that lie `stride` apart: -1 where the largest is not finite.
+struct Sample {
+  const float* logits;
+  int64_t stride, vocab, rows;
+  const Draw* draws;
+  int32_t* tokens;
+};
+
+// For each of `count` rows of logits: log-probability and rank of a token, and the best tokens [count, width],
+// width at most vocab, with their log-probabilities, best first.
+struct Logprobs {
+  const float* logits;
+  int64_t stride, vocab, count, width;
+  const int32_t *rows, *tokens;
+  float* values;
+  int32_t *ranks, *best;
+  float* best_values;
+};
+
 struct Kernels {
   const char* name;
   int rows;  // at most so many in a block
@@ -165,6 +191,8 @@ struct Kernels {
   void (*gather)(const Gather&, const Step&, Member&);
   void (*expert_linear)(const ExpertLinear&, const Step&, Member&);
   void (*combine)(const Combine&, const Step&, Member&);
+  void (*sample)(const Sample&, Member&);
+  void (*logprobs)(const Logprobs&, Member&);
 };
 
 // The best that this machine runs, or the one called `name`; null if there is none such.

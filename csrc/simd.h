@@ -22,6 +22,7 @@ constexpr int kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(64), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), may_alias));
+typedef double Doubles __attribute__((vector_size(64), may_alias));  // eight lanes
 typedef uint16_t bf16;
 typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
 
@@ -58,9 +59,44 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+// Comparisons, -1 in the lanes that hold. Where AVX2 needs two registers for a vector, compilers would compare lane by
+// lane, so it is cut in half here.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+typedef float HalfFloats __attribute__((vector_size(32), may_alias));
+typedef int32_t HalfInts __attribute__((vector_size(32), may_alias));
+#define COMPARE(name, Whole, Half, op)              \
+  INLINE Ints name(Whole a, Whole b) {              \
+    union { Whole all; Half half[2]; } x{a}, y{b};  \
+    union { Ints all; HalfInts half[2]; } r;        \
+    r.half[0] = x.half[0] op y.half[0];             \
+    r.half[1] = x.half[1] op y.half[1];             \
+    return r.all;                                   \
+  }
+#else
+#define COMPARE(name, Whole, Half, op) \
+  INLINE Ints name(Whole a, Whole b) { return a op b; }
+#endif
+COMPARE(above, Floats, HalfFloats, >)
+COMPARE(equal, Floats, HalfFloats, ==)
+COMPARE(at_most, Ints, HalfInts, <=)
+#undef COMPARE
 
-INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+// `a` where the comparison holds, else `b`.
+INLINE Floats select(Ints holds, Floats a, Floats b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  union { Ints all; __m256 half[2]; } h{holds};
+  union { Floats all; __m256 half[2]; } x{a}, y{b}, r;
+  r.half[0] = _mm256_blendv_ps(y.half[0], x.half[0], h.half[0]);
+  r.half[1] = _mm256_blendv_ps(y.half[1], x.half[1], h.half[1]);
+  return r.all;
+#else
+  return holds ? a : b;
+#endif
+}
+
+INLINE Floats larger(Floats a, Floats b) { return select(above(a, b), a, b); }
+
+INLINE Floats smaller(Floats a, Floats b) { return select(above(b, a), a, b); }
 
 // Sum and largest of all lanes, in the order of a binary tree.
 INLINE float sum(Floats x) {
@@ -77,6 +113,36 @@ INLINE float largest(Floats x) {
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
   return lane[0];
+}
+
+INLINE double sum(Doubles x) {
+  double lane[kLanes / 2];
+  std::memcpy(lane, &x, sizeof x);
+  for (int width = kLanes / 4; width > 0; width /= 2)
+    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
+  return lane[0];
+}
+
+// Lane i plus lane i + 8, in float64.
+INLINE Doubles fold(Floats x) {
+  typedef float Half __attribute__((vector_size(32), may_alias));
+  Half half[2];
+  std::memcpy(half, &x, sizeof x);
+  return __builtin_convertvector(half[0], Doubles) + __builtin_convertvector(half[1], Doubles);
+}
+
+// Bit i says that lane i of a comparison holds.
+INLINE uint32_t bits(Ints holds) {
+#if defined(__AVX512DQ__)
+  return _mm512_movepi32_mask((__m512i)holds);
+#elif defined(__AVX2__)
+  union { Ints all; __m256 half[2]; } x{holds};
+  return _mm256_movemask_ps(x.half[0]) | _mm256_movemask_ps(x.half[1]) << 8;
+#else
+  uint32_t all = 0;
+  for (int i = 0; i < kLanes; i++) all |= (static_cast<uint32_t>(holds[i]) >> 31) << i;
+  return all;
+#endif
 }
 
 INLINE Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -149,10 +215,28 @@ INLINE Floats exp2(Floats x) {
   y = fma(y, f, set1(6.9314718e-1f));
   y = fma(y, f, set1(1.0f));
   const Floats scaled = (Floats)((Ints)y + ((Ints)shifted << 23));
-  return x < set1(-126.0f) ? Floats{} : scaled;
+  return select(above(set1(-126.0f), x), Floats{}, scaled);
 }
 
 constexpr float kLog2E = 1.4426950408889634f;
+
+// e^x for x in [-87, 87]; 0 below, exactly 1 at 0. The multiple of ln 2 is taken off in two parts, the first of few
+// bits (Cody and Waite 1980), so that the remainder is exact to the last bits for large x too.
+INLINE Floats exp(Floats x) {
+  const Floats clamped = smaller(larger(x, set1(-87.0f)), set1(87.0f));
+  const Floats magic = set1(12582912.0f);
+  const Floats shifted = clamped * set1(kLog2E) + magic, whole = shifted - magic;
+  const Floats f = fma(whole, set1(2.12194440e-4f), fma(whole, set1(-0.693359375f), clamped));
+  Floats y = set1(1.9875691500e-4f);
+  y = fma(y, f, set1(1.3981999507e-3f));
+  y = fma(y, f, set1(8.3334519073e-3f));
+  y = fma(y, f, set1(4.1665795894e-2f));
+  y = fma(y, f, set1(1.6666665459e-1f));
+  y = fma(y, f, set1(5.0000001201e-1f));
+  y = fma(y, f * f, f) + set1(1.0f);
+  const Floats scaled = (Floats)((Ints)y + ((Ints)shifted << 23));
+  return select(above(set1(-87.0f), x), Floats{}, scaled);
+}
 
 // x * sigmoid(x): Elfwing et al. 2017, arXiv:1702.03118.
 INLINE Floats silu(Floats x) { return x / (set1(1.0f) + exp2(x * set1(-kLog2E))); }

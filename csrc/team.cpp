@@ -85,6 +85,12 @@ void Team::run(Job& job) {
   meet();
 }
 
+void Team::run_alone(Job& job) {
+  Member member(this, 0);
+  job.run(member);
+  renew_shares();
+}
+
 void Team::work(int index) {
   Member member(this, index);
   for (uint32_t seen = 0;;) {
@@ -99,10 +105,14 @@ void Team::work(int index) {
 void Team::meet() {
   const uint32_t met = met_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < static_cast<uint32_t>(count_)) return await(met_, met);
-  for (int i = 0; i < count_; i++) cursors_[i].taken.store(0, std::memory_order_relaxed);
+  renew_shares();
   arrived_.store(0, std::memory_order_relaxed);
   met_.store(met + 1, std::memory_order_release);
   if (count_ > 1) met_.notify_all();
+}
+
+void Team::renew_shares() {
+  for (int i = 0; i < count_; i++) cursors_[i].taken.store(0, std::memory_order_relaxed);
 }
 
 }  // namespace pypto

@@ -58,6 +58,8 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
   void run(Job& job);
+  // For a job that is shorter than waking the others, and in which nobody meets: the caller does all of it.
+  void run_alone(Job& job);
   int count() const { return count_; }
 
  private:
@@ -68,6 +70,7 @@ class Team {
   };
   void work(int index);
   void meet();
+  void renew_shares();
 
   int count_;
   std::unique_ptr<Cursor[]> cursors_;

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.config import EngineConfig
+from pypto_serving.types.draws import Sampler
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits
 
@@ -103,6 +104,8 @@ class Program(Protocol):
     num_blocks: tuple[int, ...]
     limits: BackendLimits
     fingerprint: bytes
+    sampler: Sampler | None
+    """Chooses tokens from the program's logits; without it, the worker does in numpy."""
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Compute one step: write the K/V of its tokens, then return logits of `inputs.logits_rows`."""

@@ -8,7 +8,7 @@ from pypto_serving.backend.base import Backend, Progress, StepInputs, StepOutput
 from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import read_host_facts
-from pypto_serving.kernels import Engine
+from pypto_serving.kernels import Engine, NativeSampler
 from pypto_serving.model.checkpoint import fingerprint
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.registry import load_config, model_family
@@ -21,8 +21,8 @@ LAYOUT = "block, layer, k or v, head, keys 16 x dim / 2 x 16 x 2, values size / 
 class NativeProgram:
     """A model on the CPU kernels. Implements Program."""
 
-    def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes) -> None:
-        self.model = model
+    def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes, engine: Engine) -> None:
+        self.model, self.sampler = model, NativeSampler(engine)
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
 
@@ -61,7 +61,8 @@ class CpuBackend(Backend):
         model_class = model_family(architecture).native_program
         model = model_class(model_config, PackedWeights(config.model, engine, progress), engine, config)
         numerics = (engine.instruction_set, LAYOUT)
-        return NativeProgram(model, config, program_fingerprint(config, architecture, model_class.name, *numerics))
+        identity = program_fingerprint(config, architecture, model_class.name, *numerics)
+        return NativeProgram(model, config, identity, engine)
 
 
 def program_fingerprint(config: EngineConfig, architecture: str, program: str, *numerics: str) -> bytes:

@@ -32,6 +32,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 class TorchProgram:
     """A model on this machine's cores. Implements Program."""
 
+    sampler = None
+
     def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes) -> None:
         self.model = model
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits

@@ -78,6 +78,8 @@ def _token(digests: Sequence[int], vocab_size: int) -> int:
 class NullProgram:
     """Pages as uint64 arrays, one value per row; page 0 is the null block. Owns nothing but these pages."""
 
+    sampler = None
+
     def __init__(self, config: EngineConfig) -> None:
         self.groups = config.groups
         self.num_blocks = config.num_blocks

@@ -13,5 +13,17 @@ from pypto_serving.kernels.engine import (
     huge_pages,
 )
 from pypto_serving.kernels.library import runnable
+from pypto_serving.kernels.sampling import NativeSampler
 
-__all__ = ["CacheLayer", "Engine", "Matrix", "Recording", "Routing", "Rows", "Stored", "huge_pages", "runnable"]
+__all__ = [
+    "CacheLayer",
+    "Engine",
+    "Matrix",
+    "NativeSampler",
+    "Recording",
+    "Routing",
+    "Rows",
+    "Stored",
+    "huge_pages",
+    "runnable",
+]

@@ -33,6 +33,8 @@ _SIGNATURES: Mapping[str, str] = {
     "gather": " ppplp",
     "expert_linear": " ppppllip",
     "combine": " ppplp",
+    "sample": " pplllpp",
+    "logprobs": " ppllllpppppp",
 }
 
 

@@ -67,7 +67,8 @@ class Runner:
         batch = self.batch
         sampling = [entry for row in rows if (entry := batch.sampling[row]) is not None]
         positions = batch.num_tokens[rows]
-        token_ids, values = sampler.sample(output.logits, sampling, positions, positions - batch.prompt_len[rows])
+        num_output = positions - batch.prompt_len[rows]
+        token_ids, values = sampler.sample(output.logits, sampling, positions, num_output, self.program.sampler)
         logprobs = [_logprobs(int(row), value) for row, value in zip(rows, values, strict=True) if value is not None]
         return token_ids, logprobs
 

@@ -7,10 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pypto_serving.kernels import Engine, NativeSampler, runnable
+from pypto_serving.types.draws import Sampler
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker import sampler
 from pypto_serving.worker.philox import philox4x32, uniforms
+from pypto_serving.worker.plain import PlainSampler
 
 KNOWN_ANSWERS = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -23,11 +26,15 @@ KNOWN_ANSWERS = [
 ]
 
 
-def sample(logits: np.ndarray, *rows: RowSampling, position: int = 7, num_output: int = 0) -> list[int]:
-    count = len(rows)
-    positions, outputs = np.full(count, position, dtype=np.int32), np.full(count, num_output, dtype=np.int32)
-    tokens, _ = sampler.sample(np.broadcast_to(logits, (count, logits.shape[-1])), rows, positions, outputs)
-    return tokens.tolist()
+@pytest.fixture(scope="module", params=["numpy", *runnable()])
+def chooser(request: pytest.FixtureRequest) -> Sampler:
+    return PlainSampler() if request.param == "numpy" else NativeSampler(Engine(request.param))
+
+
+def sample(chooser: Sampler, logits: np.ndarray, row: RowSampling, num_output: int = 0) -> int:
+    position, output = np.array([7], dtype=np.int32), np.array([num_output], dtype=np.int32)
+    tokens, _ = sampler.sample(logits[None], [row], position, output, chooser)
+    return int(tokens[0])
 
 
 def random_logits(size: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
@@ -55,35 +62,35 @@ def test_uniforms_differ_in_every_argument_and_fill_the_interval() -> None:
     assert chi_square < 43.8, "19 degrees of freedom, p = 0.001"
 
 
-def test_greedy_takes_the_lowest_id_of_equals() -> None:
+def test_greedy_takes_the_lowest_id_of_equals(chooser: Sampler) -> None:
     logits = np.zeros(100, dtype=np.float32)
     logits[[17, 40]] = 5
-    assert sample(logits, RowSampling()) == [17]
+    assert sample(chooser, logits, RowSampling()) == 17
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_not_finite_are_an_error(value: float) -> None:
+def test_logits_that_are_not_finite_are_an_error(chooser: Sampler, value: float) -> None:
     logits = random_logits(50)
     logits[3] = value
     with pytest.raises(RuntimeError, match="row 0"):
-        sample(logits, RowSampling())
+        sample(chooser, logits, RowSampling())
 
 
-def test_banned_ids_until_min_tokens() -> None:
+def test_banned_ids_until_min_tokens(chooser: Sampler) -> None:
     logits = random_logits(50)
     best = int(logits.argmax())
     row = RowSampling(min_tokens=3, banned_ids=pack_ids([best]))
-    assert sample(logits, row, num_output=2) != [best]
-    assert sample(logits, row, num_output=3) == [best]
+    assert sample(chooser, logits, row, num_output=2) != best
+    assert sample(chooser, logits, row, num_output=3) == best
     warm = RowSampling(temperature=1.0, min_tokens=3, banned_ids=pack_ids(range(49)))
-    assert sample(logits, warm) == [49]
+    assert sample(chooser, logits, warm) == 49
 
 
-def test_banning_everything_bans_nothing() -> None:
+def test_banning_everything_bans_nothing(chooser: Sampler) -> None:
     logits = random_logits(50)
     for row in (RowSampling(), RowSampling(temperature=1.0, top_k=5), RowSampling(temperature=1.0, top_p=0.5)):
         all_banned = RowSampling(row.temperature, row.top_k, row.top_p, min_tokens=3, banned_ids=pack_ids(range(60)))
-        assert 0 <= sample(logits, all_banned)[0] < 50
+        assert 0 <= sample(chooser, logits, all_banned) < 50
 
 
 def plain_distribution(logits: np.ndarray, row: RowSampling) -> np.ndarray:
@@ -112,11 +119,12 @@ def plain_distribution(logits: np.ndarray, row: RowSampling) -> np.ndarray:
         RowSampling(temperature=2.0, top_k=20, top_p=0.9, min_p=0.01),
     ],
 )
-def test_frequencies_follow_the_definition(row: RowSampling) -> None:
+def test_frequencies_follow_the_definition(chooser: Sampler, row: RowSampling) -> None:
     logits, count = random_logits(60, scale=2.0), 20_000
     rows = [row] * count
     positions = np.arange(count, dtype=np.int32)
-    tokens, _ = sampler.sample(np.broadcast_to(logits, (count, 60)), rows, positions, np.zeros(count, np.int32))
+    many, outputs = np.broadcast_to(logits, (count, 60)), np.zeros(count, np.int32)
+    tokens, _ = sampler.sample(many, rows, positions, outputs, chooser)
     expected = plain_distribution(logits, row) * count
     observed = np.bincount(tokens, minlength=60)
     assert (observed[expected == 0] == 0).all()
@@ -136,24 +144,25 @@ def test_frequencies_follow_the_definition(row: RowSampling) -> None:
     min_p=st.sampled_from([0.0, 0.2]),
 )
 def test_a_row_does_not_see_the_others(
-    size: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+    chooser: Sampler, size: int, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal((9, size)).astype(np.float32).round(1)
     row = RowSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     rows = [RowSampling(), row, RowSampling(temperature=1.0, seed=3)] * 3
     positions, outputs = np.arange(9, dtype=np.int32), np.zeros(9, dtype=np.int32)
-    together, _ = sampler.sample(logits, rows, positions, outputs)
+    together, _ = sampler.sample(logits, rows, positions, outputs, chooser)
     for i in range(9):
         part = slice(i, i + 1)
-        alone, _ = sampler.sample(logits[part].copy(), rows[part], positions[part], outputs[part])
+        alone, _ = sampler.sample(logits[part].copy(), rows[part], positions[part], outputs[part], chooser)
         assert alone[0] == together[i]
 
 
-def test_logprobs_are_of_the_raw_logits() -> None:
+def test_logprobs_are_of_the_raw_logits(chooser: Sampler) -> None:
     logits = random_logits(40)[None]
-    row = RowSampling(temperature=2.0, seed=11, num_logprobs=5)
-    tokens, (values,) = sampler.sample(logits, [row], np.array([3], np.int32), np.array([0], np.int32))
+    best = pack_ids([int(logits.argmax())])
+    row = RowSampling(temperature=2.0, seed=11, min_tokens=1, banned_ids=best, num_logprobs=5)
+    tokens, (values,) = sampler.sample(logits, [row], np.array([3], np.int32), np.array([0], np.int32), chooser)
     expected = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
     order = np.argsort(-logits[0], kind="stable")
     assert values is not None
@@ -161,3 +170,14 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert order[values.rank - 1] == tokens[0]
     assert values.top_ids.tolist() == order[:5].tolist()
     np.testing.assert_allclose(values.top_logprobs, expected[order[:5]], atol=1e-6)
+
+
+def test_each_row_gets_the_logprobs_that_it_asks_for(chooser: Sampler) -> None:
+    logits = np.stack([random_logits(40, seed) for seed in range(4)])
+    rows = [RowSampling(num_logprobs=count) for count in (-1, 0, 3, 50)]
+    tokens, values = sampler.sample(logits, rows, np.arange(4, dtype=np.int32), np.zeros(4, np.int32), chooser)
+    assert [None if value is None else len(value.top_ids) for value in values] == [None, 0, 3, 40]
+    for value in values[1:]:
+        assert value is not None and value.rank == 1
+    assert values[2] is not None and values[2].top_ids[0] == tokens[2]
+    assert values[2].top_logprobs[0] == np.float32(values[2].logprob)

@@ -1,0 +1,48 @@
+"""Sampling on an engine's threads, without sorting the vocabulary: csrc/sampling.h."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.kernels.engine import Engine
+from pypto_serving.types.draws import DRAW, Float32Array, Int32Array, Logprobs
+
+
+class NativeSampler:
+    """Implements Sampler with the kernels of `engine`. Logits are read in place; their rows may lie apart."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._lib = engine, engine._lib
+
+    def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
+        """As Sampler says. Raises ValueError where the arrays are not what it says."""
+        stride, (rows, vocab) = _stride(logits), logits.shape
+        if draws.dtype != DRAW or draws.shape != (rows,):
+            raise ValueError(f"{rows} rows of logits need as many draws, not {draws.dtype} {draws.shape}")
+        draws, tokens = np.ascontiguousarray(draws), np.empty(rows, np.int32)
+        self._lib.pypto_sample(
+            self._engine._handle, logits.ctypes.data, stride, vocab, rows, draws.ctypes.data, tokens.ctypes.data
+        )
+        return tokens
+
+    def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
+        """As Sampler says. Raises ValueError where the arrays are not what it says."""
+        stride, count, vocab = _stride(logits), len(rows), logits.shape[1]
+        for name, array, most in (("rows", rows, len(logits)), ("tokens", tokens, vocab)):
+            if array.shape != (count,) or (count and not 0 <= array.min() <= array.max() < most):
+                raise ValueError(f"{name} must be {count} numbers below {most}")
+        rows, tokens = (np.ascontiguousarray(array, np.int32) for array in (rows, tokens))
+        width = min(width, vocab)
+        found = Logprobs.empty(count, width)
+        arrays = (rows, tokens, found.values, found.ranks, found.best_ids, found.best_values)
+        addresses = (array.ctypes.data for array in arrays)
+        self._lib.pypto_logprobs(self._engine._handle, logits.ctypes.data, stride, vocab, count, width, *addresses)
+        return found
+
+
+def _stride(logits: Float32Array) -> int:
+    """Floats from one row to the next."""
+    if logits.dtype != np.float32 or logits.ndim != 2 or logits.shape[1] == 0 or logits.strides[1] != 4:
+        raise ValueError(f"logits must be float32 [rows, vocab] in order of id, not {logits.dtype} {logits.shape}")
+    return logits.strides[0] // 4

@@ -1,0 +1,53 @@
+"""What goes into a sampler and comes out of it, for all rows of a step at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
+
+DRAW = np.dtype(
+    [("random", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("temperature", "f4"), ("top_k", "i4")],
+)
+"""How to choose a row's token with one random number in [0, 1); `struct Draw` of csrc/kernels.h.
+
+Temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of n tokens under their rows' logits: values float32 [n], ranks int32 [n] (1 is best), and the w best tokens of
+    each row, best first, ids int32 [n, w] and values float32 [n, w]."""
+
+    values: Float32Array
+    ranks: Int32Array
+    best_ids: Int32Array
+    best_values: Float32Array
+
+    @classmethod
+    def empty(cls, n: int, w: int) -> Logprobs:
+        """To be filled in."""
+        one, best = (n,), (n, w)
+        return cls(
+            np.empty(one, np.float32), np.empty(one, np.int32), np.empty(best, np.int32), np.empty(best, np.float32)
+        )
+
+
+class Sampler(Protocol):
+    """Chooses tokens from float32 logits [s, vocab]. What it finds for a row depends on that row only."""
+
+    def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
+        """Tokens int32 [s] for DRAWs [s]; -1 where a row's logits are not finite.
+
+        Greedy, or temperature, min_p, top_k, top_p in this order, and then the inverse of the cumulative
+        distribution: in order of id without top_k and top_p, else best first. Ties go to the lowest id.
+        """
+
+    def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
+        """Of `tokens` [n], and of the `width` best tokens (at most vocab), in `rows` [n] of finite logits."""

@@ -1,0 +1,78 @@
+"""Sampling by sorting, in numpy: for programs without kernels, and what the kernels' choices are compared with."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.types.draws import Float32Array, Int32Array, Logprobs
+
+HEAD = 1024
+"""Candidates that top-p sorts before it falls back to the whole vocabulary."""
+
+
+class PlainSampler:
+    """Implements Sampler, row by row."""
+
+    def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
+        """As Sampler says."""
+        best = logits.argmax(axis=1)
+        top = logits[np.arange(len(best)), best]
+        tokens = np.where(np.isfinite(top), best, -1).astype(np.int32)
+        for i in np.flatnonzero((draws["temperature"] > 0) & (tokens >= 0)):
+            tokens[i] = _draw(logits[i], draws[i])
+        return tokens
+
+    def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
+        """As Sampler says."""
+        found = Logprobs.empty(len(rows), min(width, logits.shape[1]))
+        for i, (row, token) in enumerate(zip(rows.tolist(), tokens.tolist(), strict=True)):
+            raw = logits[row]
+            shifted = raw.astype(np.float64) - float(raw.max())
+            logprobs = shifted - math.log(np.exp(shifted).sum())
+            found.values[i], found.ranks[i] = logprobs[token], (raw > raw[token]).sum() + 1
+            if width:
+                found.best_ids[i] = _best(raw, width)
+                found.best_values[i] = logprobs[found.best_ids[i]]
+        return found
+
+
+def _draw(logits: Float32Array, draw: np.void) -> int:
+    """Inverse of the cumulative distribution: in order of id without filters, else best first."""
+    top_k, top_p, random = int(draw["top_k"]), float(draw["top_p"]), float(draw["random"])
+    scores = (logits - logits.max()) / draw["temperature"]
+    if draw["min_p"] > 0:
+        scores = np.where(scores >= np.float32(math.log(draw["min_p"])), scores, np.float32(-np.inf))
+    if top_k == 0 and top_p == 1:
+        return _invert(np.cumsum(np.exp(scores), dtype=np.float64), random)
+    if top_k:
+        ids = _best(scores, top_k)
+        total = None
+    else:
+        ids = _best(scores, HEAD)
+        total = float(np.exp(scores).sum(dtype=np.float64))
+    cumulative = np.cumsum(np.exp(scores[ids]), dtype=np.float64)
+    if total is not None and cumulative[-1] < top_p * total:
+        ids = np.lexsort((np.arange(len(scores)), -scores))
+        cumulative = np.cumsum(np.exp(scores[ids]), dtype=np.float64)
+    if top_p < 1:
+        wanted = top_p * (cumulative[-1] if total is None else total)
+        cumulative = cumulative[: int(np.searchsorted(cumulative, wanted)) + 1]
+    return int(ids[_invert(cumulative, random)])
+
+
+def _invert(cumulative: NDArray[np.float64], random: float) -> int:
+    """First index whose cumulative weight exceeds `random` of the total."""
+    index = int(np.searchsorted(cumulative, random * cumulative[-1], side="right"))
+    return min(index, int(np.searchsorted(cumulative, cumulative[-1])))
+
+
+def _best(scores: Float32Array, count: int) -> NDArray[np.intp]:
+    """Ids of the `count` best scores, best first, ties to the lowest id."""
+    if count >= len(scores):
+        candidates = np.arange(len(scores))
+    else:
+        candidates = np.flatnonzero(scores >= np.partition(scores, len(scores) - count)[len(scores) - count])
+    return candidates[np.lexsort((candidates, -scores[candidates]))][:count]
