@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "limits.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -13,6 +14,7 @@ namespace ISA {
 
 extern const pypto::Kernels kKernels = {
     TEXT(ISA), kMaxRows, pack, embed, norm, linear, heads, attend, choose, sort, gather, expert_linear, combine,
+    read, compute, kRoundFlops,
 };
 
 }  // namespace ISA

@@ -150,6 +150,12 @@ struct Combine {
   float* x;
 };
 
+// What a measurement of the machine's limits reads, and how often it repeats its sums.
+struct Limits {
+  const Pair* data;
+  int64_t pairs, rounds;
+};
+
 struct Kernels {
   const char* name;
   int rows;  // at most so many in a block
@@ -165,6 +171,9 @@ struct Kernels {
   void (*gather)(const Gather&, const Step&, Member&);
   void (*expert_linear)(const ExpertLinear&, const Step&, Member&);
   void (*combine)(const Combine&, const Step&, Member&);
+  void (*read)(const Limits&, Member&);
+  void (*compute)(const Limits&, Member&);
+  int round_flops;  // of `compute`, by each member
 };
 
 // The best that this machine runs, or the one called `name`; null if there is none such.

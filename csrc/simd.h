@@ -58,6 +58,9 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Has x computed although nobody reads it.
+INLINE void keep(Floats x) { asm volatile("" : : "m"(x)); }
+
 INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
