@@ -45,7 +45,7 @@ class Result:
 
     @staticmethod
     def of(name: str, shape: str, works: Sequence[Work], seconds: Any, torch: Any = None) -> Result:
-        """From the time of each round: one thread's clock tells single calls badly where threads are held up."""
+        """From the mean time of a call in each round."""
         rival = (float(np.min(torch)), float(np.median(torch))) if torch is not None and len(torch) else None
         return Result(name, shape, tuple(works), float(np.min(seconds)), float(np.median(seconds)), rival)
 
