@@ -185,7 +185,7 @@ def plot(path: Path, rated: Sequence[Rated], ceilings: Ceilings) -> bool:
     for index, name in enumerate(dict.fromkeys(one.result.name for one in shown)):
         mine = [one for one in shown if one.result.name == name]
         x, y = [one.flops / one.bytes for one in mine], [one.flops / one.result.best / 1e9 for one in mine]
-        axes.scatter(x, y, s=18, label=name, marker="osD^v"[index % 5])
+        axes.scatter(x, y, s=18, label=name, marker="osD^vPX"[index % 7])
     axes.set(xlabel="FLOP per byte", ylabel="GFLOP/s")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", ncols=2)
