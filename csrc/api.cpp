@@ -1,4 +1,6 @@
 // The C interface that pypto_serving/kernels binds. Sizes are checked there; pointers are the caller's to keep alive.
+#include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 
@@ -186,3 +188,44 @@ API void pypto_logprobs(Engine* engine, const float* logits, int64_t stride, int
                                                  best, best_values});
   run_rows(engine, job, count, vocab * count * kWeighing);
 }
+
+namespace {
+
+// Times a kernel, from when the first member begins until the last has ended.
+class Timed final : public Job {
+ public:
+  Timed(void (*kernel)(const Limits&, Member&), const Limits& limits) : kernel_(kernel), limits_(limits) {}
+
+  double seconds(Engine* engine) {
+    began_.resize(engine->team.count());
+    engine->team.run(*this);
+    const auto began = *std::min_element(began_.begin(), began_.end());
+    return std::chrono::duration<double>(Clock::now() - began).count();
+  }
+
+  void run(Member& member) override {
+    member.meet();
+    began_[member.index()] = Clock::now();
+    kernel_(limits_, member);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void (*kernel_)(const Limits&, Member&);
+  Limits limits_;
+  std::vector<Clock::time_point> began_;
+};
+
+}  // namespace
+
+// Seconds in which all threads together read `pairs` once.
+API double pypto_read(Engine* engine, const Pair* data, int64_t pairs) {
+  return Timed(engine->kernels->read, {data, pairs, 0}).seconds(engine);
+}
+
+// Seconds in which each thread computes `rounds` times pypto_round_flops operations.
+API double pypto_compute(Engine* engine, int64_t rounds) {
+  return Timed(engine->kernels->compute, {nullptr, 0, rounds}).seconds(engine);
+}
+
+API int pypto_round_flops(const Engine* engine) { return engine->kernels->round_flops; }

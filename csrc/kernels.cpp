@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "limits.h"
 #include "linear.h"
 #include "rows.h"
 #include "sampling.h"
@@ -14,7 +15,7 @@ namespace ISA {
 
 extern const pypto::Kernels kKernels = {
     TEXT(ISA), kMaxRows, pack, embed, norm, linear, heads, attend, choose, sort, gather, expert_linear, combine, sample,
-    logprobs,
+    logprobs, read, compute, kRoundFlops,
 };
 
 }  // namespace ISA

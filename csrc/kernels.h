@@ -176,6 +176,12 @@ struct Logprobs {
   float* best_values;
 };
 
+// What a measurement of the machine's limits reads, and how often it repeats its sums.
+struct Limits {
+  const Pair* data;
+  int64_t pairs, rounds;
+};
+
 struct Kernels {
   const char* name;
   int rows;  // at most so many in a block
@@ -193,6 +199,10 @@ struct Kernels {
   void (*combine)(const Combine&, const Step&, Member&);
   void (*sample)(const Sample&, Member&);
   void (*logprobs)(const Logprobs&, Member&);
+
+  void (*read)(const Limits&, Member&);
+  void (*compute)(const Limits&, Member&);
+  int round_flops;  // of `compute`, by each member
 };
 
 // The best that this machine runs, or the one called `name`; null if there is none such.

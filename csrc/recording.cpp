@@ -30,19 +30,30 @@ void Recording::replay(const Step& step, double* seconds) {
   seconds_ = seconds;
   if (step_.tokens == 0) return;
   if (kv_heads_ > 0) plan();
+  if (seconds) arrivals_.resize(operations_.size() * engine_->team.count());
+  const double began = now();
   engine_->team.run(*this);
+  if (seconds) add_seconds(began);
 }
 
 void Recording::run(Member& member) {
-  double began = now();
+  double* arrival = seconds_ ? arrivals_.data() + static_cast<int64_t>(member.index()) * size() : nullptr;
   for (int i = 0; i < size(); i++) {
     operations_[i](step_, member);
+    if (arrival) arrival[i] = now();
     member.meet();
-    if (seconds_ && member.index() == 0) {
-      const double ended = now();
-      seconds_[i] += ended - began;
-      began = ended;
-    }
+  }
+}
+
+// An operation lasts from when the last member has done the one before until the last has done it: no single member's
+// clock tells, for it may be held up while others do its share.
+void Recording::add_seconds(double began) {
+  for (int i = 0; i < size(); i++) {
+    double ended = began;
+    for (int member = 0; member < engine_->team.count(); member++)
+      ended = std::max(ended, arrivals_[static_cast<int64_t>(member) * size() + i]);
+    seconds_[i] += ended - began;
+    began = ended;
   }
 }
 

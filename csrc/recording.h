@@ -33,6 +33,7 @@ class Recording final : public Job {
   void run(Member& member) override;
 
  private:
+  void add_seconds(double began);
   void plan();
   void split(int64_t parts);
 
@@ -42,6 +43,7 @@ class Recording final : public Job {
   int shared_ = 0, kv_heads_ = 0, dim_ = 0;
   Step step_;
   double* seconds_ = nullptr;
+  std::vector<double> arrivals_;  // [members, operations]: when each member had done each, where it is asked for
   std::vector<AttentionItem> items_;
   std::vector<float> partials_;
   std::unique_ptr<std::atomic<int32_t>[]> finished_;

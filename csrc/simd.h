@@ -81,6 +81,9 @@ COMPARE(equal, Floats, HalfFloats, ==)
 COMPARE(at_most, Ints, HalfInts, <=)
 #undef COMPARE
 
+// Has x computed although nobody reads it.
+INLINE void keep(Floats x) { asm volatile("" : : "m"(x)); }
+
 // `a` where the comparison holds, else `b`.
 INLINE Floats select(Ints holds, Floats a, Floats b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)

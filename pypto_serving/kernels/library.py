@@ -11,7 +11,14 @@ FILE = "pypto_kernels.so"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
 """Best first."""
 
-_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "f": ctypes.c_float, "s": ctypes.c_char_p}
+_TYPES = {
+    "p": ctypes.c_void_p,
+    "i": ctypes.c_int,
+    "l": ctypes.c_int64,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+    "s": ctypes.c_char_p,
+}
 _SIGNATURES: Mapping[str, str] = {
     # name: result, then arguments
     "open": "psipi",
@@ -35,6 +42,9 @@ _SIGNATURES: Mapping[str, str] = {
     "combine": " ppplp",
     "sample": " pplllpp",
     "logprobs": " ppllllpppppp",
+    "read": "dppl",
+    "compute": "dpl",
+    "round_flops": "ip",
 }
 
 

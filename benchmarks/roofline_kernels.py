@@ -1,0 +1,352 @@
+"""Every kernel by itself, on memory that is in no cache."""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import roofline_work as work
+from numpy.typing import NDArray
+from roofline_work import BLOCK, Batch, Work
+
+from pypto_serving.backend.base import StepInputs
+from pypto_serving.kernels import CacheLayer, Engine, Matrix, Recording, huge_pages
+from pypto_serving.kernels.engine import PANEL
+
+Array = NDArray[Any]
+Call = Callable[[], object]
+
+ROTATED_BYTES = 300 << 20
+"""Operations take turns on at least so many bytes of weights or cache, so that no cache holds what the next reads."""
+LEAST_ROUNDS, LEAST_CALLS = 3, 4
+"""Rounds that count, and calls of a round."""
+MOST_TOKENS = 2048
+"""Tokens of the largest step that is measured."""
+_POOL = 4_194_301
+_WEIGHT_SCALE = 1 / 32
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds that `works` take, one after the other; `torch` is the best and median time of torch."""
+
+    name: str
+    shape: str
+    works: tuple[Work, ...]
+    best: float
+    median: float
+    torch: tuple[float, float] | None = None
+
+    @staticmethod
+    def of(name: str, shape: str, works: Sequence[Work], seconds: Any, torch: Any = None) -> Result:
+        """From the mean time of a call in each round."""
+        rival = (float(np.min(torch)), float(np.median(torch))) if torch is not None and len(torch) else None
+        return Result(name, shape, tuple(works), float(np.min(seconds)), float(np.median(seconds)), rival)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that share memory: `prepare(bench)` makes it and returns what measures one case."""
+
+    name: str
+    cases: tuple[Any, ...]
+    prepare: Callable[[Bench], Callable[[Any], list[Result]]]
+
+
+class Bench:
+    """Owns nothing big: measures recordings of `engine` for about `budget_s` each, beside torch where `with_torch`."""
+
+    def __init__(self, engine: Engine, budget_s: float, with_torch: bool) -> None:
+        self.engine, self.with_torch = engine, with_torch
+        self.budget_s = budget_s
+        self.rng = np.random.default_rng(0)
+        self._pool = self.rng.standard_normal(_POOL, np.float32)
+        self._lead = (
+            np.ones((MOST_TOKENS, 16), np.float32),
+            np.ones(16, np.float32),
+            np.zeros(8 * MOST_TOKENS, np.uint32),
+        )
+
+    def normal(self, count: int, scale: float = 1.0) -> NDArray[np.uint16]:
+        """Normal random numbers in bfloat16, in huge pages; they repeat after some megabytes, at odd distances."""
+        return fill(memory(np.uint16, count), bfloat16(self._pool * np.float32(scale)))
+
+    def matrix(self, n: int, k: int, count: int = 1) -> Matrix:
+        """Packed random weights of `count` matrices [n, k]."""
+        return Matrix(self.normal(2 * Matrix.size(n, k, count), _WEIGHT_SCALE).view(np.uint32), n, k)
+
+    def blocks(self, rows: int, width: int) -> NDArray[np.uint32]:
+        """Random activations in blocks of pairs."""
+        return self.normal(rows * width).view(np.uint32)
+
+    def recording(self) -> Recording:
+        """A new recording. Its first operation, while which the threads wake up, is not measured."""
+        recording = Recording(self.engine)
+        x, weight, out = self._lead
+        recording.norm(x, weight, 1e-6, out)
+        return recording
+
+    def measure(
+        self, recording: Recording, inputs: Callable[[], StepInputs], rivals: Sequence[Call] = ()
+    ) -> tuple[Array, Array]:
+        """Seconds [rounds, operations] of a recording, and [rounds] of the mean of what takes turns with it.
+
+        The first round of both is left out.
+        """
+        ours: list[Array] = []
+        theirs: list[float] = []
+        until = math.inf
+        while len(ours) <= LEAST_ROUNDS or time.perf_counter() < until:
+            ours.append(replay(recording, inputs())[1:])
+            if rivals:
+                theirs.append(_mean_seconds(rivals))
+            until = min(until, time.perf_counter() + self.budget_s)
+        return np.array(ours[1:]), np.array(theirs[1:])
+
+
+def memory(dtype: Any, *shape: int) -> Array:
+    """Memory of its own in huge pages."""
+    flat = np.frombuffer(mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize), dtype)
+    huge_pages(flat)
+    return flat.reshape(shape)
+
+
+def fill(out: Array, values: Array) -> Array:
+    """Write `values` into a flat `out`, over and over."""
+    for start in range(0, out.size, values.size):
+        part = out[start : start + values.size]
+        part[:] = values[: part.size]
+    return out
+
+
+def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Rounded to the nearest."""
+    return ((values.view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+
+
+def replay(recording: Recording, inputs: StepInputs) -> NDArray[np.float64]:
+    """Run a step; returns the seconds of each operation."""
+    seconds = np.zeros(len(recording.names))
+    arrays = (inputs.token_ids, inputs.positions, inputs.query_start, inputs.context_lens, inputs.logits_rows)
+    recording.replay(*arrays, inputs.slot_mapping[0], inputs.block_tables[0], seconds)
+    return seconds
+
+
+def _mean_seconds(calls: Sequence[Call]) -> float:
+    began = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - began) / len(calls)
+
+
+def as_torch(values: NDArray[np.uint16], *shape: int) -> Any:
+    """The same memory as a bfloat16 tensor."""
+    import torch
+
+    return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).view(*shape)
+
+
+# The shape of Qwen3-0.6B.
+WIDTH, HEADS, KV_HEADS, DIM, VOCAB = 1024, 16, 8, 128, 151936
+LINEARS = (
+    ("qkv", 4096, WIDTH, "store"),
+    ("o", WIDTH, 2048, "add"),
+    ("gate/up", 6144, WIDTH, "gate"),
+    ("down", WIDTH, 3072, "add"),
+    ("lm_head", VOCAB, WIDTH, "store"),
+)
+
+
+def linear(name: str, n: int, k: int, finish: str, bench: Bench) -> Callable[[int], list[Result]]:
+    """Products of several row counts with rotating weights; torch computes the product alone."""
+    matrices = [bench.matrix(n, k) for _ in range(-(-ROTATED_BYTES // (n * k * 2)))]
+    matrices *= -(-LEAST_CALLS // len(matrices))
+
+    def run(rows: int) -> list[Result]:
+        x, recording = bench.blocks(rows, k), bench.recording()
+        out = memory(np.uint32, rows * n // 4) if finish == "gate" else memory(np.float32, rows, n)
+        record: Any = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_gate}[finish]
+        for matrix in matrices:
+            record(x, matrix, out)
+        rivals = _torch_linears(x, rows, matrices) if bench.with_torch else ()
+        inputs = Batch.decode(rows).inputs(bench.rng)
+        ours, theirs = bench.measure(recording, lambda: inputs, rivals)
+        return [Result.of(f"linear {name}", f"M={rows}", [work.linear(rows, n, k, finish)], ours.mean(axis=1), theirs)]
+
+    return run
+
+
+def _torch_linears(x: NDArray[np.uint32], rows: int, matrices: Sequence[Matrix]) -> list[Call]:
+    import torch
+
+    n, k = matrices[0].n, matrices[0].k
+    row_major = as_torch(x.view(np.uint16), rows, k)
+    weights = [as_torch(matrix.pairs.view(np.uint16), n, k) for matrix in matrices]
+    return [functools.partial(torch.nn.functional.linear, row_major, weight) for weight in weights]
+
+
+def attend(bench: Bench) -> Callable[[Batch], list[Result]]:
+    """Attention over as many layers as it takes for all caches to be too small."""
+
+    def run(batch: Batch) -> list[Result]:
+        blocks, tokens = batch.num_blocks, batch.tokens
+        layers = -(-ROTATED_BYTES // (blocks * 2 * KV_HEADS * BLOCK * DIM * 2))
+        shape = (blocks, layers, 2, KV_HEADS, BLOCK * DIM)
+        pages = bench.normal(math.prod(shape))
+        queries = bench.normal(tokens * HEADS * DIM, DIM**-0.5)
+        out, recording = memory(np.uint32, tokens * HEADS * DIM // 2), bench.recording()
+        for layer in range(max(layers, LEAST_CALLS)):
+            layer %= layers
+            recording.attend(queries.reshape(tokens, HEADS, DIM), CacheLayer(pages.reshape(shape), layer, DIM), out)
+        rivals = _torch_attention(bench, batch, queries, layers) if bench.with_torch else ()
+        inputs = batch.inputs(bench.rng)
+        ours, theirs = bench.measure(recording, lambda: inputs, rivals)
+        works = [work.attend(batch, HEADS, KV_HEADS, DIM)]
+        return [Result.of(f"attend {_kind(batch)}", _shape(batch), works, ours.mean(axis=1), theirs)]
+
+    return run
+
+
+def _kind(batch: Batch) -> str:
+    return "decode" if max(batch.queries) == 1 else "prefill"
+
+
+def _shape(batch: Batch) -> str:
+    first = f"batch {len(batch.queries)}" if max(batch.queries) == 1 else f"{batch.tokens} queries"
+    return f"{first}, context {batch.contexts[0]}"
+
+
+def _torch_attention(bench: Bench, batch: Batch, queries: NDArray[np.uint16], layers: int) -> list[Call]:
+    """Keys and values of each row lie behind each other. Decoding, the heads that share a key are queries of one."""
+    import torch
+
+    rows, count, context = len(batch.queries), batch.queries[0], batch.contexts[0]
+    size = rows * KV_HEADS * context * DIM
+    caches = as_torch(bench.normal(2 * layers * size), layers, 2, rows, KV_HEADS, context, DIM)
+    attention, scale = torch.nn.functional.scaled_dot_product_attention, DIM**-0.5
+    if count == 1:
+        q = as_torch(queries, rows, KV_HEADS, HEADS // KV_HEADS, DIM)
+        return [functools.partial(attention, q, keys, values, scale=scale) for keys, values in caches]
+    q = as_torch(queries, rows, HEADS, count, DIM)
+    mask = None if count == context else torch.ones(count, context, dtype=torch.bool).tril(context - count)
+    options = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": True, "scale": scale}
+    return [functools.partial(attention, q, keys, values, **options) for keys, values in caches]
+
+
+REPEATS = 16
+
+
+def embed(bench: Bench) -> Callable[[int], list[Result]]:
+    """Rows of the packed output weights; calls read from different parts of them."""
+    table = bench.matrix(VOCAB, WIDTH)
+    part = VOCAB // REPEATS // PANEL * PANEL
+    parts = [table.pairs[i * Matrix.size(part, WIDTH) :] for i in range(REPEATS)]
+
+    def run(rows: int) -> list[Result]:
+        recording, x = bench.recording(), memory(np.float32, rows, WIDTH)
+        for pairs in parts:
+            recording.embed_packed(Matrix(pairs, part, WIDTH), x)
+        ours, _ = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng, part))
+        return [Result.of("embed", f"M={rows}", [work.embed(rows, WIDTH)], ours.mean(axis=1))]
+
+    return run
+
+
+def norm(bench: Bench) -> Callable[[int], list[Result]]:
+    """Of activations that are in a cache, as in a step."""
+
+    def run(rows: int) -> list[Result]:
+        x, weight = bench.rng.standard_normal((rows, WIDTH), np.float32), np.ones(WIDTH, np.float32)
+        recording, out = bench.recording(), memory(np.uint32, rows * WIDTH // 2)
+        for _ in range(REPEATS):
+            recording.norm(x, weight, 1e-6, out)
+        ours, _ = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
+        return [Result.of("norm", f"M={rows}", [work.norm(rows, WIDTH)], ours.mean(axis=1))]
+
+    return run
+
+
+def heads(bench: Bench) -> Callable[[int], list[Result]]:
+    """Of activations that are in a cache, as in a step: a few rows that decode, or one prompt."""
+
+    def run(rows: int) -> list[Result]:
+        batch = Batch.decode(rows, 128) if rows <= 32 else Batch.prefill(rows, rows)
+        pages = memory(np.uint16, batch.num_blocks, REPEATS, 2, KV_HEADS, BLOCK * DIM)
+        cos, sin = (np.full((max(batch.contexts), DIM // 2), 0.5**0.5, np.float32) for _ in range(2))
+        x = bench.rng.standard_normal((rows, (HEADS + 2 * KV_HEADS) * DIM), np.float32)
+        weights, queries = np.ones((HEADS + KV_HEADS, DIM), np.float32), memory(np.uint16, rows, HEADS, DIM)
+        recording = bench.recording()
+        for layer in range(REPEATS):
+            recording.heads(x, weights, cos, sin, 1e-6, queries, CacheLayer(pages, layer, DIM))
+        ours, _ = bench.measure(recording, lambda: batch.inputs(bench.rng))
+        return [Result.of("heads", f"M={rows}", [work.heads(rows, HEADS, KV_HEADS, DIM)], ours.mean(axis=1))]
+
+    return run
+
+
+EXPERTS, PER_TOKEN, EXPERT_WIDTH, EXPERT_INNER, EXPERT_LAYERS = 128, 8, 2048, 768, 8
+
+
+def experts(bench: Bench) -> Callable[[int], list[Result]]:
+    """A mixture of experts; layers share the weights, and each routes by random numbers of its own."""
+    gate_up = bench.matrix(2 * EXPERT_INNER, EXPERT_WIDTH, EXPERTS)
+    down = bench.matrix(EXPERT_WIDTH, EXPERT_INNER, EXPERTS)
+
+    def run(tokens: int) -> list[Result]:
+        entries, recording = tokens * PER_TOKEN, bench.recording()
+        x, out = bench.blocks(tokens, EXPERT_WIDTH), memory(np.float32, tokens, EXPERT_WIDTH)
+        rows, gated = memory(np.uint32, entries * EXPERT_WIDTH // 2), memory(np.uint32, entries * EXPERT_INNER // 2)
+        y = memory(np.float32, entries, EXPERT_WIDTH)
+        logits = bench.rng.standard_normal((EXPERT_LAYERS, tokens, EXPERTS), np.float32)
+        # One kind of operation after the other, so that a round tells them apart.
+        routings = [recording.route(layer, PER_TOKEN, True) for layer in logits]
+        for routing in routings:
+            recording.gather(routing, x, EXPERT_WIDTH, rows)
+        for routing in routings:
+            recording.expert_gate(routing, rows, gate_up, gated)
+        for routing in routings:
+            recording.expert_linear(routing, gated, down, y)
+        for routing in routings:
+            recording.combine(routing, y, out)
+        inputs = Batch.decode(tokens).inputs(bench.rng)
+        ours, _ = bench.measure(recording, lambda: inputs)
+        seconds = ours.reshape(len(ours), -1, EXPERT_LAYERS).mean(axis=2)
+        seconds[:, 1] += seconds[:, 0]  # a routing is two operations
+        works = _expert_works(tokens, _mean_active(logits))
+        return [Result.of(name, f"M={tokens}", [each], seconds[:, i]) for i, (name, each) in enumerate(works, start=1)]
+
+    return run
+
+
+def _mean_active(logits: NDArray[np.float32]) -> float:
+    chosen = np.argsort(logits)[..., -PER_TOKEN:]
+    return float(np.mean([len(np.unique(layer)) for layer in chosen]))
+
+
+def _expert_works(tokens: int, active: float) -> Iterator[tuple[str, Work]]:
+    entries, width, inner = tokens * PER_TOKEN, EXPERT_WIDTH, EXPERT_INNER
+    yield "route", work.route(tokens, EXPERTS, PER_TOKEN)
+    yield "gather", work.gather(tokens, PER_TOKEN, width)
+    yield "experts gate/up", work.linear(entries, 2 * inner, width, "gate", active)
+    yield "experts down", work.linear(entries, width, inner, "store", active)
+    yield "combine", work.combine(tokens, PER_TOKEN, width)
+
+
+def groups(quick: bool) -> list[Group]:
+    """All there is to measure, or a little of everything."""
+    rows = (1, 16, 128) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 512)
+    decode = ((1, 1024), (8, 1024)) if quick else tuple((b, c) for b in (1, 8, 32) for c in (128, 1024, 4096))
+    prefill = ((512, 512),) if quick else ((512, 512), (512, 2048), (2048, 2048))
+    return [
+        *(Group(f"linear {one[0]}", rows, functools.partial(linear, *one)) for one in LINEARS),
+        Group("attend decode", tuple(Batch.decode(b, c) for b, c in decode), attend),
+        Group("attend prefill", tuple(Batch.prefill(q, c) for q, c in prefill), attend),
+        *(Group(one.__name__, (1, 128) if quick else (1, 8, 32, 128, 512), one) for one in (embed, norm, heads)),
+        Group("experts", (8,) if quick else (1, 8, 64), experts),
+    ]

@@ -1,0 +1,97 @@
+"""Whole steps of a checkpoint, and where their time goes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from roofline_kernels import LEAST_ROUNDS, Bench, Result, bfloat16, fill, replay
+from roofline_work import BLOCK, Batch, Operation, Work, operations
+
+from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.config import EngineConfig
+from pypto_serving.host import read_host_facts
+from pypto_serving.model.registry import load_config, load_spec
+
+STEP, REST = "step", "rest"
+"""Names of the row of a whole step, and of what the kernels do not account for."""
+
+
+def batches(quick: bool) -> list[Batch]:
+    """Decode at several batch sizes and contexts, and a prefill."""
+    if quick:
+        return [Batch.decode(1, 128), Batch.decode(8, 128), Batch.prefill(128, 128)]
+    return [*(Batch.decode(rows, context) for context in (128, 2048) for rows in (1, 8, 32)), Batch.prefill(512, 512)]
+
+
+class Steps:
+    """Owns a loaded model whose cache is full of random numbers."""
+
+    def __init__(self, model: Path, kernels: str, threads: int, wanted: list[Batch]) -> None:
+        """Keeps in `batches` what there is memory for."""
+        spec = load_spec(model, "bfloat16", BLOCK)
+        block_bytes = sum(group.block_bytes for group in spec.kv_groups)
+        room = (read_host_facts().available_bytes - 1.1 * spec.packed_bytes) * 0.9
+        self.batches = [batch for batch in wanted if batch.num_blocks * block_bytes < room]
+        if not self.batches:
+            raise SystemExit(
+                f"{model}: its steps need {block_bytes * wanted[0].num_blocks:,} bytes more than there are"
+            )
+        self.config = EngineConfig(
+            model=str(model),
+            backend="cpu",
+            dtype="bfloat16",
+            vocab_size=spec.vocab_size,
+            groups=spec.kv_groups,
+            num_blocks=(max(batch.num_blocks for batch in self.batches),),
+            max_model_len=max(max(batch.contexts) for batch in self.batches),
+            max_num_seqs=max(len(batch.queries) for batch in self.batches),
+            max_num_batched_tokens=max(batch.tokens for batch in self.batches),
+            num_threads=threads,
+            kernels=kernels,
+        )
+        self._model = load_config(str(model))[1]
+        self._program: Any = CpuBackend(self.config).prepare(lambda *_: None)
+        pool = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
+        fill(self._program.model.pages.reshape(-1), bfloat16(pool))
+
+    def measure(self, batch: Batch, bench: Bench) -> list[Result]:
+        """Rows for each kind of operation, for what is left, and for the whole step."""
+        recording = self._program.model.step
+        planned = list(operations(self._model, batch))
+        assert [operation.name for operation in planned] == recording.names, "the model records other operations"
+        inputs = batch.inputs(bench.rng, self._model.vocab_size)
+        rounds: list[Any] = []
+        whole: list[float] = []
+        until = math.inf
+        while len(whole) <= LEAST_ROUNDS or time.perf_counter() < until:
+            began = time.perf_counter()
+            rounds.append(replay(recording, inputs))
+            whole.append(time.perf_counter() - began)
+            until = min(until, time.perf_counter() + bench.budget_s)
+        seconds, totals = np.array(rounds[1:]), np.array(whole[1:])
+        return list(_by_label(_shape(batch), planned, seconds, totals))
+
+
+def _by_label(shape: str, planned: list[Operation], seconds: Any, totals: Any) -> Iterator[Result]:
+    """The best times are those of the fastest step, so that they add up to it."""
+    fastest = int(np.argmin(totals))
+
+    def result(name: str, works: list[Work], times: Any) -> Result:
+        return Result(name, shape, tuple(works), float(times[fastest]), float(np.median(times)))
+
+    for label in dict.fromkeys(operation.label for operation in planned):
+        chosen = [i for i, operation in enumerate(planned) if operation.label == label]
+        yield result(label, [planned[i].work for i in chosen], seconds[:, chosen].sum(axis=1))
+    yield result(REST, [], totals - seconds.sum(axis=1))
+    yield result(STEP, [operation.work for operation in planned], totals)
+
+
+def _shape(batch: Batch) -> str:
+    if max(batch.queries) > 1:
+        return f"prefill, {batch.tokens} tokens"
+    return f"decode, batch {len(batch.queries)}, context {batch.contexts[0]}"

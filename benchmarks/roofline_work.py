@@ -1,0 +1,177 @@
+"""What operations must do at least, from their shapes alone; and steps to do it in.
+
+Bytes are those that must come from memory or go there if nothing is in a cache: weights, keys and values once per
+operation, activations in and out. Operations are multiplications and additions; attention's are those that causality
+asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pypto_serving.backend.base import StepInputs
+from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
+from pypto_serving.util import ceil_div
+
+BF16, F32 = 2, 4
+"""Bytes per element."""
+BLOCK = 16
+"""Tokens per block of the KV cache."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes to move and operations to compute, at least."""
+
+    bytes: float
+    flops: float
+
+    def seconds(self, bandwidth: float, peak: float) -> float:
+        """The least time on a machine that moves `bandwidth` bytes and computes `peak` operations per second."""
+        return max(self.bytes / bandwidth, self.flops / peak)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step: row i computes the last `queries[i]` of its `contexts[i]` tokens."""
+
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+
+    @staticmethod
+    def decode(rows: int, context: int = 1) -> Batch:
+        """One token for each of `rows` rows."""
+        return Batch((1,) * rows, (context,) * rows)
+
+    @staticmethod
+    def prefill(queries: int, context: int) -> Batch:
+        """The last `queries` tokens of one prompt."""
+        return Batch((queries,), (context,))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(self.queries)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache that hold its history, and the null block."""
+        return 1 + sum(ceil_div(context, BLOCK) for context in self.contexts)
+
+    def inputs(self, rng: np.random.Generator, vocab: int = 1) -> StepInputs:
+        """Random tokens in random blocks; logits of each row's last token."""
+        widths = [ceil_div(context, BLOCK) for context in self.contexts]
+        blocks = np.split(rng.permutation(np.arange(1, self.num_blocks)), np.cumsum(widths)[:-1])
+        table = np.zeros((len(widths), max(widths)), np.int32)
+        for row, own in zip(table, blocks, strict=True):
+            row[: len(own)] = own
+        positions = [np.arange(c - q, c) for q, c in zip(self.queries, self.contexts, strict=True)]
+        slots = [row[p // BLOCK] * BLOCK + p % BLOCK for row, p in zip(table, positions, strict=True)]
+        starts = np.cumsum([0, *self.queries])
+        return StepInputs(
+            token_ids=rng.integers(0, vocab, self.tokens, np.int32),
+            positions=np.concatenate(positions).astype(np.int32),
+            query_start=starts.astype(np.int32),
+            context_lens=np.asarray(self.contexts, np.int32),
+            logits_rows=(starts[1:] - 1).astype(np.int32),
+            slot_mapping=(np.concatenate(slots).astype(np.int32),),
+            block_tables=(table,),
+            fresh_blocks=(np.zeros(0, np.int32),),
+        )
+
+
+def linear(rows: int, n: int, k: int, finish: str = "store", matrices: float = 1) -> Work:
+    """A product with weights [n, k], or of `rows` rows with so many matrices; gated, it has n / 2 outputs."""
+    out = {"store": F32, "add": 2 * F32, "gate": BF16 / 2}[finish]
+    return Work(matrices * n * k * BF16 + rows * (k * BF16 + n * out), 2 * rows * n * k)
+
+
+def attend(batch: Batch, heads: int, kv_heads: int, dim: int) -> Work:
+    """Causal attention over the batch's history."""
+    seen = sum(q * c - q * (q - 1) // 2 for q, c in zip(batch.queries, batch.contexts, strict=True))
+    cache = 2 * sum(batch.contexts) * kv_heads * dim * BF16
+    return Work(cache + 2 * batch.tokens * heads * dim * BF16, 4 * seen * heads * dim)
+
+
+def embed(tokens: int, width: int) -> Work:
+    """Rows of a bfloat16 table in float32."""
+    return Work(tokens * width * (BF16 + F32), 0)
+
+
+def norm(rows: int, width: int) -> Work:
+    """x / rms(x) * weight: a square, an addition and two products per element."""
+    return Work(width * F32 + rows * width * (F32 + BF16), 4 * rows * width)
+
+
+def heads(tokens: int, heads: int, kv_heads: int, dim: int) -> Work:
+    """Norms and rotation (3 operations per element) of queries and keys; values are copied."""
+    turned, all_heads = heads + kv_heads, heads + 2 * kv_heads
+    angles = dim * F32
+    return Work(turned * dim * F32 + tokens * (all_heads * dim * (F32 + BF16) + angles), 7 * tokens * turned * dim)
+
+
+def route(tokens: int, experts: int, per_token: int) -> Work:
+    """Softmax over all experts; a choice and its share per slot."""
+    return Work(tokens * (experts * F32 + per_token * 8), 2 * tokens * experts)
+
+
+def gather(tokens: int, per_token: int, width: int) -> Work:
+    """Rows to their experts."""
+    return Work(tokens * (1 + per_token) * width * BF16, 0)
+
+
+def combine(tokens: int, per_token: int, width: int) -> Work:
+    """Experts' rows back to their tokens, weighted."""
+    return Work(tokens * (per_token + 2) * width * F32, tokens * width * (2 * per_token + 1))
+
+
+def expected_active(experts: int, per_token: int, tokens: int) -> float:
+    """Experts that at least one token goes to, on average, where all are equally likely."""
+    return experts * (1 - (1 - per_token / experts) ** tokens)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a recorded step: what it does there, its name in Recording.names, and its work."""
+
+    label: str
+    name: str
+    work: Work
+
+
+def operations(model: Qwen3Config, batch: Batch) -> Iterator[Operation]:
+    """The operations of a step, in the order in which NativeQwen3 records them."""
+    tokens, width, rows = batch.tokens, model.hidden_size, len(batch.queries)
+    split = (model.num_heads, model.num_kv_heads, model.head_dim)
+    queries, projected = split[0] * split[2], (split[0] + 2 * split[1]) * split[2]
+    yield Operation("embed", "embed", embed(tokens, width))
+    for layer in range(model.num_layers):
+        yield Operation("norm", "norm", norm(tokens, width))
+        yield Operation("qkv", "linear", linear(tokens, projected, width))
+        yield Operation("heads", "heads", heads(tokens, *split))
+        yield Operation("attend", "attend", attend(batch, *split))
+        yield Operation("o", "linear", linear(tokens, width, queries, "add"))
+        yield Operation("norm", "norm", norm(tokens, width))
+        if model.experts is not None and layer in model.experts.layers:
+            yield from _experts(model.experts, tokens, width)
+            continue
+        inner = model.intermediate_size
+        yield Operation("gate/up", "linear", linear(tokens, 2 * inner, width, "gate"))
+        yield Operation("down", "linear", linear(tokens, width, inner, "add"))
+    yield Operation("norm", "norm", norm(rows, width))
+    yield Operation("lm_head", "linear", linear(rows, model.vocab_size, width))
+
+
+def _experts(experts: Experts, tokens: int, width: int) -> Iterator[Operation]:
+    per_token, inner = experts.per_token, experts.intermediate_size
+    active, entries = expected_active(experts.count, per_token, tokens), tokens * per_token
+    yield Operation("router", "linear", linear(tokens, experts.count, width))
+    yield Operation("route", "route", route(tokens, experts.count, per_token))
+    yield Operation("route", "route", Work(0, 0))
+    yield Operation("gather", "gather", gather(tokens, per_token, width))
+    yield Operation("experts gate/up", "expert_linear", linear(entries, 2 * inner, width, "gate", active))
+    yield Operation("experts down", "expert_linear", linear(entries, width, inner, "store", active))
+    yield Operation("combine", "combine", combine(tokens, per_token, width))

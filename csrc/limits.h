@@ -1,0 +1,43 @@
+// What the machine can do at best, whatever the kernel: read memory, and add up products of pairs. For benchmarks.
+#pragma once
+
+#include "tile.h"
+
+namespace ISA {
+
+// As many sums as a tile of a product has: enough to hide the latency of `dot`, and they all stay in registers.
+constexpr int kSums = 2 * kMaxRows;
+
+// Multiplications and additions of one round.
+constexpr int kRoundFlops = kSums * kLanes * 4;
+
+// Each member computes `rounds` rounds; no memory is read or written meanwhile. A register that is multiplied by itself
+// leaves the most of them to the sums.
+static void compute(const Limits& limits, Member&) {
+  const Ints x = lane_numbers() + set1(Pair{0x3f803f80});
+  Floats sums[kSums];
+#pragma GCC unroll 24
+  for (int i = 0; i < kSums; i++) sums[i] = set1(static_cast<float>(i));
+  for (int64_t round = limits.rounds; round > 0; round--) {
+#pragma GCC unroll 24
+    for (int i = 0; i < kSums; i++) sums[i] = dot(sums[i], x, x);
+  }
+  for (int i = 0; i < kSums; i++) keep(sums[i]);
+}
+
+// All members together read `pairs`, a multiple of 2^18, once; each has a linear stream of its own.
+static void read(const Limits& limits, Member& member) {
+  constexpr int64_t kPiece = 1 << 18;
+  Ints sums[8] = {};
+  Share share(member, limits.pairs / kPiece, 1);
+  while (share.next()) {
+    const Pair *p = limits.data + share.begin * kPiece, *end = limits.data + share.end * kPiece;
+    for (; p < end; p += 8 * kLanes) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++) sums[i] ^= load_pairs(p + i * kLanes);
+    }
+  }
+  for (int i = 0; i < 8; i++) keep((Floats)sums[i]);
+}
+
+}  // namespace ISA

@@ -1,0 +1,135 @@
+"""The benchmark of limits: its arithmetic by hand, and its smallest parts for real."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import roofline_kernels
+import roofline_work as work
+from roofline_kernels import Bench, Result
+from roofline_report import Ceilings, Rated, kernel_table, plot, save_json, speed_table, step_table
+from roofline_steps import REST, STEP, Steps
+from roofline_work import Batch, Work
+
+from pypto_serving.kernels import Engine, runnable
+from pypto_serving.kernels.limits import Memory, peak
+from tests.checkpoints import make_checkpoint
+
+MEBIBYTE = 1 << 20
+needs_kernels = pytest.mark.skipif(not runnable(), reason="built without kernels")
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(Engine("", 2), budget_s=0.0, with_torch=False)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (work.linear(3, 32, 8), Work(2 * 32 * 8 + 2 * 3 * 8 + 4 * 3 * 32, 2 * 3 * 32 * 8)),
+        (work.linear(3, 32, 8, "add"), Work(512 + 48 + 8 * 96, 1536)),
+        (work.linear(3, 32, 8, "gate"), Work(512 + 48 + 2 * 3 * 16, 1536)),
+        (work.linear(3, 32, 8, "store", 2.5), Work(2.5 * 512 + 48 + 384, 1536)),
+        (work.embed(3, 8), Work(3 * 8 * 6, 0)),
+        (work.norm(3, 8), Work(8 * 4 + 3 * 8 * 6, 4 * 24)),
+        (work.heads(1, 2, 1, 4), Work(3 * 4 * 4 + 4 * 4 * 6 + 4 * 4, 7 * 3 * 4)),
+        (work.route(2, 8, 2), Work(2 * 8 * 4 + 2 * 2 * 8, 32)),
+        (work.gather(2, 3, 8), Work(2 * 8 * 2 + 2 * 3 * 8 * 2, 0)),
+        (work.combine(2, 3, 8), Work(4 * (6 * 8 + 2 * 16), 2 * 8 * 7)),
+    ],
+)
+def test_work_of_an_operation(found: Work, wanted: Work) -> None:
+    assert found == wanted
+
+
+@pytest.mark.parametrize("batch", [Batch.decode(3, 20), Batch.prefill(4, 4), Batch.prefill(3, 40)])
+def test_attention_counts_what_causality_asks_for(batch: Batch) -> None:
+    seen = sum(range(c - q + 1, c + 1)[i] for q, c in zip(batch.queries, batch.contexts, strict=True) for i in range(q))
+    found = work.attend(batch, 4, 2, 32)
+    assert found.flops == seen * 4 * 32 * 2 * 2
+    assert found.bytes == 2 * (2 * sum(batch.contexts) * 2 * 32) + 2 * 2 * batch.tokens * 4 * 32
+
+
+def test_active_experts() -> None:
+    assert work.expected_active(8, 2, 1) == 2
+    assert work.expected_active(4, 2, 2) == 3
+    assert math.isclose(work.expected_active(8, 2, 1000), 8)
+
+
+def test_a_batch_is_a_step() -> None:
+    batch = Batch((1, 3), (17, 20))
+    inputs = batch.inputs(np.random.default_rng(0))
+    assert inputs.positions.tolist() == [16, 17, 18, 19]
+    assert inputs.query_start.tolist() == [0, 1, 4] and inputs.logits_rows.tolist() == [0, 3]
+    assert sorted(inputs.block_tables[0].ravel().tolist()) == [1, 2, 3, 4]
+    first, second = inputs.block_tables[0][:, 1]
+    assert inputs.slot_mapping[0].tolist() == [16 * first, *(16 * second + offset for offset in (1, 2, 3))]
+
+
+def ceilings() -> Ceilings:
+    return Ceilings(bandwidths=[5.0, 10.0], peaks=[100.0], single_peaks=[50.0])
+
+
+def test_the_larger_limit_binds_and_limits_add_up() -> None:
+    memory, compute = Work(100, 20), Work(10, 400)
+    assert (memory.seconds(10, 100), compute.seconds(10, 100)) == (10, 4)
+    rated = Rated.of(Result.of("both", "", [memory, compute], [28, 30, 56]), ceilings())
+    assert (rated.limit, rated.fraction, rated.result.median) == (14, 0.5, 30)
+    assert rated.bound == "memory"
+
+
+def test_tables(tmp_path: Path) -> None:
+    alone = [Result.of("norm", "M=1", [Work(10, 4)], [2.0], [3.0]), Result.of("embed", "M=1", [Work(10, 0)], [4.0])]
+    rated = [Rated.of(one, ceilings()) for one in alone]
+    rows = kernel_table(rated)
+    assert [len(row) for row in rows] == [len(rows[0])] * 3
+    assert rows[1][-4:] == ["50%", "3000000.0", "3000000.0", "1.50"] and rows[2][-3:] == ["", "", ""]
+    step = [Result.of("norm", "s", [Work(10, 4)], [2.0]), Result.of(REST, "s", [], [2.0])]
+    whole = [Rated.of(one, ceilings()) for one in (*step, Result.of(STEP, "s", [Work(10, 4)], [4.0]))]
+    assert [row[4] for row in step_table(whole)[1:]] == ["50.0%", "50.0%", "100.0%"]
+    assert speed_table(whole, {"s": 8})[1] == ["s", "2.0", "2.0", "8.0", "25%"]
+    save_json(tmp_path / "roofline.json", {"threads": 1}, ceilings(), kernels=rated, steps=whole)
+    assert (tmp_path / "roofline.json").stat().st_size > 0
+    assert plot(tmp_path / "roofline.png", rated, ceilings()) == (tmp_path / "roofline.png").exists()
+
+
+@needs_kernels
+@pytest.mark.parametrize("instruction_set", runnable())
+def test_limits_of_this_machine(instruction_set: str) -> None:
+    engine = Engine(instruction_set, 2)
+    assert Memory(4 * MEBIBYTE).bandwidth(engine, repeat=2) > 0
+    assert peak(engine, repeat=1) > 0
+
+
+@needs_kernels
+def test_small_kernels_are_measured(bench: Bench) -> None:
+    for prepare in (roofline_kernels.norm, roofline_kernels.heads):
+        (result,) = prepare(bench)(3)
+        assert 0 < result.best <= result.median
+
+
+@needs_kernels
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_products_and_attention_are_measured(monkeypatch: pytest.MonkeyPatch, with_torch: bool) -> None:
+    monkeypatch.setattr(roofline_kernels, "ROTATED_BYTES", MEBIBYTE)
+    bench = Bench(Engine("", 2), 0.0, with_torch)
+    found = [
+        *(roofline_kernels.linear("x", 64, 32, finish, bench)(3)[0] for finish in ("store", "add", "gate")),
+        *(roofline_kernels.attend(bench)(batch)[0] for batch in (Batch.decode(2, 33), Batch.prefill(5, 33))),
+    ]
+    assert all(0 < result.best <= result.median and bool(result.torch) == with_torch for result in found)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str) -> None:
+    steps = Steps(make_checkpoint(tmp_path, kind), "", 2, [Batch.decode(2, 20), Batch.prefill(5, 20)])
+    for batch in steps.batches:
+        results = {result.name: result for result in steps.measure(batch, bench)}
+        parts = [result.best for name, result in results.items() if name != STEP]
+        assert sum(parts) == pytest.approx(results[STEP].best)
+        assert {"embed", "norm", "qkv", "heads", "attend", "o", "lm_head", REST, STEP} <= set(results)
