@@ -10,8 +10,8 @@ from pypto_serving.kernels.engine import (
     Routing,
     Rows,
     Stored,
-    huge_pages,
+    zeros,
 )
 from pypto_serving.kernels.library import runnable
 
-__all__ = ["CacheLayer", "Engine", "Matrix", "Recording", "Routing", "Rows", "Stored", "huge_pages", "runnable"]
+__all__ = ["CacheLayer", "Engine", "Matrix", "Recording", "Routing", "Rows", "Stored", "runnable", "zeros"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import math
+import mmap
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -91,15 +93,18 @@ class Routing:
     per_token: int
 
 
-def huge_pages(array: Array) -> None:
-    """Ask the system to back `array` with huge pages."""
+def zeros(dtype: Any, *shape: int) -> Array:
+    """Memory of its own that takes room when it is first written, in huge pages where the system has them.
+
+    It is mapped as private: shared memory gets huge pages by another setting of the system, which is off by default.
+    """
     lib = library()
     assert lib is not None
-    page = 4096
-    start = ceil_div(array.ctypes.data, page) * page
-    length = (array.ctypes.data + array.nbytes - start) // page * page
-    if length > 0:
-        lib.pypto_huge_pages(start, length)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
+    lib.pypto_huge_pages(memory.ctypes.data, size)
+    array: Array = memory.view(dtype).reshape(shape)
+    return array
 
 
 class Engine:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import Engine, Matrix, Stored, huge_pages
+from pypto_serving.kernels import Engine, Matrix, Stored, zeros
 from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
 from pypto_serving.util import ceil_div
 
@@ -130,10 +130,7 @@ class PackedWeights:
 
 
 def _pairs(size: int) -> NDArray[np.uint32]:
-    """Memory for packed weights, in huge pages where the system has them."""
-    pairs = np.frombuffer(mmap.mmap(-1, size * 4), np.uint32)
-    huge_pages(pairs)
-    return pairs
+    return zeros(np.uint32, size)
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
