@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pypto_serving.kernels.engine import (
+    PANEL,
     CacheLayer,
     Engine,
     Matrix,
@@ -10,8 +11,21 @@ from pypto_serving.kernels.engine import (
     Routing,
     Rows,
     Stored,
+    hashes,
     zeros,
 )
 from pypto_serving.kernels.library import runnable
 
-__all__ = ["CacheLayer", "Engine", "Matrix", "Recording", "Routing", "Rows", "Stored", "runnable", "zeros"]
+__all__ = [
+    "PANEL",
+    "CacheLayer",
+    "Engine",
+    "Matrix",
+    "Recording",
+    "Routing",
+    "Rows",
+    "Stored",
+    "hashes",
+    "runnable",
+    "zeros",
+]

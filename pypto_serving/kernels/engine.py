@@ -107,6 +107,15 @@ def zeros(dtype: Any, *shape: int) -> Array:
     return array
 
 
+def hashes(array: Array) -> NDArray[np.uint64]:
+    """A hash of each piece of `array`, computed by this thread: any change of its bytes changes one of them."""
+    lib = library()
+    assert lib is not None
+    out = np.zeros(lib.pypto_pieces(array.nbytes), np.uint64)
+    lib.pypto_hash(array.ctypes.data, array.nbytes, out.ctypes.data)
+    return out
+
+
 class Engine:
     """Owns `threads` threads, the caller's among them, that run kernels for one instruction set on `cpus`."""
 
@@ -142,6 +151,14 @@ class Engine:
         if k % 2 or n % _GATE_HALF or Matrix.size(2 * n, k) > out.size:
             raise ValueError(f"[{n}, {k}] does not go into half of {out.size} pairs")
         self._lib.pypto_pack(self._handle, out.ctypes.data, source, stored, n, k, half * _GATE_HALF, 1)
+
+    def read(self, out: Array, file: int, offset: int) -> NDArray[np.uint64]:
+        """Fill `out` from `offset` on of an open file, and return its `hashes`; raises OSError."""
+        pieces = np.zeros(self._lib.pypto_pieces(out.nbytes), np.uint64)
+        arguments = (out.ctypes.data, out.nbytes, pieces.ctypes.data)
+        if error := self._lib.pypto_read(self._handle, file, offset, *arguments):
+            raise OSError(error, os.strerror(error))
+        return pieces
 
     def close(self) -> None:
         """End the threads."""
