@@ -341,8 +341,8 @@ def test_packed_weights_are_kept_if_asked_for() -> None:
 
 def test_the_cache_folder_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    for given, folder in (("/var/cache", "/var/cache"), ("", "/home/me/.cache"), ("relative", "/home/me/.cache")):
-        monkeypatch.setenv("XDG_CACHE_HOME", given)
+    for wanted, folder in (("/var/cache", "/var/cache"), ("", "/home/me/.cache"), ("relative", "/home/me/.cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", wanted)
         assert read_cache_dir() == f"{folder}/pypto-serving"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert read_cache_dir() == "/home/me/.cache/pypto-serving"

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pypto_serving.backend.base import Progress
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.kernels import Engine, hashes, runnable
 from pypto_serving.model.packed_file import MAGIC
@@ -33,9 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKENS = np.arange(40) % 300
 
 
-def load(path: Path, folder: Path | str = "") -> Any:
+def load(path: Path, folder: Path | str = "", kernels: str = "") -> Any:
     """A program; what it keeps is written when this returns."""
-    program = load_program(path, "bfloat16", 8, 128, kernels=runnable()[0], packed_cache=str(folder))
+    program = load_program(path, "bfloat16", 8, 128, kernels=kernels or runnable()[0], packed_cache=str(folder))
     for thread in threading.enumerate():
         if thread.name == "packed-file":
             thread.join()
@@ -57,16 +58,6 @@ def packed(folder: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def no_packing(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """`no_packing.undo()` allows it again."""
-    for name in ("pack", "pack_gate"):
-        monkeypatch.setattr(Engine, name, lambda *_: pytest.fail("weights were packed"))
-    monkeypatch.setattr("pypto_serving.model.packed._bfloat16", lambda values: values[:0].astype("u2"))
-    monkeypatch.setattr("pypto_serving.model.packed._rounded", lambda values: values)
-    return monkeypatch
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_second_start_reads_what_the_first_one_packed(
@@ -86,37 +77,27 @@ def test_a_second_start_reads_what_the_first_one_packed(
 def test_all_instruction_sets_read_the_same_file(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     contents = set()
     for kernels in runnable():
-        folder = tmp_path / kernels
-        load_program(checkpoint(), "bfloat16", 8, 128, kernels=kernels, packed_cache=str(folder))
-        load(checkpoint(), folder)
-        contents.add((packed(folder).name, packed(folder).read_bytes()))
+        load(checkpoint(), tmp_path / kernels, kernels)
+        file = packed(tmp_path / kernels)
+        contents.add((file.name, file.read_bytes()))
     assert len(contents) == 1
 
 
-def test_progress_is_the_same_with_and_without_the_file(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    program, seen = load(checkpoint("qwen3_moe"), tmp_path), []
-    import msgspec
+def test_progress_is_the_same_with_and_without_the_file(
+    checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[tuple[str, int, int]]] = []
+    prepare = CpuBackend.prepare
 
-    from pypto_serving.config import EngineConfig
-
-    assert program
-    config = EngineConfig(
-        model=str(checkpoint("qwen3_moe")),
-        backend="cpu",
-        dtype="bfloat16",
-        vocab_size=320,
-        groups=program.groups,
-        num_blocks=(8,),
-        max_model_len=128,
-        num_threads=1,
-        kernels=runnable()[0],
-    )
-    for folder in ("", str(tmp_path)):
+    def watched(backend: CpuBackend, _: Progress) -> Any:
         states: list[tuple[str, int, int]] = []
-        changed = msgspec.structs.replace(config, packed_cache=folder)
-        CpuBackend(changed).prepare(lambda *state, to=states: to.append(state))
         seen.append(states)
-    assert seen[0] == seen[1]
+        return prepare(backend, lambda *state: states.append(state))
+
+    monkeypatch.setattr(CpuBackend, "prepare", watched)
+    for folder in ("", tmp_path, tmp_path):
+        load(checkpoint("qwen3_moe"), folder)
+    assert seen[0] == seen[1] == seen[2]
     assert seen[0][-1][1] == seen[0][-1][2] > 0
 
 
