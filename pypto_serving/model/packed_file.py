@@ -70,9 +70,10 @@ class PackedFile:
         self._lacks = False
         try:
             self._file = self.path.open("rb")
+        except OSError:
+            return  # there is none, or `save` will say what is wrong
+        try:
             self._places = _read_places(self._file, self._key)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
         except (OSError, ValueError) as error:
             self._refuse(error)
 
@@ -174,7 +175,7 @@ def _fill(file: BinaryIO, header: bytes, arrays: Mapping[str, NDArray[Any]]) -> 
     for data in (memoryview(header), *(memoryview(array.data).cast("B") for array in arrays.values())):
         while len(data):
             if not threading.main_thread().is_alive():
-                raise OSError(errno.ECANCELED, "the server ended before they were written")
+                raise OSError(errno.ECANCELED, "the process ended before they were written")
             data = data[file.write(data[:SYNC_BYTES]) :]
             os.fdatasync(file.fileno())
     os.fsync(file.fileno())

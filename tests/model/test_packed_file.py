@@ -294,7 +294,7 @@ def test_a_process_that_ends_does_not_wait_for_the_file(kept: Kept, tmp_path: Pa
     process = start(kept, tmp_path, ENDS)
     out, err = process.communicate("\n", timeout=60)
     assert (process.returncode, bytes.fromhex(out)) == (0, kept.logits.tobytes())
-    assert err == f"packed weights are not kept in {tmp_path}: the server ended before they were written\n"
+    assert err == f"packed weights are not kept in {tmp_path}: the process ended before they were written\n"
     assert list(tmp_path.iterdir()) == []
 
 
