@@ -4,6 +4,7 @@
 #include <cstring>
 #include <new>
 
+#include "file.h"
 #include "recording.h"
 
 #if defined(__linux__)
@@ -65,6 +66,17 @@ API void pypto_pack(Engine* engine, Pair* out, const void* source, int stored, i
                     int half) {
   Packing packing(engine->kernels, out, source, stored, n, k, offset, half != 0);
   engine->team.run(packing);
+}
+
+API int64_t pypto_pieces(int64_t bytes) { return pieces_of(bytes); }
+
+API void pypto_hash(const char* data, int64_t bytes, uint64_t* hashes) { hash_pieces(data, bytes, hashes); }
+
+// 0, or errno; then `out` and `hashes` are not complete.
+API int pypto_read(Engine* engine, int file, int64_t offset, char* out, int64_t bytes, uint64_t* hashes) {
+  Reading reading(file, offset, out, bytes, hashes);
+  engine->team.run(reading);
+  return reading.error();
 }
 
 API Recording* pypto_record(Engine* engine) { return new Recording(engine); }

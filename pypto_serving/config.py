@@ -47,7 +47,8 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that the engine core and its worker need. Sizes in bytes, lengths in tokens.
 
-    `num_blocks[g]` counts the null block 0. `kernels` names the instruction set of the CPU kernels, or torch.
+    `num_blocks[g]` counts the null block 0. `kernels` names the instruction set of the CPU kernels, or torch;
+    `packed_cache` is the folder that keeps the weights packed for them, or empty.
     `backend_options` are read by the backend alone.
     """
 
@@ -68,6 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     num_threads: int = 0
     kernels: str = "torch"
+    packed_cache: str = ""
     log_level: str = "info"
     faults: FaultConfig = FaultConfig()
     worker_module: str = "pypto_serving.worker"
@@ -151,6 +153,7 @@ class _Resolver:
             num_blocks=tuple(group.num_blocks for group in memory.groups),
             depth=defaults.depth,
             kernels=kernels,
+            packed_cache=self._packed_cache(kernels),
             **self._model(),
             **self._batching(backend, planner.step_tokens(model_len)),
             **self._process(),
@@ -187,6 +190,18 @@ class _Resolver:
         if kernels != "torch":
             self.model = msgspec.structs.replace(self.model, weight_bytes=self.model.packed_bytes)
         return kernels
+
+    def _packed_cache(self, kernels: str) -> str:
+        """The folder that keeps packed weights, or nothing. A start never fails for it."""
+        folder, reason = self.host.cache_dir, self._origin_or("packed_cache", "default")
+        if self.options.packed_cache and kernels in ("", "torch"):
+            folder, reason = "", "only weights packed for the CPU kernels are kept"
+        elif self.options.packed_cache and not folder:
+            reason = "this user has no home folder; set XDG_CACHE_HOME"
+        elif not self.options.packed_cache:
+            folder = ""
+        self.record("packed_cache", folder or False, reason)
+        return folder
 
     def _threads(self) -> tuple[int, str]:
         """One per CPU; but sharing an operation takes longer than doing it alone where there is little to read."""

@@ -13,17 +13,30 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`available_bytes`: memory that can be allocated now without swapping, within a container's limit.
 
     `kernels`: instruction sets that the CPU kernels were built for and that this machine runs, best first.
+    `cache_dir`: the folder for files of ours that may be deleted at any time; empty where the user has none.
     """
 
     available_bytes: int
     num_cpus: int
     kernels: tuple[str, ...] = ()
+    cache_dir: str = ""
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
     """Facts of the running system, from /proc and the control groups of this process; `root` is for tests."""
     groups = list(_control_groups(root))
     return HostFacts(available_bytes=_available_bytes(root, groups), num_cpus=_num_cpus(groups))
+
+
+def read_cache_dir() -> str:
+    """Our folder in the user's cache; see https://specifications.freedesktop.org/basedir-spec/latest/."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():
+        return str(given / "pypto-serving")
+    try:
+        return str(Path.home() / ".cache/pypto-serving")
+    except RuntimeError:
+        return ""
 
 
 def _control_groups(root: Path) -> Iterator[Path]:

@@ -172,6 +172,7 @@ RULES: dict[str, Rule] = {
     "backend": Choice(BACKENDS),
     "dtype": Choice(DTYPES),
     "kernels": Choice(KERNELS),
+    "packed_cache": Switch(),
     "num_threads": Whole(1, 1024),
     "seed": Whole(0, 2**63 - 1),
     "log_level": Choice(LOG_LEVELS),
@@ -206,6 +207,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     dtype: str | None = None
     kernels: str | None = None
+    packed_cache: bool | None = None
     num_threads: int | None = None
     seed: int | None = None
     log_level: str | None = None

@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.config import EngineConfig, HostFacts, Options, Resolved, default_model_name, resolve
 from pypto_serving.errors import ConfigError
-from pypto_serving.host import read_host_facts
+from pypto_serving.host import read_cache_dir, read_host_facts
 from pypto_serving.memory import largest, plan_groups, size_option
 from pypto_serving.options import RULES, make_options
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
@@ -317,6 +318,34 @@ def test_host_facts_respect_the_tightest_control_group(tmp_path: Path) -> None:
     write(box.parent / "memory.stat", f"anon 1\ninactive_file {MIB}\n")
     write(box.parent / "cpu.max", "100000 100000\n")
     assert read_host_facts(tmp_path) == HostFacts(available_bytes=2 * MIB, num_cpus=1)
+
+
+def test_packed_weights_are_kept_if_asked_for() -> None:
+    host = msgspec.structs.replace(HOST, kernels=("avx2", "portable"), cache_dir="/home/me/.cache/pypto-serving")
+    model = make_model(needs_torch="")
+    kept = make_resolved(model, host, packed_cache=True)
+    assert kept.engine.packed_cache == host.cache_dir
+    assert setting(kept, "packed-cache") == (host.cache_dir, "given by --packed-cache")
+    for options, reason in (
+        ({}, "default"),
+        ({"packed_cache": False}, "given by --packed-cache"),
+        ({"packed_cache": True, "kernels": "torch"}, "only weights packed for the CPU kernels are kept"),
+        ({"packed_cache": True, "backend": "null"}, "only weights packed for the CPU kernels are kept"),
+    ):
+        resolved = make_resolved(model, host, **options)
+        assert (resolved.engine.packed_cache, setting(resolved, "packed-cache")) == ("", (False, reason))
+    homeless = make_resolved(model, msgspec.structs.replace(host, cache_dir=""), packed_cache=True)
+    assert homeless.engine.packed_cache == ""
+    assert "set XDG_CACHE_HOME" in setting(homeless, "packed-cache")[1]
+
+
+def test_the_cache_folder_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for wanted, folder in (("/var/cache", "/var/cache"), ("", "/home/me/.cache"), ("relative", "/home/me/.cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", wanted)
+        assert read_cache_dir() == f"{folder}/pypto-serving"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert read_cache_dir() == "/home/me/.cache/pypto-serving"
 
 
 def test_host_facts_without_control_groups(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pypto_serving.host import read_host_facts
 from pypto_serving.kernels import Engine, NativeSampler
 from pypto_serving.model.checkpoint import fingerprint
 from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.util import hash128
 
@@ -59,7 +60,14 @@ class CpuBackend(Backend):
             return cpu_torch.prepare(config, architecture, model_config, progress)
         engine = Engine(config.kernels, config.num_threads or read_host_facts().num_cpus)
         model_class = model_family(architecture).native_program
-        model = model_class(model_config, PackedWeights(config.model, engine, progress), engine, config)
+        file = None
+        if config.packed_cache:
+            shapes = (f"{name} {shape}" for name, shape in model_config.tensors().items())
+            key = packed_key(config.model, architecture, model_class.name, *shapes)
+            file = PackedFile(config.packed_cache, key, engine)
+        model = model_class(model_config, PackedWeights(config.model, engine, progress, file), engine, config)
+        if file is not None:
+            file.save()
         numerics = (engine.instruction_set, LAYOUT)
         identity = program_fingerprint(config, architecture, model_class.name, *numerics)
         return NativeProgram(model, config, identity, engine)

@@ -63,11 +63,17 @@ FLAGS = (
         "Instruction set of the CPU kernels: avx512_bf16, avx512, avx2 or portable; or torch, without kernels. "
         "(default: auto, the best there is)",
     ),
+    Flag(
+        "packed_cache",
+        DEVICE,
+        "",
+        "Keep the weights as packed for the CPU kernels in ~/.cache/pypto-serving, for later starts. (default: off)",
+    ),
     Flag("num_threads", DEVICE, "N", "Threads that compute. (default: one per CPU)"),
     Flag("step_timeout", DEVICE, "SECONDS", "A step longer than this is a fault. (default: 120)"),
     Flag("log_level", DEVICE, "LEVEL", "debug, info, warning, error or critical. (default: info)"),
 )
-SWITCHES = {"log_requests", "chunked_prefill", "prefix_caching"}
+SWITCHES = {"log_requests", "chunked_prefill", "prefix_caching", "packed_cache"}
 LISTS = {"served_model_name"}
 
 ModelArgument = Annotated[

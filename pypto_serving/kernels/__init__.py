@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pypto_serving.kernels.engine import (
+    PANEL,
     CacheLayer,
     Engine,
     Matrix,
@@ -10,12 +11,14 @@ from pypto_serving.kernels.engine import (
     Routing,
     Rows,
     Stored,
-    huge_pages,
+    hashes,
+    zeros,
 )
 from pypto_serving.kernels.library import runnable
 from pypto_serving.kernels.sampling import NativeSampler
 
 __all__ = [
+    "PANEL",
     "CacheLayer",
     "Engine",
     "Matrix",
@@ -24,6 +27,7 @@ __all__ = [
     "Routing",
     "Rows",
     "Stored",
-    "huge_pages",
+    "hashes",
     "runnable",
+    "zeros",
 ]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import math
+import mmap
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -91,15 +93,27 @@ class Routing:
     per_token: int
 
 
-def huge_pages(array: Array) -> None:
-    """Ask the system to back `array` with huge pages."""
+def zeros(dtype: Any, *shape: int) -> Array:
+    """Memory of its own that takes room when it is first written, in huge pages where the system has them.
+
+    It is mapped as private: shared memory gets huge pages by another setting of the system, which is off by default.
+    """
     lib = library()
     assert lib is not None
-    page = 4096
-    start = ceil_div(array.ctypes.data, page) * page
-    length = (array.ctypes.data + array.nbytes - start) // page * page
-    if length > 0:
-        lib.pypto_huge_pages(start, length)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
+    lib.pypto_huge_pages(memory.ctypes.data, size)
+    array: Array = memory.view(dtype).reshape(shape)
+    return array
+
+
+def hashes(array: Array) -> NDArray[np.uint64]:
+    """A hash of each piece of `array`, computed by this thread: any change of its bytes changes one of them."""
+    lib = library()
+    assert lib is not None
+    out = np.zeros(lib.pypto_pieces(array.nbytes), np.uint64)
+    lib.pypto_hash(array.ctypes.data, array.nbytes, out.ctypes.data)
+    return out
 
 
 def _allowed_cpus() -> set[int]:
@@ -142,6 +156,14 @@ class Engine:
         if k % 2 or n % _GATE_HALF or Matrix.size(2 * n, k) > out.size:
             raise ValueError(f"[{n}, {k}] does not go into half of {out.size} pairs")
         self._lib.pypto_pack(self._handle, out.ctypes.data, source, stored, n, k, half * _GATE_HALF, 1)
+
+    def read(self, out: Array, file: int, offset: int) -> NDArray[np.uint64]:
+        """Fill `out` from `offset` on of an open file, and return its `hashes`; raises OSError."""
+        pieces = np.zeros(self._lib.pypto_pieces(out.nbytes), np.uint64)
+        arguments = (out.ctypes.data, out.nbytes, pieces.ctypes.data)
+        if error := self._lib.pypto_read(self._handle, file, offset, *arguments):
+            raise OSError(error, os.strerror(error))
+        return pieces
 
     def close(self) -> None:
         """End the threads."""

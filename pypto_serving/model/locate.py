@@ -9,7 +9,7 @@ import msgspec
 
 from pypto_serving.config import Resolved, resolve
 from pypto_serving.errors import ConfigError, ModelError
-from pypto_serving.host import read_host_facts
+from pypto_serving.host import read_cache_dir, read_host_facts
 from pypto_serving.kernels.library import runnable
 from pypto_serving.options import Options
 from pypto_serving.types.model import ModelSpec
@@ -25,7 +25,8 @@ def prepare(options: Options, model: ModelSpec) -> Resolved:
     template = options.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
-    return resolve(options, model, msgspec.structs.replace(read_host_facts(), kernels=runnable()))
+    host = msgspec.structs.replace(read_host_facts(), kernels=runnable(), cache_dir=read_cache_dir())
+    return resolve(options, model, host)
 
 
 def model_spec(options: Options) -> ModelSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import Engine, Matrix, Stored, huge_pages
+from pypto_serving.kernels import Engine, Matrix, Stored, zeros
 from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
+from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.util import ceil_div
 
 Progress = Callable[[str, int, int], None]
@@ -24,11 +26,15 @@ class PackedWeights:
     """Owns the maps of a checkpoint's files while a model is built.
 
     Files are mapped, and pages given back once they are packed: the only copy is the one that is served.
+    Matrices and tables that `file` has come from there, and it is given the others.
     Reports `progress("weights", bytes done, bytes in total)`.
     """
 
-    def __init__(self, model_dir: str | Path, engine: Engine, progress: Progress) -> None:
+    def __init__(
+        self, model_dir: str | Path, engine: Engine, progress: Progress, file: PackedFile | None = None
+    ) -> None:
         self._engine = engine
+        self._file = file
         self._checkpoint = Checkpoint.open(model_dir)
         self._progress = progress
         self._maps: dict[Path, mmap.mmap] = {}
@@ -50,40 +56,71 @@ class PackedWeights:
 
     def table(self, name: str) -> NDArray[np.uint16]:
         """A tensor as bfloat16, in row-major order."""
-        shape, values = self._checkpoint.tensors[name].shape, self._read(name)
-        return _bfloat16(values).reshape(shape)
+        tensor = self._checkpoint.tensors[name]
+
+        def fill(table: NDArray[np.uint16]) -> None:
+            table[:] = _bfloat16(self._read(name))
+
+        return self._packed("table", [tensor], np.uint16, math.prod(tensor.shape), fill).reshape(tensor.shape)
 
     def matrix(self, names: Sequence[str], bias: bool = False) -> Matrix:
         """The named matrices [n_i, k] as one, outputs one after the other; with their biases where there are any."""
-        tensors = [self._checkpoint.tensors[f"{name}.weight"] for name in names]
+        tensors = self._weights(names)
         n, k = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
-        pairs, offset = _pairs(Matrix.size(n, k)), 0
-        for tensor in tensors:
-            self._pack(pairs, tensor, offset)
-            offset += tensor.shape[0]
+
+        def fill(pairs: NDArray[np.uint32]) -> None:
+            offset = 0
+            for tensor in tensors:
+                self._pack(pairs, tensor, offset)
+                offset += tensor.shape[0]
+
+        pairs = self._packed("matrix", tensors, np.uint32, Matrix.size(n, k), fill)
         return Matrix(pairs, n, k, self._bias(names, n) if bias else None)
 
     def gated(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
         """Gate and up matrices [n, k], interleaved by half panels; several pairs of them lie behind each other."""
-        n, k = self._checkpoint.tensors[f"{gates[0]}.weight"].shape
+        tensors = self._weights([name for pair in zip(gates, ups, strict=True) for name in pair])
+        n, k = tensors[0].shape
         size = Matrix.size(2 * n, k)
-        pairs = _pairs(size * len(gates))
-        for i, names in enumerate(zip(gates, ups, strict=True)):
-            for half, name in enumerate(names):
-                tensor = self._checkpoint.tensors[f"{name}.weight"]
+
+        def fill(pairs: NDArray[np.uint32]) -> None:
+            for i, tensor in enumerate(tensors):
                 address, stored = self._address(tensor)
-                self._engine.pack_gate(pairs[i * size :], address, stored, n, k, half)
+                self._engine.pack_gate(pairs[i // 2 * size :], address, stored, n, k, i % 2)
                 self._finish(tensor)
+
+        pairs = self._packed("gated", tensors, np.uint32, size * len(gates), fill)
         return Matrix(pairs, 2 * n, k)
 
     def several(self, names: Sequence[str]) -> Matrix:
         """Matrices of one shape [n, k], each packed by itself, one behind the other."""
-        n, k = self._checkpoint.tensors[f"{names[0]}.weight"].shape
+        tensors = self._weights(names)
+        n, k = tensors[0].shape
         size = Matrix.size(n, k)
-        pairs = _pairs(size * len(names))
-        for i, name in enumerate(names):
-            self._pack(pairs[i * size :], self._checkpoint.tensors[f"{name}.weight"], 0)
-        return Matrix(pairs, n, k)
+
+        def fill(pairs: NDArray[np.uint32]) -> None:
+            for i, tensor in enumerate(tensors):
+                self._pack(pairs[i * size :], tensor, 0)
+
+        return Matrix(self._packed("several", tensors, np.uint32, size * len(names), fill), n, k)
+
+    def _weights(self, names: Sequence[str]) -> list[StoredTensor]:
+        return [self._checkpoint.tensors[f"{name}.weight"] for name in names]
+
+    def _packed(
+        self, how: str, tensors: Sequence[StoredTensor], dtype: Any, size: int, fill: Callable[[NDArray[Any]], None]
+    ) -> NDArray[Any]:
+        """`size` elements made of `tensors`: those of the file, or what `fill` writes into zeros."""
+        name = " ".join([how, *(tensor.name for tensor in tensors)])
+        array = None if self._file is None else self._file.load(name, dtype, size)
+        if array is not None:
+            for tensor in tensors:
+                self._report(tensor)
+            return array
+        fill(array := zeros(dtype, size))
+        if self._file is not None:
+            self._file.keep(name, array)
+        return array
 
     def _bias(self, names: Sequence[str], n: int) -> NDArray[np.float32] | None:
         if not self.has(f"{names[0]}.bias"):
@@ -119,6 +156,9 @@ class PackedWeights:
         if end > begin and hasattr(mmap, "MADV_DONTNEED"):
             start, length = begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE
             self._map(tensor.file).madvise(mmap.MADV_DONTNEED, start, length)
+        self._report(tensor)
+
+    def _report(self, tensor: StoredTensor) -> None:
         self._done += tensor.end - tensor.begin
         self._progress("weights", self._done, self._total)
 
@@ -127,13 +167,6 @@ class PackedWeights:
             with file.open("rb") as stream:
                 self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[file]
-
-
-def _pairs(size: int) -> NDArray[np.uint32]:
-    """Memory for packed weights, in huge pages where the system has them."""
-    pairs = np.frombuffer(mmap.mmap(-1, size * 4), np.uint32)
-    huge_pages(pairs)
-    return pairs
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -34,7 +34,18 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 TORCH_FREE = {"api", "bench", "cli", "cluster", "engine", "kernels", "kv", "pd", "pypto_serving", "sched", *FLOOR}
-TORCH_FREE_MODEL = {"checkpoint", "fields", "locate", "native", "openmp", "packed", "registry", "rope", "spec"}
+TORCH_FREE_MODEL = {
+    "checkpoint",
+    "fields",
+    "locate",
+    "native",
+    "openmp",
+    "packed",
+    "packed_file",
+    "registry",
+    "rope",
+    "spec",
+}
 EXCEPTIONS = {("pypto_serving.model.locate", "pypto_serving.backend.null")}
 """A spec without a checkpoint: `null_spec` makes a ModelSpec and needs neither weights nor torch."""
 SPEC_READERS = {"api", "bench", "cluster", "engine", "kv", "sched"}

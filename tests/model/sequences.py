@@ -28,6 +28,7 @@ def load_program(
     threads: int = 2,
     block_size: int = 16,
     kernels: str = "torch",
+    packed_cache: str = "",
 ) -> Any:
     """The CPU program of a checkpoint, on torch or on the kernels of an instruction set."""
     spec = load_spec(path, dtype, block_size)
@@ -42,6 +43,7 @@ def load_program(
         max_num_batched_tokens=2048,
         num_threads=threads,
         kernels=kernels,
+        packed_cache=packed_cache,
     )
     return CpuBackend(config).prepare(lambda *_: None)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import mmap
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.config import EngineConfig
-from pypto_serving.kernels import CacheLayer, Engine, Recording, Rows, huge_pages
+from pypto_serving.kernels import CacheLayer, Engine, Recording, Rows, zeros
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -107,28 +105,21 @@ class Buffers:
 
     def __init__(self, model: Qwen3Config, tokens: int, rows: int) -> None:
         heads = model.num_heads + 2 * model.num_kv_heads
-        self.x = _zeros(np.float32, tokens, model.hidden_size)
-        self.normed = _zeros(np.uint32, max(tokens, rows) * model.hidden_size // 2)
-        self.projected = _zeros(np.float32, tokens, heads * model.head_dim)
-        self.queries = _zeros(np.uint16, tokens, model.num_heads, model.head_dim)
-        self.attended = _zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
-        self.gated = _zeros(np.uint32, tokens * model.intermediate_size // 2)
-        self.logits = _zeros(np.float32, rows, model.vocab_size)
+        self.x = zeros(np.float32, tokens, model.hidden_size)
+        self.normed = zeros(np.uint32, max(tokens, rows) * model.hidden_size // 2)
+        self.projected = zeros(np.float32, tokens, heads * model.head_dim)
+        self.queries = zeros(np.uint16, tokens, model.num_heads, model.head_dim)
+        self.attended = zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
+        self.gated = zeros(np.uint32, tokens * model.intermediate_size // 2)
+        self.logits = zeros(np.float32, rows, model.vocab_size)
         if experts := model.experts:
             entries = tokens * experts.per_token
-            self.router_logits = _zeros(np.float32, tokens, experts.count)
-            self.expert_rows = _zeros(np.uint32, entries * model.hidden_size // 2)
-            self.expert_gated = _zeros(np.uint32, entries * experts.intermediate_size // 2)
-            self.expert_out = _zeros(np.float32, entries, model.hidden_size)
-
-
-def _zeros(dtype: Any, *shape: int) -> NDArray[Any]:
-    """Memory of its own that takes room when it is first written."""
-    memory = np.frombuffer(mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize), dtype)
-    huge_pages(memory)
-    return memory.reshape(shape)
+            self.router_logits = zeros(np.float32, tokens, experts.count)
+            self.expert_rows = zeros(np.uint32, entries * model.hidden_size // 2)
+            self.expert_gated = zeros(np.uint32, entries * experts.intermediate_size // 2)
+            self.expert_out = zeros(np.float32, entries, model.hidden_size)
 
 
 def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> NDArray[np.uint16]:
     shape = (num_blocks, model.num_layers, 2, model.num_kv_heads, group.block_size * model.head_dim)
-    return _zeros(np.uint16, *shape)
+    return zeros(np.uint16, *shape)

@@ -1,0 +1,209 @@
+"""Packed weights in a file of the user's cache folder, so that later starts read instead of packing. Torch-free.
+
+Layout: MAGIC, length of the header (8 bytes, little-endian), hash128 of the header, the header in JSON, the arrays. The
+file is named after all that its content depends on, and is complete before it gets that name. What is read is verified
+byte by byte: a file that is damaged in any way is packed anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.kernels import PANEL, Engine, hashes, zeros
+from pypto_serving.model.checkpoint import Checkpoint, fingerprint
+from pypto_serving.util import ceil_div, hash128
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"pypto packed 1\r\n"
+LAYOUT = f"panels of {PANEL} outputs, pairs along the inner dimension, gate and up by half panels"
+"""How arrays are packed, as csrc/kernels.h has it; part of the key."""
+
+SYNC_BYTES = 16 << 20
+"""Written at once: a process that ends waits for no more, and the system never has more of ours to write."""
+
+_PREFIX = len(MAGIC) + 8 + 16
+_ALIGNMENT = 4096
+
+
+def packed_key(model_dir: str | Path, *words: str) -> bytes:
+    """16 bytes naming all that packed weights depend on: checkpoint, layout and the caller's `words`.
+
+    The checkpoint's fingerprint samples its pages, so the times of its files' last changes are part of it.
+    """
+    files = Checkpoint.open(model_dir).files
+    times = [f"{file.name} {file.stat().st_mtime_ns}" for file in files]
+    return hash128(fingerprint(model_dir), *(word.encode() for word in (LAYOUT, *times, *words)))
+
+
+class _Entry(msgspec.Struct):
+    name: str
+    bytes: int
+    digest: str
+
+
+class _Header(msgspec.Struct):
+    key: str
+    arrays: list[_Entry]
+
+
+class PackedFile:
+    """One file of packed arrays: `load` what it holds, `keep` what it lacks, then `save`. Never raises OSError."""
+
+    def __init__(self, folder: str | Path, key: bytes, engine: Engine) -> None:
+        self.path = Path(folder) / f"{key.hex()}.packed"
+        self._key, self._engine = key.hex(), engine
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._places: dict[str, tuple[int, _Entry]] = {}
+        self._file: BinaryIO | None = None
+        self._lacks = False
+        try:
+            self._file = self.path.open("rb")
+        except OSError:
+            return  # there is none, or `save` will say what is wrong
+        try:
+            self._places = _read_places(self._file, self._key)
+        except (OSError, ValueError) as error:
+            self._refuse(error)
+
+    def load(self, name: str, dtype: Any, size: int) -> NDArray[Any] | None:
+        """The array `name` of `size` elements in memory of its own, or None if it is not here or damaged."""
+        offset, entry = self._places.get(name, (0, None))
+        array = zeros(dtype, size)
+        if self._file is None or entry is None or entry.bytes != array.nbytes:
+            return None
+        try:
+            if _digest(self._engine.read(array, self._file.fileno(), offset)) != entry.digest:
+                raise ValueError(f"{name} is damaged")
+        except (OSError, ValueError) as error:
+            self._refuse(error)
+            return None
+        self._arrays[name] = array
+        return array
+
+    def keep(self, name: str, array: NDArray[Any]) -> None:
+        """Let `save` write an array, contiguous, that `load` did not have; it must not change any more."""
+        self._arrays[name] = array
+        self._lacks = True
+
+    def save(self) -> threading.Thread | None:
+        """Unless all arrays came from the file, write it anew behind the caller's back; returns the thread that does.
+
+        The thread stops when the main thread has ended.
+        """
+        if self._file is not None:
+            self._file.close()
+        arrays, self._arrays = self._arrays, {}
+        if not self._lacks:
+            return None
+        thread = threading.Thread(target=_save, args=(self.path, self._key, arrays), name="packed-file")
+        thread.start()
+        return thread
+
+    def _refuse(self, error: Exception) -> None:
+        log.warning("%s is not used and will be written anew: %s", self.path, _reason(error))
+        self._places = {}
+
+
+def _read_places(file: BinaryIO, key: str) -> dict[str, tuple[int, _Entry]]:
+    """Where each array of a file lies; raises ValueError for a file that is not whole or not ours."""
+    prefix, size = file.read(_PREFIX), os.fstat(file.fileno()).st_size
+    length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 8], "little")
+    if len(prefix) < _PREFIX or not prefix.startswith(MAGIC) or length > size:
+        raise ValueError("it is of another version, or no file of packed weights")
+    text = file.read(length)
+    if hash128(text) != prefix[-16:]:
+        raise ValueError("its header is damaged")
+    header, offset = msgspec.json.decode(text, type=_Header), _PREFIX + length
+    if header.key != key:
+        raise ValueError("it holds other weights")
+    places = {}
+    for entry in header.arrays:
+        places[entry.name] = (offset, entry)
+        offset += entry.bytes
+    if offset != size:
+        raise ValueError(f"it has {size} bytes instead of {offset}")
+    return places
+
+
+def _save(path: Path, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_leftovers(path.parent)
+        _write(path, key, arrays)
+    except OSError as error:
+        log.warning("packed weights are not kept in %s: %s", path.parent, _reason(error))
+
+
+def _write(path: Path, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write a temporary file, whose lock says that its writer lives, and give it its name once it is on disk."""
+    part = path.with_suffix(".part")
+    with os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+        if not _lock(file, part):
+            return
+        try:
+            _fill(file, _header(key, arrays), arrays)
+            part.rename(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def _header(key: str, arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """All that comes before the arrays, up to a whole page."""
+    entries = [_Entry(name, array.nbytes, _digest(hashes(array))) for name, array in arrays.items()]
+    text = msgspec.json.encode(_Header(key, entries))
+    text = text.ljust(ceil_div(_PREFIX + len(text), _ALIGNMENT) * _ALIGNMENT - _PREFIX)
+    return MAGIC + len(text).to_bytes(8, "little") + hash128(text) + text
+
+
+def _fill(file: BinaryIO, header: bytes, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Room for everything is taken first, so that a full disk is known before it is full."""
+    file.truncate(0)
+    os.posix_fallocate(file.fileno(), 0, len(header) + sum(array.nbytes for array in arrays.values()))
+    for data in (memoryview(header), *(memoryview(array.data).cast("B") for array in arrays.values())):
+        while len(data):
+            if not threading.main_thread().is_alive():
+                raise OSError(errno.ECANCELED, "the process ended before they were written")
+            data = data[file.write(data[:SYNC_BYTES]) :]
+            os.fdatasync(file.fileno())
+    os.fsync(file.fileno())
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files of processes that were killed: nobody holds their locks."""
+    for part in folder.glob("*.part"):
+        try:
+            with part.open("rb") as file:
+                if _lock(file, part):
+                    part.unlink()
+        except FileNotFoundError:
+            continue
+
+
+def _lock(file: BinaryIO, path: Path) -> bool:
+    """Lock a file until it is closed; False if another has locked it, or has renamed or deleted it meanwhile."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+def _digest(pieces: NDArray[np.uint64]) -> str:
+    return hash128(pieces.tobytes()).hex()
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
