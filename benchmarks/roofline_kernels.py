@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from roofline_work import BLOCK, Batch, Work
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.kernels import CacheLayer, Engine, Matrix, Recording, huge_pages
+from pypto_serving.kernels import CacheLayer, Engine, Matrix, Recording, zeros
 from pypto_serving.kernels.engine import PANEL
 
 Array = NDArray[Any]
@@ -75,7 +74,7 @@ class Bench:
 
     def normal(self, count: int, scale: float = 1.0) -> NDArray[np.uint16]:
         """Normal random numbers in bfloat16, in huge pages; they repeat after some megabytes, at odd distances."""
-        return fill(memory(np.uint16, count), bfloat16(self._pool * np.float32(scale)))
+        return fill(zeros(np.uint16, count), bfloat16(self._pool * np.float32(scale)))
 
     def matrix(self, n: int, k: int, count: int = 1) -> Matrix:
         """Packed random weights of `count` matrices [n, k]."""
@@ -108,13 +107,6 @@ class Bench:
                 theirs.append(_mean_seconds(rivals))
             until = min(until, time.perf_counter() + self.budget_s)
         return np.array(ours[1:]), np.array(theirs[1:])
-
-
-def memory(dtype: Any, *shape: int) -> Array:
-    """Memory of its own in huge pages."""
-    flat = np.frombuffer(mmap.mmap(-1, math.prod(shape) * np.dtype(dtype).itemsize), dtype)
-    huge_pages(flat)
-    return flat.reshape(shape)
 
 
 def fill(out: Array, values: Array) -> Array:
@@ -170,7 +162,7 @@ def linear(name: str, n: int, k: int, finish: str, bench: Bench) -> Callable[[in
 
     def run(rows: int) -> list[Result]:
         x, recording = bench.blocks(rows, k), bench.recording()
-        out = memory(np.uint32, rows * n // 4) if finish == "gate" else memory(np.float32, rows, n)
+        out = zeros(np.uint32, rows * n // 4) if finish == "gate" else zeros(np.float32, rows, n)
         record: Any = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_gate}[finish]
         for matrix in matrices:
             record(x, matrix, out)
@@ -200,7 +192,7 @@ def attend(bench: Bench) -> Callable[[Batch], list[Result]]:
         shape = (blocks, layers, 2, KV_HEADS, BLOCK * DIM)
         pages = bench.normal(math.prod(shape))
         queries = bench.normal(tokens * HEADS * DIM, DIM**-0.5)
-        out, recording = memory(np.uint32, tokens * HEADS * DIM // 2), bench.recording()
+        out, recording = zeros(np.uint32, tokens * HEADS * DIM // 2), bench.recording()
         for layer in range(max(layers, LEAST_CALLS)):
             layer %= layers
             recording.attend(queries.reshape(tokens, HEADS, DIM), CacheLayer(pages.reshape(shape), layer, DIM), out)
@@ -249,7 +241,7 @@ def embed(bench: Bench) -> Callable[[int], list[Result]]:
     parts = [table.pairs[i * Matrix.size(part, WIDTH) :] for i in range(REPEATS)]
 
     def run(rows: int) -> list[Result]:
-        recording, x = bench.recording(), memory(np.float32, rows, WIDTH)
+        recording, x = bench.recording(), zeros(np.float32, rows, WIDTH)
         for pairs in parts:
             recording.embed_packed(Matrix(pairs, part, WIDTH), x)
         ours, _ = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng, part))
@@ -263,7 +255,7 @@ def norm(bench: Bench) -> Callable[[int], list[Result]]:
 
     def run(rows: int) -> list[Result]:
         x, weight = bench.rng.standard_normal((rows, WIDTH), np.float32), np.ones(WIDTH, np.float32)
-        recording, out = bench.recording(), memory(np.uint32, rows * WIDTH // 2)
+        recording, out = bench.recording(), zeros(np.uint32, rows * WIDTH // 2)
         for _ in range(REPEATS):
             recording.norm(x, weight, 1e-6, out)
         ours, _ = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
@@ -277,10 +269,10 @@ def heads(bench: Bench) -> Callable[[int], list[Result]]:
 
     def run(rows: int) -> list[Result]:
         batch = Batch.decode(rows, 128) if rows <= 32 else Batch.prefill(rows, rows)
-        pages = memory(np.uint16, batch.num_blocks, REPEATS, 2, KV_HEADS, BLOCK * DIM)
+        pages = zeros(np.uint16, batch.num_blocks, REPEATS, 2, KV_HEADS, BLOCK * DIM)
         cos, sin = (np.full((max(batch.contexts), DIM // 2), 0.5**0.5, np.float32) for _ in range(2))
         x = bench.rng.standard_normal((rows, (HEADS + 2 * KV_HEADS) * DIM), np.float32)
-        weights, queries = np.ones((HEADS + KV_HEADS, DIM), np.float32), memory(np.uint16, rows, HEADS, DIM)
+        weights, queries = np.ones((HEADS + KV_HEADS, DIM), np.float32), zeros(np.uint16, rows, HEADS, DIM)
         recording = bench.recording()
         for layer in range(REPEATS):
             recording.heads(x, weights, cos, sin, 1e-6, queries, CacheLayer(pages, layer, DIM))
@@ -300,9 +292,9 @@ def experts(bench: Bench) -> Callable[[int], list[Result]]:
 
     def run(tokens: int) -> list[Result]:
         entries, recording = tokens * PER_TOKEN, bench.recording()
-        x, out = bench.blocks(tokens, EXPERT_WIDTH), memory(np.float32, tokens, EXPERT_WIDTH)
-        rows, gated = memory(np.uint32, entries * EXPERT_WIDTH // 2), memory(np.uint32, entries * EXPERT_INNER // 2)
-        y = memory(np.float32, entries, EXPERT_WIDTH)
+        x, out = bench.blocks(tokens, EXPERT_WIDTH), zeros(np.float32, tokens, EXPERT_WIDTH)
+        rows, gated = zeros(np.uint32, entries * EXPERT_WIDTH // 2), zeros(np.uint32, entries * EXPERT_INNER // 2)
+        y = zeros(np.float32, entries, EXPERT_WIDTH)
         logits = bench.rng.standard_normal((EXPERT_LAYERS, tokens, EXPERTS), np.float32)
         # One kind of operation after the other, so that a round tells them apart.
         routings = [recording.route(layer, PER_TOKEN, True) for layer in logits]

@@ -231,12 +231,12 @@ class Timed final : public Job {
 }  // namespace
 
 // Seconds in which all threads together read `pairs` once.
-API double pypto_read(Engine* engine, const Pair* data, int64_t pairs) {
+API double pypto_measure_read(Engine* engine, const Pair* data, int64_t pairs) {
   return Timed(engine->kernels->read, {data, pairs, 0}).seconds(engine);
 }
 
 // Seconds in which each thread computes `rounds` times pypto_round_flops operations.
-API double pypto_compute(Engine* engine, int64_t rounds) {
+API double pypto_measure_compute(Engine* engine, int64_t rounds) {
   return Timed(engine->kernels->compute, {nullptr, 0, rounds}).seconds(engine);
 }
 

@@ -45,8 +45,8 @@ _SIGNATURES: Mapping[str, str] = {
     "combine": " ppplp",
     "sample": " pplllpp",
     "logprobs": " ppllllpppppp",
-    "read": "dppl",
-    "compute": "dpl",
+    "measure_read": "dppl",
+    "measure_compute": "dpl",
     "round_flops": "ip",
 }
 

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels.engine import Engine, huge_pages
+from pypto_serving.kernels.engine import Engine, zeros
 
 READ_BYTES = 1 << 30
 
-_HUGE_PAGE = 2 << 20
 _COMPUTE_S = 0.01
 
 
 class Memory:
-    """Owns `size` bytes, rounded up to huge pages, that reads are measured with: far more than any cache holds."""
+    """Owns `size` bytes that reads are measured with: far more than any cache holds."""
 
     def __init__(self, size: int = READ_BYTES) -> None:
-        size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
-        memory = np.frombuffer(mmap.mmap(-1, size + _HUGE_PAGE), np.uint32)
-        start = -memory.ctypes.data % _HUGE_PAGE // memory.itemsize
-        self.words: NDArray[np.uint32] = memory[start : start + size // memory.itemsize]
-        huge_pages(self.words)
+        self.words: NDArray[np.uint32] = zeros(np.uint32, size // 4)
         self.words[:] = 1
 
     def bandwidth(self, engine: Engine, repeat: int = 10) -> float:
         """Bytes per second of the best of `repeat` reads of the whole memory by all threads of `engine`."""
         words = self.words
-        read = engine._lib.pypto_read
+        read = engine._lib.pypto_measure_read
         best = min(read(engine._handle, words.ctypes.data, words.size) for _ in range(repeat))
         return float(words.nbytes / best)
 
@@ -39,7 +32,7 @@ def peak(engine: Engine, repeat: int = 10) -> float:
 
     The loop is the instruction that products are made of, on registers only.
     """
-    rounds, compute = 1 << 10, engine._lib.pypto_compute
+    rounds, compute = 1 << 10, engine._lib.pypto_measure_compute
     while compute(engine._handle, rounds) < _COMPUTE_S:
         rounds *= 2
     best = min(compute(engine._handle, rounds) for _ in range(repeat))
