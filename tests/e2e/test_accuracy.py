@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not runnable(), reason="built without a C++ compiler"),
 ]
 
-LENGTH, TOP, ROOM = 250, 20, 1.1
+LENGTH, TOP, ROOM = 120, 20, 1.1
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(0, 250, LENGTH)]
 
 TopLogprobs = dict[int, float]
