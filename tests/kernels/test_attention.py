@@ -18,7 +18,15 @@ from tests.kernels.references import BFLOAT16, assert_close
 from tests.kernels.stage import Stage, engine_of, int32
 
 LAYERS, LAYER = 2, 1
-SHAPES = [(1, 1, 32, 16), (4, 2, 64, 32), (7, 1, 96, 16), (8, 1, 128, 128), (6, 2, 128, 64), (3, 1, 256, 16)]
+SHAPES = [
+    (1, 1, 32, 16),
+    (4, 2, 64, 32),
+    (7, 1, 96, 16),
+    (8, 1, 128, 128),
+    (6, 2, 128, 64),
+    (2, 2, 160, 48),
+    (3, 1, 256, 16),
+]
 """Heads, kv heads, dim and block size."""
 
 
@@ -97,7 +105,7 @@ def test_chunks_at_any_offset(engine: Engine, heads: int, kv_heads: int, dim: in
         assert_attends(attend(engine, [row], size)[0], row)
 
 
-@pytest.mark.parametrize("shared", range(1, 9))
+@pytest.mark.parametrize("shared", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33, 48, 49, 96])
 def test_query_heads_that_share_a_key(engine: Engine, shared: int) -> None:
     row = random_row(shared, 140, 21, 2 * shared, 2, 32)
     assert_attends(attend(engine, [row])[0], row)
@@ -151,6 +159,17 @@ def test_scores_far_from_zero(engine: Engine, offset: float) -> None:
     keys[..., 0] = offset
     found = attend(engine, [Row(290, queries, keys, plain.values)])[0]
     assert_close(found, wanted, 8e-8 * abs(offset) * np.abs(plain.values).max() * 10 + 4 * BFLOAT16)
+
+
+def test_a_row_that_is_not_a_number_stays_alone(engine: Engine) -> None:
+    rows = [random_row(i, 130, 3, 4, 2, 64) for i in range(5)]
+    wanted = attend(engine, rows)
+    for poison in (np.nan, np.inf):
+        rows[2].queries[1:] = poison
+        rows[2].keys[40:], rows[2].values[50:] = poison, poison
+        found = attend(engine, rows)
+        assert all(np.array_equal(found[i], wanted[i]) for i in (0, 1, 3, 4))
+        assert np.isnan(found[2][1:]).any()
 
 
 def test_an_empty_step_does_nothing(engine: Engine) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, Matrix
 from tests.kernels import references
-from tests.kernels.layouts import Array, interleaved, random_bf16, to_panels
+from tests.kernels.layouts import Array, interleaved, random_bf16, to_blocks, to_panels
 from tests.kernels.references import assert_close, product, product_error
 from tests.kernels.stage import Stage, engine_of
 from tests.kernels.test_linear import assert_gated
@@ -67,17 +67,26 @@ def expert_rows(stage: Stage, blocks: Array, groups: list[Array], k: int) -> lis
     return [stage.rows(part, len(group), k) for part, group in zip(parts, groups, strict=True)]
 
 
-def run(engine: Engine, layer: Layer, x: Array, logits: Array, onto: Array) -> Array:
-    """onto + the experts' weighted sums, [tokens, width]."""
-    tokens, width, inner = len(x), x.shape[1], layer.gate.shape[1]
-    stage, entries = Stage(engine), len(x) * layer.per_token
+def record_layer(stage: Stage, layer: Layer, x: Array, logits: Array, out: Array) -> tuple[Array, Array, Array]:
+    """Records the layer, from x in blocks onto `out`; returns what lies between: rows, gated rows, products."""
+    (tokens, width), inner = out.shape, layer.gate.shape[1]
+    entries = tokens * layer.per_token
     rows, gated = stage.block_room(entries, width), stage.block_room(entries, inner)
-    y, out = stage.room(np.float32, entries, width), stage.copy(onto)
+    y = stage.room(np.float32, entries, width)
     routing = stage.record.route(logits, layer.per_token, layer.normalize)
-    stage.record.gather(routing, stage.blocks(x), width, rows)
+    stage.record.gather(routing, x, width, rows)
     stage.record.expert_gate(routing, rows, packed_gates(layer), gated)
     stage.record.expert_linear(routing, gated, packed(layer.down), y)
     stage.record.combine(routing, y, out)
+    return rows, gated, y
+
+
+def run(engine: Engine, layer: Layer, x: Array, logits: Array, onto: Array) -> Array:
+    """onto + the experts' weighted sums, [tokens, width]."""
+    tokens, width, inner = len(x), x.shape[1], layer.gate.shape[1]
+    stage = Stage(engine)
+    out = stage.copy(onto)
+    rows, gated, y = record_layer(stage, layer, stage.blocks(x), logits, out)
     stage.play(tokens)
 
     groups = Sorted(references.choices(logits, layer.per_token)).groups(layer.count)
@@ -167,6 +176,23 @@ def test_a_smaller_step_after_a_larger_one(engine: Engine) -> None:
         groups = Sorted(references.choices(routed[:tokens], 2)).groups(8)
         check_sums(layer, routed[:tokens], groups, y[: 2 * tokens], onto[:tokens], out[:tokens])
         assert np.array_equal(out[tokens:], onto[tokens:])
+
+
+def test_a_token_that_is_not_a_number_stays_alone(engine: Engine) -> None:
+    """It goes to some experts, whose other rows do not notice."""
+    layer = make_layer(8, 2)
+    x, logits, onto = random_step(layer, 20, seed=4)
+    stage = Stage(engine)
+    out = stage.copy(onto)
+    source = stage.blocks(x)
+    record_layer(stage, layer, source, logits, out)
+    stage.play(20)
+    wanted = out.copy()
+    x[5], logits[5], out[...] = np.nan, np.nan, onto
+    source[...] = to_blocks(x, engine)
+    stage.play(20)
+    others = np.delete(np.arange(20), 5)
+    assert np.array_equal(out[others], wanted[others]) and np.isnan(out[5]).all()
 
 
 @pytest.mark.parametrize("width", [34, 256])

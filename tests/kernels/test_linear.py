@@ -66,7 +66,7 @@ def test_biased_product_on_top(rows: int, n: int, pairs: int, seed: int, engine:
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 12, 13, 37])
+@pytest.mark.parametrize("rows", [1, 3, 12, 13, 37, 509])
 def test_gated_product(engine: Engine, rows: int, biased: bool) -> None:
     rng = np.random.default_rng(rows)
     for n, k in [(16, 2), (48, 34), (128, 1024)]:
@@ -102,6 +102,17 @@ def test_an_empty_step_does_nothing(engine: Engine) -> None:
     stage.record.linear(x, matrix_of(np.ones((32, 64), np.float32)), out)
     stage.play(0)
     assert np.isnan(out).all()
+
+
+def test_a_row_that_is_not_a_number_stays_alone(engine: Engine) -> None:
+    rng = np.random.default_rng(0)
+    x, weights = random_bf16(rng, 20, 64), random_bf16(rng, 48, 64)
+    wanted, gated = linear(engine, x, weights), linear_gate(engine, x, weights, weights)
+    x[7, 3], x[13] = np.nan, np.inf
+    others = np.delete(np.arange(20), [7, 13])
+    assert np.array_equal(linear(engine, x, weights)[others], wanted[others])
+    assert np.array_equal(linear_gate(engine, x, weights, weights)[others], gated[others])
+    assert np.isnan(linear(engine, x, weights)[7]).all()
 
 
 @pytest.mark.parametrize(("n", "k"), [(33, 34), (320, 1024), (1100, 96)])
