@@ -15,10 +15,11 @@ import httpx
 import numpy as np
 import pytest
 
+from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint
 from tests.e2e.server import Server
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NUM_REQUESTS = 37
