@@ -69,7 +69,7 @@ def make_case(kind: str, path: Path) -> Case:
         subprocess.run([sys.executable, BENCHMARKS / "make_checkpoint.py", kind, path], check=True, capture_output=True)
         return Case(path, 400, "2GiB", "64MiB")
     if kind == "large-moe":
-        return Case(make_checkpoint(path, "qwen3_moe", dtype="bfloat16", **LARGE_MOE), 400, "512MiB", "8MiB")
+        return Case(make_checkpoint(path, "qwen3_moe", dtype="bfloat16", **LARGE_MOE), 400, "512MiB", "12MiB")
     return Case(make_checkpoint(path, kind, dtype="bfloat16"), 300, "64MiB", "300KiB")
 
 
