@@ -54,13 +54,15 @@ def make_checkpoint(
     dtype: str = "float32",
     seed: int = 0,
     sharded: bool = False,
+    through: str = "float32",
     **overrides: Any,
 ) -> Path:
     """Write a random checkpoint of `kind` ("qwen3" or "qwen3_moe") to `path`; `overrides` change its config.
 
-    Weights are wide enough for diverse greedy outputs. `sharded` writes several files and an index.
+    Weights are wide enough for diverse greedy outputs. `sharded` writes several files and an index. `through` is a
+    dtype that weights are rounded to before they become `dtype`.
     """
-    model = random_model(kind, seed, **overrides).to(getattr(torch, dtype))
+    model = random_model(kind, seed, **overrides).to(getattr(torch, through)).to(getattr(torch, dtype))
     model.config.dtype = dtype
     model.save_pretrained(path, max_shard_size="100KB" if sharded else "5GB")
     write_tokenizer(path)
@@ -90,6 +92,13 @@ def random_model(kind: str = "qwen3", seed: int = 0, **overrides: Any) -> transf
     rotary.__init__(config)
     model.tie_weights()
     return model.eval()
+
+
+def with_dtype(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The model with rounded weights, in place; the frequencies of its positions are as good as new."""
+    model.to(dtype)
+    model.model.rotary_emb.__init__(model.config)
+    return model
 
 
 def write_tokenizer(path: Path) -> None:

@@ -359,3 +359,24 @@ def test_small_weights_are_read_by_one_thread_and_large_ones_by_all() -> None:
     assert make_resolved(make_model(weight_bytes=1 << 30)).engine.num_threads == 4
     assert make_resolved(make_model(weight_bytes=80 << 20)).engine.num_threads == 2
     assert make_resolved(make_model(weight_bytes=80 << 20), num_threads=3).engine.num_threads == 3
+
+
+WITH_KERNELS = HostFacts(available_bytes=16 * GIB, num_cpus=4, kernels=("avx2", "portable"))
+
+
+def test_kernels_are_the_best_that_serve_the_model() -> None:
+    model = make_model(needs_torch="", packed_bytes=10**6)
+    assert setting(make_resolved(model, WITH_KERNELS), "kernels") == ("avx2", "the best this machine runs")
+    assert make_resolved(model, WITH_KERNELS, kernels="portable").engine.kernels == "portable"
+    assert make_resolved(model, WITH_KERNELS, kernels="torch").engine.kernels == "torch"
+    needy = make_model(needs_torch="it is odd", packed_bytes=10**6)
+    assert setting(make_resolved(needy, WITH_KERNELS), "kernels") == ("torch", "it is odd")
+    assert setting(make_resolved(model), "kernels")[0] == "torch"
+
+
+def test_kernels_that_cannot_serve_are_refused_by_name() -> None:
+    model = make_model(needs_torch="", packed_bytes=10**6)
+    with pytest.raises(ConfigError, match="--kernels is avx512, but this machine runs only avx2, portable"):
+        make_resolved(model, WITH_KERNELS, kernels="avx512")
+    with pytest.raises(ConfigError, match="--kernels is avx2, but it is odd; drop it"):
+        make_resolved(make_model(needs_torch="it is odd"), WITH_KERNELS, kernels="avx2")

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pypto_serving.kernels import runnable
 from tests.e2e.server import Server
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -60,6 +61,24 @@ def share_correct(server: Server, earlier: list[Message], count: int) -> float:
 def test_sums_and_differences_it_has_never_seen(server: Server) -> None:
     assert share_correct(server, [], 1000) >= 0.95
     assert server.metric("vllm:request_success_total") >= 1000
+
+
+def libraries(server: Server) -> set[str]:
+    """File names that the worker has mapped."""
+    return {Path(mapped.path).name for mapped in server.worker().memory_maps()}
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+def test_the_kernels_serve_it_without_torch(server: Server) -> None:
+    loaded = libraries(server)
+    assert "pypto_kernels.so" in loaded
+    assert not any("torch" in name for name in loaded)
+
+
+def test_torch_serves_it_as_well() -> None:
+    with Server("--kernels", "torch") as slower:
+        assert any("torch" in name for name in libraries(slower))
+        assert share_correct(slower, [], 200) >= 0.95
 
 
 def test_answers_hold_after_a_thousand_tokens_of_chat(server: Server) -> None:

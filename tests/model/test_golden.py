@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoints import random_model
+from tests.checkpoints import random_model, with_dtype
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 
@@ -16,6 +16,26 @@ pytestmark = pytest.mark.golden
 
 LENGTH = 300
 TOLERANCE = 1e-4
+VARIANTS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 128,
+        },
+        "max_position_embeddings": 160,
+    },
+    "untied-biased": {"tie_word_embeddings": False, "attention_bias": True},
+    "one-query-per-key": {"num_key_value_heads": 4, "head_dim": 16},
+    "three-queries-per-key": {"num_key_value_heads": 1, "num_attention_heads": 3},
+}
+EXPERT_VARIANTS: list[dict[str, Any]] = [
+    {"norm_topk_prob": False},
+    {"decoder_sparse_step": 2, "mlp_only_layers": []},
+]
 
 
 def random_tokens(seed: int = 0, length: int = LENGTH) -> Array:
@@ -57,26 +77,7 @@ def test_interleaved_requests(checkpoint: MakeCheckpoint, kind: str) -> None:
         assert worst(sequence.logits, golden(random_tokens(seed, LENGTH + 10 * seed), kind)) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "rope_theta": 1e4,
-                "original_max_position_embeddings": 128,
-            },
-            "max_position_embeddings": 160,
-        },
-        {"tie_word_embeddings": False, "attention_bias": True},
-        {"num_key_value_heads": 4, "head_dim": 16},
-        {"num_key_value_heads": 1, "num_attention_heads": 3},
-    ],
-    ids=["linear", "dynamic", "yarn", "untied-biased", "one-query-per-key", "three-queries-per-key"],
-)
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
 def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
     tokens = random_tokens()
     sequences = Sequences(load_program(checkpoint("qwen3", **overrides), threads=1))
@@ -85,7 +86,7 @@ def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None
     assert worst(sequence.logits, golden(tokens, "qwen3", **overrides)) < TOLERANCE
 
 
-@pytest.mark.parametrize("overrides", [{"norm_topk_prob": False}, {"decoder_sparse_step": 2, "mlp_only_layers": []}])
+@pytest.mark.parametrize("overrides", EXPERT_VARIANTS)
 def test_expert_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
     tokens = random_tokens()
     sequences = Sequences(load_program(checkpoint("qwen3_moe", **overrides), threads=1))
@@ -121,7 +122,7 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(checkpoint: MakeCheckp
     tokens = random_tokens()
     wanted = golden(tokens, "qwen3")
     with torch.no_grad():
-        theirs = random_model("qwen3").bfloat16()(torch.tensor(tokens)[None]).logits[0].float().numpy()
+        theirs = with_dtype(random_model("qwen3"), torch.bfloat16)(torch.tensor(tokens)[None]).logits[0].float().numpy()
     sequences = Sequences(load_program(checkpoint(), "bfloat16", threads=1))
     sequence = sequences.add(tokens)
     sequences.run(sequence, [1] * LENGTH)

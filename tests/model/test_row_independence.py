@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from pypto_serving.kernels import runnable
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 
 BUNDLED = Path(__file__).resolve().parents[2] / "pypto_serving" / "assets" / "bundled"
 WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
 PROMPT, OUTPUT = 275, 5
+NATIVE = [f"bfloat16 {name}" for name in runnable()]
+"""What the kernels compute in, best first; empty without a C++ compiler."""
 
 
 def random_tokens(seed: int, length: int) -> Array:
@@ -35,18 +38,21 @@ class Subject:
     alone: dict[int, Array]
 
 
-Subjects = Callable[[str, str, int], Subject]
+Subjects = Callable[..., Subject]
 
 
 @pytest.fixture(scope="module")
 def subjects(checkpoint: MakeCheckpoint) -> Iterator[Subjects]:
-    """`subjects(model, dtype, threads)`, each made once."""
+    """`subjects(model, arithmetic, threads, block_size)`, each made once."""
     before = torch.get_num_threads()
 
     @functools.cache
-    def make(model: str, dtype: str, threads: int) -> Subject:
+    def make(model: str, arithmetic: str, threads: int = 1, block_size: int = 16) -> Subject:
+        dtype, kernels = arithmetic.split()
         known = {"bundled": BUNDLED, "wide": checkpoint("qwen3", **WIDE) if model == "wide" else BUNDLED}
-        program = load_program(known.get(model) or checkpoint(model), dtype, num_blocks=900, threads=threads)
+        path = known.get(model) or checkpoint(model)
+        blocks = 900 * 16 // block_size
+        program = load_program(path, dtype, num_blocks=blocks, threads=threads, block_size=block_size, kernels=kernels)
         sequence = (sequences := Sequences(program)).add(TOKENS)
         sequences.run(sequence, [PROMPT, *[1] * OUTPUT])
         return Subject(program, dict(sequence.logits))
@@ -60,15 +66,15 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["float32 torch", "bfloat16 torch", *NATIVE[:1]])
+def arithmetic(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def subject(subjects: Subjects, model: str, dtype: str) -> Subject:
+def subject(subjects: Subjects, model: str, arithmetic: str) -> Subject:
     torch.set_num_threads(1)
-    return subjects(model, dtype, 1)
+    return subjects(model, arithmetic)
 
 
 def assert_same(found: dict[int, Array], wanted: dict[int, Array]) -> None:
@@ -107,10 +113,10 @@ def test_a_mixed_batch_of_37(subject: Subject) -> None:
 
 
 @pytest.mark.parametrize("model", ["bundled", "qwen3_moe"])
-def test_two_threads(subjects: Subjects, model: str, dtype: str) -> None:
+def test_two_threads(subjects: Subjects, model: str, arithmetic: str) -> None:
     """Equal among themselves; a busy machine is slow to run two threads, so this is short."""
     torch.set_num_threads(2)
-    subject = subjects(model, dtype, 2)
+    subject = subjects(model, arithmetic, 2)
     found = run_among_others(subject.program, 8, [150, 125, 1, 1], seed=3)
     assert_same(found, {position: subject.alone[position] for position in (PROMPT - 1, PROMPT, PROMPT + 1)})
 
@@ -131,3 +137,23 @@ def test_a_shared_prefix_is_as_good_as_computing_it(subject: Subject) -> None:
     second.blocks, second.computed = first.blocks[:cached], cached * sequences.block_size
     sequences.run(second, [PROMPT - second.computed, *[1] * OUTPUT])
     assert_same(second.logits, subject.alone)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arithmetic", NATIVE[1:])
+def test_other_instruction_sets(subject: Subject) -> None:
+    assert_same(run_among_others(subject.program, 20, [70, 80, 125, *[1] * OUTPUT], seed=5), subject.alone)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("arithmetic", NATIVE[:1])
+def test_kernels_on_any_number_of_threads(subjects: Subjects, subject: Subject, model: str, threads: int) -> None:
+    other = subjects(model, NATIVE[0], threads)
+    assert_same(other.alone, subject.alone)
+    assert_same(run_among_others(other.program, 8, [150, 125, *[1] * OUTPUT], seed=6), subject.alone)
+
+
+@pytest.mark.parametrize("block_size", [32, 48, 128])
+@pytest.mark.parametrize("arithmetic", NATIVE[:1])
+def test_kernels_in_blocks_of_any_size(subjects: Subjects, subject: Subject, model: str, block_size: int) -> None:
+    assert_same(subjects(model, NATIVE[0], 1, block_size).alone, subject.alone)

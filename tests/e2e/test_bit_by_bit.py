@@ -1,0 +1,160 @@
+"""The same request gets the same tokens and log-probabilities, bit by bit, whatever runs beside it and however."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from pypto_serving.kernels import runnable
+from tests.checkpoints import make_checkpoint
+from tests.e2e.server import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+NUM_REQUESTS = 37
+OUTPUT = 12
+LARGE_MOE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+}
+
+Choice = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint of bfloat16; prompts up to `longest` tokens; KV memory for all of them, and for few."""
+
+    model: Path
+    longest: int
+    ample: str
+    tight: str
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """Greedy and sampled requests of all lengths; every other one begins like the others."""
+        rng = random.Random(11)
+        shared = rng.choices(range(250), k=40)
+        lengths = [1, 2, 15, 16, 17, self.longest] + [rng.randrange(1, self.longest - 40) for _ in range(31)]
+        prompts = [(shared * (i % 2) + rng.choices(range(250), k=n))[: self.longest] for i, n in enumerate(lengths)]
+        common = {"max_tokens": OUTPUT, "ignore_eos": True, "logprobs": 5}
+        return [common | {"prompt": p, "seed": i, "temperature": 0.9 * (i % 3)} for i, p in enumerate(prompts)]
+
+    def server(self, *options: str) -> Server:
+        length = str(self.longest + OUTPUT)
+        common = ("--kv-memory", self.ample, "--max-model-len", length, "--log-level", "warning", *options)
+        return Server(self.model, *common)
+
+
+def make_case(kind: str, path: Path) -> Case:
+    if kind == "0.6b":
+        subprocess.run([sys.executable, BENCHMARKS / "make_checkpoint.py", kind, path], check=True, capture_output=True)
+        return Case(path, 400, "2GiB", "64MiB")
+    if kind == "large-moe":
+        return Case(make_checkpoint(path, "qwen3_moe", dtype="bfloat16", **LARGE_MOE), 400, "512MiB", "12MiB")
+    return Case(make_checkpoint(path, kind, dtype="bfloat16"), 300, "64MiB", "300KiB")
+
+
+LONG = (pytest.mark.soak, pytest.mark.timeout(3600))
+SOAKED = [pytest.param(kind, marks=LONG) for kind in ("0.6b", "large-moe")]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", *SOAKED])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return make_case(request.param, tmp_path_factory.mktemp("model") / request.param)
+
+
+@pytest.fixture(scope="module")
+def server(case: Case) -> Iterator[Server]:
+    with case.server("--num-threads", "1") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def wanted(case: Case, server: Server) -> list[Choice]:
+    """Answers to each request alone."""
+    return one_by_one(case, server)
+
+
+def one_by_one(case: Case, server: Server) -> list[Choice]:
+    with server.http as client:
+        return [choice_of(client.post("/v1/completions", json=body)) for body in case.bodies]
+
+
+def together(case: Case, server: Server) -> list[Choice]:
+    """Answers to all requests at once; they did share steps."""
+
+    async def main() -> list[Choice]:
+        limits = httpx.Limits(max_connections=NUM_REQUESTS)
+        async with httpx.AsyncClient(base_url=server.url, timeout=1800, limits=limits) as client:
+            replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in case.bodies))
+            return list(map(choice_of, replies))
+
+    steps = server.metric("pypto:engine_steps_total")
+    choices = asyncio.run(main())
+    tokens = sum(len(body["prompt"]) + OUTPUT for body in case.bodies)
+    assert server.metric("pypto:engine_steps_total") - steps < tokens / 3
+    return choices
+
+
+def choice_of(reply: httpx.Response) -> Choice:
+    reply.raise_for_status()
+    choice: Choice = reply.json()["choices"][0]
+    assert choice["finish_reason"] == "length" and len(choice["logprobs"]["token_logprobs"]) == OUTPUT
+    return choice
+
+
+def test_log_probabilities_arrive_as_they_were_computed(wanted: list[Choice]) -> None:
+    """What JSON says is exactly a float32, and it says many different ones."""
+    values = [value for choice in wanted for value in choice["logprobs"]["token_logprobs"]]
+    values += [v for choice in wanted for top in choice["logprobs"]["top_logprobs"] for v in top.values()]
+    assert all(float(np.float32(value)) == value <= 0 for value in values)
+    assert len(set(values)) > len(values) / 3
+
+
+def test_again_from_the_prefix_cache(case: Case, server: Server, wanted: list[Choice]) -> None:
+    hits = server.metric("vllm:prefix_cache_hits_total")
+    assert one_by_one(case, server) == wanted
+    assert server.metric("vllm:prefix_cache_hits_total") > hits + 1000
+
+
+def test_all_at_once(case: Case, server: Server, wanted: list[Choice]) -> None:
+    assert together(case, server) == wanted
+
+
+@pytest.mark.parametrize("threads", ["2", "3"])
+def test_without_a_cache_on_some_threads(case: Case, wanted: list[Choice], threads: str) -> None:
+    with case.server("--num-threads", threads, "--no-prefix-caching") as server:
+        assert together(case, server) == wanted
+        assert server.metric("vllm:prefix_cache_hits_total") == 0
+
+
+def test_in_steps_of_7_tokens(case: Case, wanted: list[Choice]) -> None:
+    with case.server("--num-threads", "2", "--no-prefix-caching", "--max-num-batched-tokens", "7") as server:
+        assert together(case, server) == wanted
+        prompts = sum(len(body["prompt"]) for body in case.bodies)
+        assert server.metric("pypto:engine_steps_total") > prompts / 7
+
+
+def test_preempted_and_computed_again(case: Case, wanted: list[Choice]) -> None:
+    with case.server("--num-threads", "2", "--kv-memory", case.tight) as server:
+        assert together(case, server) == wanted
+        assert server.metric("vllm:num_preemptions_total") > 0

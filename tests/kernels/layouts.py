@@ -1,0 +1,98 @@
+"""The memory layouts of csrc/kernels.h, to and from row-major arrays of numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.kernels import Engine
+
+Array = np.ndarray[Any, Any]
+
+NAN = 0x7FC0
+"""Not a number in bfloat16."""
+
+
+def narrow(x: Array) -> Array:
+    """float32 to the bits of bfloat16: to the nearest, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def widen(bits: Array) -> Array:
+    """Bits of bfloat16 to float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(x: Array) -> Array:
+    """float32 values that bfloat16 holds exactly."""
+    return widen(narrow(x))
+
+
+def random_bf16(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Array:
+    """Normal float32 values that bfloat16 holds exactly."""
+    return rounded(rng.standard_normal(shape, np.float32) * np.float32(scale))
+
+
+def block_bounds(rows: int, engine: Engine) -> list[tuple[int, int]]:
+    """First and last row, exclusive, of each block of activations."""
+    count = -(-rows // engine.block_rows)
+    return [(rows * b // count, rows * (b + 1) // count) for b in range(count)]
+
+
+def to_blocks(x: Array, engine: Engine) -> Array:
+    """[rows, k] as blocks of pairs: of each block, [k / 2][its rows]."""
+    pairs = narrow(x).view(np.uint32)
+    parts = [pairs[begin:end].T.ravel() for begin, end in block_bounds(len(x), engine)]
+    return np.concatenate([np.zeros(0, np.uint32), *parts])
+
+
+def from_blocks(blocks: Array, rows: int, k: int, engine: Engine) -> Array:
+    """Blocks of pairs as [rows, k], float32."""
+    x = np.zeros((rows, k // 2), np.uint32)
+    for begin, end in block_bounds(rows, engine):
+        x[begin:end] = blocks[begin * k // 2 : end * k // 2].reshape(k // 2, end - begin).T
+    return widen(x.view(np.uint16))
+
+
+def to_panels(weights: Array) -> Array:
+    """Weights [n, k] as packed pairs: of each 32 outputs, [k / 2][32], with zeros behind n."""
+    n, k = weights.shape
+    padded = np.zeros((-(-n // 32) * 32, k), np.float32)
+    padded[:n] = weights
+    return narrow(padded).view(np.uint32).reshape(-1, 32, k // 2).transpose(0, 2, 1).ravel()
+
+
+def interleaved(gate: Array, up: Array) -> Array:
+    """Rows of two matrices [n, k] in turns of 16, as a gated product wants them."""
+    n, k = gate.shape
+    return np.stack([gate.reshape(n // 16, 16, k), up.reshape(n // 16, 16, k)], axis=1).reshape(2 * n, k)
+
+
+def keys_of(pages: Array, dim: int) -> Array:
+    """Pages of keys [..., size * dim] as [..., size, dim], still uint16."""
+    *outer, elements = pages.shape
+    size = elements // dim
+    panels = pages.reshape(*outer, size // 16, dim // 2, 16, 2)
+    return np.swapaxes(panels, -3, -2).reshape(*outer, size, dim)
+
+
+def pages_of_keys(keys: Array) -> Array:
+    """[..., size, dim] as pages of keys."""
+    *outer, size, dim = keys.shape
+    panels = keys.reshape(*outer, size // 16, 16, dim // 2, 2)
+    return np.swapaxes(panels, -3, -2).reshape(*outer, size * dim)
+
+
+def values_of(pages: Array, dim: int) -> Array:
+    """Pages of values [..., size * dim] as [..., size, dim], still uint16."""
+    *outer, elements = pages.shape
+    size = elements // dim
+    return np.swapaxes(pages.reshape(*outer, size // 2, dim, 2), -2, -1).reshape(*outer, size, dim)
+
+
+def pages_of_values(values: Array) -> Array:
+    """[..., size, dim] as pages of values."""
+    *outer, size, dim = values.shape
+    return np.swapaxes(values.reshape(*outer, size // 2, 2, dim), -2, -1).reshape(*outer, size * dim)

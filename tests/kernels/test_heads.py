@@ -1,0 +1,149 @@
+"""From a projection to queries, and to keys and values in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from pypto_serving.kernels import CacheLayer, Engine
+from tests.kernels import references
+from tests.kernels.layouts import NAN, Array, keys_of, narrow, values_of, widen
+from tests.kernels.references import BFLOAT16, assert_close, rotate
+from tests.kernels.stage import Stage, engine_of
+
+EPS = 1e-6
+LAYERS, LAYER = 3, 1
+POSITIONS = 600
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+    size: int = 16
+
+    @property
+    def all(self) -> int:
+        return self.heads + 2 * self.kv_heads
+
+
+SHAPES = [
+    Shape(4, 2, 32),
+    Shape(8, 1, 64, 32),
+    Shape(3, 3, 96, 16),
+    Shape(8, 4, 128, 64),
+    Shape(2, 1, 256, 128),
+]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Projections of a step's tokens with what `heads` needs beside them, and blocks for each row."""
+
+    shape: Shape
+    lengths: list[tuple[int, int]]
+    x: Array
+    weights: Array
+    cos: Array
+    sin: Array
+    blocks: list[Array]
+
+    @property
+    def positions(self) -> Array:
+        return np.concatenate([np.arange(first, first + count) for first, count in self.lengths])
+
+    @property
+    def slots(self) -> Array:
+        size = self.shape.size
+        return np.concatenate(
+            [
+                blocks[p // size] * size + p % size
+                for blocks, (first, count) in zip(self.blocks, self.lengths, strict=True)
+                for p in [np.arange(first, first + count)]
+            ]
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return 1 + sum(map(len, self.blocks))
+
+
+def make_work(shape: Shape, lengths: list[tuple[int, int]], seed: int = 0) -> Work:
+    rng = np.random.default_rng(seed)
+    needs = [-(-(first + count) // shape.size) for first, count in lengths]
+    ids = 1 + rng.permutation(sum(needs))
+    angles = rng.uniform(0, 2 * np.pi, (POSITIONS, shape.dim // 2))
+    tokens = sum(count for _, count in lengths)
+    return Work(
+        shape,
+        lengths,
+        x=rng.standard_normal((tokens, shape.all, shape.dim)).astype(np.float32) * 3,
+        weights=rng.uniform(0.5, 2, (shape.heads + shape.kv_heads, shape.dim)).astype(np.float32),
+        cos=np.cos(angles).astype(np.float32),
+        sin=np.sin(angles).astype(np.float32),
+        blocks=np.split(ids, np.cumsum(needs)[:-1]),
+    )
+
+
+def heads(engine: Engine, work: Work) -> tuple[Array, Array]:
+    """Queries [tokens, heads, dim] and pages uint16 [blocks, layers, 2, kv_heads, size * dim], NaN where unwritten."""
+    shape, tokens, stage = work.shape, len(work.x), Stage(engine)
+    pages = stage.room(np.uint16, work.num_blocks, LAYERS, 2, shape.kv_heads, shape.size * shape.dim)
+    pages[...] = NAN
+    queries = stage.room(np.uint16, tokens, shape.heads, shape.dim)
+    cache = CacheLayer(pages, LAYER, shape.dim)
+    stage.record.heads(work.x, work.weights, work.cos, work.sin, EPS, queries, cache)
+    stage.play(tokens, lengths=work.lengths, slots=work.slots)
+    return widen(queries), pages
+
+
+STEPS = [[(0, 1)], [(0, 50)], [(31, 1), (0, 17), (126, 5), (7, 1)], [(p, 1) for p in range(40)], [(500, 13), (0, 128)]]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lengths", STEPS, ids=["one", "prompt", "mixed", "decodes", "chunks"])
+def test_queries_keys_and_values(engine: Engine, shape: Shape, lengths: list[tuple[int, int]]) -> None:
+    work = make_work(shape, lengths)
+    queries, pages = heads(engine, work)
+    cos, sin = work.cos[work.positions], work.sin[work.positions]
+    turning = work.x[:, : shape.heads + shape.kv_heads]
+    normed = references.norm(turning, work.weights, EPS)
+    wanted = rotate(normed, cos, sin)
+    error = 1.01 * BFLOAT16 * np.abs(wanted) + 1e-6 * rotate(np.abs(normed), np.abs(cos), np.abs(sin)).max()
+    assert_close(queries, wanted[:, : shape.heads], error[:, : shape.heads])
+
+    block, offset = work.slots // shape.size, work.slots % shape.size
+    keys = widen(keys_of(pages[:, LAYER, 0], shape.dim)[block, :, offset])
+    values = values_of(pages[:, LAYER, 1], shape.dim)[block, :, offset]
+    assert_close(keys, wanted[:, shape.heads :], error[:, shape.heads :])
+    assert np.array_equal(values, narrow(work.x[:, shape.heads + shape.kv_heads :]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nothing_else_is_written(engine: Engine, shape: Shape) -> None:
+    """Of the cache, only the tokens' slots change, and the other half of a row's last pair of values becomes zero."""
+    work = make_work(shape, [(31, 1), (0, 17), (126, 5), (8, 1), (0, 2)])
+    _, pages = heads(engine, work)
+    keys, values = keys_of(pages[:, LAYER, 0], shape.dim), values_of(pages[:, LAYER, 1], shape.dim)
+    written = np.zeros((work.num_blocks, shape.size), bool)
+    written[work.slots // shape.size, work.slots % shape.size] = True
+    assert np.array_equal((keys != NAN).all((1, 3)), written) and np.array_equal((keys != NAN).any((1, 3)), written)
+
+    ends = np.cumsum([count for _, count in work.lengths]) - 1
+    lone = work.slots[ends][work.slots[ends] % 2 == 0] + 1
+    assert (values[lone // shape.size, :, lone % shape.size] == 0).all()
+    written[lone // shape.size, lone % shape.size] = True
+    assert np.array_equal((values != NAN).any((1, 3)), written)
+    assert (pages[:, np.arange(LAYERS) != LAYER] == NAN).all()
+
+
+def test_a_token_is_the_same_in_every_company(instruction_set: str) -> None:
+    work = make_work(Shape(8, 4, 128, 64), [(0, 50)])
+    whole = heads(engine_of(instruction_set), work)[0]
+    for threads in (1, 2, 3, 5):
+        for begin, end in [(0, 50), (0, 1), (7, 9), (20, 33)]:
+            part = replace(work, lengths=[(begin, end - begin)], x=work.x[begin:end])
+            assert np.array_equal(heads(engine_of(instruction_set, threads), part)[0], whole[begin:end])

@@ -1,0 +1,128 @@
+"""Products with packed weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pypto_serving.kernels import Engine, Rows
+from tests.kernels import references
+from tests.kernels.layouts import Array, interleaved, random_bf16
+from tests.kernels.references import BFLOAT16, assert_close, product, product_error, silu
+from tests.kernels.stage import Stage, engine_of, matrix_of
+
+SIZES = [(1, 2), (16, 34), (31, 64), (33, 34), (100, 1024), (320, 96)]
+ROWS = [1, 2, 3, 4, 11, 12, 13, 24, 25, 37, 50]
+
+
+def linear(engine: Engine, x: Array, weights: Array, bias: Array | None = None) -> Array:
+    stage = Stage(engine)
+    out = stage.room(np.float32, len(x), len(weights))
+    stage.record.linear(stage.blocks(x), matrix_of(weights, bias), out)
+    stage.play(len(x))
+    return out
+
+
+def linear_gate(engine: Engine, x: Array, gate: Array, up: Array, bias: Array | None = None) -> Array:
+    stage = Stage(engine)
+    out = stage.block_room(len(x), len(gate))
+    stage.record.linear_gate(stage.blocks(x), matrix_of(interleaved(gate, up), bias), out)
+    stage.play(len(x))
+    return stage.rows(out, len(x), len(gate))
+
+
+def assert_gated(found: Array, x: Array, gate: Array, up: Array, bias: Array | None = None) -> None:
+    """`found` is silu(x G^T) * (x U^T); `bias` is that of the interleaved rows."""
+    g_bias, u_bias = (0, 0) if bias is None else (bias.reshape(-1, 2, 16)[:, i].ravel() for i in (0, 1))
+    g, u = product(x, gate) + g_bias, product(x, up) + u_bias
+    g_error, u_error = product_error(x, gate) + np.abs(g) * 2e-7, product_error(x, up) + np.abs(u) * 2e-7
+    error = 1.1 * np.abs(u) * g_error + np.abs(silu(g)) * u_error + 1e-30
+    assert_close(found, silu(g) * u, 1.01 * BFLOAT16 * np.abs(silu(g) * u) + error)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_product(engine: Engine, rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    for n, k in SIZES:
+        x, weights = random_bf16(rng, rows, k), random_bf16(rng, n, k)
+        assert_close(linear(engine, x, weights), product(x, weights), product_error(x, weights))
+
+
+@settings(max_examples=12, deadline=None)
+@given(rows=st.integers(1, 50), n=st.integers(1, 100), pairs=st.integers(1, 300), seed=st.integers(0))
+def test_biased_product_on_top(rows: int, n: int, pairs: int, seed: int, engine: Engine) -> None:
+    rng = np.random.default_rng(seed)
+    x, weights, bias = random_bf16(rng, rows, 2 * pairs), random_bf16(rng, n, 2 * pairs), random_bf16(rng, n)
+    before = random_bf16(rng, rows, n)
+    stage = Stage(engine)
+    out = stage.copy(before)
+    stage.record.linear_add(stage.blocks(x), matrix_of(weights, bias), out)
+    stage.play(rows)
+    wanted = product(x, weights) + bias + before
+    assert_close(out, wanted, product_error(x, weights) + 2e-7 * (np.abs(bias) + np.abs(before) + np.abs(wanted)))
+    assert np.array_equal(out, linear(engine, x, weights, bias) + before)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 12, 13, 37, 509])
+def test_gated_product(engine: Engine, rows: int, biased: bool) -> None:
+    rng = np.random.default_rng(rows)
+    for n, k in [(16, 2), (48, 34), (128, 1024)]:
+        x, gate, up = random_bf16(rng, rows, k), random_bf16(rng, n, k, scale=3.0), random_bf16(rng, n, k)
+        bias = random_bf16(rng, 2 * n) if biased else None
+        assert_gated(linear_gate(engine, x, gate, up, bias), x, gate, up, bias)
+
+
+def test_gates_far_from_zero(engine: Engine) -> None:
+    """silu tends to 0 on the left and to x on the right, and overflows nowhere."""
+    x = np.array([[1.0, 0.0]], np.float32)
+    gate, up = np.zeros((16, 2), np.float32), np.ones((16, 2), np.float32)
+    gate[:, 0] = [-1e9, -1e4, -200, -128, -100, -90, -88, -87, -1, 0, 1, 87, 88, 128, 1e4, 1e38]
+    found, gate = linear_gate(engine, x, gate, up)[0], gate[:, 0]
+    assert_close(found, silu(references.double(gate)), BFLOAT16 * 1.01 * np.abs(gate) * (gate > -80) + 1e-28)
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 5, 26])
+def test_product_of_rows_with_logits(engine: Engine, wanted: int) -> None:
+    """As many rows as have logits, whatever the number of tokens."""
+    rng = np.random.default_rng(0)
+    x, weights = random_bf16(rng, max(1, wanted), 64), random_bf16(rng, 70, 64)
+    stage = Stage(engine)
+    out = stage.room(np.float32, wanted, 70)
+    stage.record.linear(stage.blocks(x), matrix_of(weights), out, Rows.LOGITS)
+    stage.play(30, logits_rows=np.arange(wanted))
+    assert np.array_equal(out, linear(engine, x, weights)[:wanted])
+
+
+def test_an_empty_step_does_nothing(engine: Engine) -> None:
+    stage = Stage(engine)
+    x, out = stage.blocks(np.ones((1, 64), np.float32)), stage.room(np.float32, 1, 32)
+    stage.record.linear(x, matrix_of(np.ones((32, 64), np.float32)), out)
+    stage.play(0)
+    assert np.isnan(out).all()
+
+
+def test_a_row_that_is_not_a_number_stays_alone(engine: Engine) -> None:
+    rng = np.random.default_rng(0)
+    x, weights = random_bf16(rng, 20, 64), random_bf16(rng, 48, 64)
+    wanted, gated = linear(engine, x, weights), linear_gate(engine, x, weights, weights)
+    x[7, 3], x[13] = np.nan, np.inf
+    others = np.delete(np.arange(20), [7, 13])
+    assert np.array_equal(linear(engine, x, weights)[others], wanted[others])
+    assert np.array_equal(linear_gate(engine, x, weights, weights)[others], gated[others])
+    assert np.isnan(linear(engine, x, weights)[7]).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(33, 34), (320, 1024), (1100, 96)])
+def test_a_product_is_the_same_in_every_company(instruction_set: str, n: int, k: int) -> None:
+    rng = np.random.default_rng(1)
+    x, weights, other = random_bf16(rng, 50, k), random_bf16(rng, n // 16 * 16, k), random_bf16(rng, n // 16 * 16, k)
+    whole = linear(engine_of(instruction_set), x, weights)
+    gated = linear_gate(engine_of(instruction_set), x, weights, other)
+    for threads in (1, 2, 3, 5):
+        engine = engine_of(instruction_set, threads)
+        for begin, end in [(0, 50), (0, 1), (7, 9), (20, 33), (26, 50)]:
+            assert np.array_equal(linear(engine, x[begin:end], weights), whole[begin:end])
+            assert np.array_equal(linear_gate(engine, x[begin:end], weights, other), gated[begin:end])

@@ -1,0 +1,96 @@
+"""Weights of every stored type into panels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pypto_serving.kernels import Engine, Matrix, Stored
+from tests.kernels.layouts import Array, interleaved, narrow, rounded, to_panels
+
+UNTOUCHED = 0xFFFFFFFF
+
+
+def stored_forms(weights: Array) -> Iterator[tuple[Stored, Array, Array]]:
+    """Type, what a file holds, and the float32 values that it stands for."""
+    yield Stored.BF16, narrow(weights), rounded(weights)
+    yield Stored.F32, weights, weights
+    half = weights.astype(np.float16)
+    yield Stored.F16, half, half.astype(np.float32)
+
+
+def room(pairs: int) -> Array:
+    return np.full(pairs, UNTOUCHED, np.uint32)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 2), (16, 34), (31, 64), (33, 2), (48, 34), (320, 96)])
+def test_pack(engine: Engine, n: int, k: int) -> None:
+    weights = np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
+    for stored, source, values in stored_forms(weights):
+        out = room(Matrix.size(n, k))
+        engine.pack(out, source.ctypes.data, stored, n, k)
+        wanted = to_panels(values).reshape(-1, k // 2, 32)
+        written = np.arange(wanted.shape[0] * 32) // 16 < -(-n // 16)
+        found = out.reshape(wanted.shape)
+        for panel, halves in enumerate(written.reshape(-1, 32)):
+            assert np.array_equal(found[panel][:, halves], wanted[panel][:, halves])
+            assert (found[panel][:, ~halves] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("parts", [[32, 32], [64, 16, 16], [16, 48, 5], [96, 33]])
+def test_packing_several_matrices_as_one(engine: Engine, parts: list[int]) -> None:
+    rng, k = np.random.default_rng(0), 34
+    matrices = [rng.standard_normal((n, k)).astype(np.float32) for n in parts]
+    out, offset = np.zeros(Matrix.size(sum(parts), k), np.uint32), 0
+    for matrix in matrices:
+        engine.pack(out, matrix.ctypes.data, Stored.F32, len(matrix), k, offset)
+        offset += len(matrix)
+    assert np.array_equal(out, to_panels(np.concatenate(matrices)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 2), (48, 34), (128, 96)])
+def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
+    rng = np.random.default_rng(n)
+    gate, up = (rng.standard_normal((n, k)).astype(np.float32) for _ in range(2))
+    for (stored, *gates), (_, *ups) in zip(stored_forms(gate), stored_forms(up), strict=True):
+        out = room(Matrix.size(2 * n, k))
+        engine.pack_gate(out, gates[0].ctypes.data, stored, n, k, 0)
+        engine.pack_gate(out, ups[0].ctypes.data, stored, n, k, 1)
+        assert np.array_equal(out, to_panels(interleaved(gates[1], ups[1])))
+
+
+def test_every_float16_is_rounded_right(engine: Engine) -> None:
+    """Zeros, denormals, infinities and all else."""
+    bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    source = np.where(np.isnan(bits), np.float16(0), bits).reshape(64, 1024)
+    out = room(Matrix.size(64, 1024))
+    engine.pack(out, source.ctypes.data, Stored.F16, 64, 1024)
+    assert np.array_equal(out, to_panels(source.astype(np.float32)))
+
+
+@pytest.mark.parametrize("stored", [Stored.F32, Stored.F16, Stored.BF16])
+def test_not_a_number_stays_so(engine: Engine, stored: Stored) -> None:
+    sources = {Stored.F32: np.array([np.nan, -np.nan], np.float32), Stored.F16: np.array([np.nan] * 2, np.float16)}
+    source = sources.get(stored, np.array([0x7FC1, 0xFFC0], np.uint16))
+    out = room(Matrix.size(1, 2))
+    engine.pack(out, source.ctypes.data, stored, 1, 2)
+    assert np.isnan((out[:1].view(np.uint16).astype(np.uint32) << 16).view(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "offset", "pairs"),
+    [(32, 3, 0, 64), (32, 2, 8, 64), (33, 2, 0, 32), (32, 2, 32, 32), (1, 2, 16, 31), (1, 2, 0, 0)],
+)
+def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: int, pairs: int) -> None:
+    source = np.zeros(256, np.uint16)
+    with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
+        engine.pack(room(pairs), source.ctypes.data, Stored.BF16, n, k, offset)
+
+
+@pytest.mark.parametrize(("n", "k", "pairs"), [(16, 3, 64), (8, 2, 64), (32, 2, 32), (16, 4, 63)])
+def test_gates_that_do_not_fit_are_refused(engine: Engine, n: int, k: int, pairs: int) -> None:
+    source = np.zeros(256, np.uint16)
+    with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
+        engine.pack_gate(room(pairs), source.ctypes.data, Stored.BF16, n, k, 0)

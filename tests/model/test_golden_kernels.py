@@ -1,0 +1,107 @@
+"""Logits of the kernels: no further from transformers in float32, on weights of bfloat16, than torch in bfloat16 is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pypto_serving.kernels import runnable
+from tests.checkpoints import random_model, with_dtype
+from tests.model.conftest import MakeCheckpoint
+from tests.model.sequences import Array, Sequences, load_program
+from tests.model.test_golden import EXPERT_VARIANTS, VARIANTS
+from tests.model.test_row_independence import WIDE
+
+pytestmark = [
+    pytest.mark.golden,
+    pytest.mark.skipif(not runnable(), reason="built without a C++ compiler"),
+]
+
+ROOM = 1.1
+CHUNKS = [100, 37, 128, *[1] * 35]
+LENGTH = sum(CHUNKS)
+ENDS = np.cumsum(CHUNKS) - 1
+
+
+def random_tokens(seed: int) -> Array:
+    return np.random.default_rng(seed).integers(0, 256, LENGTH)
+
+
+def transformers_logits(kind: str, seed: int, **overrides: Any) -> tuple[Array, Array]:
+    """Logits [ends, vocab] of transformers on weights of bfloat16: in float32 and in bfloat16."""
+    ids = torch.tensor(random_tokens(seed))[None]
+    model = random_model(kind, seed, **overrides)
+    with torch.no_grad():
+        coarse = with_dtype(model, torch.bfloat16)(ids).logits[0].float().numpy()
+        exact = with_dtype(model, torch.float32)(ids).logits[0].numpy()
+    return exact[ENDS], coarse[ENDS]
+
+
+def our_logits(make: MakeCheckpoint, kernels: str, kind: str, seed: int, **overrides: Any) -> Array:
+    """Logits [ends, vocab] of a program in bfloat16."""
+    program = load_program(make(kind, seed=seed, **overrides), "bfloat16", threads=1, kernels=kernels)
+    sequence = (sequences := Sequences(program)).add(random_tokens(seed))
+    sequences.run(sequence, CHUNKS)
+    return np.stack([sequence.logits[end] for end in ENDS])
+
+
+def check(make: MakeCheckpoint, kernels: str, kind: str, seeds: int, **overrides: Any) -> None:
+    """Compare mean errors over some random models."""
+    errors: dict[str, list[float]] = {"kernels": [], "torch": [], "transformers": []}
+    for seed in range(seeds):
+        exact, coarse = transformers_logits(kind, seed, **overrides)
+        found = {name: our_logits(make, name, kind, seed, **overrides) for name in (kernels, "torch")}
+        for name, logits in zip(errors, (found[kernels], found["torch"], coarse), strict=True):
+            errors[name].append(float(np.abs(logits - exact).mean()))
+    assert np.mean(errors["kernels"]) < ROOM * np.mean(errors["torch"])
+    assert np.mean(errors["kernels"]) < ROOM * np.mean(errors["transformers"])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kernels", runnable())
+def test_every_instruction_set(checkpoint: MakeCheckpoint, kind: str, kernels: str) -> None:
+    check(checkpoint, kernels, kind, seeds=3)
+
+
+def test_a_wide_model(checkpoint: MakeCheckpoint) -> None:
+    check(checkpoint, runnable()[0], "qwen3", seeds=2, **WIDE)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        *(overrides for overrides in VARIANTS.values() if overrides.get("head_dim", 32) % 32 == 0),
+        {"num_key_value_heads": 4, "head_dim": 64},
+        {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128},
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256},
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 96},
+        {"hidden_size": 70, "intermediate_size": 48, "vocab_size": 333},
+    ],
+    ids=lambda overrides: ",".join(overrides),
+)
+def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
+    check(checkpoint, runnable()[0], "qwen3", seeds=3, **overrides)
+
+
+@pytest.mark.parametrize("overrides", [*EXPERT_VARIANTS, {"num_experts": 5, "num_experts_per_tok": 5}])
+def test_expert_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
+    check(checkpoint, runnable()[0], "qwen3_moe", seeds=3, **overrides)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_stored_types(checkpoint: MakeCheckpoint, dtype: str) -> None:
+    """A checkpoint of float16 or bfloat16 is served as one of float32 that holds the same values."""
+    tokens = random_tokens(0)
+    stored = checkpoint("qwen3_moe", dtype=dtype)
+    widened = checkpoint("qwen3_moe", through=dtype)
+    found = []
+    for path in (stored, widened):
+        sequence = (sequences := Sequences(load_program(path, "bfloat16", threads=1, kernels=runnable()[0]))).add(
+            tokens
+        )
+        sequences.run(sequence, [LENGTH])
+        found.append(sequence.logits[LENGTH - 1])
+    assert np.array_equal(*found)

@@ -1,0 +1,98 @@
+"""What the CPU backend prepares on the kernels: pages that cost nothing until used, odd steps, a fingerprint."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.errors import ConfigError
+from pypto_serving.kernels import runnable
+from pypto_serving.model.registry import load_config, load_spec
+from tests.model.conftest import MakeCheckpoint
+from tests.model.sequences import Sequences
+from tests.model.test_cpu_backend import config_for, prepare, resident_bytes
+
+pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+
+
+def native_config(path: Any, kernels: str = "", **changes: Any) -> Any:
+    return config_for(path, "bfloat16", kernels=kernels or runnable()[0], **changes)
+
+
+def test_pages_cost_nothing_until_they_are_written(checkpoint: MakeCheckpoint) -> None:
+    config = native_config(checkpoint(), num_blocks=(200_000,))
+    before = resident_bytes()
+    program = prepare(config)
+    assert program.model.pages.nbytes > 2 << 30
+    assert resident_bytes() - before < 64 << 20
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_steps_without_logits_and_without_tokens(checkpoint: MakeCheckpoint, kind: str) -> None:
+    program = prepare(native_config(checkpoint(kind)))
+    (sequences := Sequences(program)).step([(sequences.add(np.arange(40)), 40)])
+    inputs = sequences.last_inputs
+    unsampled = dataclasses.replace(inputs, logits_rows=inputs.logits_rows[:0])
+    assert program.run(unsampled).logits.shape == (0, 320)
+    nothing = {name: getattr(inputs, name)[:0] for name in ("token_ids", "positions", "context_lens", "logits_rows")}
+    empty = dataclasses.replace(inputs, **nothing, query_start=inputs.query_start[:1])
+    assert program.run(empty).logits.shape == (0, 320)
+
+
+def test_the_largest_step(checkpoint: MakeCheckpoint) -> None:
+    """As many tokens as a step may have, and as many rows."""
+    config = native_config(checkpoint("qwen3_moe"), max_num_batched_tokens=200, max_num_seqs=50, num_blocks=(300,))
+    sequences = Sequences(prepare(config))
+    work = [sequences.add(np.arange(5 + i) % 250) for i in range(50)]
+    sequences.step([(sequence, 4) for sequence in work])
+    together = [sequence.logits[3] for sequence in work]
+    assert all(np.array_equal(row, together[0]) for row in together)
+
+
+def test_the_fingerprint_names_the_kernels(checkpoint: MakeCheckpoint) -> None:
+    path = checkpoint()
+    blocks = load_spec(path, "bfloat16", block_size=32).kv_groups
+    configs = [config_for(path, "bfloat16"), *(native_config(path, kernels) for kernels in runnable())]
+    configs += [native_config(path, groups=blocks), native_config(checkpoint(seed=1))]
+    assert len({prepare(config).fingerprint for config in configs}) == len(configs)
+    threads = [prepare(native_config(path, num_threads=n)).fingerprint for n in (1, 2)]
+    assert threads[0] == threads[1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_progress_ends_with_everything_done(checkpoint: MakeCheckpoint, kind: str) -> None:
+    seen: list[tuple[str, int, int]] = []
+    CpuBackend(native_config(checkpoint(kind))).prepare(lambda *state: seen.append(state))
+    assert seen[0][1] == 0 < seen[0][2]
+    assert seen[-1][1] == seen[-1][2] == seen[0][2]
+    assert seen == sorted(seen)
+
+
+def test_kernels_that_this_machine_does_not_run(checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(ConfigError, match="no kernels for sve"):
+        prepare(native_config(checkpoint(), "sve"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "block_size", "dtype", "reason"),
+    [
+        ({}, 16, "bfloat16", ""),
+        ({}, 16, "float32", "bfloat16 only"),
+        ({}, 24, "bfloat16", "multiple of 16, not 24"),
+        ({"head_dim": 48}, 16, "bfloat16", "head_dim of 32, 64, ... 256, not 48"),
+        ({"head_dim": 288}, 16, "bfloat16", "not 288"),
+        ({"num_heads": 97, "num_kv_heads": 1}, 16, "bfloat16", "at most 96 queries"),
+        ({"hidden_size": 63}, 16, "bfloat16", "even hidden_size"),
+        ({"intermediate_size": 100}, 16, "bfloat16", "multiples of 16, not (100,)"),
+    ],
+)
+def test_why_a_model_needs_torch(
+    checkpoint: MakeCheckpoint, changes: dict[str, Any], block_size: int, dtype: str, reason: str
+) -> None:
+    architecture, model = load_config(checkpoint())
+    needs = dataclasses.replace(model, **changes).spec("m", architecture, dtype, block_size, ()).needs_torch
+    assert (reason in needs) if reason else not needs
