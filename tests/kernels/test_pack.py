@@ -72,7 +72,11 @@ def test_every_float16_is_rounded_right(engine: Engine) -> None:
 
 @pytest.mark.parametrize("stored", [Stored.F32, Stored.F16, Stored.BF16])
 def test_not_a_number_stays_so(engine: Engine, stored: Stored) -> None:
-    sources = {Stored.F32: np.array([np.nan, -np.nan], np.float32), Stored.F16: np.array([np.nan] * 2, np.float16)}
+    """Even where rounding would carry beyond its last bit."""
+    sources = {
+        Stored.F32: np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32),
+        Stored.F16: np.array([np.nan] * 2, np.float16),
+    }
     source = sources.get(stored, np.array([0x7FC1, 0xFFC0], np.uint16))
     out = room(Matrix.size(1, 2))
     engine.pack(out, source.ctypes.data, stored, 1, 2)
