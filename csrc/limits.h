@@ -6,18 +6,18 @@
 namespace ISA {
 
 // As many sums as a tile of a product has: enough to hide the latency of `dot`, and they all stay in registers.
-constexpr int kSums = 2 * kMaxRows;
+constexpr int kSums = 2 / kPasses * kHalf * kMaxRows;
 
 // Multiplications and additions of one round.
-constexpr int kRoundFlops = kSums * kLanes * 4;
+constexpr int kRoundFlops = kSums * kRegisterLanes * 4;
 
 // Each member computes `rounds` rounds; no memory is read or written meanwhile. A register that is multiplied by itself
 // leaves the most of them to the sums.
 static void compute(const Limits& limits, Member&) {
-  const Ints x = lane_numbers() + set1(Pair{0x3f803f80});
-  Floats sums[kSums];
+  const PairRegister x = broadcast(Pair{0x3f803f80});
+  Register sums[kSums];
 #pragma GCC unroll 24
-  for (int i = 0; i < kSums; i++) sums[i] = set1(static_cast<float>(i));
+  for (int i = 0; i < kSums; i++) sums[i] = (Register)broadcast(static_cast<Pair>(i));
   for (int64_t round = limits.rounds; round > 0; round--) {
 #pragma GCC unroll 24
     for (int i = 0; i < kSums; i++) sums[i] = dot(sums[i], x, x);
@@ -28,16 +28,17 @@ static void compute(const Limits& limits, Member&) {
 // All members together read `pairs`, a multiple of 2^18, once; each has a linear stream of its own.
 static void read(const Limits& limits, Member& member) {
   constexpr int64_t kPiece = 1 << 18;
-  Ints sums[8] = {};
+  constexpr int kStreams = 8;
+  PairRegister sums[kStreams] = {};
   Share share(member, limits.pairs / kPiece, 1);
   while (share.next()) {
     const Pair *p = limits.data + share.begin * kPiece, *end = limits.data + share.end * kPiece;
-    for (; p < end; p += 8 * kLanes) {
+    for (; p < end; p += kStreams * kRegisterLanes) {
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; i++) sums[i] ^= load_pairs(p + i * kLanes);
+      for (int i = 0; i < kStreams; i++) sums[i] ^= load_register(p + i * kRegisterLanes);
     }
   }
-  for (int i = 0; i < 8; i++) keep((Floats)sums[i]);
+  for (int i = 0; i < kStreams; i++) keep((Register)sums[i]);
 }
 
 }  // namespace ISA

@@ -34,17 +34,9 @@ INLINE Floats load(const float* p) {
   return x;
 }
 
-INLINE Ints load_pairs(const Pair* p) {
-  Ints x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-
 INLINE void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
 INLINE Floats set1(float x) { return Floats{} + x; }
-
-INLINE Ints set1(Pair x) { return Ints{} + static_cast<int32_t>(x); }
 
 INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -80,9 +72,6 @@ COMPARE(above, Floats, HalfFloats, >)
 COMPARE(equal, Floats, HalfFloats, ==)
 COMPARE(at_most, Ints, HalfInts, <=)
 #undef COMPARE
-
-// Has x computed although nobody reads it.
-INLINE void keep(Floats x) { asm volatile("" : : "m"(x)); }
 
 // `a` where the comparison holds, else `b`.
 INLINE Floats select(Ints holds, Floats a, Floats b) {
@@ -165,10 +154,6 @@ INLINE bf16 narrow(float x) {
   return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-INLINE Floats low_halves(Ints pairs) { return (Floats)(pairs << 16); }
-
-INLINE Floats high_halves(Ints pairs) { return (Floats)(pairs & static_cast<int32_t>(0xffff0000)); }
-
 // Sixteen floats as bfloat16 in memory.
 INLINE void store_narrow(bf16* p, Floats x) {
 #if defined(__AVX512BF16__)
@@ -193,12 +178,49 @@ INLINE Floats load_widen(const bf16* p) {
 #endif
 }
 
-// total + a.low * b.low + a.high * b.high in every lane: one vdpbf16ps where there is one.
-INLINE Floats dot(Floats total, Ints a, Ints b) {
-#if defined(__AVX512BF16__)
-  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+// One register as the machine has it, for sums that must stay there: compilers keep vectors of several registers in
+// memory. 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere.
+#if defined(__AVX512F__)
+constexpr int kRegisterLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kRegisterLanes = 8;
 #else
-  return fma(high_halves(a), high_halves(b), fma(low_halves(a), low_halves(b), total));
+constexpr int kRegisterLanes = 4;
+#endif
+typedef float Register __attribute__((vector_size(4 * kRegisterLanes), may_alias));
+typedef int32_t PairRegister __attribute__((vector_size(4 * kRegisterLanes), may_alias));
+
+INLINE PairRegister load_register(const Pair* p) {
+  PairRegister x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
+INLINE PairRegister broadcast(Pair x) { return PairRegister{} + static_cast<int32_t>(x); }
+
+INLINE void store_register(float* p, Register x) { std::memcpy(p, &x, sizeof x); }
+
+// Has x computed although nobody reads it.
+INLINE void keep(Register x) { asm volatile("" : : "m"(x)); }
+
+INLINE Register fma_register(Register a, Register b, Register c) {
+#if defined(__AVX512F__)
+  return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// total + a.low * b.low + a.high * b.high in every lane: one vdpbf16ps where there is one.
+INLINE Register dot(Register total, PairRegister a, PairRegister b) {
+#if defined(__AVX512BF16__)
+  return (Register)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+#else
+  const PairRegister high = PairRegister{} + static_cast<int32_t>(0xffff0000);
+  const Register low = fma_register((Register)(a << 16), (Register)(b << 16), total);
+  return fma_register((Register)(a & high), (Register)(b & high), low);
 #endif
 }
 

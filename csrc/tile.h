@@ -8,12 +8,16 @@ namespace ISA {
 
 using namespace pypto;
 
-// 12 x 2 sums + 2 weights + 1 broadcast of 32 registers; two AVX2 registers make one of ours, and there are 16.
+// A tile is computed in one pass where its sums fit the registers, else its left and its right half in one each.
+// AVX-512: 12 rows x 2 registers + 2 of weights + 1 broadcast of 32. AVX2: 4 x 2 + 4 of halved weights + 2 of 16.
 #if defined(__AVX512F__)
-constexpr int kMaxRows = 12;
+constexpr int kMaxRows = 12, kPasses = 1;
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 4, kPasses = 2;
 #else
-constexpr int kMaxRows = 3;
+constexpr int kMaxRows = 2, kPasses = 2;
 #endif
+constexpr int kHalf = kLanes / kRegisterLanes;  // registers that 16 columns take
 
 // `pairs` of the summed dimension. `left` and `right` lead to columns 0-15 and 16-31; `ahead` are two addresses that will
 // be read soon, or null: while the stretch is summed they advance by `Tile::ahead_step` bytes and are fetched.
@@ -38,39 +42,46 @@ struct Tile {
 // a(m, p) is a[p * M + m] where kRow is 0, else a[m * kRow + p].
 template <int M, int kRow>
 static void multiply(const Tile& t) {
-  Floats left[M], right[M];
+  constexpr int kColumns = 2 / kPasses * kHalf;
+  for (int pass = 0; pass < kPasses; pass++) {
+    Register sums[M][kColumns];
 #pragma GCC unroll 12
-  for (int m = 0; m < M; m++) left[m] = right[m] = Floats{};
-  const Pair* a = t.a;
-  const int64_t step = t.step, ahead_step = t.ahead_step;
-  for (const Stretch* s = t.stretches; s != t.stretches + t.num_stretches; s++) {
-    const Pair *l = s->left, *r = s->right;
-    const char *ahead0 = s->ahead[0], *ahead1 = s->ahead[1];
-    for (int64_t p = s->pairs; p > 0; p--) {
-      if (ahead0) {
-        __builtin_prefetch(ahead0);
-        __builtin_prefetch(ahead1);
-        ahead0 += ahead_step;
-        ahead1 += ahead_step;
-      }
-      const Ints x = load_pairs(l), y = load_pairs(r);
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+      for (int i = 0; i < kColumns; i++) sums[m][i] = Register{};
+    const Pair* a = t.a;
+    const int64_t step = t.step, ahead_step = t.ahead_step;
+    for (const Stretch* s = t.stretches; s != t.stretches + t.num_stretches; s++) {
+      const Pair *b = pass == 0 ? s->left : s->right, *right = s->right;
+      const char *ahead0 = pass == 0 ? s->ahead[0] : nullptr, *ahead1 = s->ahead[1];
+      for (int64_t p = s->pairs; p > 0; p--) {
+        if (ahead0) {
+          __builtin_prefetch(ahead0);
+          __builtin_prefetch(ahead1);
+          ahead0 += ahead_step;
+          ahead1 += ahead_step;
+        }
+        PairRegister weights[kColumns];
+#pragma GCC unroll 8
+        for (int i = 0; i < kColumns; i++)
+          weights[i] = load_register(i < kHalf ? b + i * kRegisterLanes : right + (i - kHalf) * kRegisterLanes);
 #pragma GCC unroll 12
-      for (int m = 0; m < M; m++) {
-        const Ints broadcast = set1(a[m * (kRow ? kRow : 1)]);
-        left[m] = dot(left[m], x, broadcast);
-        right[m] = dot(right[m], y, broadcast);
+        for (int m = 0; m < M; m++) {
+          const PairRegister x = broadcast(a[m * (kRow ? kRow : 1)]);
+#pragma GCC unroll 8
+          for (int i = 0; i < kColumns; i++) sums[m][i] = dot(sums[m][i], weights[i], x);
+        }
+        a += kRow ? 1 : M;
+        b += step;
+        right += step;
       }
-      a += kRow ? 1 : M;
-      l += step;
-      r += step;
     }
-  }
-  float* c = t.c;
-  const int64_t ldc = t.ldc;
+    float* c = t.c + pass * kLanes;
+    const int64_t ldc = t.ldc;
 #pragma GCC unroll 12
-  for (int m = 0; m < M; m++) {
-    store(c + m * ldc, left[m]);
-    store(c + m * ldc + kLanes, right[m]);
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+      for (int i = 0; i < kColumns; i++) store_register(c + m * ldc + i * kRegisterLanes, sums[m][i]);
   }
 }
 
@@ -79,9 +90,11 @@ INLINE void multiply(int64_t rows, const Tile& t) {
   switch (rows) {
     case 1: return multiply<1, kRow>(t);
     case 2: return multiply<2, kRow>(t);
+#if defined(__AVX2__)
     case 3: return multiply<3, kRow>(t);
-#if defined(__AVX512F__)
     case 4: return multiply<4, kRow>(t);
+#endif
+#if defined(__AVX512F__)
     case 5: return multiply<5, kRow>(t);
     case 6: return multiply<6, kRow>(t);
     case 7: return multiply<7, kRow>(t);
