@@ -80,8 +80,8 @@ class Bench:
         """Packed random weights of `count` matrices [n, k]."""
         return Matrix(self.normal(2 * Matrix.size(n, k, count), _WEIGHT_SCALE).view(np.uint32), n, k)
 
-    def blocks(self, rows: int, width: int) -> NDArray[np.uint32]:
-        """Random activations in blocks of pairs."""
+    def strips(self, rows: int, width: int) -> NDArray[np.uint32]:
+        """Random activations in strips of pairs."""
         return self.normal(rows * width).view(np.uint32)
 
     def recording(self) -> Recording:
@@ -161,7 +161,7 @@ def linear(name: str, n: int, k: int, finish: str, bench: Bench) -> Callable[[in
     matrices *= -(-LEAST_CALLS // len(matrices))
 
     def run(rows: int) -> list[Result]:
-        x, recording = bench.blocks(rows, k), bench.recording()
+        x, recording = bench.strips(rows, k), bench.recording()
         out = zeros(np.uint32, rows * n // 4) if finish == "gate" else zeros(np.float32, rows, n)
         record: Any = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_gate}[finish]
         for matrix in matrices:
@@ -292,7 +292,7 @@ def experts(bench: Bench) -> Callable[[int], list[Result]]:
 
     def run(tokens: int) -> list[Result]:
         entries, recording = tokens * PER_TOKEN, bench.recording()
-        x, out = bench.blocks(tokens, EXPERT_WIDTH), zeros(np.float32, tokens, EXPERT_WIDTH)
+        x, out = bench.strips(tokens, EXPERT_WIDTH), zeros(np.float32, tokens, EXPERT_WIDTH)
         rows, gated = zeros(np.uint32, entries * EXPERT_WIDTH // 2), zeros(np.uint32, entries * EXPERT_INNER // 2)
         y = zeros(np.float32, entries, EXPERT_WIDTH)
         logits = bench.rng.standard_normal((EXPERT_LAYERS, tokens, EXPERTS), np.float32)

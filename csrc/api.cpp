@@ -27,7 +27,7 @@ API const char* pypto_name(const char* name) {
   return kernels ? kernels->name : "";
 }
 
-API int pypto_block_rows(const Engine* engine) { return engine->kernels->rows; }
+API int pypto_strip_rows(const Engine* engine) { return engine->kernels->rows; }
 
 // Ask for huge pages: a step reads gigabytes, and each 4 KiB page costs a look-up.
 API void pypto_huge_pages(void* data, int64_t bytes) {

@@ -60,13 +60,13 @@ INLINE const char* bytes(const Pair* p) { return reinterpret_cast<const char*>(p
 
 // scores[row][i] = query . key i of the tile, for all of its panels. The values of the same positions are fetched
 // meanwhile: as many bytes as the keys.
-INLINE void score(const History& h, int64_t dim, const RowBlocks& rows, AttentionScratch& s) {
+INLINE void score(const History& h, int64_t dim, const Strips& rows, AttentionScratch& s) {
   for (int64_t i = 0; i < h.panels; i += 2) {
     const int64_t other = i + 1 < h.panels ? i + 1 : i;
     Stretch stretch{h.keys[i], h.keys[other], dim / 2, {bytes(h.values[i]), bytes(h.values[other])}};
-    for (int64_t block = 0; block < rows.count(); block++) {
-      const int64_t first = rows.start(block);
-      multiply<kQueryRow>(rows.size(block), {s.queries + first * kQueryRow, &stretch, 1, kLanes, 64,
+    for (int64_t strip = 0; strip < rows.count(); strip++) {
+      const int64_t first = rows.start(strip);
+      multiply<kQueryRow>(rows.size(strip), {s.queries + first * kQueryRow, &stretch, 1, kLanes, 64,
                                              s.scores + first * kTile + i * kLanes, kTile});
       stretch.ahead[0] = nullptr;
     }
@@ -96,7 +96,7 @@ INLINE void weigh(const float* scores, int64_t seen, int64_t panels, Pair* out, 
 
 // tile[row] = sum over positions of weight * value. Meanwhile the keys of the next tile are fetched, a part of each
 // panel with every 32 dimensions.
-INLINE void mix(const History& h, const History& next, int64_t dim, const RowBlocks& rows, AttentionScratch& s) {
+INLINE void mix(const History& h, const History& next, int64_t dim, const Strips& rows, AttentionScratch& s) {
   const int64_t part = kLanes / 2 * 128;
   for (int64_t d = 0; d < dim; d += kPanel) {
     Stretch stretches[kPanels];
@@ -105,9 +105,9 @@ INLINE void mix(const History& h, const History& next, int64_t dim, const RowBlo
       const int64_t pairs = min(kLanes, h.known - i * kLanes + 1) / 2;
       stretches[i] = {h.values[i] + d, h.values[i] + d + kLanes, pairs, {ahead, ahead + 64}};
     }
-    for (int64_t block = 0; block < rows.count(); block++) {
-      const int64_t first = rows.start(block);
-      multiply<kWeightRow>(rows.size(block), {s.weights + first * kWeightRow, stretches, h.panels, dim, 128,
+    for (int64_t strip = 0; strip < rows.count(); strip++) {
+      const int64_t first = rows.start(strip);
+      multiply<kWeightRow>(rows.size(strip), {s.weights + first * kWeightRow, stretches, h.panels, dim, 128,
                                               s.tile + first * dim + d, dim});
       for (int64_t i = 0; i < h.panels; i++) stretches[i].ahead[0] = nullptr;
     }
@@ -163,7 +163,7 @@ INLINE History first_tile(const Attend& op, const Step& step, int64_t work) {
 
 // Computes the item's tiles for one kv head; results go to `s`, merged, or to memory, each by itself.
 INLINE void attend_tiles(const Attend& op, const Step& step, const AttentionItem& item, int64_t head,
-                         const RowBlocks& rows, const History& after, AttentionScratch& s) {
+                         const Strips& rows, const History& after, AttentionScratch& s) {
   const int64_t dim = op.cache.dim, shared = op.heads / op.cache.kv_heads;
   const int32_t* table = table_of(step, item);
   const int64_t first = step.positions[item.first], length = length_of(step, item);
@@ -206,10 +206,10 @@ INLINE void merge_parts(const Attend& op, const Step& step, const AttentionItem&
 INLINE void store_attended(const Attend& op, const Step& step, const AttentionItem& item, int64_t head, int64_t rows,
                            const AttentionScratch& s) {
   const int64_t dim = op.cache.dim, shared = op.heads / op.cache.kv_heads;
-  const RowBlocks blocks{step.tokens, kMaxRows};
+  const Strips strips{step.tokens, kMaxRows};
   for (int64_t row = 0; row < rows; row++) {
     int64_t stride;
-    Pair* out = blocks.at(op.out, op.heads * dim / 2, item.first + row / shared, stride);
+    Pair* out = strips.at(op.out, op.heads * dim / 2, item.first + row / shared, stride);
     out += (head * shared + row % shared) * dim / 2 * stride;
     for (int64_t i = 0; i < dim; i += kLanes)
       store_pairs(out + i / 2 * stride, stride, load(s.out + row * dim + i) / set1(s.mass[row]));
@@ -223,7 +223,7 @@ static void attend(const Attend& op, const Step& step, Member& member) {
   while (share.next()) {
     const AttentionItem& item = step.items[share.begin / kv_heads];
     const int64_t head = share.begin % kv_heads;
-    const RowBlocks rows{item.queries * shared, kMaxRows};
+    const Strips rows{item.queries * shared, kMaxRows};
     reset(s, rows.rows, op.cache.dim);
     attend_tiles(op, step, item, head, rows, first_tile(op, step, share.begin + 1), s);
     if (item.partial >= 0) {

@@ -54,12 +54,12 @@ static void sort(const Routing& r, const Step& step, Member& member) {
 static void gather(const Gather& op, const Step& step, Member& member) {
   const Routing& r = *op.routing;
   const int64_t pairs = op.k / 2;
-  const RowBlocks source{step.tokens, kMaxRows};
+  const Strips source{step.tokens, kMaxRows};
   Share share(member, static_cast<int64_t>(step.tokens) * r.per_token, kMaxRows);
   while (share.next()) {
     for (int64_t place = share.begin; place < share.end; place++) {
       const int64_t entry = r.order[place], first = r.starts[r.chosen[entry]];
-      const RowBlocks target{r.starts[r.chosen[entry] + 1] - first, kMaxRows};
+      const Strips target{r.starts[r.chosen[entry] + 1] - first, kMaxRows};
       int64_t from_stride, to_stride;
       const Pair* from = source.at(const_cast<Pair*>(op.x), pairs, entry / r.per_token, from_stride);
       Pair* to = target.at(op.out + first * pairs, pairs, place - first, to_stride);

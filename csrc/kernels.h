@@ -15,18 +15,18 @@ typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
 // fill two registers with 16 outputs each. Outputs behind n are zero.
 constexpr int kPanel = 32;
 
-// Activations of `rows` rows lie in blocks of nearly equal size, at most `most` rows each; a block is [k / 2][its rows]
+// Activations of `rows` rows lie in strips of nearly equal size, at most `most` rows each; a strip is [k / 2][its rows]
 // pairs, so that one step of the summed dimension reads its broadcasts from consecutive addresses.
-struct RowBlocks {
+struct Strips {
   int64_t rows, most;
   int64_t count() const { return (rows + most - 1) / most; }
-  int64_t start(int64_t block) const { return rows * block / count(); }
-  int64_t size(int64_t block) const { return start(block + 1) - start(block); }
+  int64_t start(int64_t strip) const { return rows * strip / count(); }
+  int64_t size(int64_t strip) const { return start(strip + 1) - start(strip); }
   int64_t of(int64_t row) const { return ((row + 1) * count() - 1) / rows; }
   // The first pair of `row`, and in `stride` the distance to its next one.
   Pair* at(Pair* base, int64_t pairs, int64_t row, int64_t& stride) const {
-    const int64_t block = of(row), first = start(block);
-    stride = size(block);
+    const int64_t strip = of(row), first = start(strip);
+    stride = size(strip);
     return base + first * pairs + (row - first);
   }
 };
@@ -65,7 +65,7 @@ struct Embed {
   float* x;
 };
 
-// out = x / rms(x) * weight in blocks, for all tokens or for those whose logits are wanted.
+// out = x / rms(x) * weight in strips, for all tokens or for those whose logits are wanted.
 struct Norm {
   const float *x, *weight;
   int64_t width;
@@ -78,17 +78,17 @@ struct Norm {
 enum class Finish : int32_t {
   kStore = 0,  // out[row, n] = y, float32
   kAdd = 1,    // out[row, n] += y, float32
-  kGate = 2,   // blocks: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
+  kGate = 2,   // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
 };
 
-// y = x W^T + bias, x in blocks of k / 2 pairs.
+// y = x W^T + bias, x in strips of k / 2 pairs.
 struct Linear {
   const Pair *x, *weight;
   const float* bias;  // [panels * 32], or null
   int64_t n, k;
   Rows rows;
   Finish finish;
-  void* out;  // float32 [rows, n], or blocks of n / 4 pairs for kGate, whose n counts gate and up
+  void* out;  // float32 [rows, n], or strips of n / 4 pairs for kGate, whose n counts gate and up
 };
 
 // Keys and values of a layer. A block of `size` tokens holds for each kv head keys [size / 16][dim / 2][16] pairs of
@@ -110,7 +110,7 @@ struct Heads {
   Cache cache;
 };
 
-// Attention of all queries over the cache, into blocks of heads * dim / 2 pairs.
+// Attention of all queries over the cache, into strips of heads * dim / 2 pairs.
 struct Attend {
   const bf16* queries;
   int32_t heads;
@@ -132,9 +132,9 @@ struct Routing {
 
 struct Gather {
   const Routing* routing;
-  const Pair* x;  // blocks of all tokens
+  const Pair* x;  // strips of all tokens
   int64_t k;
-  Pair* out;  // blocks of each expert's entries
+  Pair* out;  // strips of each expert's entries
 };
 
 struct ExpertLinear {
@@ -184,7 +184,7 @@ struct Limits {
 
 struct Kernels {
   const char* name;
-  int rows;  // at most so many in a block
+  int rows;  // at most so many in a strip
   void (*pack)(Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset, bool half,
                int64_t group);
   void (*embed)(const Embed&, const Step&, Member&);

@@ -9,8 +9,8 @@ namespace ISA {
 // and short enough that the last pieces balance the threads.
 constexpr int64_t kGrainBytes = 64 << 10;
 
-INLINE void finish_rows(const Linear& op, int64_t panel, const RowBlocks& blocks, int64_t block, float* tile) {
-  const int64_t first = blocks.start(block), size = blocks.size(block);
+INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
+  const int64_t first = strips.start(strip), size = strips.size(strip);
   const int64_t column = panel * kPanel, used = min(kPanel, op.n - column);
   for (int64_t m = 0; m < size; m++) {
     float* y = tile + m * kPanel;
@@ -20,7 +20,7 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const RowBlocks& blocks
     }
     if (op.finish == Finish::kGate) {
       int64_t stride;
-      Pair* out = blocks.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
+      Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
       store_pairs(out + panel * (kLanes / 2) * stride, stride, silu(load(y)) * load(y + kLanes));
       continue;
     }
@@ -33,30 +33,30 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const RowBlocks& blocks
   }
 }
 
-// One panel times all blocks. A panel stays in the second-level cache while blocks of rows pass by; the first of them
+// One panel times all strips. A panel stays in the second-level cache while strips of rows pass by; the first of them
 // fetches the next panel. Up to 4 rows the hardware does that as well, since there is little else to do.
-INLINE void one_panel(const Linear& op, int64_t panel, const RowBlocks& blocks) {
+INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t pairs = op.k / 2, panel_pairs = pairs * kPanel;
   const Pair* weight = op.weight + panel * panel_pairs;
   const char* next = reinterpret_cast<const char*>(weight + panel_pairs);
-  const bool fetches = blocks.rows > 4 && (panel + 1) * kPanel < op.n;
+  const bool fetches = strips.rows > 4 && (panel + 1) * kPanel < op.n;
   alignas(64) float tile[kMaxRows * kPanel];
   Stretch stretch{weight, weight + kLanes, pairs, {fetches ? next : nullptr, next + 64}};
-  for (int64_t block = 0; block < blocks.count(); block++) {
-    multiply<0>(blocks.size(block),
-                {op.x + blocks.start(block) * pairs, &stretch, 1, kPanel, 128, tile, kPanel});
-    finish_rows(op, panel, blocks, block, tile);
+  for (int64_t strip = 0; strip < strips.count(); strip++) {
+    multiply<0>(strips.size(strip),
+                {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128, tile, kPanel});
+    finish_rows(op, panel, strips, strip, tile);
     stretch.ahead[0] = nullptr;
   }
 }
 
 static void linear(const Linear& op, const Step& step, Member& member) {
-  const RowBlocks blocks{count(step, op.rows), kMaxRows};
-  if (blocks.rows == 0) return;
+  const Strips strips{count(step, op.rows), kMaxRows};
+  if (strips.rows == 0) return;
   const int64_t panels = (op.n + kPanel - 1) / kPanel, panel_bytes = op.k * kPanel * 2;
   Share share(member, panels, panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1);
   while (share.next())
-    for (int64_t panel = share.begin; panel < share.end; panel++) one_panel(op, panel, blocks);
+    for (int64_t panel = share.begin; panel < share.end; panel++) one_panel(op, panel, strips);
 }
 
 // As `linear`, for the experts that have rows: an item is one panel of one of them.

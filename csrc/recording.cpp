@@ -57,7 +57,7 @@ void Recording::add_seconds(double began) {
   }
 }
 
-// Cuts the step's queries into items: those of one row that fill a few row blocks, over their whole history. Where that
+// Cuts the step's queries into items: those of one row that fill a few row strips, over their whole history. Where that
 // makes too few for the threads, histories are cut too.
 void Recording::plan() {
   items_.clear();

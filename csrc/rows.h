@@ -21,21 +21,21 @@ INLINE float inverse_rms(const float* x, int64_t width, float eps) {
   return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
 }
 
-// Members take whole blocks, or, where there are too few, a part of the columns each: no two write to one cache line.
+// Members take whole strips, or, where there are too few, a part of the columns each: no two write to one cache line.
 static void norm(const Norm& op, const Step& step, Member& member) {
-  const RowBlocks blocks{count(step, op.rows), kMaxRows};
-  if (blocks.rows == 0) return;
-  const int64_t parts = blocks.count() < member.count() ? member.count() : 1, width = op.width;
+  const Strips strips{count(step, op.rows), kMaxRows};
+  if (strips.rows == 0) return;
+  const int64_t parts = strips.count() < member.count() ? member.count() : 1, width = op.width;
   const int64_t part_width = (width / kLanes + parts - 1) / parts * kLanes;
-  Share share(member, blocks.count() * parts, 1);
+  Share share(member, strips.count() * parts, 1);
   while (share.next()) {
-    const int64_t block = share.begin / parts, part = share.begin % parts, stride = blocks.size(block);
+    const int64_t strip = share.begin / parts, part = share.begin % parts, stride = strips.size(strip);
     const int64_t begin = part * part_width, end = part + 1 == parts ? width : min(width, begin + part_width);
     for (int64_t m = 0; m < stride; m++) {
-      const int64_t row = blocks.start(block) + m;
+      const int64_t row = strips.start(strip) + m;
       const float* x = op.x + (op.rows == Rows::kTokens ? row : step.logits_rows[row]) * width;
       const float scale = inverse_rms(x, width, op.eps);
-      Pair* out = op.out + blocks.start(block) * (width / 2) + m;
+      Pair* out = op.out + strips.start(strip) * (width / 2) + m;
       int64_t i = begin;
       for (; i + kLanes <= end; i += kLanes)
         store_pairs(out + i / 2 * stride, stride, load(x + i) * set1(scale) * load(op.weight + i));

@@ -1,6 +1,6 @@
 """What the library's kernels look like from Python: an Engine of threads, and a Recording of a step.
 
-Activations travel between operations as float32 rows, `[rows, width]`, or as blocks of bfloat16 pairs, the layout that
+Activations travel between operations as float32 rows, `[rows, width]`, or as strips of bfloat16 pairs, the layout that
 products read (csrc/kernels.h). Both are numpy arrays of the caller's; a recording keeps those it was given alive.
 """
 
@@ -138,9 +138,9 @@ class Engine:
         self.threads = threads
 
     @property
-    def block_rows(self) -> int:
-        """Most rows in a block of activations."""
-        return int(self._lib.pypto_block_rows(self._handle))
+    def strip_rows(self) -> int:
+        """Most rows in a strip of activations."""
+        return int(self._lib.pypto_strip_rows(self._handle))
 
     def pack(self, out: PairArray, source: int, stored: Stored, n: int, k: int, offset: int = 0) -> None:
         """Rows of a stored matrix [n, k] at address `source` become outputs `offset` on of packed `out`.
@@ -202,7 +202,7 @@ class Recording:
         self._add("embed", None, table.pairs, x.shape[1], x)
 
     def norm(self, x: Float32Array, weight: Float32Array, eps: float, out: PairArray, rows: Rows = Rows.TOKENS) -> None:
-        """Blocks of x / rms(x) * weight, x [tokens, width]: arXiv:1910.07467."""
+        """Strips of x / rms(x) * weight, x [tokens, width]: arXiv:1910.07467."""
         self._add("norm", x, weight, x.shape[1], eps, rows, out)
 
     def linear(self, x: PairArray, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
@@ -214,7 +214,7 @@ class Recording:
         self._linear(x, matrix, _Finish.ADD, out, Rows.TOKENS)
 
     def linear_gate(self, x: PairArray, matrix: Matrix, out: PairArray) -> None:
-        """Blocks of silu(x G^T) * (x U^T), for a matrix packed from G and U with `pack_gate`."""
+        """Strips of silu(x G^T) * (x U^T), for a matrix packed from G and U with `pack_gate`."""
         self._linear(x, matrix, _Finish.GATE, out, Rows.TOKENS)
 
     def _linear(self, x: PairArray, matrix: Matrix, finish: _Finish, out: Array, rows: Rows) -> None:
@@ -239,7 +239,7 @@ class Recording:
         self._add("heads", x, weights, cos, sin, eps, queries.shape[1], queries, *cache.arguments())
 
     def attend(self, queries: BFloat16Array, cache: CacheLayer, out: PairArray) -> None:
-        """Blocks of causal attention of queries [tokens, heads, dim] over the cache."""
+        """Strips of causal attention of queries [tokens, heads, dim] over the cache."""
         self._kept.append(cache.pages)
         self._add("attend", queries, queries.shape[1], *cache.arguments(), out)
 
@@ -254,7 +254,7 @@ class Recording:
         return Routing(handle, experts, per_token)
 
     def gather(self, routing: Routing, x: PairArray, k: int, out: PairArray) -> None:
-        """Blocks of each expert's rows, from blocks x of all tokens."""
+        """Strips of each expert's rows, from strips x of all tokens."""
         self._add("gather", routing.handle, x, k, out)
 
     def expert_linear(self, routing: Routing, x: PairArray, matrix: Matrix, out: Float32Array) -> None:

@@ -24,7 +24,7 @@ _SIGNATURES: Mapping[str, str] = {
     "open": "psipi",
     "close": " p",
     "name": "ss",
-    "block_rows": "ip",
+    "strip_rows": "ip",
     "huge_pages": " pl",
     "pack": " pppillli",
     "pieces": "ll",

@@ -35,24 +35,24 @@ def random_bf16(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> Ar
     return rounded(rng.standard_normal(shape, np.float32) * np.float32(scale))
 
 
-def block_bounds(rows: int, engine: Engine) -> list[tuple[int, int]]:
-    """First and last row, exclusive, of each block of activations."""
-    count = -(-rows // engine.block_rows)
+def strip_bounds(rows: int, engine: Engine) -> list[tuple[int, int]]:
+    """First and last row, exclusive, of each strip."""
+    count = -(-rows // engine.strip_rows)
     return [(rows * b // count, rows * (b + 1) // count) for b in range(count)]
 
 
-def to_blocks(x: Array, engine: Engine) -> Array:
-    """[rows, k] as blocks of pairs: of each block, [k / 2][its rows]."""
+def to_strips(x: Array, engine: Engine) -> Array:
+    """[rows, k] as strips of pairs: of each strip, [k / 2][its rows]."""
     pairs = narrow(x).view(np.uint32)
-    parts = [pairs[begin:end].T.ravel() for begin, end in block_bounds(len(x), engine)]
+    parts = [pairs[begin:end].T.ravel() for begin, end in strip_bounds(len(x), engine)]
     return np.concatenate([np.zeros(0, np.uint32), *parts])
 
 
-def from_blocks(blocks: Array, rows: int, k: int, engine: Engine) -> Array:
-    """Blocks of pairs as [rows, k], float32."""
+def from_strips(strips: Array, rows: int, k: int, engine: Engine) -> Array:
+    """Strips of pairs as [rows, k], float32."""
     x = np.zeros((rows, k // 2), np.uint32)
-    for begin, end in block_bounds(rows, engine):
-        x[begin:end] = blocks[begin * k // 2 : end * k // 2].reshape(k // 2, end - begin).T
+    for begin, end in strip_bounds(rows, engine):
+        x[begin:end] = strips[begin * k // 2 : end * k // 2].reshape(k // 2, end - begin).T
     return widen(x.view(np.uint16))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.kernels import Engine, Matrix, Recording
-from tests.kernels.layouts import Array, from_blocks, to_blocks, to_panels
+from tests.kernels.layouts import Array, from_strips, to_panels, to_strips
 
 FENCE = 64
 """Elements before and behind an output that must stay as they were."""
@@ -46,16 +46,16 @@ class Stage:
         room[...] = values
         return room
 
-    def blocks(self, x: Array) -> Array:
-        """Activations [rows, k] in blocks."""
-        return self.copy(to_blocks(x, self.engine))
+    def strips(self, x: Array) -> Array:
+        """Activations [rows, k] in strips."""
+        return self.copy(to_strips(x, self.engine))
 
-    def block_room(self, rows: int, k: int) -> Array:
+    def strip_room(self, rows: int, k: int) -> Array:
         return self.room(np.uint32, rows * k // 2)
 
-    def rows(self, blocks: Array, rows: int, k: int) -> Array:
-        """Blocks of activations as [rows, k]."""
-        return from_blocks(blocks, rows, k, self.engine)
+    def rows(self, strips: Array, rows: int, k: int) -> Array:
+        """Strips of activations as [rows, k]."""
+        return from_strips(strips, rows, k, self.engine)
 
     def play(
         self,

@@ -75,7 +75,7 @@ def attend(engine: Engine, rows: Sequence[Row], size: int = 16, seed: int = 0) -
     counts = [len(row.queries) for row in rows]
     stage, tokens = Stage(engine), sum(counts)
     pages, tables = cache_of(rows, size, seed)
-    out = stage.block_room(tokens, heads * dim)
+    out = stage.strip_room(tokens, heads * dim)
     queries = narrow(np.concatenate([row.queries for row in rows]))
     stage.record.attend(queries, CacheLayer(pages, LAYER, dim), out)
     lengths = [(row.first, count) for row, count in zip(rows, counts, strict=True)]
@@ -175,7 +175,7 @@ def test_a_row_that_is_not_a_number_stays_alone(engine: Engine) -> None:
 def test_an_empty_step_does_nothing(engine: Engine) -> None:
     stage = Stage(engine)
     pages = np.full((2, LAYERS, 2, 1, 16 * 32), NAN, np.uint16)
-    stage.record.attend(np.zeros((1, 1, 32), np.uint16), CacheLayer(pages, LAYER, 32), stage.block_room(1, 32))
+    stage.record.attend(np.zeros((1, 1, 32), np.uint16), CacheLayer(pages, LAYER, 32), stage.strip_room(1, 32))
     stage.play(0, lengths=[])
 
 
@@ -221,7 +221,7 @@ def test_partial_results_of_one_step_are_gone_in_the_next(instruction_set: str) 
     rows = [random_row(i, context - 1, 1, 2, 1, 64) for i, context in enumerate(contexts)]
     pages, tables = cache_of(rows, 16, seed=0)
     stage = Stage(engine)
-    queries, out = stage.room(np.uint16, 1, 2, 64), stage.block_room(1, 128)
+    queries, out = stage.room(np.uint16, 1, 2, 64), stage.strip_room(1, 128)
     stage.record.attend(queries, CacheLayer(pages, LAYER, 64), out)
     for row, table in zip(rows, tables, strict=True):
         queries[...] = narrow(row.queries)

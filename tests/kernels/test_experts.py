@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, Matrix
 from tests.kernels import references
-from tests.kernels.layouts import Array, interleaved, random_bf16, to_blocks, to_panels
+from tests.kernels.layouts import Array, interleaved, random_bf16, to_panels, to_strips
 from tests.kernels.references import assert_close, product, product_error
 from tests.kernels.stage import Stage, engine_of
 from tests.kernels.test_linear import assert_gated
@@ -61,17 +61,17 @@ class Sorted:
         return [self.order[np.sort(self.chosen.ravel()) == expert] for expert in range(count)]
 
 
-def expert_rows(stage: Stage, blocks: Array, groups: list[Array], k: int) -> list[Array]:
-    """Each expert's rows [entries, k], which lie in blocks of their own."""
-    parts = np.split(blocks, np.cumsum([len(group) for group in groups[:-1]], dtype=int) * k // 2)
+def expert_rows(stage: Stage, strips: Array, groups: list[Array], k: int) -> list[Array]:
+    """Each expert's rows [entries, k], which lie in strips of their own."""
+    parts = np.split(strips, np.cumsum([len(group) for group in groups[:-1]], dtype=int) * k // 2)
     return [stage.rows(part, len(group), k) for part, group in zip(parts, groups, strict=True)]
 
 
 def record_layer(stage: Stage, layer: Layer, x: Array, logits: Array, out: Array) -> tuple[Array, Array, Array]:
-    """Records the layer, from x in blocks onto `out`; returns what lies between: rows, gated rows, products."""
+    """Records the layer, from x in strips onto `out`; returns what lies between: rows, gated rows, products."""
     (tokens, width), inner = out.shape, layer.gate.shape[1]
     entries = tokens * layer.per_token
-    rows, gated = stage.block_room(entries, width), stage.block_room(entries, inner)
+    rows, gated = stage.strip_room(entries, width), stage.strip_room(entries, inner)
     y = stage.room(np.float32, entries, width)
     routing = stage.record.route(logits, layer.per_token, layer.normalize)
     stage.record.gather(routing, x, width, rows)
@@ -86,7 +86,7 @@ def run(engine: Engine, layer: Layer, x: Array, logits: Array, onto: Array) -> A
     tokens, width, inner = len(x), x.shape[1], layer.gate.shape[1]
     stage = Stage(engine)
     out = stage.copy(onto)
-    rows, gated, y = record_layer(stage, layer, stage.blocks(x), logits, out)
+    rows, gated, y = record_layer(stage, layer, stage.strips(x), logits, out)
     stage.play(tokens)
 
     groups = Sorted(references.choices(logits, layer.per_token)).groups(layer.count)
@@ -184,12 +184,12 @@ def test_a_token_that_is_not_a_number_stays_alone(engine: Engine) -> None:
     x, logits, onto = random_step(layer, 20, seed=4)
     stage = Stage(engine)
     out = stage.copy(onto)
-    source = stage.blocks(x)
+    source = stage.strips(x)
     record_layer(stage, layer, source, logits, out)
     stage.play(20)
     wanted = out.copy()
     x[5], logits[5], out[...] = np.nan, np.nan, onto
-    source[...] = to_blocks(x, engine)
+    source[...] = to_strips(x, engine)
     stage.play(20)
     others = np.delete(np.arange(20), 5)
     assert np.array_equal(out[others], wanted[others]) and np.isnan(out[5]).all()

@@ -20,15 +20,15 @@ ROWS = [1, 2, 3, 4, 11, 12, 13, 24, 25, 37, 50]
 def linear(engine: Engine, x: Array, weights: Array, bias: Array | None = None) -> Array:
     stage = Stage(engine)
     out = stage.room(np.float32, len(x), len(weights))
-    stage.record.linear(stage.blocks(x), matrix_of(weights, bias), out)
+    stage.record.linear(stage.strips(x), matrix_of(weights, bias), out)
     stage.play(len(x))
     return out
 
 
 def linear_gate(engine: Engine, x: Array, gate: Array, up: Array, bias: Array | None = None) -> Array:
     stage = Stage(engine)
-    out = stage.block_room(len(x), len(gate))
-    stage.record.linear_gate(stage.blocks(x), matrix_of(interleaved(gate, up), bias), out)
+    out = stage.strip_room(len(x), len(gate))
+    stage.record.linear_gate(stage.strips(x), matrix_of(interleaved(gate, up), bias), out)
     stage.play(len(x))
     return stage.rows(out, len(x), len(gate))
 
@@ -58,7 +58,7 @@ def test_biased_product_on_top(rows: int, n: int, pairs: int, seed: int, engine:
     before = random_bf16(rng, rows, n)
     stage = Stage(engine)
     out = stage.copy(before)
-    stage.record.linear_add(stage.blocks(x), matrix_of(weights, bias), out)
+    stage.record.linear_add(stage.strips(x), matrix_of(weights, bias), out)
     stage.play(rows)
     wanted = product(x, weights) + bias + before
     assert_close(out, wanted, product_error(x, weights) + 2e-7 * (np.abs(bias) + np.abs(before) + np.abs(wanted)))
@@ -91,14 +91,14 @@ def test_product_of_rows_with_logits(engine: Engine, wanted: int) -> None:
     x, weights = random_bf16(rng, max(1, wanted), 64), random_bf16(rng, 70, 64)
     stage = Stage(engine)
     out = stage.room(np.float32, wanted, 70)
-    stage.record.linear(stage.blocks(x), matrix_of(weights), out, Rows.LOGITS)
+    stage.record.linear(stage.strips(x), matrix_of(weights), out, Rows.LOGITS)
     stage.play(30, logits_rows=np.arange(wanted))
     assert np.array_equal(out, linear(engine, x, weights)[:wanted])
 
 
 def test_an_empty_step_does_nothing(engine: Engine) -> None:
     stage = Stage(engine)
-    x, out = stage.blocks(np.ones((1, 64), np.float32)), stage.room(np.float32, 1, 32)
+    x, out = stage.strips(np.ones((1, 64), np.float32)), stage.room(np.float32, 1, 32)
     stage.record.linear(x, matrix_of(np.ones((32, 64), np.float32)), out)
     stage.play(0)
     assert np.isnan(out).all()

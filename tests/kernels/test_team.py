@@ -39,10 +39,10 @@ def resident_bytes() -> int:
 def record_chain(stage: Stage, links: int) -> np.ndarray:
     """A recording whose operations each need all of what the one before has written; adds 1 with each link."""
     x = stage.copy(np.zeros((7, 64), np.float32))
-    blocks = stage.block_room(7, 64)
+    strips = stage.strip_room(7, 64)
     for _ in range(links):
-        stage.record.norm(x, np.zeros(64, np.float32), 1e-6, blocks)
-        stage.record.linear_add(blocks, matrix_of(np.zeros((64, 64), np.float32), np.ones(64, np.float32)), x)
+        stage.record.norm(x, np.zeros(64, np.float32), 1e-6, strips)
+        stage.record.linear_add(strips, matrix_of(np.zeros((64, 64), np.float32), np.ones(64, np.float32)), x)
     return x
 
 
@@ -63,12 +63,12 @@ def test_operations_of_all_sizes_meet_at_the_barriers(instruction_set: str, thre
     stage = Stage(engine_of(instruction_set, threads))
     x = random_bf16(rng, 13, 64)
     one, two = stage.room(np.float32, 13, 640), stage.room(np.float32, 13, 640)
-    weights, blocks = random_bf16(rng, 640, 64), stage.block_room(13, 640)
+    weights, strips = random_bf16(rng, 640, 64), stage.strip_room(13, 640)
     narrow_one, narrow_two = random_bf16(rng, 33, 640), stage.room(np.float32, 13, 33)
-    first = stage.blocks(x)
+    first = stage.strips(x)
     stage.record.linear(first, matrix_of(weights), one)
-    stage.record.norm(one, np.ones(640, np.float32), 1e-6, blocks)
-    stage.record.linear(blocks, matrix_of(narrow_one), narrow_two)
+    stage.record.norm(one, np.ones(640, np.float32), 1e-6, strips)
+    stage.record.linear(strips, matrix_of(narrow_one), narrow_two)
     stage.record.linear(first, matrix_of(weights), two)
     wanted = None
     for _ in range(100):
@@ -118,7 +118,7 @@ def test_many_engines_leave_no_memory() -> None:
         stage = Stage(engine := Engine(threads=3))
         record_chain(stage, links=2)
         pages = np.zeros((2, 1, 2, 4, 16 * 32), np.uint16)
-        stage.record.attend(np.zeros((7, 4, 32), np.uint16), CacheLayer(pages, 0, 32), stage.block_room(7, 128))
+        stage.record.attend(np.zeros((7, 4, 32), np.uint16), CacheLayer(pages, 0, 32), stage.strip_room(7, 128))
         stage.play(7)
         engine.close()
 
@@ -157,7 +157,7 @@ def test_the_best_is_the_default() -> None:
     engine = Engine()
     assert engine.instruction_set == runnable()[0] == next(name for name in INSTRUCTION_SETS if name in runnable())
     assert runnable()[-1] == "portable"
-    assert engine.block_rows == (3 if engine.instruction_set in ("avx2", "portable") else 12)
+    assert engine.strip_rows == {"avx2": 4, "portable": 2}.get(engine.instruction_set, 12)
 
 
 @pytest.mark.parametrize("name", ["sve", "AVX2", "avx", "portable "])
@@ -169,7 +169,7 @@ def test_an_instruction_set_that_does_not_exist(name: str) -> None:
 def test_operations_are_named_and_timed() -> None:
     stage = Stage(engine_of(runnable()[0], 2))
     logits = np.zeros((5, 8), np.float32)
-    stage.record.norm(np.ones((5, 64), np.float32), np.ones(64, np.float32), 1e-6, stage.block_room(5, 64))
+    stage.record.norm(np.ones((5, 64), np.float32), np.ones(64, np.float32), 1e-6, stage.strip_room(5, 64))
     stage.record.route(logits, 2, True)
     assert stage.record.names == ["norm", "route", "route"]
     seconds = np.zeros(3)
