@@ -18,7 +18,7 @@ from pypto_serving.util import ceil_div
 
 BF16, F32 = 2, 4
 """Bytes per element."""
-BLOCK = 16
+BLOCK = 32
 """Tokens per block of the KV cache."""
 
 

@@ -11,13 +11,12 @@
 
 namespace ISA {
 
-constexpr int kMaxQueries = 96;  // rows of an item: queries times the heads that share a key
 constexpr int kMaxDim = 256;
-constexpr int kPanels = kTile / kLanes;
+constexpr int kPanels = kTile / kPanel;
 constexpr int kQueryRow = kMaxDim / 2, kWeightRow = kTile / 2;  // pairs from one row to the next
 
-// Where one tile of one row's history lies, for one kv head: for every 16 positions a panel of keys, [dim / 2][16] pairs
-// of dimensions, and one of values, [8][dim] pairs of positions.
+// Where one tile of one row's history lies, for the first kv head of an item: for every 32 positions a panel of keys and
+// one of values. In a block the panels of the other heads follow at equal distances, so that all of them are one stream.
 struct History {
   int64_t known, panels;  // positions, and panels that hold them
   const Pair *keys[kPanels], *values[kPanels];
@@ -26,10 +25,10 @@ struct History {
 INLINE History locate(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t length) {
   History h;
   h.known = start < length ? min(kTile, length - start) : 0;
-  h.panels = (h.known + kLanes - 1) / kLanes;
-  const int64_t panel_pairs = kLanes * cache.dim / 2;
+  h.panels = (h.known + kPanel - 1) / kPanel;
+  const int64_t panel_pairs = kPanel * cache.dim / 2;
   for (int64_t i = 0; i < h.panels; i++) {
-    const int64_t position = start + i * kLanes, panel = position % cache.size / kLanes;
+    const int64_t position = start + i * kPanel, panel = position % cache.size / kPanel;
     const int64_t block = table[position / cache.size] * cache.block_stride + head * cache.size * cache.dim;
     h.keys[i] = reinterpret_cast<const Pair*>(cache.keys + block) + panel * panel_pairs;
     h.values[i] = reinterpret_cast<const Pair*>(cache.values + block) + panel * panel_pairs;
@@ -39,36 +38,62 @@ INLINE History locate(const Cache& cache, const int32_t* table, int64_t head, in
 
 // Scratch of one item.
 struct AttentionScratch {
-  Pair queries[kMaxQueries * kQueryRow];
-  float scores[kMaxQueries * kTile];
-  Pair weights[kMaxQueries * kWeightRow];
-  float tile[kMaxQueries * kMaxDim];
-  float out[kMaxQueries * kMaxDim];
-  float peak[kMaxQueries], mass[kMaxQueries], tile_peak[kMaxQueries], tile_mass[kMaxQueries];
+  Pair queries[kItemRows * kQueryRow];
+  float scores[kItemRows * kTile];
+  Pair weights[kItemRows * kWeightRow];
+  float tile[kItemRows * kMaxDim];
+  float out[kItemRows * kMaxDim];
+  float peak[kItemRows], mass[kItemRows], tile_peak[kItemRows], tile_mass[kItemRows];  // rows of all heads in order
 };
 
-INLINE void gather_queries(const Attend& op, const AttentionItem& item, int64_t head, int64_t rows,
-                           AttentionScratch& s) {
-  const int64_t shared = op.heads / op.cache.kv_heads, dim = op.cache.dim;
-  for (int64_t row = 0; row < rows; row++) {
-    const int64_t token = item.first + row / shared, query = head * shared + row % shared;
-    std::memcpy(s.queries + row * kQueryRow, op.queries + (token * op.heads + query) * dim, dim * sizeof(bf16));
+// Which rows of the scratch belong to which query of an item: kv heads of the item, queries, heads that share a key.
+struct Item {
+  Item(const Attend& op, const Step& step, const AttentionItem& item)
+      : op(op), item(item), shared(op.heads / op.cache.kv_heads), dim(op.cache.dim),
+        table(step.tables + static_cast<int64_t>(item.row) * step.table_width), first(step.positions[item.first]),
+        length(first + item.queries), rows{item.queries * shared, kMaxRows} {}
+
+  int64_t heads() const { return item.head_end - item.head_begin; }
+  int64_t all_rows() const { return heads() * rows.rows; }
+  int64_t head_pairs() const { return op.cache.size * dim / 2; }  // from one head of a block to the next
+  History tile(int64_t number) const { return locate(op.cache, table, item.head_begin, number * kTile, length); }
+
+  const Attend& op;
+  const AttentionItem& item;
+  int64_t shared, dim;
+  const int32_t* table;
+  int64_t first, length;  // position of the first query, positions known to the last
+  Strips rows;            // of one kv head
+};
+
+INLINE void gather_queries(const Item& it, AttentionScratch& s) {
+  for (int64_t row = 0; row < it.all_rows(); row++) {
+    const int64_t head = it.item.head_begin + row / it.rows.rows, query = row % it.rows.rows;
+    const int64_t place = (it.item.first + query / it.shared) * it.op.heads + head * it.shared + query % it.shared;
+    std::memcpy(s.queries + row * kQueryRow, it.op.queries + place * it.dim, it.dim * sizeof(bf16));
   }
 }
 
-INLINE const char* bytes(const Pair* p) { return reinterpret_cast<const char*>(p); }
+// What a stretch that is a whole panel fetches: the panel at `next`, 128 bytes with each step, or nothing.
+INLINE Stretch stretch_of(const Pair* panel, int64_t pairs, const Pair* next) {
+  const char* ahead = reinterpret_cast<const char*>(next);
+  return {panel, panel + kLanes, pairs, {ahead, ahead + 64}};
+}
 
-// scores[row][i] = query . key i of the tile, for all of its panels. The values of the same positions are fetched
-// meanwhile: as many bytes as the keys.
-INLINE void score(const History& h, int64_t dim, const Strips& rows, AttentionScratch& s) {
-  for (int64_t i = 0; i < h.panels; i += 2) {
-    const int64_t other = i + 1 < h.panels ? i + 1 : i;
-    Stretch stretch{h.keys[i], h.keys[other], dim / 2, {bytes(h.values[i]), bytes(h.values[other])}};
-    for (int64_t strip = 0; strip < rows.count(); strip++) {
-      const int64_t first = rows.start(strip);
-      multiply<kQueryRow>(rows.size(strip), {s.queries + first * kQueryRow, &stretch, 1, kLanes, 64,
-                                             s.scores + first * kTile + i * kLanes, kTile});
-      stretch.ahead[0] = nullptr;
+// scores[row][i] = query . key i of the tile, panel by panel with all heads in order. `next` is read afterwards.
+INLINE void score(const Item& it, const History& h, const Pair* next, AttentionScratch& s) {
+  const int64_t heads = it.heads(), stride = it.head_pairs();
+  for (int64_t i = 0; i < h.panels; i++) {
+    for (int64_t head = 0; head < heads; head++) {
+      const Pair* keys = h.keys[i] + head * stride;
+      const Pair* following = head + 1 < heads ? keys + stride : i + 1 < h.panels ? h.keys[i + 1] : next;
+      Stretch stretch = stretch_of(keys, it.dim / 2, following);
+      for (int64_t strip = 0; strip < it.rows.count(); strip++) {
+        const int64_t first = head * it.rows.rows + it.rows.start(strip);
+        multiply<kQueryRow>(it.rows.size(strip), {s.queries + first * kQueryRow, &stretch, 1, kPanel, 128,
+                                                  s.scores + first * kTile + i * kPanel, kTile, false});
+        stretch.ahead[0] = nullptr;
+      }
     }
   }
 }
@@ -84,7 +109,7 @@ INLINE void weigh(const float* scores, int64_t seen, int64_t panels, Pair* out, 
   }
   peak = seen > 0 ? largest(top) : -INFINITY;
   Floats total{};
-  for (int64_t i = 0; i < panels * kLanes; i += kLanes) {
+  for (int64_t i = 0; i < panels * kPanel; i += kLanes) {
     const Ints inside = lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(seen);
     const Floats weight = inside ? exp2(load(scores + i) - set1(peak)) : Floats{};
     bf16* rounded = reinterpret_cast<bf16*>(out) + i;
@@ -94,24 +119,42 @@ INLINE void weigh(const float* scores, int64_t seen, int64_t panels, Pair* out, 
   mass = sum(total);
 }
 
-// tile[row] = sum over positions of weight * value. Meanwhile the keys of the next tile are fetched, a part of each
-// panel with every 32 dimensions.
-INLINE void mix(const History& h, const History& next, int64_t dim, const Strips& rows, AttentionScratch& s) {
-  const int64_t part = kLanes / 2 * 128;
-  for (int64_t d = 0; d < dim; d += kPanel) {
+// tile[row] (+)= sum over the positions of panels [begin, end) of weight * value, for the rows of one head. The panel at
+// `next` is read afterwards.
+INLINE void mix_panels(const Item& it, const History& h, int64_t head, int64_t begin, int64_t end, const Pair* next,
+                       AttentionScratch& s) {
+  constexpr int64_t kChunk = kPanel / 2 * kPanel;  // pairs of 32 dimensions in a panel
+  for (int64_t d = 0; d < it.dim; d += kPanel) {
+    const int64_t chunk = d / kPanel * kChunk;
     Stretch stretches[kPanels];
-    for (int64_t i = 0; i < h.panels; i++) {
-      const char* ahead = i < next.panels ? bytes(next.keys[i]) + d / kPanel * part : nullptr;
-      const int64_t pairs = min(kLanes, h.known - i * kLanes + 1) / 2;
-      stretches[i] = {h.values[i] + d, h.values[i] + d + kLanes, pairs, {ahead, ahead + 64}};
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t pairs = min(kPanel, h.known - i * kPanel + 1) / 2;
+      const bool last = i + 1 == end;
+      stretches[i - begin] =
+          stretch_of(h.values[i] + head * it.head_pairs() + chunk, pairs, last && next ? next + chunk : nullptr);
     }
-    for (int64_t strip = 0; strip < rows.count(); strip++) {
-      const int64_t first = rows.start(strip);
-      multiply<kWeightRow>(rows.size(strip), {s.weights + first * kWeightRow, stretches, h.panels, dim, 128,
-                                              s.tile + first * dim + d, dim});
-      for (int64_t i = 0; i < h.panels; i++) stretches[i].ahead[0] = nullptr;
+    for (int64_t strip = 0; strip < it.rows.count(); strip++) {
+      const int64_t first = head * it.rows.rows + it.rows.start(strip);
+      multiply<kWeightRow>(it.rows.size(strip),
+                           {s.weights + first * kWeightRow + begin * kPanel / 2, stretches, end - begin, kPanel, 128,
+                            s.tile + first * it.dim + d, it.dim, begin > 0});
+      stretches[end - begin - 1].ahead[0] = nullptr;
     }
   }
+}
+
+// tile[row] = sum over positions of weight * value. Several heads take turns panel by panel, so that the values of a
+// block are one stream; one head alone takes all panels at once, and keeps its sums in registers. `next` is read
+// afterwards.
+INLINE void mix(const Item& it, const History& h, const Pair* next, AttentionScratch& s) {
+  const int64_t heads = it.heads(), run = heads == 1 ? h.panels : 1;
+  for (int64_t begin = 0; begin < h.panels; begin += run)
+    for (int64_t head = 0; head < heads; head++) {
+      const Pair* values = h.values[begin] + head * it.head_pairs();
+      const Pair* following = head + 1 < heads ? values + it.head_pairs()
+                              : begin + run < h.panels ? h.values[begin + run] : next;
+      mix_panels(it, h, head, begin, begin + run, following, s);
+    }
 }
 
 INLINE float power(float x) {
@@ -132,107 +175,86 @@ static __attribute__((noinline)) void merge(float* out, float& peak, float& mass
     store(out + i, fma(load(tile + i), set1(fresh), load(out + i) * set1(old)));
 }
 
-INLINE void reset(AttentionScratch& s, int64_t rows, int64_t dim) {
-  std::memset(s.out, 0, rows * dim * sizeof(float));
-  for (int64_t row = 0; row < rows; row++) s.peak[row] = -INFINITY, s.mass[row] = 0.0f;
+INLINE void reset(const Item& it, AttentionScratch& s) {
+  std::memset(s.out, 0, it.all_rows() * it.dim * sizeof(float));
+  for (int64_t row = 0; row < it.all_rows(); row++) s.peak[row] = -INFINITY, s.mass[row] = 0.0f;
 }
 
-// Floats of a query's stored tile: peak, mass, 14 of padding, values.
-INLINE int64_t partial_size(int64_t dim) { return kLanes + dim; }
-
-INLINE float* partial(const Attend& op, const Step& step, const AttentionItem& item, int64_t head, int64_t tile,
-                      int64_t rows) {
-  return step.partials + item.partial + ((tile * op.cache.kv_heads + head) * rows) * partial_size(op.cache.dim);
+// A row's tile in memory: peak, mass, padding up to 16 floats, values.
+INLINE float* partial(const Item& it, int64_t tile, int64_t row) {
+  return it.item.partial + (tile * it.all_rows() + row) * (kLanes + it.dim);
 }
 
-INLINE int64_t length_of(const Step& step, const AttentionItem& item) {
-  return step.positions[item.first] + item.queries;
-}
-
-INLINE const int32_t* table_of(const Step& step, const AttentionItem& item) {
-  return step.tables + static_cast<int64_t>(item.row) * step.table_width;
-}
-
-// The first tile of the next piece of work, so that its keys come while this one ends.
-INLINE History first_tile(const Attend& op, const Step& step, int64_t work) {
-  if (work >= step.num_items * op.cache.kv_heads) return {};
-  const AttentionItem& item = step.items[work / op.cache.kv_heads];
-  return locate(op.cache, table_of(step, item), work % op.cache.kv_heads, item.tile_begin * kTile,
-                length_of(step, item));
-}
-
-// Computes the item's tiles for one kv head; results go to `s`, merged, or to memory, each by itself.
-INLINE void attend_tiles(const Attend& op, const Step& step, const AttentionItem& item, int64_t head,
-                         const Strips& rows, const History& after, AttentionScratch& s) {
-  const int64_t dim = op.cache.dim, shared = op.heads / op.cache.kv_heads;
-  const int32_t* table = table_of(step, item);
-  const int64_t first = step.positions[item.first], length = length_of(step, item);
-  gather_queries(op, item, head, rows.rows, s);
-  History here = locate(op.cache, table, head, item.tile_begin * kTile, length);
-  for (int64_t tile = item.tile_begin; tile < item.tile_end; tile++) {
-    const int64_t start = tile * kTile;
-    const History next = tile + 1 < item.tile_end ? locate(op.cache, table, head, start + kTile, length) : after;
-    score(here, dim, rows, s);
-    for (int64_t row = 0; row < rows.rows; row++) {
-      const int64_t seen = first + row / shared + 1 - start;
-      weigh(s.scores + row * kTile, seen < 0 ? 0 : min(seen, here.known), here.panels, s.weights + row * kWeightRow,
-            s.tile_peak[row], s.tile_mass[row]);
-    }
-    mix(here, next, dim, rows, s);
-    here = next;
-    for (int64_t row = 0; row < rows.rows; row++) {
-      if (item.partial < 0) {
-        merge(s.out + row * dim, s.peak[row], s.mass[row], s.tile + row * dim, s.tile_peak[row], s.tile_mass[row], dim);
-        continue;
-      }
-      float* kept = partial(op, step, item, head, tile, rows.rows) + row * partial_size(dim);
+// Takes what is known of one tile into the results, or keeps it for later.
+INLINE void finish_tile(const Item& it, int64_t tile, AttentionScratch& s) {
+  for (int64_t row = 0; row < it.all_rows(); row++) {
+    const float* values = s.tile + row * it.dim;
+    if (it.item.partial) {
+      float* kept = partial(it, tile, row);
       kept[0] = s.tile_peak[row], kept[1] = s.tile_mass[row];
-      std::memcpy(kept + kLanes, s.tile + row * dim, dim * sizeof(float));
+      std::memcpy(kept + kLanes, values, it.dim * sizeof(float));
+    } else {
+      merge(s.out + row * it.dim, s.peak[row], s.mass[row], values, s.tile_peak[row], s.tile_mass[row], it.dim);
     }
   }
 }
 
-// Merges the tiles that all parts of a history have stored, in order.
-INLINE void merge_parts(const Attend& op, const Step& step, const AttentionItem& item, int64_t head, int64_t rows,
-                        AttentionScratch& s) {
-  const int64_t dim = op.cache.dim, length = length_of(step, item);
-  for (int64_t tile = 0; tile * kTile < length; tile++)
-    for (int64_t row = 0; row < rows; row++) {
-      const float* kept = partial(op, step, item, head, tile, rows) + row * partial_size(dim);
-      merge(s.out + row * dim, s.peak[row], s.mass[row], kept + kLanes, kept[0], kept[1], dim);
+// All tiles of an item; `after` is read when it is done.
+INLINE void attend_tiles(const Item& it, const History& after, AttentionScratch& s) {
+  gather_queries(it, s);
+  History here = it.tile(it.item.tile_begin);
+  for (int64_t tile = it.item.tile_begin; tile < it.item.tile_end; tile++) {
+    const History next = tile + 1 < it.item.tile_end ? it.tile(tile + 1) : after;
+    score(it, here, here.values[0], s);
+    for (int64_t row = 0; row < it.all_rows(); row++) {
+      const int64_t seen = it.first + row % it.rows.rows / it.shared + 1 - tile * kTile;
+      weigh(s.scores + row * kTile, seen < 0 ? 0 : min(seen, here.known), here.panels, s.weights + row * kWeightRow,
+            s.tile_peak[row], s.tile_mass[row]);
+    }
+    mix(it, here, next.panels > 0 ? next.keys[0] : nullptr, s);
+    finish_tile(it, tile, s);
+    here = next;
+  }
+}
+
+// Merges the tiles that all parts of a history have kept, in order.
+INLINE void merge_parts(const Item& it, AttentionScratch& s) {
+  for (int64_t tile = 0; tile * kTile < it.length; tile++)
+    for (int64_t row = 0; row < it.all_rows(); row++) {
+      const float* kept = partial(it, tile, row);
+      merge(s.out + row * it.dim, s.peak[row], s.mass[row], kept + kLanes, kept[0], kept[1], it.dim);
     }
 }
 
-INLINE void store_attended(const Attend& op, const Step& step, const AttentionItem& item, int64_t head, int64_t rows,
-                           const AttentionScratch& s) {
-  const int64_t dim = op.cache.dim, shared = op.heads / op.cache.kv_heads;
-  const Strips strips{step.tokens, kMaxRows};
-  for (int64_t row = 0; row < rows; row++) {
+INLINE void store_attended(const Item& it, const Strips& tokens, const AttentionScratch& s) {
+  for (int64_t row = 0; row < it.all_rows(); row++) {
+    const int64_t head = it.item.head_begin + row / it.rows.rows, query = row % it.rows.rows;
     int64_t stride;
-    Pair* out = strips.at(op.out, op.heads * dim / 2, item.first + row / shared, stride);
-    out += (head * shared + row % shared) * dim / 2 * stride;
-    for (int64_t i = 0; i < dim; i += kLanes)
-      store_pairs(out + i / 2 * stride, stride, load(s.out + row * dim + i) / set1(s.mass[row]));
+    Pair* out = tokens.at(it.op.out, it.op.heads * it.dim / 2, it.item.first + query / it.shared, stride);
+    out += (head * it.shared + query % it.shared) * it.dim / 2 * stride;
+    for (int64_t i = 0; i < it.dim; i += kLanes)
+      store_pairs(out + i / 2 * stride, stride, load(s.out + row * it.dim + i) / set1(s.mass[row]));
   }
 }
 
 static void attend(const Attend& op, const Step& step, Member& member) {
   static thread_local AttentionScratch s;
-  const int64_t kv_heads = op.cache.kv_heads, shared = op.heads / kv_heads;
-  Share share(member, step.num_items * kv_heads, 1);
+  Share share(member, step.num_items, 1);
   while (share.next()) {
-    const AttentionItem& item = step.items[share.begin / kv_heads];
-    const int64_t head = share.begin % kv_heads;
-    const Strips rows{item.queries * shared, kMaxRows};
-    reset(s, rows.rows, op.cache.dim);
-    attend_tiles(op, step, item, head, rows, first_tile(op, step, share.begin + 1), s);
-    if (item.partial >= 0) {
-      std::atomic<int32_t>& finished = step.finished[item.group * kv_heads + head];
-      if (finished.fetch_add(1, std::memory_order_acq_rel) + 1 < item.parts) continue;
-      finished.store(0, std::memory_order_relaxed);
-      merge_parts(op, step, item, head, rows.rows, s);
+    const Item it(op, step, step.items[share.begin]);
+    History after{};
+    if (share.end < step.num_items) {
+      const Item following(op, step, step.items[share.end]);
+      after = following.tile(following.item.tile_begin);
     }
-    store_attended(op, step, item, head, rows.rows, s);
+    reset(it, s);
+    attend_tiles(it, after, s);
+    if (it.item.partial) {
+      if (it.item.finished->fetch_add(1, std::memory_order_acq_rel) + 1 < it.item.parts) continue;
+      it.item.finished->store(0, std::memory_order_relaxed);
+      merge_parts(it, s);
+    }
+    store_attended(it, {step.tokens, kMaxRows}, s);
   }
 }
 

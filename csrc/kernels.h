@@ -31,15 +31,19 @@ struct Strips {
   }
 };
 
-// The positions of one attention operation that are merged at once. Tiles lie at multiples of it.
+// Positions of history that are weighed at once; tiles lie at multiples of it.
 constexpr int kTile = 128;
 
-// Queries [first, first + queries) of the step, all of one row, attend to tiles [tile_begin, tile_end); `partial` is
-// where their results wait to be merged, or -1 where one item covers the whole history. `parts` items share it.
+// Most rows of an item: its queries times the query heads of its kv heads.
+constexpr int kItemRows = 96;
+
+// Queries [first, first + queries) of a step, all of one row, attend with kv heads [head_begin, head_end) to tiles
+// [tile_begin, tile_end). Where `parts` items share a history, tiles wait in memory at `partial` until all parts are done,
+// which they count in `finished`; else it is null.
 struct AttentionItem {
-  int32_t row, first, queries, tile_begin, tile_end, parts;
-  int64_t partial;
-  int32_t group;
+  int32_t row, first, queries, head_begin, head_end, tile_begin, tile_end, parts = 1;
+  float* partial = nullptr;
+  std::atomic<int32_t>* finished = nullptr;
 };
 
 // One step over `rows` rows and `tokens` tokens; see StepInputs in pypto_serving/backend/base.py for the arrays.
@@ -48,8 +52,6 @@ struct Step {
   const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows, *slots, *tables;
   const AttentionItem* items = nullptr;
   int64_t num_items = 0;
-  std::atomic<int32_t>* finished = nullptr;  // per group of items and kv head: how many have stored their partials
-  float* partials = nullptr;
 };
 
 // Which rows an operation works on.
@@ -91,8 +93,9 @@ struct Linear {
   void* out;  // float32 [rows, n], or strips of n / 4 pairs for kGate, whose n counts gate and up
 };
 
-// Keys and values of a layer. A block of `size` tokens holds for each kv head keys [size / 16][dim / 2][16] pairs of
-// dimensions, and values [size / 2][dim] pairs of tokens: both are read as the panels of a product.
+// Keys and values of a layer. For every 32 positions a block of `size` holds, for each kv head, a panel of keys,
+// [dim / 2][32] pairs of dimensions, and one of values, [dim / 32][16][32] pairs of positions: each as a product reads it,
+// from one end to the other. The panels of a block's heads follow each other.
 struct Cache {
   bf16* keys;    // of block 0
   bf16* values;  // of block 0

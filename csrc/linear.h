@@ -33,20 +33,23 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
   }
 }
 
-// One panel times all strips. A panel stays in the second-level cache while strips of rows pass by; the first of them
-// fetches the next panel. Up to 4 rows the hardware does that as well, since there is little else to do.
+// One panel times all strips. A panel stays in the second-level cache while strips of rows pass by; the first four of
+// them fetch the next panel, a part each, for as long as there is computed. Up to 4 rows the hardware does that as well,
+// since there is little else to do.
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t pairs = op.k / 2, panel_pairs = pairs * kPanel;
   const Pair* weight = op.weight + panel * panel_pairs;
   const char* next = reinterpret_cast<const char*>(weight + panel_pairs);
+  const int64_t parts = min(strips.count(), 4), part_bytes = panel_pairs * 4 / parts;
   const bool fetches = strips.rows > 4 && (panel + 1) * kPanel < op.n;
   alignas(64) float tile[kMaxRows * kPanel];
-  Stretch stretch{weight, weight + kLanes, pairs, {fetches ? next : nullptr, next + 64}};
+  Stretch stretch{weight, weight + kLanes, pairs, {nullptr, nullptr}};
   for (int64_t strip = 0; strip < strips.count(); strip++) {
+    stretch.ahead[0] = fetches && strip < parts ? next + strip * part_bytes : nullptr;
+    stretch.ahead[1] = stretch.ahead[0] + 64;
     multiply<0>(strips.size(strip),
-                {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128, tile, kPanel});
+                {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile, kPanel, false});
     finish_rows(op, panel, strips, strip, tile);
-    stretch.ahead[0] = nullptr;
   }
 }
 

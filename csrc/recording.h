@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention_plan.h"
 #include "kernels.h"
 
 namespace pypto {
@@ -24,8 +25,7 @@ class Recording final : public Job {
   explicit Recording(Engine* engine) : engine_(engine) {}
   const Kernels& kernels() const { return *engine_->kernels; }
   void add(Operation operation) { operations_.push_back(std::move(operation)); }
-  // Attention that `replay` plans for; `shared` query heads read one of `kv_heads`.
-  void attends(int shared, int kv_heads, int dim);
+  AttentionPlan& attention() { return plan_; }
   Routing* keep(const Routing& routing);
   // Compute one step. With `seconds` [operations], adds the time that each took.
   void replay(const Step& step, double* seconds);
@@ -34,20 +34,14 @@ class Recording final : public Job {
 
  private:
   void add_seconds(double began);
-  void plan();
-  void split(int64_t parts);
 
   Engine* engine_;
   std::vector<Operation> operations_;
   std::vector<std::unique_ptr<Routing>> routings_;
-  int shared_ = 0, kv_heads_ = 0, dim_ = 0;
+  AttentionPlan plan_;
   Step step_;
   double* seconds_ = nullptr;
   std::vector<double> arrivals_;  // [members, operations]: when each member had done each, where it is asked for
-  std::vector<AttentionItem> items_;
-  std::vector<float> partials_;
-  std::unique_ptr<std::atomic<int32_t>[]> finished_;
-  int64_t finished_size_ = 0;
 };
 
 }  // namespace pypto

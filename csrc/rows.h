@@ -82,19 +82,22 @@ INLINE void turn(const float* x, const float* weight, const float* cos, const fl
 
 INLINE void store_key(const Cache& cache, int64_t block, int64_t offset, int64_t head, const float* key) {
   bf16* keys = cache.keys + block * cache.block_stride + head * cache.size * cache.dim;
-  Pair* out = reinterpret_cast<Pair*>(keys) + offset / kLanes * (cache.dim / 2) * kLanes + offset % kLanes;
-  for (int64_t i = 0; i < cache.dim; i += kLanes) store_pairs(out + i / 2 * kLanes, kLanes, load(key + i));
+  Pair* out = reinterpret_cast<Pair*>(keys) + offset / kPanel * (cache.dim / 2) * kPanel + offset % kPanel;
+  for (int64_t i = 0; i < cache.dim; i += kLanes) store_pairs(out + i / 2 * kPanel, kPanel, load(key + i));
 }
 
 // A pair holds the values of two tokens. The last token of a row in a step voids what an earlier owner of the block
 // left in the other half, which is multiplied by zero and must be finite.
 INLINE void store_value(const Cache& cache, int64_t block, int64_t offset, int64_t head, const float* value, bool last) {
   bf16* values = cache.values + block * cache.block_stride + head * cache.size * cache.dim;
-  bf16* out = values + offset / 2 * cache.dim * 2 + offset % 2;
+  bf16* panel = values + offset / kPanel * kPanel * cache.dim + offset % kPanel / 2 * kPanel * 2 + offset % 2;
   const bool voids = last && offset % 2 == 0;
-  for (int64_t i = 0; i < cache.dim; i++) {
-    out[2 * i] = narrow(value[i]);
-    if (voids) out[2 * i + 1] = 0;
+  for (int64_t d = 0; d < cache.dim; d += kPanel) {
+    bf16* out = panel + d * kPanel;
+    for (int64_t i = 0; i < kPanel; i++) {
+      out[2 * i] = narrow(value[d + i]);
+      if (voids) out[2 * i + 1] = 0;
+    }
   }
 }
 

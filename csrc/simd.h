@@ -90,21 +90,32 @@ INLINE Floats larger(Floats a, Floats b) { return select(above(a, b), a, b); }
 
 INLINE Floats smaller(Floats a, Floats b) { return select(above(b, a), a, b); }
 
-// Sum and largest of all lanes, in the order of a binary tree.
+// Into the second-level cache: what is fetched ahead is larger than the first.
+INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
+
+// Sum and largest of all lanes, in the order of a binary tree: lane i and i + 8, then i + 4, ...
+template <int kWidth>
+struct Part {
+  typedef float Type __attribute__((vector_size(4 * kWidth), may_alias));
+};
+
+template <int kWidth, typename Combine>
+INLINE float reduce(typename Part<kWidth>::Type x, Combine combine) {
+  if constexpr (kWidth == 1) {
+    return x[0];
+  } else {
+    typename Part<kWidth / 2>::Type half[2];
+    std::memcpy(half, &x, sizeof x);
+    return reduce<kWidth / 2>(combine(half[0], half[1]), combine);
+  }
+}
+
 INLINE float sum(Floats x) {
-  float lane[kLanes];
-  store(lane, x);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] += lane[i + width];
-  return lane[0];
+  return reduce<kLanes>(x, [](auto a, auto b) { return a + b; });
 }
 
 INLINE float largest(Floats x) {
-  float lane[kLanes];
-  store(lane, x);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; i++) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  return lane[0];
+  return reduce<kLanes>(x, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 INLINE double sum(Doubles x) {
@@ -196,9 +207,15 @@ INLINE PairRegister load_register(const Pair* p) {
   return x;
 }
 
+INLINE Register load_sums(const float* p) {
+  Register x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
+
 INLINE PairRegister broadcast(Pair x) { return PairRegister{} + static_cast<int32_t>(x); }
 
-INLINE void store_register(float* p, Register x) { std::memcpy(p, &x, sizeof x); }
+INLINE void store_sums(float* p, Register x) { std::memcpy(p, &x, sizeof x); }
 
 // Has x computed although nobody reads it.
 INLINE void keep(Register x) { asm volatile("" : : "m"(x)); }

@@ -35,6 +35,7 @@ struct Tile {
   int64_t ahead_step;
   float* c;  // [rows, ldc], 32 columns are written
   int64_t ldc;
+  bool add;  // to what stands in c
 };
 
 // c[m][0..15] = sum over p of a(m, p) . left[p], c[m][16..31] likewise with right. Every sum runs over p in order in one
@@ -48,7 +49,8 @@ static void multiply(const Tile& t) {
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-      for (int i = 0; i < kColumns; i++) sums[m][i] = Register{};
+      for (int i = 0; i < kColumns; i++)
+        sums[m][i] = t.add ? load_sums(t.c + m * t.ldc + pass * kLanes + i * kRegisterLanes) : Register{};
     const Pair* a = t.a;
     const int64_t step = t.step, ahead_step = t.ahead_step;
     for (const Stretch* s = t.stretches; s != t.stretches + t.num_stretches; s++) {
@@ -56,8 +58,8 @@ static void multiply(const Tile& t) {
       const char *ahead0 = pass == 0 ? s->ahead[0] : nullptr, *ahead1 = s->ahead[1];
       for (int64_t p = s->pairs; p > 0; p--) {
         if (ahead0) {
-          __builtin_prefetch(ahead0);
-          __builtin_prefetch(ahead1);
+          fetch(ahead0);
+          fetch(ahead1);
           ahead0 += ahead_step;
           ahead1 += ahead_step;
         }
@@ -81,7 +83,7 @@ static void multiply(const Tile& t) {
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-      for (int i = 0; i < kColumns; i++) store_register(c + m * ldc + i * kRegisterLanes, sums[m][i]);
+      for (int i = 0; i < kColumns; i++) store_sums(c + m * ldc + i * kRegisterLanes, sums[m][i]);
   }
 }
 

@@ -15,7 +15,7 @@ from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.util import hash128
 
-LAYOUT = "block, layer, k or v, head, keys 16 x dim / 2 x 16 x 2, values size / 2 x dim x 2"
+LAYOUT = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
 """Order of the dimensions of a block's pages; part of the fingerprint."""
 
 
@@ -51,7 +51,7 @@ class CpuBackend(Backend):
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""
         config = self.config
         architecture, model_config = load_config(config.model)
-        groups = model_config.kv_groups(config.dtype, config.groups[0].block_size if config.groups else 16)
+        groups = model_config.kv_groups(config.dtype, config.groups[0].block_size)
         if groups != config.groups:
             raise ConfigError(f"the KV groups of {config.model} in {config.dtype} are not the configured ones")
         if config.kernels == "torch":

@@ -53,7 +53,7 @@ FLAGS = (
     Flag(
         "kv_memory", KV, "SIZE", "2GiB, bytes, or a share of free memory such as 0.3. (default: half of what is free)"
     ),
-    Flag("block_size", KV, "TOKENS", "Tokens per KV block, a power of two. (default: 16)"),
+    Flag("block_size", KV, "TOKENS", "Tokens per KV block, a power of two. (default: 32)"),
     Flag("prefix_caching", KV, "", "Reuse the KV of prompts that begin alike. (default: on)"),
     Flag("backend", DEVICE, "NAME", "cpu, or null (no model, for tests). (default: cpu)", "--device"),
     Flag(

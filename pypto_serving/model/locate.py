@@ -33,9 +33,11 @@ def model_spec(options: Options) -> ModelSpec:
     """What is known about the model that `options` name; fetches its files if need be."""
     if options.backend == "null" and options.model in (None, *NULL_MODELS):
         return _null_spec(options)
-    from pypto_serving.model.registry import load_spec
+    from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE, load_spec
 
-    return load_spec(locate_model(options.model), dtype=options.dtype or "auto", block_size=options.block_size or 16)
+    return load_spec(
+        locate_model(options.model), dtype=options.dtype or "auto", block_size=options.block_size or DEFAULT_BLOCK_SIZE
+    )
 
 
 def _null_spec(options: Options) -> ModelSpec:

@@ -32,6 +32,9 @@ NATIVE_PROGRAMS = LazyRegistry(
     },
 )
 
+DEFAULT_BLOCK_SIZE = 32
+"""Tokens per KV block: what a panel of the CPU kernels holds."""
+
 SERVING_DTYPES = ("bfloat16", "float32")
 
 
@@ -75,7 +78,7 @@ def load_config(model_dir: str | Path) -> tuple[str, Any]:
     return names[0], model_family(names[0]).config.from_json(raw, str(path))
 
 
-def load_spec(model_dir: str | Path, dtype: str = "auto", block_size: int = 16) -> ModelSpec:
+def load_spec(model_dir: str | Path, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE) -> ModelSpec:
     """Read what a checkpoint directory holds, without its weights.
 
     `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16.

@@ -74,14 +74,14 @@ def keys_of(pages: Array, dim: int) -> Array:
     """Pages of keys [..., size * dim] as [..., size, dim], still uint16."""
     *outer, elements = pages.shape
     size = elements // dim
-    panels = pages.reshape(*outer, size // 16, dim // 2, 16, 2)
+    panels = pages.reshape(*outer, size // 32, dim // 2, 32, 2)
     return np.swapaxes(panels, -3, -2).reshape(*outer, size, dim)
 
 
 def pages_of_keys(keys: Array) -> Array:
     """[..., size, dim] as pages of keys."""
     *outer, size, dim = keys.shape
-    panels = keys.reshape(*outer, size // 16, 16, dim // 2, 2)
+    panels = keys.reshape(*outer, size // 32, 32, dim // 2, 2)
     return np.swapaxes(panels, -3, -2).reshape(*outer, size * dim)
 
 
@@ -89,10 +89,12 @@ def values_of(pages: Array, dim: int) -> Array:
     """Pages of values [..., size * dim] as [..., size, dim], still uint16."""
     *outer, elements = pages.shape
     size = elements // dim
-    return np.swapaxes(pages.reshape(*outer, size // 2, dim, 2), -2, -1).reshape(*outer, size, dim)
+    panels = pages.reshape(*outer, size // 32, dim // 32, 16, 32, 2)
+    return np.moveaxis(panels.swapaxes(-2, -1), -4, -2).reshape(*outer, size, dim)
 
 
 def pages_of_values(values: Array) -> Array:
     """[..., size, dim] as pages of values."""
     *outer, size, dim = values.shape
-    return np.swapaxes(values.reshape(*outer, size // 2, 2, dim), -2, -1).reshape(*outer, size * dim)
+    panels = values.reshape(*outer, size // 32, 16, 2, dim // 32, 32)
+    return np.moveaxis(panels, -2, -4).swapaxes(-2, -1).reshape(*outer, size * dim)

@@ -23,7 +23,7 @@ class Shape:
     heads: int
     kv_heads: int
     dim: int
-    size: int = 16
+    size: int = 32
 
     @property
     def all(self) -> int:
@@ -33,7 +33,7 @@ class Shape:
 SHAPES = [
     Shape(4, 2, 32),
     Shape(8, 1, 64, 32),
-    Shape(3, 3, 96, 16),
+    Shape(3, 3, 96, 96),
     Shape(8, 4, 128, 64),
     Shape(2, 1, 256, 128),
 ]

@@ -26,7 +26,7 @@ def load_program(
     num_blocks: int = 200,
     max_model_len: int = 1024,
     threads: int = 2,
-    block_size: int = 16,
+    block_size: int = 32,
     kernels: str = "torch",
     packed_cache: str = "",
 ) -> Any:

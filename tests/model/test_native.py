@@ -55,7 +55,7 @@ def test_the_largest_step(checkpoint: MakeCheckpoint) -> None:
 
 def test_the_fingerprint_names_the_kernels(checkpoint: MakeCheckpoint) -> None:
     path = checkpoint()
-    blocks = load_spec(path, "bfloat16", block_size=32).kv_groups
+    blocks = load_spec(path, "bfloat16", block_size=64).kv_groups
     configs = [config_for(path, "bfloat16"), *(native_config(path, kernels) for kernels in runnable())]
     configs += [native_config(path, groups=blocks), native_config(checkpoint(seed=1))]
     assert len({prepare(config).fingerprint for config in configs}) == len(configs)
@@ -80,14 +80,14 @@ def test_kernels_that_this_machine_does_not_run(checkpoint: MakeCheckpoint) -> N
 @pytest.mark.parametrize(
     ("changes", "block_size", "dtype", "reason"),
     [
-        ({}, 16, "bfloat16", ""),
-        ({}, 16, "float32", "bfloat16 only"),
-        ({}, 24, "bfloat16", "multiple of 16, not 24"),
-        ({"head_dim": 48}, 16, "bfloat16", "head_dim of 32, 64, ... 256, not 48"),
-        ({"head_dim": 288}, 16, "bfloat16", "not 288"),
-        ({"num_heads": 97, "num_kv_heads": 1}, 16, "bfloat16", "at most 96 queries"),
-        ({"hidden_size": 63}, 16, "bfloat16", "even hidden_size"),
-        ({"intermediate_size": 100}, 16, "bfloat16", "multiples of 16, not (100,)"),
+        ({}, 32, "bfloat16", ""),
+        ({}, 32, "float32", "bfloat16 only"),
+        ({}, 24, "bfloat16", "multiple of 32, not 24"),
+        ({"head_dim": 48}, 32, "bfloat16", "head_dim of 32, 64, ... 256, not 48"),
+        ({"head_dim": 288}, 32, "bfloat16", "not 288"),
+        ({"num_heads": 97, "num_kv_heads": 1}, 32, "bfloat16", "at most 96 queries"),
+        ({"hidden_size": 63}, 32, "bfloat16", "even hidden_size"),
+        ({"intermediate_size": 100}, 32, "bfloat16", "multiples of 16, not (100,)"),
     ],
 )
 def test_why_a_model_needs_torch(

@@ -47,7 +47,7 @@ def subjects(checkpoint: MakeCheckpoint) -> Iterator[Subjects]:
     before = torch.get_num_threads()
 
     @functools.cache
-    def make(model: str, arithmetic: str, threads: int = 1, block_size: int = 16) -> Subject:
+    def make(model: str, arithmetic: str, threads: int = 1, block_size: int = 32) -> Subject:
         dtype, kernels = arithmetic.split()
         known = {"bundled": BUNDLED, "wide": checkpoint("qwen3", **WIDE) if model == "wide" else BUNDLED}
         path = known.get(model) or checkpoint(model)
@@ -153,7 +153,7 @@ def test_kernels_on_any_number_of_threads(subjects: Subjects, subject: Subject, 
     assert_same(run_among_others(other.program, 8, [150, 125, *[1] * OUTPUT], seed=6), subject.alone)
 
 
-@pytest.mark.parametrize("block_size", [32, 48, 128])
+@pytest.mark.parametrize("block_size", [64, 96, 128])
 @pytest.mark.parametrize("arithmetic", NATIVE[:1])
 def test_kernels_in_blocks_of_any_size(subjects: Subjects, subject: Subject, model: str, block_size: int) -> None:
     assert_same(subjects(model, NATIVE[0], 1, block_size).alone, subject.alone)

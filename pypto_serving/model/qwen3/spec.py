@@ -140,8 +140,8 @@ class Qwen3Config:
         widths = (self.intermediate_size, *([self.experts.intermediate_size] if self.experts else []))
         if dtype != "bfloat16":
             return "the kernels compute in bfloat16 only"
-        if block_size % 16:
-            return f"the kernels need a block size that is a multiple of 16, not {block_size}"
+        if block_size % 32:
+            return f"the kernels need a block size that is a multiple of 32, not {block_size}"
         if self.head_dim % 32 or self.head_dim > 256:
             return f"the kernels need a head_dim of 32, 64, ... 256, not {self.head_dim}"
         if self.num_heads // self.num_kv_heads > 96:
