@@ -30,6 +30,8 @@ from pypto_serving.kernels import Engine
 from pypto_serving.kernels.limits import Memory
 
 CASE_S, QUICK_CASE_S = 0.5, 0.1
+ROUND_BYTES = 256 << 20
+"""Read between the rounds of a case to know the bandwidth of the moment."""
 
 
 class Roofline:
@@ -115,7 +117,8 @@ def main(
     tokens: dict[str, int] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        run = Roofline(Bench(engine, QUICK_CASE_S if quick else CASE_S, torch), single, progress)
+        bench = Bench(engine, QUICK_CASE_S if quick else CASE_S, torch, Memory(ROUND_BYTES))
+        run = Roofline(bench, single, progress)
         alone = run.kernels(quick, only)
         if model:
             whole, tokens = run.steps(Steps(model, engine.instruction_set, threads, batches(quick)))

@@ -17,6 +17,7 @@ from roofline_work import BLOCK, Batch, Work
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.kernels import CacheLayer, Engine, Matrix, Recording, zeros
 from pypto_serving.kernels.engine import PANEL
+from pypto_serving.kernels.limits import Memory, peak
 
 Array = NDArray[Any]
 Call = Callable[[], object]
@@ -32,21 +33,52 @@ _WEIGHT_SCALE = 1 / 32
 
 
 @dataclass(frozen=True)
+class Rounds:
+    """What rounds of a measurement saw: seconds [rounds, operations], torch's mean [rounds] where there is torch, and
+    the machine's limits [rounds] in bytes and operations per second: the better of those just before and just after.
+    """
+
+    seconds: Array
+    torch: Array
+    bandwidths: Array
+    peaks: Array
+
+    @property
+    def calls(self) -> Array:
+        """Mean seconds of an operation [rounds]."""
+        mean: Array = self.seconds.mean(axis=1)
+        return mean
+
+    def limits(self, works: Sequence[Work]) -> Array:
+        """Least possible seconds [rounds] of `works`, one after the other."""
+        pairs = zip(self.bandwidths, self.peaks, strict=True)
+        return np.array([sum(w.seconds(bandwidth, top) for w in works) for bandwidth, top in pairs])
+
+
+@dataclass(frozen=True)
 class Result:
-    """Seconds that `works` take, one after the other; `torch` is the best and median time of torch."""
+    """Seconds that `works` take, one after the other; `torch` is the best and median time of torch.
+
+    `limit` and `fraction` are medians over the rounds: the least possible time, and what part of the time taken it is.
+    """
 
     name: str
     shape: str
     works: tuple[Work, ...]
     best: float
     median: float
+    limit: float
+    fraction: float
     torch: tuple[float, float] | None = None
 
     @staticmethod
-    def of(name: str, shape: str, works: Sequence[Work], seconds: Any, torch: Any = None) -> Result:
+    def of(name: str, shape: str, works: Sequence[Work], seconds: Any, rounds: Rounds) -> Result:
         """From the mean time of a call in each round."""
-        rival = (float(np.min(torch)), float(np.median(torch))) if torch is not None and len(torch) else None
-        return Result(name, shape, tuple(works), float(np.min(seconds)), float(np.median(seconds)), rival)
+        torch = rounds.torch
+        rival = (float(np.min(torch)), float(np.median(torch))) if len(torch) else None
+        limits = rounds.limits(works)
+        middle = (float(np.median(values)) for values in (seconds, limits, limits / seconds))
+        return Result(name, shape, tuple(works), float(np.min(seconds)), *middle, rival)
 
 
 @dataclass(frozen=True)
@@ -59,10 +91,12 @@ class Group:
 
 
 class Bench:
-    """Owns nothing big: measures recordings of `engine` for about `budget_s` each, beside torch where `with_torch`."""
+    """Measures recordings of `engine` for about `budget_s` each, in turns with the limits, which it reads `memory` for,
+    and with torch where `with_torch`.
+    """
 
-    def __init__(self, engine: Engine, budget_s: float, with_torch: bool) -> None:
-        self.engine, self.with_torch = engine, with_torch
+    def __init__(self, engine: Engine, budget_s: float, with_torch: bool, memory: Memory) -> None:
+        self.engine, self.with_torch, self._memory = engine, with_torch, memory
         self.budget_s = budget_s
         self.rng = np.random.default_rng(0)
         self._pool = self.rng.standard_normal(_POOL, np.float32)
@@ -91,22 +125,35 @@ class Bench:
         recording.norm(x, weight, 1e-6, out)
         return recording
 
-    def measure(
-        self, recording: Recording, inputs: Callable[[], StepInputs], rivals: Sequence[Call] = ()
-    ) -> tuple[Array, Array]:
-        """Seconds [rounds, operations] of a recording, and [rounds] of the mean of what takes turns with it.
-
-        The first round of both is left out.
-        """
+    def measure(self, recording: Recording, inputs: Callable[[], StepInputs], rivals: Sequence[Call] = ()) -> Rounds:
+        """Rounds of a recording and of what takes turns with it; the first one is left out."""
         ours: list[Array] = []
         theirs: list[float] = []
-        until = math.inf
-        while len(ours) <= LEAST_ROUNDS or time.perf_counter() < until:
+
+        def once() -> None:
             ours.append(replay(recording, inputs())[1:])
+
+        def rival() -> None:
             if rivals:
                 theirs.append(_mean_seconds(rivals))
+
+        limits = self.rounds(once, rival)
+        return Rounds(np.array(ours[1:]), np.array(theirs[1:]), *limits)
+
+    def rounds(self, once: Callable[[], None], rival: Callable[[], None] = lambda: None) -> tuple[Array, Array]:
+        """Call both again and again; returns the limits around each call of `once` but the first, [rounds] each."""
+        seen = [self._limits()]
+        until = math.inf
+        while len(seen) <= LEAST_ROUNDS + 1 or time.perf_counter() < until:
+            once()
+            seen.append(self._limits())
+            rival()
             until = min(until, time.perf_counter() + self.budget_s)
-        return np.array(ours[1:]), np.array(theirs[1:])
+        around = np.maximum(seen[1:-1], seen[2:])
+        return around[:, 0], around[:, 1]
+
+    def _limits(self) -> tuple[float, float]:
+        return self._memory.bandwidth(self.engine, repeat=2), peak(self.engine, repeat=1)
 
 
 def fill(out: Array, values: Array) -> Array:
@@ -168,8 +215,12 @@ def linear(name: str, n: int, k: int, finish: str, bench: Bench) -> Callable[[in
             record(x, matrix, out)
         rivals = _torch_linears(x, rows, matrices) if bench.with_torch else ()
         inputs = Batch.decode(rows).inputs(bench.rng)
-        ours, theirs = bench.measure(recording, lambda: inputs, rivals)
-        return [Result.of(f"linear {name}", f"M={rows}", [work.linear(rows, n, k, finish)], ours.mean(axis=1), theirs)]
+        rounds = bench.measure(recording, lambda: inputs, rivals)
+        return [
+            Result.of(
+                f"linear {name}", f"M={rows}", [work.linear(rows, n, k, finish)], rounds.seconds.mean(axis=1), rounds
+            )
+        ]
 
     return run
 
@@ -198,9 +249,9 @@ def attend(bench: Bench) -> Callable[[Batch], list[Result]]:
             recording.attend(queries.reshape(tokens, HEADS, DIM), CacheLayer(pages.reshape(shape), layer, DIM), out)
         rivals = _torch_attention(bench, batch, queries, layers) if bench.with_torch else ()
         inputs = batch.inputs(bench.rng)
-        ours, theirs = bench.measure(recording, lambda: inputs, rivals)
+        rounds = bench.measure(recording, lambda: inputs, rivals)
         works = [work.attend(batch, HEADS, KV_HEADS, DIM)]
-        return [Result.of(f"attend {_kind(batch)}", _shape(batch), works, ours.mean(axis=1), theirs)]
+        return [Result.of(f"attend {_kind(batch)}", _shape(batch), works, rounds.calls, rounds)]
 
     return run
 
@@ -244,8 +295,8 @@ def embed(bench: Bench) -> Callable[[int], list[Result]]:
         recording, x = bench.recording(), zeros(np.float32, rows, WIDTH)
         for pairs in parts:
             recording.embed_packed(Matrix(pairs, part, WIDTH), x)
-        ours, _ = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng, part))
-        return [Result.of("embed", f"M={rows}", [work.embed(rows, WIDTH)], ours.mean(axis=1))]
+        rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng, part))
+        return [Result.of("embed", f"M={rows}", [work.embed(rows, WIDTH)], rounds.calls, rounds)]
 
     return run
 
@@ -258,8 +309,8 @@ def norm(bench: Bench) -> Callable[[int], list[Result]]:
         recording, out = bench.recording(), zeros(np.uint32, rows * WIDTH // 2)
         for _ in range(REPEATS):
             recording.norm(x, weight, 1e-6, out)
-        ours, _ = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
-        return [Result.of("norm", f"M={rows}", [work.norm(rows, WIDTH)], ours.mean(axis=1))]
+        rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
+        return [Result.of("norm", f"M={rows}", [work.norm(rows, WIDTH)], rounds.calls, rounds)]
 
     return run
 
@@ -276,8 +327,12 @@ def heads(bench: Bench) -> Callable[[int], list[Result]]:
         recording = bench.recording()
         for layer in range(REPEATS):
             recording.heads(x, weights, cos, sin, 1e-6, queries, CacheLayer(pages, layer, DIM))
-        ours, _ = bench.measure(recording, lambda: batch.inputs(bench.rng))
-        return [Result.of("heads", f"M={rows}", [work.heads(rows, HEADS, KV_HEADS, DIM)], ours.mean(axis=1))]
+        rounds = bench.measure(recording, lambda: batch.inputs(bench.rng))
+        return [
+            Result.of(
+                "heads", f"M={rows}", [work.heads(rows, HEADS, KV_HEADS, DIM)], rounds.seconds.mean(axis=1), rounds
+            )
+        ]
 
     return run
 
@@ -307,11 +362,13 @@ def experts(bench: Bench) -> Callable[[int], list[Result]]:
         for routing in routings:
             recording.combine(routing, y, out)
         inputs = Batch.decode(tokens).inputs(bench.rng)
-        ours, _ = bench.measure(recording, lambda: inputs)
-        seconds = ours.reshape(len(ours), -1, EXPERT_LAYERS).mean(axis=2)
+        rounds = bench.measure(recording, lambda: inputs)
+        seconds = rounds.seconds.reshape(len(rounds.seconds), -1, EXPERT_LAYERS).mean(axis=2)
         seconds[:, 1] += seconds[:, 0]  # a routing is two operations
         works = _expert_works(tokens, _mean_active(logits))
-        return [Result.of(name, f"M={tokens}", [each], seconds[:, i]) for i, (name, each) in enumerate(works, start=1)]
+        return [
+            Result.of(name, f"M={tokens}", [each], seconds[:, i], rounds) for i, (name, each) in enumerate(works, 1)
+        ]
 
     return run
 

@@ -19,7 +19,7 @@ from pypto_serving.kernels.limits import Memory, peak
 
 @dataclass
 class Ceilings:
-    """The machine's limits, measured again and again, for other tenants come and go; the best of each counts.
+    """The machine's limits, measured again and again between the groups of cases, for other tenants come and go.
 
     Bytes per second with all threads; operations per second with all threads and with one.
     """
@@ -58,32 +58,25 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Rated:
-    """A result and how near it comes to the limits: `limit` is the least possible time in seconds."""
+    """A result with its bytes, its operations, and which of the limits binds it."""
 
     result: Result
     bytes: float
     flops: float
-    limit: float
     bound: str
 
     @staticmethod
     def of(result: Result, ceilings: Ceilings) -> Rated:
-        """Operations follow each other, so their limits add up."""
+        """What binds it is decided by the best limits."""
         bandwidth, top = ceilings.bandwidth, ceilings.peak
         total_bytes, flops = sum(w.bytes for w in result.works), sum(w.flops for w in result.works)
-        limit = sum(w.seconds(bandwidth, top) for w in result.works)
         bound = "memory" if total_bytes / bandwidth >= flops / top else "compute"
-        return Rated(result, total_bytes, flops, limit, bound if result.works else "")
-
-    @property
-    def fraction(self) -> float:
-        """Part of the limit that the best time reaches."""
-        return self.limit / self.result.best
+        return Rated(result, total_bytes, flops, bound if result.works else "")
 
     def as_json(self) -> dict[str, Any]:
         """Seconds, bytes, operations."""
         r = self.result
-        times = {"best_s": r.best, "median_s": r.median, "limit_s": self.limit, "fraction": self.fraction}
+        times = {"best_s": r.best, "median_s": r.median, "limit_s": r.limit, "fraction": r.fraction}
         rival = {"torch_best_s": r.torch[0], "torch_median_s": r.torch[1]} if r.torch else {}
         work = {"bytes": self.bytes, "flops": self.flops, "bound": self.bound}
         return {"name": r.name, "shape": r.shape, **times, **work, **rival}
@@ -125,8 +118,8 @@ def speed_table(rated: Sequence[Rated], tokens: dict[str, int]) -> Rows:
     rows = [["step", "tok/s best", "tok/s median", "tok/s at the limit", "of limit"]]
     for one in rated:
         if one.result.name == STEP:
-            count, times = tokens[one.result.shape], (one.result.best, one.result.median, one.limit)
-            rows.append([one.result.shape, *(f"{count / value:.1f}" for value in times), f"{one.fraction:.0%}"])
+            count, times = tokens[one.result.shape], (one.result.best, one.result.median, one.result.limit)
+            rows.append([one.result.shape, *(f"{count / value:.1f}" for value in times), f"{one.result.fraction:.0%}"])
     return rows
 
 
@@ -138,7 +131,7 @@ def _rates(one: Rated) -> list[str]:
     best = one.result.best
     amounts = [f"{one.bytes / 1e6:.2f}", f"{one.flops / 1e9:.3f}"]
     speeds = [f"{one.bytes / best / 1e9:.1f}", f"{one.flops / best / 1e9:.1f}"]
-    return [*amounts, *speeds, f"{1e6 * one.limit:.1f}", one.bound, f"{one.fraction:.0%}"]
+    return [*amounts, *speeds, f"{1e6 * one.result.limit:.1f}", one.bound, f"{one.result.fraction:.0%}"]
 
 
 def show(console: Console, title: str, rows: Rows) -> None:

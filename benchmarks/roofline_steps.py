@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from roofline_kernels import LEAST_ROUNDS, Bench, Result, bfloat16, fill, replay
+from roofline_kernels import Bench, Result, Rounds, bfloat16, fill, replay
 from roofline_work import BLOCK, Batch, Operation, Work, operations
 
 from pypto_serving.backend.cpu import CpuBackend
@@ -65,25 +65,27 @@ class Steps:
         planned = list(operations(self._model, batch))
         assert [operation.name for operation in planned] == recording.names, "the model records other operations"
         inputs = batch.inputs(bench.rng, self._model.vocab_size)
-        rounds: list[Any] = []
+        seconds: list[Any] = []
         whole: list[float] = []
-        until = math.inf
-        while len(whole) <= LEAST_ROUNDS or time.perf_counter() < until:
+
+        def once() -> None:
             began = time.perf_counter()
-            rounds.append(replay(recording, inputs))
+            seconds.append(replay(recording, inputs))
             whole.append(time.perf_counter() - began)
-            until = min(until, time.perf_counter() + bench.budget_s)
-        seconds, totals = np.array(rounds[1:]), np.array(whole[1:])
-        return list(_by_label(_shape(batch), planned, seconds, totals))
+
+        limits = bench.rounds(once)
+        rounds = Rounds(np.array(seconds[1:]), np.zeros(0), *limits)
+        return list(_by_label(_shape(batch), planned, rounds, np.array(whole[1:])))
 
 
-def _by_label(shape: str, planned: list[Operation], seconds: Any, totals: Any) -> Iterator[Result]:
+def _by_label(shape: str, planned: list[Operation], rounds: Rounds, totals: Any) -> Iterator[Result]:
     """The best times are those of the fastest step, so that they add up to it."""
     fastest = int(np.argmin(totals))
 
     def result(name: str, works: list[Work], times: Any) -> Result:
-        return Result(name, shape, tuple(works), float(times[fastest]), float(np.median(times)))
+        return replace(Result.of(name, shape, works, times, rounds), best=float(times[fastest]))
 
+    seconds = rounds.seconds
     for label in dict.fromkeys(operation.label for operation in planned):
         chosen = [i for i, operation in enumerate(planned) if operation.label == label]
         yield result(label, [planned[i].work for i in chosen], seconds[:, chosen].sum(axis=1))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import roofline_kernels
 import roofline_work as work
-from roofline_kernels import Bench, Result
+from roofline_kernels import Bench, Result, Rounds
 from roofline_report import Ceilings, Rated, kernel_table, plot, save_json, speed_table, step_table
 from roofline_steps import REST, STEP, Steps
 from roofline_work import Batch, Work
@@ -24,7 +24,7 @@ needs_kernels = pytest.mark.skipif(not runnable(), reason="built without kernels
 
 @pytest.fixture
 def bench() -> Bench:
-    return Bench(Engine("", 2), budget_s=0.0, with_torch=False)
+    return Bench(Engine("", 2), budget_s=0.0, with_torch=False, memory=Memory(4 * MEBIBYTE))
 
 
 @pytest.mark.parametrize(
@@ -61,35 +61,45 @@ def test_active_experts() -> None:
 
 
 def test_a_batch_is_a_step() -> None:
-    batch = Batch((1, 3), (17, 20))
+    batch = Batch((1, 3), (33, 36))
     inputs = batch.inputs(np.random.default_rng(0))
-    assert inputs.positions.tolist() == [16, 17, 18, 19]
+    assert inputs.positions.tolist() == [32, 33, 34, 35]
     assert inputs.query_start.tolist() == [0, 1, 4] and inputs.logits_rows.tolist() == [0, 3]
     assert sorted(inputs.block_tables[0].ravel().tolist()) == [1, 2, 3, 4]
     first, second = inputs.block_tables[0][:, 1]
-    assert inputs.slot_mapping[0].tolist() == [16 * first, *(16 * second + offset for offset in (1, 2, 3))]
+    assert inputs.slot_mapping[0].tolist() == [32 * first, *(32 * second + offset for offset in (1, 2, 3))]
 
 
 def ceilings() -> Ceilings:
     return Ceilings(bandwidths=[5.0, 10.0], peaks=[100.0], single_peaks=[50.0])
 
 
+def rounds(count: int, torch: float = 0.0) -> Rounds:
+    """Rounds at 10 bytes and 100 operations per second, the second one at half of that."""
+    slowed = np.where(np.arange(count) == 1, 0.5, 1.0)
+    return Rounds(np.zeros((count, 1)), np.full(count if torch else 0, torch), 10 * slowed, 100 * slowed)
+
+
 def test_the_larger_limit_binds_and_limits_add_up() -> None:
     memory, compute = Work(100, 20), Work(10, 400)
     assert (memory.seconds(10, 100), compute.seconds(10, 100)) == (10, 4)
-    rated = Rated.of(Result.of("both", "", [memory, compute], [28, 30, 56]), ceilings())
-    assert (rated.limit, rated.fraction, rated.result.median) == (14, 0.5, 30)
-    assert rated.bound == "memory"
+    result = Result.of("both", "", [memory, compute], [28, 35, 56], rounds(3))
+    assert (result.limit, result.best, result.median, result.fraction) == (14, 28, 35, 0.5)
+    assert Rated.of(result, ceilings()).bound == "memory"
 
 
 def test_tables(tmp_path: Path) -> None:
-    alone = [Result.of("norm", "M=1", [Work(10, 4)], [2.0], [3.0]), Result.of("embed", "M=1", [Work(10, 0)], [4.0])]
-    rated = [Rated.of(one, ceilings()) for one in alone]
+    one = rounds(1)
+    alone = [
+        Result.of("norm", "M=1", [Work(10, 4)], [2.0], rounds(1, 3.0)),
+        Result.of("embed", "M=1", [Work(10, 0)], [4.0], one),
+    ]
+    rated = [Rated.of(result, ceilings()) for result in alone]
     rows = kernel_table(rated)
     assert [len(row) for row in rows] == [len(rows[0])] * 3
     assert rows[1][-4:] == ["50%", "3000000.0", "3000000.0", "1.50"] and rows[2][-3:] == ["", "", ""]
-    step = [Result.of("norm", "s", [Work(10, 4)], [2.0]), Result.of(REST, "s", [], [2.0])]
-    whole = [Rated.of(one, ceilings()) for one in (*step, Result.of(STEP, "s", [Work(10, 4)], [4.0]))]
+    step = [Result.of("norm", "s", [Work(10, 4)], [2.0], one), Result.of(REST, "s", [], [2.0], one)]
+    whole = [Rated.of(result, ceilings()) for result in (*step, Result.of(STEP, "s", [Work(10, 4)], [4.0], one))]
     assert [row[4] for row in step_table(whole)[1:]] == ["50.0%", "50.0%", "100.0%"]
     assert speed_table(whole, {"s": 8})[1] == ["s", "2.0", "2.0", "8.0", "25%"]
     save_json(tmp_path / "roofline.json", {"threads": 1}, ceilings(), kernels=rated, steps=whole)
@@ -116,7 +126,7 @@ def test_small_kernels_are_measured(bench: Bench) -> None:
 @pytest.mark.parametrize("with_torch", [False, True])
 def test_products_and_attention_are_measured(monkeypatch: pytest.MonkeyPatch, with_torch: bool) -> None:
     monkeypatch.setattr(roofline_kernels, "ROTATED_BYTES", MEBIBYTE)
-    bench = Bench(Engine("", 2), 0.0, with_torch)
+    bench = Bench(Engine("", 2), 0.0, with_torch, Memory(4 * MEBIBYTE))
     found = [
         *(roofline_kernels.linear("x", 64, 32, finish, bench)(3)[0] for finish in ("store", "add", "gate")),
         *(roofline_kernels.attend(bench)(batch)[0] for batch in (Batch.decode(2, 33), Batch.prefill(5, 33))),

@@ -154,8 +154,8 @@ def test_check_as_json(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> 
     assert code == 0
     assert content["sampling_defaults"] == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     assert memory["kv_bytes"] == group["total_bytes"] == group["num_blocks"] * group["block_bytes"] <= 1 << 20
-    assert group["block_bytes"] == 3 * 2 * 16 * 2 * 16 * 2  # layers, K and V, tokens, heads, head size, bfloat16
-    assert group["num_tokens"] == (group["num_blocks"] - 1) * 16
+    assert group["block_bytes"] == 3 * 2 * 32 * 2 * 16 * 2  # layers, K and V, tokens, heads, head size, bfloat16
+    assert group["num_tokens"] == (group["num_blocks"] - 1) * 32
 
 
 def test_check_without_a_model_is_the_bundled_one(capsys: pytest.CaptureFixture[str]) -> None:

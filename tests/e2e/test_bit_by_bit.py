@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built 
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 NUM_REQUESTS = 37
-OUTPUT = 12
+OUTPUT = 40
 LARGE_MOE = {
     "hidden_size": 1024,
     "num_hidden_layers": 6,
@@ -70,7 +70,7 @@ def make_case(kind: str, path: Path) -> Case:
         return Case(path, 400, "2GiB", "64MiB")
     if kind == "large-moe":
         return Case(make_checkpoint(path, "qwen3_moe", dtype="bfloat16", **LARGE_MOE), 400, "512MiB", "12MiB")
-    return Case(make_checkpoint(path, kind, dtype="bfloat16"), 300, "64MiB", "300KiB")
+    return Case(make_checkpoint(path, kind, dtype="bfloat16"), 300, "64MiB", "500KiB")
 
 
 LONG = (pytest.mark.soak, pytest.mark.timeout(3600))

@@ -78,7 +78,7 @@ def test_progress_ends_with_everything_done(checkpoint: MakeCheckpoint) -> None:
 
 def test_the_fingerprint_names_what_pages_depend_on(checkpoint: MakeCheckpoint) -> None:
     path = checkpoint()
-    group = load_spec(path, block_size=32).kv_groups
+    group = load_spec(path, block_size=64).kv_groups
     configs = [
         config_for(path),
         config_for(path, dtype="bfloat16"),
