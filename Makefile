@@ -49,9 +49,11 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(RUN): $(BUILT_FROM) | $(BIN)/python
+	@echo "setting up $(VENV): packages and kernels, a minute or two" >&2
 	@$(INSTALL) -e .
 	@touch $@
 
 $(DEV): $(BUILT_FROM) | $(BIN)/python
+	@echo "setting up $(VENV): packages, tools and kernels, a minute or two" >&2
 	@$(INSTALL) -e '.[dev]'
 	@touch $(RUN) $@

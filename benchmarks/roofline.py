@@ -10,6 +10,7 @@ other tenants of the machine come and go. docs/benchmarks.md says how to read th
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from roofline_kernels import Bench, Result, groups
 from roofline_report import Ceilings, Rated
 from roofline_steps import Steps, batches
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.host import read_host_facts
 from pypto_serving.kernels import Engine
 from pypto_serving.kernels.limits import Memory
@@ -137,4 +139,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import timeit
 from collections.abc import Callable
 
 import numpy as np
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeSampler
 from pypto_serving.types.draws import DRAW, Sampler
 from pypto_serving.worker.plain import PlainSampler
@@ -70,4 +72,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

@@ -1,8 +1,8 @@
-// The C interface that pypto_serving/kernels binds. Sizes are checked there; pointers are the caller's to keep alive.
+// The C interface that pypto_serving/kernels binds. Pointers are the caller's to keep alive, and sizes to get right.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <new>
+#include <exception>
 
 #include "file.h"
 #include "recording.h"
@@ -16,9 +16,16 @@
 using namespace pypto;
 
 API Engine* pypto_open(const char* name, int threads, const int* cpus, int num_cpus) {
-  const Kernels* kernels = find_kernels(name);
-  return kernels ? new Engine(kernels, threads, {cpus, cpus + num_cpus}) : nullptr;
+  try {
+    const Kernels* kernels = find_kernels(name);
+    return kernels ? new Engine(kernels, threads, {cpus, cpus + num_cpus}) : nullptr;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }
+
+// What the library was built from; see CMakeLists.txt.
+API const char* pypto_sources() { return SOURCES_HASH; }
 
 API void pypto_close(Engine* engine) { delete engine; }
 

@@ -11,7 +11,6 @@
 
 namespace ISA {
 
-constexpr int kMaxDim = 256;
 constexpr int kPanels = kTile / kPanel;
 constexpr int kQueryRow = kMaxDim / 2, kWeightRow = kTile / 2;  // pairs from one row to the next
 
@@ -37,7 +36,7 @@ INLINE History locate(const Cache& cache, const int32_t* table, int64_t head, in
 }
 
 // Scratch of one item.
-struct AttentionScratch {
+struct alignas(64) AttentionScratch {
   Pair queries[kItemRows * kQueryRow];
   float scores[kItemRows * kTile];
   Pair weights[kItemRows * kWeightRow];
@@ -77,7 +76,7 @@ INLINE void gather_queries(const Item& it, AttentionScratch& s) {
 // What a stretch that is a whole panel fetches: the panel at `next`, 128 bytes with each step, or nothing.
 INLINE Stretch stretch_of(const Pair* panel, int64_t pairs, const Pair* next) {
   const char* ahead = reinterpret_cast<const char*>(next);
-  return {panel, panel + kLanes, pairs, {ahead, ahead + 64}};
+  return {panel, panel + kLanes, pairs, {ahead, ahead ? ahead + 64 : nullptr}};
 }
 
 // scores[row][i] = query . key i of the tile, panel by panel with all heads in order. `next` is read afterwards.
@@ -157,12 +156,6 @@ INLINE void mix(const Item& it, const History& h, const Pair* next, AttentionScr
     }
 }
 
-INLINE float power(float x) {
-  float lane[kLanes];
-  store(lane, exp2(set1(x)));
-  return lane[0];
-}
-
 // Takes the next tile of one query into its result. A tile of which it sees nothing changes nothing.
 static __attribute__((noinline)) void merge(float* out, float& peak, float& mass, const float* tile, float tile_peak,
                                             float tile_mass, int64_t dim) {
@@ -182,7 +175,7 @@ INLINE void reset(const Item& it, AttentionScratch& s) {
 
 // A row's tile in memory: peak, mass, padding up to 16 floats, values.
 INLINE float* partial(const Item& it, int64_t tile, int64_t row) {
-  return it.item.partial + (tile * it.all_rows() + row) * (kLanes + it.dim);
+  return it.item.partial + (tile * it.all_rows() + row) * (kPartialHead + it.dim);
 }
 
 // Takes what is known of one tile into the results, or keeps it for later.
@@ -192,7 +185,7 @@ INLINE void finish_tile(const Item& it, int64_t tile, AttentionScratch& s) {
     if (it.item.partial) {
       float* kept = partial(it, tile, row);
       kept[0] = s.tile_peak[row], kept[1] = s.tile_mass[row];
-      std::memcpy(kept + kLanes, values, it.dim * sizeof(float));
+      std::memcpy(kept + kPartialHead, values, it.dim * sizeof(float));
     } else {
       merge(s.out + row * it.dim, s.peak[row], s.mass[row], values, s.tile_peak[row], s.tile_mass[row], it.dim);
     }
@@ -222,7 +215,7 @@ INLINE void merge_parts(const Item& it, AttentionScratch& s) {
   for (int64_t tile = 0; tile * kTile < it.length; tile++)
     for (int64_t row = 0; row < it.all_rows(); row++) {
       const float* kept = partial(it, tile, row);
-      merge(s.out + row * it.dim, s.peak[row], s.mass[row], kept + kLanes, kept[0], kept[1], it.dim);
+      merge(s.out + row * it.dim, s.peak[row], s.mass[row], kept + kPartialHead, kept[0], kept[1], it.dim);
     }
 }
 

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kItemsPerThread = 4;  // so many balance the threads
 constexpr int32_t kMostCutQueries = 4;  // histories of longer runs are not cut: there would be much to keep
-constexpr int64_t kPartialHead = 16;    // floats before the values of a kept tile
+constexpr int64_t kMostPartials = 16 << 20;  // floats of tiles that wait; what would be more is not cut
 
 }  // namespace
 
@@ -57,14 +57,15 @@ void AttentionPlan::cut_histories(int64_t parts) {
   int64_t floats = 0;
   for (AttentionItem item : items_) {
     const int32_t tiles = item.tile_end, heads = item.head_end - item.head_begin;
-    const bool cuttable = item.queries <= kMostCutQueries;
+    const int64_t size = static_cast<int64_t>(tiles) * heads * item.queries * shared_ * (kPartialHead + dim_);
+    const bool cuttable = item.queries <= kMostCutQueries && floats + size <= kMostPartials;
     item.parts = cuttable ? static_cast<int32_t>(std::min<int64_t>(parts, tiles)) : 1;
     for (int32_t cut = 0; cut < item.parts; cut++) {
       item.tile_begin = tiles * cut / item.parts, item.tile_end = tiles * (cut + 1) / item.parts;
       pieces_.push_back(item);
       places.push_back(item.parts > 1 ? floats : -1);
     }
-    if (item.parts > 1) floats += static_cast<int64_t>(tiles) * heads * item.queries * shared_ * (kPartialHead + dim_);
+    if (item.parts > 1) floats += size;
   }
   items_.swap(pieces_);
   if (static_cast<int64_t>(partials_.size()) < floats) partials_.resize(floats);

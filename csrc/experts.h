@@ -22,12 +22,12 @@ static void choose(const Routing& r, const Step& step, Member& member) {
       }
       chosen[slot] = best;
     }
+    const auto weight = [&](int32_t e) { return power((logits[e] - logits[chosen[0]]) * kLog2E); };
     float total = 0, mass = 0;
-    for (int32_t e = 0; e < r.experts; e++) total += std::exp(logits[e] - logits[chosen[0]]);
-    for (int32_t slot = 0; slot < r.per_token; slot++) mass += std::exp(logits[chosen[slot]] - logits[chosen[0]]);
+    for (int32_t e = 0; e < r.experts; e++) total += weight(e);
+    for (int32_t slot = 0; slot < r.per_token; slot++) mass += weight(chosen[slot]);
     for (int32_t slot = 0; slot < r.per_token; slot++)
-      r.share[t * r.per_token + slot] =
-          std::exp(logits[chosen[slot]] - logits[chosen[0]]) / (r.normalize ? mass : total);
+      r.share[t * r.per_token + slot] = weight(chosen[slot]) / (r.normalize ? mass : total);
   }
 }
 

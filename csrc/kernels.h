@@ -6,9 +6,11 @@
 
 #include "team.h"
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace pypto {
 
-typedef uint16_t bf16;
+typedef uint16_t bf16 __attribute__((may_alias));
 typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
 
 // Weights [n, k] lie in panels of 32 outputs, each [k / 2][2][16] pairs: a panel is one linear stream, and two loads
@@ -17,14 +19,14 @@ constexpr int kPanel = 32;
 
 // Activations of `rows` rows lie in strips of nearly equal size, at most `most` rows each; a strip is [k / 2][its rows]
 // pairs, so that one step of the summed dimension reads its broadcasts from consecutive addresses.
-struct Strips {
+struct Strips {  // forced inline: one copy for all instruction sets would be compiled for one of them
   int64_t rows, most;
-  int64_t count() const { return (rows + most - 1) / most; }
-  int64_t start(int64_t strip) const { return rows * strip / count(); }
-  int64_t size(int64_t strip) const { return start(strip + 1) - start(strip); }
-  int64_t of(int64_t row) const { return ((row + 1) * count() - 1) / rows; }
+  ALWAYS_INLINE int64_t count() const { return (rows + most - 1) / most; }
+  ALWAYS_INLINE int64_t start(int64_t strip) const { return rows * strip / count(); }
+  ALWAYS_INLINE int64_t size(int64_t strip) const { return start(strip + 1) - start(strip); }
+  ALWAYS_INLINE int64_t of(int64_t row) const { return ((row + 1) * count() - 1) / rows; }
   // The first pair of `row`, and in `stride` the distance to its next one.
-  Pair* at(Pair* base, int64_t pairs, int64_t row, int64_t& stride) const {
+  ALWAYS_INLINE Pair* at(Pair* base, int64_t pairs, int64_t row, int64_t& stride) const {
     const int64_t strip = of(row), first = start(strip);
     stride = size(strip);
     return base + first * pairs + (row - first);
@@ -33,6 +35,12 @@ struct Strips {
 
 // Positions of history that are weighed at once; tiles lie at multiples of it.
 constexpr int kTile = 128;
+
+// Most dimensions of a head.
+constexpr int kMaxDim = 256;
+
+// Floats before the values of a tile that waits in memory: peak, mass, padding.
+constexpr int kPartialHead = 16;
 
 // Most rows of an item: its queries times the query heads of its kv heads.
 constexpr int kItemRows = 96;
@@ -57,7 +65,7 @@ struct Step {
 // Which rows an operation works on.
 enum class Rows : int32_t { kTokens = 0, kLogits = 1 };
 
-inline int64_t count(const Step& step, Rows rows) { return rows == Rows::kTokens ? step.tokens : step.logits; }
+ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::kTokens ? step.tokens : step.logits; }
 
 // x[t] = embedding row of token t. From a row-major table, or from packed weights where the output layer is the table.
 struct Embed {

@@ -46,7 +46,7 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   Stretch stretch{weight, weight + kLanes, pairs, {nullptr, nullptr}};
   for (int64_t strip = 0; strip < strips.count(); strip++) {
     stretch.ahead[0] = fetches && strip < parts ? next + strip * part_bytes : nullptr;
-    stretch.ahead[1] = stretch.ahead[0] + 64;
+    stretch.ahead[1] = next + strip * part_bytes + 64;
     multiply<0>(strips.size(strip),
                 {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile, kPanel, false});
     finish_rows(op, panel, strips, strip, tile);

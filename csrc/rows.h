@@ -104,7 +104,7 @@ INLINE void store_value(const Cache& cache, int64_t block, int64_t offset, int64
 static void heads(const Heads& op, const Step& step, Member& member) {
   const Cache& cache = op.cache;
   const int64_t dim = cache.dim, all = op.heads + 2 * cache.kv_heads;
-  alignas(64) float turned[512];
+  alignas(64) float turned[kMaxDim];
   Share share(member, step.tokens, row_grain(step.tokens, member));
   while (share.next()) {
     for (int64_t t = share.begin; t < share.end; t++) {

@@ -1,6 +1,6 @@
 // Sixteen lanes, whatever the machine: one AVX-512 register, two of AVX2, or what the compiler makes of it.
 //
-// All arithmetic of the kernels goes through these functions. Contraction is off (-ffp-contract=off), so a fused
+// All vector arithmetic of the kernels goes through these functions. Contraction is off (-ffp-contract=off), so a fused
 // multiply-add happens exactly where `fma` is written, and one source gives one result in every place it is inlined.
 #pragma once
 
@@ -23,7 +23,7 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), may_alias));
 typedef double Doubles __attribute__((vector_size(64), may_alias));  // eight lanes
-typedef uint16_t bf16;
+typedef uint16_t bf16 __attribute__((may_alias));
 typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
 
 #define INLINE static inline __attribute__((always_inline))
@@ -241,7 +241,7 @@ INLINE Register dot(Register total, PairRegister a, PairRegister b) {
 #endif
 }
 
-// 2^x for x in [-126, 126]; 0 below, exactly 1 at 0. The remainder in [-1/2, 1/2] goes through the Taylor series of
+// 2^x for x in [-126, 126]; 0 below, exactly 1 at 0; not a number stays so. The remainder in [-1/2, 1/2] goes through the Taylor series of
 // 2^f to the 7th power: relative error below 2e-8 before rounding.
 INLINE Floats exp2(Floats x) {
   const Floats clamped = smaller(larger(x, set1(-126.0f)), set1(126.0f));
@@ -257,12 +257,19 @@ INLINE Floats exp2(Floats x) {
   y = fma(y, f, set1(6.9314718e-1f));
   y = fma(y, f, set1(1.0f));
   const Floats scaled = (Floats)((Ints)y + ((Ints)shifted << 23));
-  return select(above(set1(-126.0f), x), Floats{}, scaled);
+  return select(equal(x, x), select(above(set1(-126.0f), x), Floats{}, scaled), x);
+}
+
+// 2^x of one number.
+INLINE float power(float x) {
+  float lane[kLanes];
+  store(lane, exp2(set1(x)));
+  return lane[0];
 }
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// e^x for x in [-87, 87]; 0 below, exactly 1 at 0. The multiple of ln 2 is taken off in two parts, the first of few
+// e^x for x in [-87, 87]; 0 below, exactly 1 at 0; not a number stays so. The multiple of ln 2 is taken off in two parts, the first of few
 // bits (Cody and Waite 1980), so that the remainder is exact to the last bits for large x too.
 INLINE Floats exp(Floats x) {
   const Floats clamped = smaller(larger(x, set1(-87.0f)), set1(87.0f));
@@ -277,7 +284,7 @@ INLINE Floats exp(Floats x) {
   y = fma(y, f, set1(5.0000001201e-1f));
   y = fma(y, f * f, f) + set1(1.0f);
   const Floats scaled = (Floats)((Ints)y + ((Ints)shifted << 23));
-  return select(above(set1(-87.0f), x), Floats{}, scaled);
+  return select(equal(x, x), select(above(set1(-87.0f), x), Floats{}, scaled), x);
 }
 
 // x * sigmoid(x): Elfwing et al. 2017, arXiv:1702.03118.

@@ -63,13 +63,20 @@ bool Share::next() {
 
 Team::Team(int count, const std::vector<int>& cpus) : count_(count), cursors_(new Cursor[count]) {
   allow(pthread_self(), cpus);
-  for (int index = 1; index < count; index++) {
-    threads_.emplace_back([this, index] { work(index); });
-    allow(threads_.back().native_handle(), cpus);
+  try {
+    for (int index = 1; index < count; index++) {
+      threads_.emplace_back([this, index] { work(index); });
+      allow(threads_.back().native_handle(), cpus);
+    }
+  } catch (...) {
+    stop();
+    throw;
   }
 }
 
-Team::~Team() {
+Team::~Team() { stop(); }
+
+void Team::stop() {
   stopping_ = true;
   started_.fetch_add(1, std::memory_order_release);
   started_.notify_all();

@@ -69,6 +69,7 @@ class Team {
     std::atomic<int64_t> taken{0};
   };
   void work(int index);
+  void stop();
   void meet();
   void renew_shares();
 

@@ -183,7 +183,9 @@ class _Resolver:
             kernels = given
             self.record("kernels", kernels, self.options.origin("kernels"))
             if kernels != "torch" and obstacle:
-                raise ConfigError(f"{self.options.label('kernels')} is {kernels}, but {obstacle}; drop it")
+                raise ConfigError(
+                    f"{self.options.label('kernels')} is {kernels}, but {obstacle}; change that, or drop it"
+                )
             if kernels not in ("torch", *self.host.kernels):
                 has = ", ".join(self.host.kernels)
                 raise ConfigError(f"{self.options.label('kernels')} is {kernels}, but this machine runs only {has}")

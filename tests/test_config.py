@@ -378,5 +378,5 @@ def test_kernels_that_cannot_serve_are_refused_by_name() -> None:
     model = make_model(needs_torch="", packed_bytes=10**6)
     with pytest.raises(ConfigError, match="--kernels is avx512, but this machine runs only avx2, portable"):
         make_resolved(model, WITH_KERNELS, kernels="avx512")
-    with pytest.raises(ConfigError, match="--kernels is avx2, but it is odd; drop it"):
+    with pytest.raises(ConfigError, match="--kernels is avx2, but it is odd; change that, or drop it"):
         make_resolved(make_model(needs_torch="it is odd"), WITH_KERNELS, kernels="avx2")

@@ -53,7 +53,12 @@ FLAGS = (
     Flag(
         "kv_memory", KV, "SIZE", "2GiB, bytes, or a share of free memory such as 0.3. (default: half of what is free)"
     ),
-    Flag("block_size", KV, "TOKENS", "Tokens per KV block, a power of two. (default: 32)"),
+    Flag(
+        "block_size",
+        KV,
+        "TOKENS",
+        "Tokens per KV block, a power of two; the CPU kernels need at least 32. (default: 32)",
+    ),
     Flag("prefix_caching", KV, "", "Reuse the KV of prompts that begin alike. (default: on)"),
     Flag("backend", DEVICE, "NAME", "cpu, or null (no model, for tests). (default: cpu)", "--device"),
     Flag(
@@ -69,7 +74,7 @@ FLAGS = (
         "",
         "Keep the weights as packed for the CPU kernels in ~/.cache/pypto-serving, for later starts. (default: off)",
     ),
-    Flag("num_threads", DEVICE, "N", "Threads that compute. (default: one per CPU)"),
+    Flag("num_threads", DEVICE, "N", "Threads that compute. (default: one per CPU, fewer for small models)"),
     Flag("step_timeout", DEVICE, "SECONDS", "A step longer than this is a fault. (default: 120)"),
     Flag("log_level", DEVICE, "LEVEL", "debug, info, warning, error or critical. (default: info)"),
 )

@@ -131,6 +131,8 @@ class Engine:
         mask = (ctypes.c_int * len(chosen))(*chosen)
         self._handle = lib.pypto_open(instruction_set.encode(), threads, mask, len(chosen)) if lib is not None else None
         if lib is None or not self._handle:
+            if runnable() and instruction_set in ("", *runnable()):
+                raise ConfigError(f"the system does not start {threads} threads; give fewer with --num-threads")
             has = ", ".join(runnable()) or "none: it was built without a C++ compiler"
             raise ConfigError(f"no kernels for {instruction_set or 'this machine'} here; this installation has {has}")
         self._lib = lib

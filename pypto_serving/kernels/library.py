@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+
+from pypto_serving.errors import ConfigError
 
 FILE = "pypto_kernels.so"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
@@ -53,16 +56,32 @@ _SIGNATURES: Mapping[str, str] = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library, or None where the package was built without it or for another machine."""
+    """The library, or None where the package was built without it.
+
+    Raises ConfigError for one that cannot be loaded, or that was built from other sources than those of this checkout.
+    """
     import pypto_serving.kernels
 
     for folder in pypto_serving.kernels.__path__:
         if (path := Path(folder) / FILE).is_file():
             try:
-                return _declared(ctypes.CDLL(str(path)))
-            except OSError:
-                return None
+                lib = ctypes.CDLL(str(path))
+                lib.pypto_sources.restype = ctypes.c_char_p
+                built_from = lib.pypto_sources().decode()
+            except (OSError, AttributeError) as error:
+                raise ConfigError(f"the CPU kernels cannot be loaded ({error}); install pypto-serving again") from None
+            if built_from != (_checkout_sources() or built_from):
+                raise ConfigError("the CPU kernels are not those of csrc/ any more; run `make serve` or `make check`")
+            return _declared(lib)
     return None
+
+
+def _checkout_sources() -> str:
+    """The hash that csrc/CMakeLists.txt makes of the sources beside this package; empty where there are none."""
+    folder = Path(__file__).parents[2] / "csrc"
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".h", ".cpp"))
+    hashes = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
+    return hashlib.sha256(hashes.encode()).hexdigest() if files else ""
 
 
 def _declared(lib: ctypes.CDLL) -> ctypes.CDLL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from pypto_serving.kernels.library import runnable
 from pypto_serving.options import Options
 from pypto_serving.types.model import ModelSpec
 
+logger = logging.getLogger(__name__)
+
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
 NULL_MODELS = ("plain", "deepseek_v4")
 WANTED_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
@@ -25,7 +28,13 @@ def prepare(options: Options, model: ModelSpec) -> Resolved:
     template = options.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
-    host = msgspec.structs.replace(read_host_facts(), kernels=runnable(), cache_dir=read_cache_dir())
+    kernels = runnable()
+    if not kernels and not model.needs_torch and options.backend in (None, "cpu"):
+        logger.warning(
+            "this installation has no CPU kernels, because there was no C++ compiler: torch computes, several times "
+            "slower; with a compiler, install again (after `make clean` in a checkout)"
+        )
+    host = msgspec.structs.replace(read_host_facts(), kernels=kernels, cache_dir=read_cache_dir())
     return resolve(options, model, host)
 
 

@@ -171,7 +171,7 @@ class PackedWeights:
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Rounded to the nearest, ties to even."""
-    bits = values.view(np.uint32)
+    bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 

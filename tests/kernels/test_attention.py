@@ -172,6 +172,13 @@ def test_a_row_that_is_not_a_number_stays_alone(engine: Engine) -> None:
         assert np.isnan(found[2][1:]).any()
 
 
+def test_a_key_that_is_not_a_number_is_noticed(engine: Engine) -> None:
+    rows = [random_row(i, 130, 3, 4, 2, 64) for i in range(2)]
+    rows[1].keys[40] = np.nan
+    found = attend(engine, rows)
+    assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
+
+
 def test_an_empty_step_does_nothing(engine: Engine) -> None:
     stage = Stage(engine)
     pages = np.full((2, LAYERS, 2, 1, 32 * 32), NAN, np.uint16)

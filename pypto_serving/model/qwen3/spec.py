@@ -137,11 +137,14 @@ class Qwen3Config:
 
     def _needs_torch(self, dtype: str, block_size: int) -> str:
         """Why the CPU kernels cannot serve the model, if so; see csrc/kernels.h for the layouts behind the numbers."""
-        widths = (self.intermediate_size, *([self.experts.intermediate_size] if self.experts else []))
+        experts = self.experts
+        sparse = () if experts is None else (experts.intermediate_size,)
+        has_dense = experts is None or len(experts.layers) < self.num_layers
+        widths = (*sparse, self.intermediate_size) if has_dense else sparse
         if dtype != "bfloat16":
-            return "the kernels compute in bfloat16 only"
+            return "the kernels serve --dtype bfloat16 only"
         if block_size % 32:
-            return f"the kernels need a block size that is a multiple of 32, not {block_size}"
+            return f"the kernels need a --block-size that is a multiple of 32, not {block_size}"
         if self.head_dim % 32 or self.head_dim > 256:
             return f"the kernels need a head_dim of 32, 64, ... 256, not {self.head_dim}"
         if self.num_heads // self.num_kv_heads > 96:
