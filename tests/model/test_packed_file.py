@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -183,19 +184,21 @@ def test_a_change_between_the_sampled_pages_is_seen(kept: Kept, tmp_path: Path) 
     assert len(list(folder.iterdir())) == 2
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
     """No file may grow beyond 64 KiB, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_full_disk_is_one_warning(
-    kept: Kept, tmp_path: Path, small_files: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert np.array_equal(logits(load(kept.model, tmp_path / "cache")), kept.logits)
+def test_a_full_disk_is_one_warning(kept: Kept, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_files():
+        program = load(kept.model, tmp_path / "cache")
+    assert np.array_equal(logits(program), kept.logits)
     assert caplog.messages == [f"packed weights are not kept in {tmp_path / 'cache'}: File too large"]
     assert list((tmp_path / "cache").iterdir()) == []
 
