@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels import Engine, Matrix, Stored, zeros
-from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
+from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.packed_file import PackedFile
+from pypto_serving.model.tensors import Progress, StoredTensors
 from pypto_serving.util import ceil_div
-
-Progress = Callable[[str, int, int], None]
 
 _STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16}
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 class PackedWeights:
-    """Owns the maps of a checkpoint's files while a model is built.
+    """Packs a checkpoint's tensors, each once: the only copy is the one that is served.
 
-    Files are mapped, and pages given back once they are packed: the only copy is the one that is served.
     Matrices and tables that `file` has come from there, and it is given the others.
-    Reports `progress("weights", bytes done, bytes in total)`.
     """
 
     def __init__(
@@ -35,20 +31,8 @@ class PackedWeights:
     ) -> None:
         self._engine = engine
         self._file = file
-        self._checkpoint = Checkpoint.open(model_dir)
-        self._progress = progress
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._done = self._total = 0
-
-    def require(self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool]) -> None:
-        """Check all tensors before any is read; raises ModelError (see Checkpoint.require)."""
-        self._checkpoint.require(inventory, ignores)
-        self._total = sum(t.end - t.begin for t in (self._checkpoint.tensors[name] for name in inventory))
-        self._progress("weights", 0, self._total)
-
-    def has(self, name: str) -> bool:
-        """True if the checkpoint has a tensor called `name`."""
-        return name in self._checkpoint.tensors
+        self._tensors = StoredTensors(model_dir, progress)
+        self.require, self.has = self._tensors.require, self._tensors.has
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """A tensor of one dimension in float32, rounded to bfloat16 as everything is that is served."""
@@ -56,7 +40,7 @@ class PackedWeights:
 
     def table(self, name: str) -> NDArray[np.uint16]:
         """A tensor as bfloat16, in row-major order."""
-        tensor = self._checkpoint.tensors[name]
+        tensor = self._tensors[name]
 
         def fill(table: NDArray[np.uint16]) -> None:
             table[:] = _bfloat16(self._read(name))
@@ -87,7 +71,7 @@ class PackedWeights:
             for i, tensor in enumerate(tensors):
                 address, stored = self._address(tensor)
                 self._engine.pack_gate(pairs[i // 2 * size :], address, stored, n, k, i % 2)
-                self._finish(tensor)
+                self._tensors.forget(tensor)
 
         pairs = self._packed("gated", tensors, np.uint32, size * len(gates), fill)
         return Matrix(pairs, 2 * n, k)
@@ -105,7 +89,7 @@ class PackedWeights:
         return Matrix(self._packed("several", tensors, np.uint32, size * len(names), fill), n, k)
 
     def _weights(self, names: Sequence[str]) -> list[StoredTensor]:
-        return [self._checkpoint.tensors[f"{name}.weight"] for name in names]
+        return [self._tensors[f"{name}.weight"] for name in names]
 
     def _packed(
         self, how: str, tensors: Sequence[StoredTensor], dtype: Any, size: int, fill: Callable[[NDArray[Any]], None]
@@ -115,7 +99,7 @@ class PackedWeights:
         array = None if self._file is None else self._file.load(name, dtype, size)
         if array is not None:
             for tensor in tensors:
-                self._report(tensor)
+                self._tensors.count(tensor)
             return array
         fill(array := zeros(dtype, size))
         if self._file is not None:
@@ -133,40 +117,22 @@ class PackedWeights:
         address, stored = self._address(tensor)
         n, k = tensor.shape
         self._engine.pack(pairs, address, stored, n, k, offset)
-        self._finish(tensor)
+        self._tensors.forget(tensor)
 
     def _address(self, tensor: StoredTensor) -> tuple[int, Stored]:
-        view = np.frombuffer(self._map(tensor.file), np.uint8, 1, tensor.begin)
+        view = np.frombuffer(self._tensors.map(tensor), np.uint8, 1, tensor.begin)
         return view.ctypes.data, _STORED[tensor.dtype]
 
     def _read(self, name: str) -> NDArray[np.float32]:
         """A tensor in float32, flat."""
-        tensor = self._checkpoint.tensors[name]
+        tensor = self._tensors[name]
         dtype = _NUMPY[tensor.dtype]
         stored = np.frombuffer(
-            self._map(tensor.file), dtype, (tensor.end - tensor.begin) // dtype.itemsize, tensor.begin
+            self._tensors.map(tensor), dtype, (tensor.end - tensor.begin) // dtype.itemsize, tensor.begin
         )
         values = (stored.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else stored.astype("f4")
-        self._finish(tensor)
+        self._tensors.forget(tensor)
         return values
-
-    def _finish(self, tensor: StoredTensor) -> None:
-        """Let the kernel take back the whole pages of a tensor that has been read."""
-        begin, end = ceil_div(tensor.begin, mmap.PAGESIZE), tensor.end // mmap.PAGESIZE
-        if end > begin and hasattr(mmap, "MADV_DONTNEED"):
-            start, length = begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE
-            self._map(tensor.file).madvise(mmap.MADV_DONTNEED, start, length)
-        self._report(tensor)
-
-    def _report(self, tensor: StoredTensor) -> None:
-        self._done += tensor.end - tensor.begin
-        self._progress("weights", self._done, self._total)
-
-    def _map(self, file: Path) -> mmap.mmap:
-        if file not in self._maps:
-            with file.open("rb") as stream:
-                self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[file]
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -45,6 +45,7 @@ TORCH_FREE_MODEL = {
     "registry",
     "rope",
     "spec",
+    "tensors",
 }
 EXCEPTIONS = {("pypto_serving.model.locate", "pypto_serving.backend.null")}
 """A spec without a checkpoint: `null_spec` makes a ModelSpec and needs neither weights nor torch."""

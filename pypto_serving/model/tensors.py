@@ -1,0 +1,58 @@
+"""A checkpoint's tensors as they lie in its files, mapped while a model is built. Torch-free."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
+from pypto_serving.util import ceil_div
+
+Progress = Callable[[str, int, int], None]
+
+
+class StoredTensors:
+    """Owns the maps of a checkpoint's files and the count of what has been read.
+
+    Reports `progress("weights", bytes done, bytes in total)`.
+    """
+
+    def __init__(self, model_dir: str | Path, progress: Progress) -> None:
+        self._checkpoint = Checkpoint.open(model_dir)
+        self._progress = progress
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._done = self._total = 0
+
+    def require(self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool]) -> None:
+        """Check all tensors before any is read; raises ModelError (see Checkpoint.require)."""
+        self._checkpoint.require(inventory, ignores)
+        self._total = sum(t.end - t.begin for t in (self._checkpoint.tensors[name] for name in inventory))
+        self._progress("weights", 0, self._total)
+
+    def has(self, name: str) -> bool:
+        """True if the checkpoint has a tensor called `name`."""
+        return name in self._checkpoint.tensors
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._checkpoint.tensors[name]
+
+    def map(self, tensor: StoredTensor) -> mmap.mmap:
+        """The file of `tensor`, as a private map: torch wants a writable buffer, and pages are never written."""
+        if tensor.file not in self._maps:
+            with tensor.file.open("rb") as stream:
+                self._maps[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[tensor.file]
+
+    def forget(self, tensor: StoredTensor) -> None:
+        """Count `tensor` as read, and let the kernel take back its whole pages."""
+        begin, end = ceil_div(tensor.begin, mmap.PAGESIZE), tensor.end // mmap.PAGESIZE
+        if end > begin and hasattr(mmap, "MADV_DONTNEED"):
+            start, length = begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE
+            self.map(tensor).madvise(mmap.MADV_DONTNEED, start, length)
+        self.count(tensor)
+
+    def count(self, tensor: StoredTensor) -> None:
+        """Count `tensor` as read."""
+        self._done += tensor.end - tensor.begin
+        self._progress("weights", self._done, self._total)
