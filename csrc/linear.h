@@ -9,6 +9,10 @@ namespace ISA {
 // and short enough that the last pieces balance the threads.
 constexpr int64_t kGrainBytes = 64 << 10;
 
+// How far a single strip of rows fetches ahead of what it multiplies: what the memory delivers within its latency, and
+// no more than the first-level cache and its queues bear (4 and 8 KiB are slower).
+constexpr int64_t kAheadBytes = 6 << 10;
+
 INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
   const int64_t first = strips.start(strip), size = strips.size(strip);
   const int64_t column = panel * kPanel, used = min(kPanel, op.n - column);
@@ -33,20 +37,21 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
   }
 }
 
-// One panel times all strips. A panel stays in the second-level cache while strips of rows pass by; the first four of
-// them fetch the next panel, a part each, for as long as there is computed. Up to 4 rows the hardware does that as well,
-// since there is little else to do.
+// One panel times all strips. Of what is fetched, up to 4 rows nothing is fetched by us: there is little to do but read,
+// and the hardware follows the stream. A single larger strip fetches a little ahead of itself, into the next panel at
+// the end. Where several strips pass by, the panel stays in the second-level cache, and the first four of them fetch
+// the next panel, a part each, for as long as there is computed.
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t pairs = op.k / 2, panel_pairs = pairs * kPanel;
   const Pair* weight = op.weight + panel * panel_pairs;
-  const char* next = reinterpret_cast<const char*>(weight + panel_pairs);
+  const bool many = strips.count() > 1, fetches = strips.rows > 4 && (panel + 1) * kPanel < op.n;
+  const char* ahead = reinterpret_cast<const char*>(weight) + (many ? panel_pairs * 4 : kAheadBytes);
   const int64_t parts = min(strips.count(), 4), part_bytes = panel_pairs * 4 / parts;
-  const bool fetches = strips.rows > 4 && (panel + 1) * kPanel < op.n;
   alignas(64) float tile[kMaxRows * kPanel];
   Stretch stretch{weight, weight + kLanes, pairs, {nullptr, nullptr}};
   for (int64_t strip = 0; strip < strips.count(); strip++) {
-    stretch.ahead[0] = fetches && strip < parts ? next + strip * part_bytes : nullptr;
-    stretch.ahead[1] = next + strip * part_bytes + 64;
+    stretch.ahead[0] = fetches && strip < parts ? ahead + strip * part_bytes : nullptr;
+    stretch.ahead[1] = ahead + strip * part_bytes + 64;
     multiply<0>(strips.size(strip),
                 {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile, kPanel, false});
     finish_rows(op, panel, strips, strip, tile);

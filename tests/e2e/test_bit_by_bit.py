@@ -22,8 +22,8 @@ from tests.e2e.server import Server
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NUM_REQUESTS = 37
 OUTPUT = 40
+POSITIONS = 70
 LARGE_MOE = {
     "hidden_size": 1024,
     "num_hidden_layers": 6,
@@ -50,13 +50,18 @@ class Case:
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        """Greedy and sampled requests of all lengths; every other one begins like the others."""
+        """Greedy and sampled requests of all lengths; every other one begins like the others.
+
+        Behind them, one prompt cut after each position, for what every position of a prompt says.
+        """
         rng = random.Random(11)
         shared = rng.choices(range(250), k=40)
         lengths = [1, 2, 15, 16, 17, self.longest] + [rng.randrange(1, self.longest - 40) for _ in range(31)]
         prompts = [(shared * (i % 2) + rng.choices(range(250), k=n))[: self.longest] for i, n in enumerate(lengths)]
         common = {"max_tokens": OUTPUT, "ignore_eos": True, "logprobs": 5}
-        return [common | {"prompt": p, "seed": i, "temperature": 0.9 * (i % 3)} for i, p in enumerate(prompts)]
+        whole = [common | {"prompt": p, "seed": i, "temperature": 0.9 * (i % 3)} for i, p in enumerate(prompts)]
+        once = common | {"max_tokens": 1, "temperature": 0.0}
+        return whole + [once | {"prompt": prompts[5][:end]} for end in range(1, POSITIONS + 1)]
 
     def server(self, *options: str) -> Server:
         length = str(self.longest + OUTPUT)
@@ -96,29 +101,30 @@ def wanted(case: Case, server: Server) -> list[Choice]:
 
 def one_by_one(case: Case, server: Server) -> list[Choice]:
     with server.http as client:
-        return [choice_of(client.post("/v1/completions", json=body)) for body in case.bodies]
+        return [choice_of(client.post("/v1/completions", json=body), body) for body in case.bodies]
 
 
 def together(case: Case, server: Server, budget: int = 512, shared: int = 8) -> list[Choice]:
     """Answers to all requests at once; on average, `shared` of them took each step that was not for a prompt."""
+    bodies = case.bodies
 
     async def main() -> list[Choice]:
-        limits = httpx.Limits(max_connections=NUM_REQUESTS)
+        limits = httpx.Limits(max_connections=len(bodies))
         async with httpx.AsyncClient(base_url=server.url, timeout=1800, limits=limits) as client:
-            replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in case.bodies))
-            return list(map(choice_of, replies))
+            replies = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            return list(map(choice_of, replies, bodies))
 
     steps = server.metric("pypto:engine_steps_total")
     choices = asyncio.run(main())
-    prompts = sum(len(body["prompt"]) for body in case.bodies)
-    assert server.metric("pypto:engine_steps_total") - steps < prompts / budget + len(choices) * (1 + OUTPUT / shared)
+    most = sum(len(body["prompt"]) / budget + 1 + body["max_tokens"] / shared for body in bodies)
+    assert server.metric("pypto:engine_steps_total") - steps < most
     return choices
 
 
-def choice_of(reply: httpx.Response) -> Choice:
+def choice_of(reply: httpx.Response, body: dict[str, Any]) -> Choice:
     reply.raise_for_status()
     choice: Choice = reply.json()["choices"][0]
-    assert choice["finish_reason"] == "length" and len(choice["logprobs"]["token_logprobs"]) == OUTPUT
+    assert choice["finish_reason"] == "length" and len(choice["logprobs"]["token_logprobs"]) == body["max_tokens"]
     return choice
 
 

@@ -110,6 +110,11 @@ def test_an_idle_worker_that_stops_is_replaced() -> None:
 
 
 def test_a_poisonous_request_fails_alone() -> None:
+    """A worker may die with its last result still unsent; then the death counts against the step before.
+
+    That can happen to the first two deaths; before the third the poisonous request runs alone, with no step before.
+    """
+
     async def scenario(engine: AsyncEngine) -> None:
         good = [request(f"q{i}", 8, 60) for i in range(5)]
         params = SamplingParams(max_tokens=5)
@@ -117,7 +122,7 @@ def test_a_poisonous_request_fails_alone() -> None:
         outputs = await collect(engine, *good, bad)
         fault = outputs["bad"][-1].fault
         assert fault is not None and fault.status == 500
-        assert engine.stats.num_respawns == 3
+        assert 3 <= engine.stats.num_respawns <= 5
         for source in good:
             assert answer(outputs[source.request_id]) == expected(source, engine.config)
 
