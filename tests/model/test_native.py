@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ from tests.model.sequences import Sequences
 from tests.model.test_cpu_backend import config_for, prepare, resident_bytes
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def native_config(path: Any, kernels: str = "", **changes: Any) -> Any:
@@ -96,3 +101,28 @@ def test_why_a_model_needs_torch(
     architecture, model = load_config(checkpoint())
     needs = dataclasses.replace(model, **changes).spec("m", architecture, dtype, block_size, ()).needs_torch
     assert (reason in needs) if reason else not needs
+
+
+_LOAD = """
+import sys
+from pathlib import Path
+from tests.model.sequences import load_program
+
+def kib(field):
+    return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])
+
+before = kib("VmRSS")
+program = load_program(Path(sys.argv[1]), "bfloat16", 8, 128, kernels=sys.argv[2])
+print((kib("VmHWM") - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loading_holds_no_second_copy(checkpoint: MakeCheckpoint, dtype: str) -> None:
+    """The most memory that loading takes is that of the packed weights, not of the checkpoint besides."""
+    path = checkpoint("qwen3", dtype=dtype, hidden_size=1024, intermediate_size=6144, num_hidden_layers=6)
+    served = sum(file.stat().st_size for file in path.glob("*.safetensors")) // (1 if dtype == "bfloat16" else 2)
+    assert served > 200e6
+    command = [sys.executable, "-c", _LOAD, path, runnable()[0]]
+    taken = int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+    assert served * 0.9 < taken < served * 1.3
