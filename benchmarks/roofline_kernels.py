@@ -230,7 +230,7 @@ def _torch_linears(x: NDArray[np.uint32], rows: int, matrices: Sequence[Matrix])
 
     n, k = matrices[0].n, matrices[0].k
     row_major = as_torch(x.view(np.uint16), rows, k)
-    weights = [as_torch(matrix.pairs.view(np.uint16), n, k) for matrix in matrices]
+    weights = [as_torch(matrix.words.view(np.uint16), n, k) for matrix in matrices]
     return [functools.partial(torch.nn.functional.linear, row_major, weight) for weight in weights]
 
 
@@ -289,7 +289,7 @@ def embed(bench: Bench) -> Callable[[int], list[Result]]:
     """Rows of the packed output weights; calls read from different parts of them."""
     table = bench.matrix(VOCAB, WIDTH)
     part = VOCAB // REPEATS // PANEL * PANEL
-    parts = [table.pairs[i * Matrix.size(part, WIDTH) :] for i in range(REPEATS)]
+    parts = [table.words[i * Matrix.size(part, WIDTH) :] for i in range(REPEATS)]
 
     def run(rows: int) -> list[Result]:
         recording, x = bench.recording(), zeros(np.float32, rows, WIDTH)

@@ -47,20 +47,22 @@ namespace {
 
 class Packing final : public Job {
  public:
-  Packing(const Kernels* kernels, Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
-          bool half)
-      : kernels_(kernels), out_(out), source_(source), stored_(stored), n_(n), k_(k), offset_(offset), half_(half) {}
+  Packing(const Kernels* kernels, Pair* out, int32_t* offsets, const void* source, int stored, int64_t n, int64_t k,
+          int64_t offset, bool half)
+      : kernels_(kernels), out_(out), offsets_(offsets), source_(source), stored_(stored), n_(n), k_(k),
+        offset_(offset), half_(half) {}
 
   void run(Member& member) override {
     Share share(member, (n_ + 15) / 16, 4);
     while (share.next())
       for (int64_t group = share.begin; group < share.end; group++)
-        kernels_->pack(out_, source_, stored_, n_, k_, offset_, half_, group);
+        kernels_->pack(out_, offsets_, source_, stored_, n_, k_, offset_, half_, group);
   }
 
  private:
   const Kernels* kernels_;
   Pair* out_;
+  int32_t* offsets_;
   const void* source_;
   int stored_;
   int64_t n_, k_, offset_;
@@ -69,9 +71,9 @@ class Packing final : public Job {
 
 }  // namespace
 
-API void pypto_pack(Engine* engine, Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
-                    int half) {
-  Packing packing(engine->kernels, out, source, stored, n, k, offset, half != 0);
+API void pypto_pack(Engine* engine, Pair* out, int32_t* offsets, const void* source, int stored, int64_t n, int64_t k,
+                    int64_t offset, int half) {
+  Packing packing(engine->kernels, out, offsets, source, stored, n, k, offset, half != 0);
   engine->team.run(packing);
 }
 
@@ -120,14 +122,20 @@ API void pypto_embed(Recording* r, const bf16* table, const Pair* packed, int64_
   add(r, r->kernels().embed, Embed{table, packed, width, x});
 }
 
-API void pypto_norm(Recording* r, const float* x, const float* weight, int64_t width, float eps, int rows, Pair* out) {
-  add(r, r->kernels().norm, Norm{x, weight, width, eps, static_cast<Rows>(rows), out});
+API void pypto_norm(Recording* r, const float* x, const float* weight, int64_t width, float eps, int rows, Pair* out,
+                    float* scales) {
+  add(r, r->kernels().norm, Norm{x, weight, width, eps, static_cast<Rows>(rows), out, scales});
 }
 
-API void pypto_linear(Recording* r, const Pair* x, const Pair* weight, const float* bias, int64_t n, int64_t k,
-                      int rows, int finish, void* out) {
+API void pypto_quantize(Recording* r, const Routing* routing, const Pair* x, int64_t k, Pair* out, float* scales) {
+  add(r, r->kernels().quantize, Quantize{routing, x, k, out, scales});
+}
+
+API void pypto_linear(Recording* r, const Pair* x, const float* x_scales, const Pair* weight, const float* scales,
+                      const int32_t* offsets, const float* bias, int64_t n, int64_t k, int rows, int finish, void* out) {
   add(r, r->kernels().linear,
-      Linear{x, weight, bias, n, k, static_cast<Rows>(rows), static_cast<Finish>(finish), out});
+      Linear{x, weight, x_scales, scales, offsets, bias, n, k, static_cast<Rows>(rows), static_cast<Finish>(finish),
+             out});
 }
 
 API void pypto_heads(Recording* r, const float* x, const float* weights, const float* cos, const float* sin, float eps,
@@ -153,14 +161,18 @@ API Routing* pypto_route(Recording* r, int experts, int per_token, int normalize
   return routing;
 }
 
-API void pypto_gather(Recording* r, const Routing* routing, const Pair* x, int64_t k, Pair* out) {
-  add(r, r->kernels().gather, Gather{routing, x, k, out});
+API void pypto_gather(Recording* r, const Routing* routing, const Pair* x, int64_t pairs, Pair* out,
+                      const float* scales, float* out_scales) {
+  add(r, r->kernels().gather, Gather{routing, x, pairs, out, scales, out_scales});
 }
 
-API void pypto_expert_linear(Recording* r, const Routing* routing, const Pair* x, const Pair* weight, int64_t n,
-                             int64_t k, int finish, void* out) {
+API void pypto_expert_linear(Recording* r, const Routing* routing, const Pair* x, const float* x_scales,
+                             const Pair* weight, const float* scales, const int32_t* offsets, int64_t n, int64_t k,
+                             int finish, void* out) {
   add(r, r->kernels().expert_linear,
-      ExpertLinear{routing, {x, weight, nullptr, n, k, Rows::kTokens, static_cast<Finish>(finish), out}});
+      ExpertLinear{routing,
+                   {x, weight, x_scales, scales, offsets, nullptr, n, k, Rows::kTokens, static_cast<Finish>(finish),
+                    out}});
 }
 
 API void pypto_combine(Recording* r, const Routing* routing, const float* y, int64_t width, float* x) {

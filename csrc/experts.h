@@ -53,7 +53,7 @@ static void sort(const Routing& r, const Step& step, Member& member) {
 
 static void gather(const Gather& op, const Step& step, Member& member) {
   const Routing& r = *op.routing;
-  const int64_t pairs = op.k / 2;
+  const int64_t pairs = op.pairs;
   const Strips source{step.tokens, kMaxRows};
   Share share(member, static_cast<int64_t>(step.tokens) * r.per_token, kMaxRows);
   while (share.next()) {
@@ -64,6 +64,7 @@ static void gather(const Gather& op, const Step& step, Member& member) {
       const Pair* from = source.at(const_cast<Pair*>(op.x), pairs, entry / r.per_token, from_stride);
       Pair* to = target.at(op.out + first * pairs, pairs, place - first, to_stride);
       for (int64_t p = 0; p < pairs; p++) to[p * to_stride] = from[p * from_stride];
+      if (op.scales) op.out_scales[place] = op.scales[entry / r.per_token];
     }
   }
 }

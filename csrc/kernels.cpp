@@ -14,7 +14,7 @@
 namespace ISA {
 
 extern const pypto::Kernels kKernels = {
-    TEXT(ISA), kMaxRows, pack, embed, norm, linear, heads, attend, choose, sort, gather, expert_linear, combine, sample,
+    TEXT(ISA), kMaxRows, pack, embed, norm, quantize, linear, heads, attend, choose, sort, gather, expert_linear, combine, sample,
     logprobs, read, compute, kRoundFlops,
 };
 

@@ -17,6 +17,10 @@ typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
 // fill two registers with 16 outputs each. Outputs behind n are zero.
 constexpr int kPanel = 32;
 
+// Weights of bytes lie in the same panels, [k / 4][2][16] quads: four signed bytes along the summed dimension, the first
+// one lowest. Activations of bytes lie in the strips below, [k / 4][its rows] quads, a row's numbers plus 128; what that
+// adds to a sum is taken away by the sum's first term, -128 times the sum of an output's weights.
+
 // Activations of `rows` rows lie in strips of nearly equal size, at most `most` rows each; a strip is [k / 2][its rows]
 // pairs, so that one step of the summed dimension reads its broadcasts from consecutive addresses.
 struct Strips {  // forced inline: one copy for all instruction sets would be compiled for one of them
@@ -67,6 +71,8 @@ enum class Rows : int32_t { kTokens = 0, kLogits = 1 };
 
 ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::kTokens ? step.tokens : step.logits; }
 
+struct Routing;
+
 // x[t] = embedding row of token t. From a row-major table, or from packed weights where the output layer is the table.
 struct Embed {
   const bf16* table;
@@ -75,13 +81,25 @@ struct Embed {
   float* x;
 };
 
-// out = x / rms(x) * weight in strips, for all tokens or for those whose logits are wanted.
+// out = x / rms(x) * weight in strips, for all tokens or for those whose logits are wanted; of bytes where there are
+// `scales`, see Quantize.
 struct Norm {
   const float *x, *weight;
   int64_t width;
   float eps;
   Rows rows;
   Pair* out;
+  float* scales;  // [rows], or null
+};
+
+// Strips of bytes from strips x of bfloat16: a row's numbers times 127 / its largest magnitude, rounded to the nearest,
+// ties to even; scales = that magnitude / 127. The rows are those of experts where there is a routing.
+struct Quantize {
+  const Routing* routing;  // or null
+  const Pair* x;
+  int64_t k;
+  Pair* out;
+  float* scales;  // [rows]
 };
 
 // What becomes of a product.
@@ -91,9 +109,12 @@ enum class Finish : int32_t {
   kGate = 2,   // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
 };
 
-// y = x W^T + bias, x in strips of k / 2 pairs.
+// y = x W^T + bias, x in strips of k / 2 pairs. Where there are `scales`, x and W are bytes, and the sum of their products
+// is multiplied by x_scales[row] and then by scales[output].
 struct Linear {
   const Pair *x, *weight;
+  const float *x_scales, *scales;  // [rows] and [panels * 32], or null
+  const int32_t* offsets;          // [panels * 32], or null
   const float* bias;  // [panels * 32], or null
   int64_t n, k;
   Rows rows;
@@ -144,8 +165,10 @@ struct Routing {
 struct Gather {
   const Routing* routing;
   const Pair* x;  // strips of all tokens
-  int64_t k;
-  Pair* out;  // strips of each expert's entries
+  int64_t pairs;  // or quads, of a row
+  Pair* out;      // strips of each expert's entries
+  const float* scales;  // of all tokens, or null
+  float* out_scales;    // of the entries
 };
 
 struct ExpertLinear {
@@ -196,10 +219,11 @@ struct Limits {
 struct Kernels {
   const char* name;
   int rows;  // at most so many in a strip
-  void (*pack)(Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset, bool half,
-               int64_t group);
+  void (*pack)(Pair* out, int32_t* offsets, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
+               bool half, int64_t group);
   void (*embed)(const Embed&, const Step&, Member&);
   void (*norm)(const Norm&, const Step&, Member&);
+  void (*quantize)(const Quantize&, const Step&, Member&);
   void (*linear)(const Linear&, const Step&, Member&);
   void (*heads)(const Heads&, const Step&, Member&);
   void (*attend)(const Attend&, const Step&, Member&);

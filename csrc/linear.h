@@ -18,6 +18,11 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
   const int64_t column = panel * kPanel, used = min(kPanel, op.n - column);
   for (int64_t m = 0; m < size; m++) {
     float* y = tile + m * kPanel;
+    if (op.scales) {
+      const Floats scale = set1(op.x_scales[first + m]);
+      store(y, load(y) * scale * load(op.scales + column));
+      store(y + kLanes, load(y + kLanes) * scale * load(op.scales + column + kLanes));
+    }
     if (op.bias) {
       store(y, load(y) + load(op.bias + column));
       store(y + kLanes, load(y + kLanes) + load(op.bias + column + kLanes));
@@ -37,31 +42,41 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
   }
 }
 
+// 32 bits each, in a row.
+INLINE int64_t words(const Linear& op) { return op.k / (op.scales ? Quads::kEach : Pairs::kEach); }
+
 // One panel times all strips. Of what is fetched, up to 4 rows nothing is fetched by us: there is little to do but read,
 // and the hardware follows the stream. A single larger strip fetches a little ahead of itself, into the next panel at
 // the end. Where several strips pass by, the panel stays in the second-level cache, and the first four of them fetch
 // the next panel, a part each, for as long as there is computed.
+template <typename Kind>
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
-  const int64_t pairs = op.k / 2, panel_pairs = pairs * kPanel;
+  const int64_t pairs = op.k / Kind::kEach, panel_pairs = pairs * kPanel;
   const Pair* weight = op.weight + panel * panel_pairs;
   const bool many = strips.count() > 1, fetches = strips.rows > 4 && (panel + 1) * kPanel < op.n;
   const char* ahead = reinterpret_cast<const char*>(weight) + (many ? panel_pairs * 4 : kAheadBytes);
   const int64_t parts = min(strips.count(), 4), part_bytes = panel_pairs * 4 / parts;
   alignas(64) float tile[kMaxRows * kPanel];
+  const int32_t* offsets = op.offsets ? op.offsets + panel * kPanel : nullptr;
   Stretch stretch{weight, weight + kLanes, pairs, {nullptr, nullptr}};
   for (int64_t strip = 0; strip < strips.count(); strip++) {
     stretch.ahead[0] = fetches && strip < parts ? ahead + strip * part_bytes : nullptr;
     stretch.ahead[1] = ahead + strip * part_bytes + 64;
-    multiply<0>(strips.size(strip),
-                {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile, kPanel, false});
+    multiply<0, Kind>(strips.size(strip), {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile,
+                                           kPanel, false, offsets});
     finish_rows(op, panel, strips, strip, tile);
   }
+}
+
+INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
+  if (op.scales) return one_panel<Quads>(op, panel, strips);
+  one_panel<Pairs>(op, panel, strips);
 }
 
 static void linear(const Linear& op, const Step& step, Member& member) {
   const Strips strips{count(step, op.rows), kMaxRows};
   if (strips.rows == 0) return;
-  const int64_t panels = (op.n + kPanel - 1) / kPanel, panel_bytes = op.k * kPanel * 2;
+  const int64_t panels = (op.n + kPanel - 1) / kPanel, panel_bytes = words(op) * kPanel * 4;
   Share share(member, panels, panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1);
   while (share.next())
     for (int64_t panel = share.begin; panel < share.end; panel++) one_panel(op, panel, strips);
@@ -70,7 +85,7 @@ static void linear(const Linear& op, const Step& step, Member& member) {
 // As `linear`, for the experts that have rows: an item is one panel of one of them.
 static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
   const Routing& routing = *op.routing;
-  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, pairs = op.linear.k / 2;
+  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, pairs = words(op.linear);
   Share share(member, routing.active[routing.experts] * panels, 1);
   while (share.next()) {
     const int64_t expert = routing.active[share.begin / panels], panel = share.begin % panels;
@@ -78,6 +93,11 @@ static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
     Linear one = op.linear;
     one.x += first * pairs;
     one.weight += expert * panels * pairs * kPanel;
+    if (one.scales) {
+      one.x_scales += first;
+      one.scales += expert * panels * kPanel;
+      one.offsets += expert * panels * kPanel;
+    }
     one.out = op.linear.finish == Finish::kGate
                   ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))
                   : static_cast<void*>(static_cast<float*>(one.out) + first * one.n);
@@ -85,7 +105,7 @@ static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
   }
 }
 
-enum Stored { kBf16 = 0, kF32 = 1, kF16 = 2 };
+enum Stored { kBf16 = 0, kF32 = 1, kF16 = 2, kI8 = 3 };
 
 INLINE float half_to_float(uint16_t h) {
   const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
@@ -118,12 +138,27 @@ static void pack_rows(Pair* out, const void* source, int64_t n, int64_t k, int64
   }
 }
 
+// Sums begin with `offsets`, which take away what the 128 adds that every byte of the activations is too large by.
+static void pack_bytes(Pair* out, int32_t* offsets, const int8_t* source, int64_t n, int64_t k, int64_t first) {
+  for (int64_t lane = 0; lane < kLanes; lane++) offsets[lane] = 0;
+  for (int64_t q = 0; q < k / 4; q++) {
+    for (int64_t lane = 0; lane < kLanes && first + lane < n; lane++) {
+      const int8_t* bytes = source + (first + lane) * k + 4 * q;
+      std::memcpy(out + q * kPanel + lane, bytes, 4);
+      offsets[lane] -= 128 * (bytes[0] + bytes[1] + bytes[2] + bytes[3]);
+    }
+    for (int64_t lane = n - first; lane < kLanes; lane++) out[q * kPanel + lane] = 0;
+  }
+}
+
 // Rows [16 * group, 16 * group + 16) of a stored matrix [n, k] into half a panel; rows behind n become zeros. Output
 // offset + i stands for row i; where the matrix is `half` of panels that two matrices share, one panel's 16 outputs do.
-static void pack(Pair* out, const void* source, int stored, int64_t n, int64_t k, int64_t offset, bool half,
-                 int64_t group) {
+static void pack(Pair* out, int32_t* offsets, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
+                 bool half, int64_t group) {
   const int64_t first = group * kLanes, output = half ? group * kPanel + offset : offset + first;
-  Pair* target = out + output / kPanel * (k / 2) * kPanel + output % kPanel;
+  const int64_t words = k / (stored == kI8 ? 4 : 2);
+  Pair* target = out + output / kPanel * words * kPanel + output % kPanel;
+  if (stored == kI8) return pack_bytes(target, offsets + output, static_cast<const int8_t*>(source), n, k, first);
   if (stored == kBf16) return pack_rows<kBf16>(target, source, n, k, first);
   if (stored == kF32) return pack_rows<kF32>(target, source, n, k, first);
   return pack_rows<kF16>(target, source, n, k, first);

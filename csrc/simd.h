@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -148,6 +148,25 @@ INLINE uint32_t bits(Ints holds) {
 #endif
 }
 
+// The first `count` of 16 lanes, at least 1; the others are zero.
+INLINE Ints load_some(const void* p, int64_t count) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), p);
+#else
+  Ints x{};
+  for (int64_t i = 0; i < count; i++) std::memcpy(reinterpret_cast<char*>(&x) + 4 * i, static_cast<const char*>(p) + 4 * i, 4);
+  return x;
+#endif
+}
+
+INLINE void store_some(void* p, Ints x, int64_t count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_epi32(p, static_cast<__mmask16>((1u << count) - 1), (__m512i)x);
+#else
+  for (int64_t i = 0; i < count; i++) std::memcpy(static_cast<char*>(p) + 4 * i, reinterpret_cast<char*>(&x) + 4 * i, 4);
+#endif
+}
+
 INLINE Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 INLINE float widen(bf16 x) {
@@ -217,6 +236,9 @@ INLINE PairRegister broadcast(Pair x) { return PairRegister{} + static_cast<int3
 
 INLINE void store_sums(float* p, Register x) { std::memcpy(p, &x, sizeof x); }
 
+// Whole numbers in float32, to the nearest, ties to even.
+INLINE Register as_floats(PairRegister x) { return __builtin_convertvector(x, Register); }
+
 // Has x computed although nobody reads it.
 INLINE void keep(Register x) { asm volatile("" : : "m"(x)); }
 
@@ -238,6 +260,33 @@ INLINE Register dot(Register total, PairRegister a, PairRegister b) {
   const PairRegister high = PairRegister{} + static_cast<int32_t>(0xffff0000);
   const Register low = fma_register((Register)(a << 16), (Register)(b << 16), total);
   return fma_register((Register)(a & high), (Register)(b & high), low);
+#endif
+}
+
+// The sum of two products of 16-bit numbers in every lane.
+INLINE PairRegister multiply_shorts(PairRegister a, PairRegister b) {
+#if defined(__AVX512BW__)
+  return (PairRegister)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (PairRegister)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (PairRegister)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// total + the sum of four products of a signed byte of a and an unsigned one of b in every lane: one vpdpbusd where there
+// is one. Elsewhere even and odd bytes become 16-bit numbers, because vpmaddubsw saturates.
+INLINE PairRegister dot_bytes(PairRegister total, PairRegister a, PairRegister b) {
+#if defined(__AVX512VNNI__)
+  return (PairRegister)_mm512_dpbusd_epi32((__m512i)total, (__m512i)b, (__m512i)a);
+#else
+  typedef int16_t Shorts __attribute__((vector_size(4 * kRegisterLanes), may_alias));
+  const PairRegister bytes = PairRegister{} + 0x00ff00ff;
+  const PairRegister even = multiply_shorts((PairRegister)((Shorts)((Shorts)a << 8) >> 8), b & bytes);
+  const PairRegister odd = multiply_shorts((PairRegister)((Shorts)a >> 8), (b >> 8) & bytes);
+  return total + even + odd;
 #endif
 }
 

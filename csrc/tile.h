@@ -19,8 +19,8 @@ constexpr int kMaxRows = 2, kPasses = 2;
 #endif
 constexpr int kHalf = kLanes / kRegisterLanes;  // registers that 16 columns take
 
-// `pairs` of the summed dimension. `left` and `right` lead to columns 0-15 and 16-31; `ahead` are two addresses that will
-// be read soon, or null: while the stretch is summed they advance by `Tile::ahead_step` bytes and are fetched.
+// `pairs`, or quads, of the summed dimension. `left` and `right` lead to columns 0-15 and 16-31; `ahead` are two addresses
+// that will be read soon, or null: while the stretch is summed they advance by `Tile::ahead_step` bytes and are fetched.
 struct Stretch {
   const Pair *left, *right;
   int64_t pairs;
@@ -36,21 +36,45 @@ struct Tile {
   float* c;  // [rows, ldc], 32 columns are written
   int64_t ldc;
   bool add;  // to what stands in c
+  const int32_t* offsets = nullptr;  // what sums of bytes begin with, for 32 columns
+};
+
+// What is multiplied, 32 bits of the summed dimension at a time.
+struct Pairs {  // bfloat16, summed in float32
+  using Sums = Register;
+  static constexpr int64_t kEach = 2;
+  static ALWAYS_INLINE Sums begin(const Tile& t, int64_t row, int64_t column) {
+    return t.add ? load_sums(t.c + row * t.ldc + column) : Sums{};
+  }
+  static ALWAYS_INLINE Sums add(Sums total, PairRegister weights, PairRegister x) { return dot(total, weights, x); }
+  static ALWAYS_INLINE Register end(Sums total) { return total; }
+};
+
+struct Quads {  // signed bytes of weights and unsigned ones of activations, summed exactly
+  using Sums = PairRegister;
+  static constexpr int64_t kEach = 4;
+  static ALWAYS_INLINE Sums begin(const Tile& t, int64_t, int64_t column) {
+    return load_register(reinterpret_cast<const Pair*>(t.offsets + column));
+  }
+  static ALWAYS_INLINE Sums add(Sums total, PairRegister weights, PairRegister x) {
+    return dot_bytes(total, weights, x);
+  }
+  static ALWAYS_INLINE Register end(Sums total) { return as_floats(total); }
 };
 
 // c[m][0..15] = sum over p of a(m, p) . left[p], c[m][16..31] likewise with right. Every sum runs over p in order in one
 // register, so that a row's result depends neither on how many rows there are nor on what stands beside it.
 // a(m, p) is a[p * M + m] where kRow is 0, else a[m * kRow + p].
-template <int M, int kRow>
+template <int M, int kRow, typename Kind>
 static void multiply(const Tile& t) {
   constexpr int kColumns = 2 / kPasses * kHalf;
   for (int pass = 0; pass < kPasses; pass++) {
-    Register sums[M][kColumns];
+    typename Kind::Sums sums[M][kColumns];
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
       for (int i = 0; i < kColumns; i++)
-        sums[m][i] = t.add ? load_sums(t.c + m * t.ldc + pass * kLanes + i * kRegisterLanes) : Register{};
+        sums[m][i] = Kind::begin(t, m, pass * kLanes + i * kRegisterLanes);
     const Pair* a = t.a;
     const int64_t step = t.step, ahead_step = t.ahead_step;
     for (const Stretch* s = t.stretches; s != t.stretches + t.num_stretches; s++) {
@@ -71,7 +95,7 @@ static void multiply(const Tile& t) {
         for (int m = 0; m < M; m++) {
           const PairRegister x = broadcast(a[m * (kRow ? kRow : 1)]);
 #pragma GCC unroll 8
-          for (int i = 0; i < kColumns; i++) sums[m][i] = dot(sums[m][i], weights[i], x);
+          for (int i = 0; i < kColumns; i++) sums[m][i] = Kind::add(sums[m][i], weights[i], x);
         }
         a += kRow ? 1 : M;
         b += step;
@@ -83,28 +107,28 @@ static void multiply(const Tile& t) {
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-      for (int i = 0; i < kColumns; i++) store_sums(c + m * ldc + i * kRegisterLanes, sums[m][i]);
+      for (int i = 0; i < kColumns; i++) store_sums(c + m * ldc + i * kRegisterLanes, Kind::end(sums[m][i]));
   }
 }
 
-template <int kRow>
+template <int kRow, typename Kind = Pairs>
 INLINE void multiply(int64_t rows, const Tile& t) {
   switch (rows) {
-    case 1: return multiply<1, kRow>(t);
-    case 2: return multiply<2, kRow>(t);
+    case 1: return multiply<1, kRow, Kind>(t);
+    case 2: return multiply<2, kRow, Kind>(t);
 #if defined(__AVX2__)
-    case 3: return multiply<3, kRow>(t);
-    case 4: return multiply<4, kRow>(t);
+    case 3: return multiply<3, kRow, Kind>(t);
+    case 4: return multiply<4, kRow, Kind>(t);
 #endif
 #if defined(__AVX512F__)
-    case 5: return multiply<5, kRow>(t);
-    case 6: return multiply<6, kRow>(t);
-    case 7: return multiply<7, kRow>(t);
-    case 8: return multiply<8, kRow>(t);
-    case 9: return multiply<9, kRow>(t);
-    case 10: return multiply<10, kRow>(t);
-    case 11: return multiply<11, kRow>(t);
-    case 12: return multiply<12, kRow>(t);
+    case 5: return multiply<5, kRow, Kind>(t);
+    case 6: return multiply<6, kRow, Kind>(t);
+    case 7: return multiply<7, kRow, Kind>(t);
+    case 8: return multiply<8, kRow, Kind>(t);
+    case 9: return multiply<9, kRow, Kind>(t);
+    case 10: return multiply<10, kRow, Kind>(t);
+    case 11: return multiply<11, kRow, Kind>(t);
+    case 12: return multiply<12, kRow, Kind>(t);
 #endif
   }
 }

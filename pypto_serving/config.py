@@ -176,6 +176,11 @@ class _Resolver:
         if not self.host.kernels:
             obstacle = obstacle or "this installation has no kernels, because there was no C++ compiler"
         given = self.options.kernels
+        if self.model.quantization and (obstacle or given == "torch"):
+            raise ConfigError(
+                f"the weights of {self.model.path} are int8 ({self.model.quantization}), which only the CPU kernels "
+                f"serve, but {obstacle or 'torch was chosen by ' + self.options.label('kernels')}"
+            )
         if given in (None, "auto"):
             kernels = "torch" if obstacle else self.host.kernels[0]
             self.record("kernels", kernels, obstacle or "the best this machine runs")

@@ -60,16 +60,17 @@ class CpuBackend(Backend):
             return cpu_torch.prepare(config, architecture, model_config, progress)
         engine = Engine(config.kernels, config.num_threads or read_host_facts().num_cpus)
         model_class = model_family(architecture).native_program
+        name = model_class.name(model_config)
         file = None
         if config.packed_cache:
             shapes = (f"{name} {shape}" for name, shape in model_config.tensors().items())
-            key = packed_key(config.model, architecture, model_class.name, *shapes)
+            key = packed_key(config.model, architecture, name, *shapes)
             file = PackedFile(config.packed_cache, key, engine)
         model = model_class(model_config, PackedWeights(config.model, engine, progress, file), engine, config)
         if file is not None:
             file.save()
         numerics = (engine.instruction_set, LAYOUT)
-        identity = program_fingerprint(config, architecture, model_class.name, *numerics)
+        identity = program_fingerprint(config, architecture, name, *numerics)
         return NativeProgram(model, config, identity, engine)
 
 

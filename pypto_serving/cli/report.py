@@ -13,6 +13,8 @@ from pypto_serving.memory import GroupPlan, MemoryPlan
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import format_size
 
+_MODEL_FACTS = ("path", "architecture", "dtype", "quantization", "num_parameters")
+
 
 def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
     """Print model, settings with their reasons and memory plan, to stderr if `err`, else to stdout."""
@@ -26,7 +28,7 @@ def as_json(resolved: Resolved, model: ModelSpec, sampling: dict[str, Any]) -> s
     """The same as one JSON object."""
     memory = resolved.memory
     content = {
-        "model": {name: getattr(model, name) for name in ("path", "architecture", "dtype", "num_parameters")},
+        "model": {name: getattr(model, name) for name in _MODEL_FACTS},
         "settings": resolved.settings,
         "sampling_defaults": sampling,
         "memory": {
@@ -46,7 +48,9 @@ def as_json(resolved: Resolved, model: ModelSpec, sampling: dict[str, Any]) -> s
 
 
 def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Iterable[str]]]:
-    yield "Model", [f"{model.architecture}, {_count(model.num_parameters)} parameters, {model.num_layers} layers"]
+    weights = f", {model.quantization} weights" if model.quantization else ""
+    facts = f"{_count(model.num_parameters)} parameters, {model.num_layers} layers{weights}"
+    yield "Model", [f"{model.architecture}, {facts}"]
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
     yield "Memory plan", _memory_lines(resolved.memory, resolved.engine.max_model_len)
 

@@ -1,7 +1,8 @@
 """What the library's kernels look like from Python: an Engine of threads, and a Recording of a step.
 
-Activations travel between operations as float32 rows, `[rows, width]`, or as strips of bfloat16 pairs, the layout that
-products read (csrc/kernels.h). Both are numpy arrays of the caller's; a recording keeps those it was given alive.
+Activations travel between operations as float32 rows, `[rows, width]`, or as strips, the layout that products read
+(csrc/kernels.h): of bfloat16 pairs, or of quads of bytes with a scale for each row. All are numpy arrays of the
+caller's; a recording keeps those it was given alive.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pypto_serving.util import ceil_div
 
 Array = NDArray[Any]
 Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
 BFloat16Array = NDArray[np.uint16]
 PairArray = NDArray[np.uint32]
 
@@ -38,6 +40,7 @@ class Stored(enum.IntEnum):
     BF16 = 0
     F32 = 1
     F16 = 2
+    I8 = 3
 
 
 class Rows(enum.IntEnum):
@@ -55,17 +58,45 @@ class _Finish(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Packed weights of `count` matrices [n, k], uint32 [count * panels * k / 2 * 32]; see csrc/kernels.h."""
+    """Packed weights of matrices [n, k]: pairs of bfloat16, uint32 [panels of all * k / 2 * 32]; see csrc/kernels.h.
 
-    pairs: PairArray
+    Where they are bytes, `words` are quads, [panels of all * k / 4 * 32], and there are `scales` and `offsets`,
+    [panels of all * 32].
+    """
+
+    words: PairArray
     n: int
     k: int
     bias: Float32Array | None = None
+    scales: Float32Array | None = None
+    offsets: Int32Array | None = None
+
+    @property
+    def int8(self) -> bool:
+        """True if the weights are bytes."""
+        return self.scales is not None
 
     @staticmethod
     def size(n: int, k: int, count: int = 1) -> int:
         """Pairs that `count` matrices [n, k] take."""
-        return count * ceil_div(n, PANEL) * PANEL * k // 2
+        return Matrix.outputs(n, count) * k // 2
+
+    @staticmethod
+    def outputs(n: int, count: int = 1) -> int:
+        """Outputs of `count` matrices of n outputs in whole panels."""
+        return count * ceil_div(n, PANEL) * PANEL
+
+
+@dataclass(frozen=True, slots=True)
+class Quads:
+    """Activations as bytes: strips of quads, uint32 [rows * k / 4], and each row's scale, float32 [rows]."""
+
+    words: PairArray
+    scales: Float32Array
+
+
+Strips = PairArray | Quads
+"""Activations that a product reads: as many bits as the weights of its matrix have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +152,17 @@ def _allowed_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
+def _has_room(out: PairArray, stored: Stored, n: int, k: int, offsets: Int32Array | None) -> bool:
+    if stored != Stored.I8:
+        return k % 2 == 0 and Matrix.size(n, k) <= out.size
+    outputs = Matrix.outputs(n)
+    return k % 4 == 0 and outputs * k // 4 <= out.size and offsets is not None and outputs <= offsets.size
+
+
+def _address(array: Array | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
 class Engine:
     """Owns `threads` threads, the caller's among them, that run kernels for one instruction set on `cpus`."""
 
@@ -144,20 +186,40 @@ class Engine:
         """Most rows in a strip of activations."""
         return int(self._lib.pypto_strip_rows(self._handle))
 
-    def pack(self, out: PairArray, source: int, stored: Stored, n: int, k: int, offset: int = 0) -> None:
+    def pack(
+        self,
+        out: PairArray,
+        source: int,
+        stored: Stored,
+        n: int,
+        k: int,
+        offset: int = 0,
+        offsets: Int32Array | None = None,
+    ) -> None:
         """Rows of a stored matrix [n, k] at address `source` become outputs `offset` on of packed `out`.
 
-        Raises ValueError where they would not lie in whole half panels of `out`, or k is odd.
+        Those of bytes also fill `offsets`. Raises ValueError where the rows would not lie in whole half panels of
+        `out`, or k is not whole words.
         """
-        if k % 2 or offset % _GATE_HALF or Matrix.size(offset + n, k) > out.size:
-            raise ValueError(f"[{n}, {k}] does not go into {out.size} pairs at output {offset}")
-        self._lib.pypto_pack(self._handle, out.ctypes.data, source, stored, n, k, offset, 0)
+        if offset % _GATE_HALF or not _has_room(out, stored, offset + n, k, offsets):
+            raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
+        self._lib.pypto_pack(self._handle, out.ctypes.data, _address(offsets), source, stored, n, k, offset, 0)
 
-    def pack_gate(self, out: PairArray, source: int, stored: Stored, n: int, k: int, half: int) -> None:
-        """Rows of a stored matrix [n, k] become half 0 (gate) or 1 (up) of each panel of `out`."""
-        if k % 2 or n % _GATE_HALF or Matrix.size(2 * n, k) > out.size:
-            raise ValueError(f"[{n}, {k}] does not go into half of {out.size} pairs")
-        self._lib.pypto_pack(self._handle, out.ctypes.data, source, stored, n, k, half * _GATE_HALF, 1)
+    def pack_gate(
+        self,
+        out: PairArray,
+        source: int,
+        stored: Stored,
+        n: int,
+        k: int,
+        half: int,
+        offsets: Int32Array | None = None,
+    ) -> None:
+        """Rows of a stored matrix [n, k] become half 0 (gate) or 1 (up) of each panel of `out`; see `pack`."""
+        if n % _GATE_HALF or not _has_room(out, stored, 2 * n, k, offsets):
+            raise ValueError(f"[{n}, {k}] does not go into half of {out.size} words")
+        offset = half * _GATE_HALF
+        self._lib.pypto_pack(self._handle, out.ctypes.data, _address(offsets), source, stored, n, k, offset, 1)
 
     def read(self, out: Array, file: int, offset: int) -> NDArray[np.uint64]:
         """Fill `out` from `offset` on of an open file, and return its `hashes`; raises OSError."""
@@ -176,6 +238,18 @@ class Engine:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self.close()
+
+
+def _parts(x: Strips) -> tuple[PairArray, Float32Array | None]:
+    return (x.words, x.scales) if isinstance(x, Quads) else (x, None)
+
+
+def _factors(x: Strips, matrix: Matrix) -> tuple[Array | None, ...]:
+    """What a product reads of both. Raises ValueError where one is of bytes and the other is not."""
+    words, x_scales = _parts(x)
+    if (x_scales is None) == matrix.int8:
+        raise ValueError("a product's activations and weights must both be bytes, or neither")
+    return words, x_scales, matrix.words, matrix.scales, matrix.offsets
 
 
 class Recording:
@@ -201,26 +275,30 @@ class Recording:
 
     def embed_packed(self, table: Matrix, x: Float32Array) -> None:
         """x [tokens, width] = rows of a packed `table` [vocab, width]."""
-        self._add("embed", None, table.pairs, x.shape[1], x)
+        self._add("embed", None, table.words, x.shape[1], x)
 
-    def norm(self, x: Float32Array, weight: Float32Array, eps: float, out: PairArray, rows: Rows = Rows.TOKENS) -> None:
+    def norm(self, x: Float32Array, weight: Float32Array, eps: float, out: Strips, rows: Rows = Rows.TOKENS) -> None:
         """Strips of x / rms(x) * weight, x [tokens, width]: arXiv:1910.07467."""
-        self._add("norm", x, weight, x.shape[1], eps, rows, out)
+        self._add("norm", x, weight, x.shape[1], eps, rows, *_parts(out))
 
-    def linear(self, x: PairArray, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
+    def quantize(self, x: PairArray, k: int, out: Quads, routing: Routing | None = None) -> None:
+        """Strips of bytes from strips of bfloat16, [tokens, k], or of experts' rows: a row's largest becomes 127."""
+        self._add("quantize", None if routing is None else routing.handle, x, k, *_parts(out))
+
+    def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
         """out [rows, n] = x W^T + b."""
         self._linear(x, matrix, _Finish.STORE, out, rows)
 
-    def linear_add(self, x: PairArray, matrix: Matrix, out: Float32Array) -> None:
+    def linear_add(self, x: Strips, matrix: Matrix, out: Float32Array) -> None:
         """out [tokens, n] += x W^T + b."""
         self._linear(x, matrix, _Finish.ADD, out, Rows.TOKENS)
 
-    def linear_gate(self, x: PairArray, matrix: Matrix, out: PairArray) -> None:
+    def linear_gate(self, x: Strips, matrix: Matrix, out: PairArray) -> None:
         """Strips of silu(x G^T) * (x U^T), for a matrix packed from G and U with `pack_gate`."""
         self._linear(x, matrix, _Finish.GATE, out, Rows.TOKENS)
 
-    def _linear(self, x: PairArray, matrix: Matrix, finish: _Finish, out: Array, rows: Rows) -> None:
-        self._add("linear", x, matrix.pairs, matrix.bias, matrix.n, matrix.k, rows, finish, out)
+    def _linear(self, x: Strips, matrix: Matrix, finish: _Finish, out: Array, rows: Rows) -> None:
+        self._add("linear", *_factors(x, matrix), matrix.bias, matrix.n, matrix.k, rows, finish, out)
 
     def heads(
         self,
@@ -255,17 +333,20 @@ class Recording:
         handle = self._add("route", experts, per_token, normalize, logits, chosen, share, order, place, starts, active)
         return Routing(handle, experts, per_token)
 
-    def gather(self, routing: Routing, x: PairArray, k: int, out: PairArray) -> None:
+    def gather(self, routing: Routing, x: Strips, k: int, out: Strips) -> None:
         """Strips of each expert's rows, from strips x of all tokens."""
-        self._add("gather", routing.handle, x, k, out)
+        words, scales = _parts(x)
+        out_words, out_scales = _parts(out)
+        width = k // 2 if scales is None else k // 4
+        self._add("gather", routing.handle, words, width, out_words, scales, out_scales)
 
-    def expert_linear(self, routing: Routing, x: PairArray, matrix: Matrix, out: Float32Array) -> None:
+    def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
         """out [entries, n] = x W_e^T, each entry with the matrix of its expert."""
-        self._add("expert_linear", routing.handle, x, matrix.pairs, matrix.n, matrix.k, _Finish.STORE, out)
+        self._add("expert_linear", routing.handle, *_factors(x, matrix), matrix.n, matrix.k, _Finish.STORE, out)
 
-    def expert_gate(self, routing: Routing, x: PairArray, matrix: Matrix, out: PairArray) -> None:
+    def expert_gate(self, routing: Routing, x: Strips, matrix: Matrix, out: PairArray) -> None:
         """As `linear_gate`, each entry with the matrix of its expert."""
-        self._add("expert_linear", routing.handle, x, matrix.pairs, matrix.n, matrix.k, _Finish.GATE, out)
+        self._add("expert_linear", routing.handle, *_factors(x, matrix), matrix.n, matrix.k, _Finish.GATE, out)
 
     def combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
         """x [tokens, width] += the entries y of each token, times their share, in slot order."""

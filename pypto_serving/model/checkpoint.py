@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from pypto_serving.util import hash128
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """Stored dtypes that can be served, with their item size in bytes."""
+INT8 = "I8"
+"""Stored dtype of quantised weights."""
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
@@ -59,8 +61,13 @@ class Checkpoint:
                 tensors[tensor.name] = tensor
         return cls(directory, files, tensors)
 
-    def require(self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool]) -> None:
-        """Check that exactly the tensors of `inventory` (name to shape) are here; raises ModelError naming one."""
+    def require(
+        self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool], int8: Collection[str] = ()
+    ) -> None:
+        """Check that exactly the tensors of `inventory` (name to shape) are here, and which of them are `int8`.
+
+        Raises ModelError naming one.
+        """
         for name, shape in inventory.items():
             stored = self.tensors.get(name)
             if stored is None:
@@ -68,9 +75,10 @@ class Checkpoint:
             if stored.shape != shape:
                 found, wanted = list(stored.shape), list(shape)
                 raise ModelError(f"{stored.file}: tensor {name} has shape {found}, but config.json makes it {wanted}")
-            if stored.dtype not in ITEM_BYTES:
-                allowed = ", ".join(ITEM_BYTES)
-                raise ModelError(f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {allowed}")
+            allowed = (INT8,) if name in int8 else tuple(ITEM_BYTES)
+            if stored.dtype not in allowed:
+                supported = ", ".join(allowed)
+                raise ModelError(f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {supported}")
         surplus = sorted(name for name in self.tensors if name not in inventory and not ignores(name))
         if surplus:
             more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
@@ -129,7 +137,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            item_bytes = ITEM_BYTES.get(dtype)
+            item_bytes = 1 if dtype == INT8 else ITEM_BYTES.get(dtype)
             if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
                 raise ModelError(f"{file}: tensor {name} of shape {shape} in {dtype} has {end - begin} bytes")
             if data_start + end > size:

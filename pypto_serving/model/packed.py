@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import Engine, Matrix, Stored, zeros
-from pypto_serving.model.checkpoint import StoredTensor
+from pypto_serving.kernels import PANEL, Engine, Matrix, Stored, zeros
+from pypto_serving.model.checkpoint import INT8, StoredTensor
 from pypto_serving.model.packed_file import PackedFile
+from pypto_serving.model.quantization import scale_name
 from pypto_serving.model.tensors import Progress, StoredTensors
 from pypto_serving.util import ceil_div
 
-_STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16}
+_STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16, INT8: Stored.I8}
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
@@ -52,41 +54,59 @@ class PackedWeights:
         tensors = self._weights(names)
         n, k = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
 
-        def fill(pairs: NDArray[np.uint32]) -> None:
+        def fill(room: Matrix) -> None:
             offset = 0
             for tensor in tensors:
-                self._pack(pairs, tensor, offset)
+                self._pack(room, tensor, offset)
                 offset += tensor.shape[0]
 
-        pairs = self._packed("matrix", tensors, np.uint32, Matrix.size(n, k), fill)
-        return Matrix(pairs, n, k, self._bias(names, n) if bias else None)
+        return self._matrices("matrix", tensors, n, k, 1, fill, self._bias(names, n) if bias else None)
 
     def gated(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
         """Gate and up matrices [n, k], interleaved by half panels; several pairs of them lie behind each other."""
         tensors = self._weights([name for pair in zip(gates, ups, strict=True) for name in pair])
         n, k = tensors[0].shape
-        size = Matrix.size(2 * n, k)
 
-        def fill(pairs: NDArray[np.uint32]) -> None:
+        def fill(room: Matrix) -> None:
             for i, tensor in enumerate(tensors):
-                address, stored = self._address(tensor)
-                self._engine.pack_gate(pairs[i // 2 * size :], address, stored, n, k, i % 2)
-                self._tensors.forget(tensor)
+                self._pack(_nth(room, i // 2, len(gates)), tensor, half=i % 2)
 
-        pairs = self._packed("gated", tensors, np.uint32, size * len(gates), fill)
-        return Matrix(pairs, 2 * n, k)
+        return self._matrices("gated", tensors, 2 * n, k, len(gates), fill)
 
     def several(self, names: Sequence[str]) -> Matrix:
         """Matrices of one shape [n, k], each packed by itself, one behind the other."""
         tensors = self._weights(names)
         n, k = tensors[0].shape
-        size = Matrix.size(n, k)
 
-        def fill(pairs: NDArray[np.uint32]) -> None:
+        def fill(room: Matrix) -> None:
             for i, tensor in enumerate(tensors):
-                self._pack(pairs[i * size :], tensor, 0)
+                self._pack(_nth(room, i, len(names)), tensor)
 
-        return Matrix(self._packed("several", tensors, np.uint32, size * len(names), fill), n, k)
+        return self._matrices("several", tensors, n, k, len(names), fill)
+
+    def _matrices(
+        self,
+        how: str,
+        tensors: Sequence[StoredTensor],
+        n: int,
+        k: int,
+        count: int,
+        fill: Callable[[Matrix], None],
+        bias: NDArray[np.float32] | None = None,
+    ) -> Matrix:
+        """`count` matrices [n, k] in one piece of memory: words, and of bytes, scales and offsets behind them."""
+        outputs, int8 = Matrix.outputs(n, count), tensors[0].dtype == INT8
+        words = outputs * k // (4 if int8 else 2)
+
+        def view(memory: NDArray[np.uint32]) -> Matrix:
+            if not int8:
+                return Matrix(memory, n, k, bias)
+            scales, offsets = memory[words:].reshape(2, outputs)
+            return Matrix(memory[:words], n, k, bias, scales.view(np.float32), offsets.view(np.int32))
+
+        scales = [self._tensors[scale_name(tensor.name)] for tensor in tensors] if int8 else []
+        size = words + 2 * outputs if int8 else words
+        return view(self._packed(how, [*tensors, *scales], np.uint32, size, lambda memory: fill(view(memory))))
 
     def _weights(self, names: Sequence[str]) -> list[StoredTensor]:
         return [self._tensors[f"{name}.weight"] for name in names]
@@ -113,11 +133,21 @@ class PackedWeights:
         bias[:n] = np.concatenate([self.vector(f"{name}.bias") for name in names])
         return bias
 
-    def _pack(self, pairs: NDArray[np.uint32], tensor: StoredTensor, offset: int) -> None:
+    def _pack(self, room: Matrix, tensor: StoredTensor, offset: int = 0, half: int | None = None) -> None:
+        """Outputs `offset` on of `room`, or one half of each of its panels, from a tensor and its scales."""
         address, stored = self._address(tensor)
         n, k = tensor.shape
-        self._engine.pack(pairs, address, stored, n, k, offset)
+        if half is None:
+            self._engine.pack(room.words, address, stored, n, k, offset, room.offsets)
+        else:
+            self._engine.pack_gate(room.words, address, stored, n, k, half, room.offsets)
         self._tensors.forget(tensor)
+        if room.scales is not None:
+            scales = self._read(scale_name(tensor.name))
+            if half is None:
+                room.scales[offset : offset + n] = scales
+            else:
+                room.scales[: 2 * n].reshape(-1, 2, PANEL // 2)[:, half] = scales.reshape(-1, PANEL // 2)
 
     def _address(self, tensor: StoredTensor) -> tuple[int, Stored]:
         view = np.frombuffer(self._tensors.map(tensor), np.uint8, 1, tensor.begin)
@@ -133,6 +163,18 @@ class PackedWeights:
         values = (stored.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else stored.astype("f4")
         self._tensors.forget(tensor)
         return values
+
+
+def _nth(room: Matrix, i: int, count: int) -> Matrix:
+    """The i-th of `count` matrices."""
+    words, outputs = len(room.words) // count, Matrix.outputs(room.n)
+    mine = slice(i * outputs, (i + 1) * outputs)
+    return replace(
+        room,
+        words=room.words[i * words : (i + 1) * words],
+        scales=None if room.scales is None else room.scales[mine],
+        offsets=None if room.offsets is None else room.offsets[mine],
+    )
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -27,7 +27,7 @@ from pypto_serving.util import ceil_div, hash128
 log = logging.getLogger(__name__)
 
 MAGIC = b"pypto packed 1\r\n"
-LAYOUT = f"panels of {PANEL} outputs, pairs along the inner dimension, gate and up by half panels"
+LAYOUT = f"panels of {PANEL} outputs, pairs or quads along the inner dimension, gate and up by half panels"
 """How arrays are packed, as csrc/kernels.h has it; part of the key."""
 
 SYNC_BYTES = 16 << 20

@@ -8,6 +8,7 @@ from typing import Any
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import Fields, read_json_file
+from pypto_serving.model.quantization import SECTION
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import LazyRegistry
 
@@ -81,7 +82,8 @@ def load_config(model_dir: str | Path) -> tuple[str, Any]:
 def load_spec(model_dir: str | Path, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE) -> ModelSpec:
     """Read what a checkpoint directory holds, without its weights.
 
-    `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16.
+    `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and
+    bfloat16 beside int8 weights.
     Raises ModelError for a missing or invalid config.json and for architectures and values not supported.
     """
     architecture, config = load_config(model_dir)
@@ -97,7 +99,8 @@ def serving_dtype(model_dir: str | Path, dtype: str = "auto") -> str:
         fields = Fields(read_json_file(path), str(path))
         stored = fields.get("dtype", "torch_dtype") or "float32"
         fields.require(stored in (*SERVING_DTYPES, "float16"), "dtype", stored, "float32, bfloat16 or float16")
-        dtype = "bfloat16" if stored == "float16" else str(stored)
+        narrow = stored == "float16" or fields.get(SECTION) is not None
+        dtype = "bfloat16" if narrow else str(stored)
     if dtype not in SERVING_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
     return dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
@@ -24,9 +24,11 @@ class StoredTensors:
         self._maps: dict[Path, mmap.mmap] = {}
         self._done = self._total = 0
 
-    def require(self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool]) -> None:
+    def require(
+        self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool], int8: Collection[str] = ()
+    ) -> None:
         """Check all tensors before any is read; raises ModelError (see Checkpoint.require)."""
-        self._checkpoint.require(inventory, ignores)
+        self._checkpoint.require(inventory, ignores, int8)
         self._total = sum(t.end - t.begin for t in (self._checkpoint.tensors[name] for name in inventory))
         self._progress("weights", 0, self._total)
 

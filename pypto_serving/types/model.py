@@ -12,7 +12,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_position_embeddings` is the longest sequence in tokens, rope scaling included. `weight_bytes` counts the
     weights as torch holds them, `packed_bytes` as the CPU kernels do. `needs_torch` says why the kernels cannot serve
-    the model; it is empty if they can.
+    the model; it is empty if they can. `quantization` names how weights are quantised, which only the kernels serve.
     """
 
     path: str
@@ -25,5 +25,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     packed_bytes: int = 0
     needs_torch: str = "it has no program for the CPU kernels"
+    quantization: str = ""
     kv_groups: tuple[KVCacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()

@@ -98,3 +98,27 @@ def pages_of_values(values: Array) -> Array:
     *outer, size, dim = values.shape
     panels = values.reshape(*outer, size // 32, 16, 2, dim // 32, 32)
     return np.moveaxis(panels, -2, -4).swapaxes(-2, -1).reshape(*outer, size * dim)
+
+
+def quantized(x: Array) -> tuple[Array, Array]:
+    """Rows [rows, k] as int8 and the scale of each: the largest magnitude becomes 127, ties go to the even number."""
+    top = np.abs(x).max(1).astype(np.float32)
+    with np.errstate(divide="ignore", over="ignore"):
+        factor = np.where(top <= np.float32(1e-30), np.float32(0), np.float32(127) / top)
+    return np.rint(x * factor[:, None]).astype(np.int8), top / np.float32(127)
+
+
+def bytes_from_strips(strips: Array, rows: int, k: int, engine: Engine) -> Array:
+    """Strips of quads, of each [k / 4][its rows], as int8 [rows, k]."""
+    quads = np.zeros((rows, k // 4), np.uint32)
+    for begin, end in strip_bounds(rows, engine):
+        quads[begin:end] = strips[begin * k // 4 : end * k // 4].reshape(k // 4, end - begin).T
+    return (quads.view(np.uint8) ^ 128).view(np.int8)
+
+
+def to_byte_panels(weights: Array) -> Array:
+    """Weights int8 [n, k] as packed quads: of each 32 outputs, [k / 4][32], with zeros behind n."""
+    n, k = weights.shape
+    padded = np.zeros((-(-n // 32) * 32, k), np.int8)
+    padded[:n] = weights
+    return padded.view(np.uint32).reshape(-1, 32, k // 4).transpose(0, 2, 1).ravel()

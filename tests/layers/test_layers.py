@@ -42,6 +42,7 @@ TORCH_FREE_MODEL = {
     "openmp",
     "packed",
     "packed_file",
+    "quantization",
     "registry",
     "rope",
     "spec",

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.config import EngineConfig
-from pypto_serving.kernels import CacheLayer, Engine, Recording, Rows, zeros
+from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Routing, Rows, Strips, zeros
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -23,10 +23,13 @@ class NativeQwen3:
     head's part of a block is laid out. `logits` is float32 [max_num_seqs, vocab].
     """
 
-    name = "qwen3-native-1"
+    @staticmethod
+    def name(model: Qwen3Config) -> str:
+        """What program and arithmetic are called."""
+        return f"qwen3-native-1 {model.quantization.name}" if model.quantization else "qwen3-native-1"
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
-        weights.require(model.tensors(), model.ignores)
+        weights.require(model.tensors(), model.ignores, model.int8_weights())
         self.model = model
         self.pages = _pages(config.groups[0], config.num_blocks[0], model)
         self.step = Recording(engine)
@@ -48,8 +51,9 @@ class NativeQwen3:
             self._record_attention(weights, buffers, index, cos, sin)
             self._record_mlp(weights, buffers, index)
         norm = weights.vector("model.norm.weight")
-        self.step.norm(buffers.x, norm, model.rms_norm_eps, buffers.normed, Rows.LOGITS)
-        self.step.linear(buffers.normed, lm_head, buffers.logits, Rows.LOGITS)
+        normed = buffers.quads if lm_head.int8 else buffers.normed
+        self.step.norm(buffers.x, norm, model.rms_norm_eps, normed, Rows.LOGITS)
+        self.step.linear(normed, lm_head, buffers.logits, Rows.LOGITS)
 
     def _record_attention(
         self, weights: PackedWeights, b: Buffers, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]
@@ -59,11 +63,19 @@ class NativeQwen3:
         eps, cache = model.rms_norm_eps, CacheLayer(self.pages, index, model.head_dim)
         qkv = weights.matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"], bias=model.attention_bias)
         o = weights.matrix([f"{prefix}self_attn.o_proj"], bias=model.attention_bias)
-        self.step.norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, b.normed)
-        self.step.linear(b.normed, qkv, b.projected)
+        normed = b.quads if qkv.int8 else b.normed
+        self.step.norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, normed)
+        self.step.linear(normed, qkv, b.projected)
         self.step.heads(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
         self.step.attend(b.queries, cache, b.attended)
-        self.step.linear_add(b.attended, o, b.x)
+        self.step.linear_add(self._factor(b.attended, o, b), o, b.x)
+
+    def _factor(self, x: NDArray[np.uint32], matrix: Matrix, b: Buffers, routing: Routing | None = None) -> Strips:
+        """What `matrix` is multiplied by: strips x, or x as bytes."""
+        if not matrix.int8:
+            return x
+        self.step.quantize(x, matrix.k, b.quads, routing)
+        return b.quads
 
     def _head_norms(self, weights: PackedWeights, prefix: str) -> NDArray[np.float32]:
         """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2."""
@@ -76,24 +88,28 @@ class NativeQwen3:
         """x += down(silu(gate(norm(x))) * up(norm(x))), or the chosen experts' weighted sum of that."""
         model, prefix = self.model, f"model.layers.{index}."
         norm = weights.vector(f"{prefix}post_attention_layernorm.weight")
-        self.step.norm(b.x, norm, model.rms_norm_eps, b.normed)
         if model.experts is not None and index in model.experts.layers:
+            self.step.norm(b.x, norm, model.rms_norm_eps, b.normed)
             self._record_experts(weights, b, f"{prefix}mlp.", model.experts)
             return
         gate_up = weights.gated([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
         down = weights.matrix([f"{prefix}mlp.down_proj"])
-        self.step.linear_gate(b.normed, gate_up, b.gated)
-        self.step.linear_add(b.gated, down, b.x)
+        normed = b.quads if gate_up.int8 else b.normed
+        self.step.norm(b.x, norm, model.rms_norm_eps, normed)
+        self.step.linear_gate(normed, gate_up, b.gated)
+        self.step.linear_add(self._factor(b.gated, down, b), down, b.x)
 
     def _record_experts(self, weights: PackedWeights, b: Buffers, prefix: str, experts: Experts) -> None:
         names = {part: [f"{prefix}experts.{e}.{part}_proj" for e in range(experts.count)] for part in _PARTS}
         router = weights.matrix([f"{prefix}gate"])
         gate_up, down = weights.gated(names["gate"], names["up"]), weights.several(names["down"])
-        self.step.linear(b.normed, router, b.router_logits)
+        self.step.linear(self._factor(b.normed, router, b), router, b.router_logits)
         routing = self.step.route(b.router_logits, experts.per_token, experts.normalize)
-        self.step.gather(routing, b.normed, self.model.hidden_size, b.expert_rows)
-        self.step.expert_gate(routing, b.expert_rows, gate_up, b.expert_gated)
-        self.step.expert_linear(routing, b.expert_gated, down, b.expert_out)
+        rows = b.expert_quads if gate_up.int8 else b.expert_rows
+        self.step.gather(routing, self._factor(b.normed, gate_up, b), self.model.hidden_size, rows)
+        self.step.expert_gate(routing, rows, gate_up, b.expert_gated)
+        gated = self._factor(b.expert_gated, down, b, routing)
+        self.step.expert_linear(routing, gated, down, b.expert_out)
         self.step.combine(routing, b.expert_out, b.x)
 
 
@@ -112,12 +128,21 @@ class Buffers:
         self.attended = zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
         self.gated = zeros(np.uint32, tokens * model.intermediate_size // 2)
         self.logits = zeros(np.float32, rows, model.vocab_size)
+        widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
+        most, quads = max(tokens, rows), max(tokens, rows) * widest // 4
         if experts := model.experts:
             entries = tokens * experts.per_token
+            most, quads = max(most, entries), max(quads, entries * experts.intermediate_size // 4)
+            self.expert_quads = _quads(entries, entries * model.hidden_size // 4)
             self.router_logits = zeros(np.float32, tokens, experts.count)
             self.expert_rows = zeros(np.uint32, entries * model.hidden_size // 2)
             self.expert_gated = zeros(np.uint32, entries * experts.intermediate_size // 2)
             self.expert_out = zeros(np.float32, entries, model.hidden_size)
+        self.quads = _quads(most, quads)
+
+
+def _quads(rows: int, size: int) -> Quads:
+    return Quads(zeros(np.uint32, size), zeros(np.float32, rows))
 
 
 def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> NDArray[np.uint16]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import Fields
+from pypto_serving.model.quantization import SECTION, Quantization, scale_name
 from pypto_serving.model.rope import Rope
 from pypto_serving.types.kv import DTYPE_BYTES, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
@@ -46,6 +48,7 @@ class Qwen3Config:
     attention_bias: bool
     max_position_embeddings: int
     experts: Experts | None = None
+    quantization: Quantization | None = None
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], source: str) -> Self:
@@ -60,7 +63,7 @@ class Qwen3Config:
         max_len = config.positive_int("max_position_embeddings")
         rope = Rope.from_config(config, head_dim, max_len)
         layers = config.positive_int("num_hidden_layers")
-        return cls(
+        model = cls(
             vocab_size=config.positive_int("vocab_size"),
             hidden_size=hidden,
             intermediate_size=config.positive_int("intermediate_size"),
@@ -74,10 +77,55 @@ class Qwen3Config:
             attention_bias=config.flag("attention_bias", False),
             max_position_embeddings=max(max_len, rope.max_len),
             experts=_read_experts(config, layers),
+            quantization=Quantization.from_json(config),
         )
+        model._check_quantization(config)
+        return model
+
+    def _check_quantization(self, config: Fields) -> None:
+        """Raise ModelError where one product has int8 weights in part, or the embedding would have to be int8."""
+        if self.quantization is None:
+            return
+        key, ignore = f"{SECTION}.ignore", list(self.quantization.ignore)
+        for modules in self._products():
+            covered = [self.quantization.covers(module) for module in modules]
+            odd = modules[covered.index(not covered[0])] if len(set(covered)) > 1 else ""
+            config.require(not odd, key, ignore, f"the same for {odd} and {modules[0]}, which are one product here")
+        tied = self.tied_embeddings and self.quantization.covers("lm_head")
+        config.require(not tied, key, ignore, "a list with lm_head, which is the embedding (tie_word_embeddings)")
 
     def tensors(self) -> dict[str, Shape]:
         """Name and shape of every tensor the checkpoint must have."""
+        weights, int8 = self.weights(), self.int8_weights()
+        return weights | {scale_name(name): (shape[0], 1) for name, shape in weights.items() if name in int8}
+
+    def int8_weights(self) -> frozenset[str]:
+        """Names of the tensors that are int8; each has a tensor of scales."""
+        quantization = self.quantization
+        if quantization is None:
+            return frozenset()
+        modules = (module for product in self._products() for module in product)
+        return frozenset(f"{module}.weight" for module in modules if quantization.covers(module))
+
+    def _products(self) -> Iterator[tuple[str, ...]]:
+        """Linear layers, in tuples of those whose weights are read together."""
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            yield tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
+            yield (f"{prefix}self_attn.o_proj",)
+            if self.experts is None or layer not in self.experts.layers:
+                yield f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"
+                yield (f"{prefix}mlp.down_proj",)
+                continue
+            experts = [f"{prefix}mlp.experts.{expert}." for expert in range(self.experts.count)]
+            yield (f"{prefix}mlp.gate",)
+            yield tuple(f"{expert}{name}_proj" for expert in experts for name in ("gate", "up"))
+            yield tuple(f"{expert}down_proj" for expert in experts)
+        if not self.tied_embeddings:
+            yield ("lm_head",)
+
+    def weights(self) -> dict[str, Shape]:
+        """Name and shape of every tensor but the scales of int8 weights."""
         hidden = self.hidden_size
         tensors: dict[str, Shape] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
@@ -118,7 +166,7 @@ class Qwen3Config:
 
     def spec(self, path: str, architecture: str, dtype: str, block_size: int, eos: tuple[int, ...]) -> ModelSpec:
         """The checkpoint as the engine sees it. In torch a tied embedding lies in memory twice: as table and packed."""
-        num_parameters = sum(math.prod(shape) for shape in self.tensors().values())
+        num_parameters = sum(math.prod(shape) for shape in self.weights().values())
         resident = num_parameters + (self.vocab_size * self.hidden_size if self.tied_embeddings else 0)
         return ModelSpec(
             path=path,
@@ -129,10 +177,19 @@ class Qwen3Config:
             max_position_embeddings=self.max_position_embeddings,
             num_parameters=num_parameters,
             weight_bytes=resident * DTYPE_BYTES[dtype],
-            packed_bytes=num_parameters * DTYPE_BYTES[dtype],
+            packed_bytes=self._packed_bytes(dtype),
             needs_torch=self._needs_torch(dtype, block_size),
+            quantization=self.quantization.name if self.quantization else "",
             kv_groups=self.kv_groups(dtype, block_size),
             eos_token_ids=eos,
+        )
+
+    def _packed_bytes(self, dtype: str) -> int:
+        """Int8 weights have a scale and an offset, 4 bytes each, for every output."""
+        int8 = self.int8_weights()
+        return sum(
+            shape[0] * (shape[1] + 8) if name in int8 else math.prod(shape) * DTYPE_BYTES[dtype]
+            for name, shape in self.weights().items()
         )
 
     def _needs_torch(self, dtype: str, block_size: int) -> str:
@@ -149,6 +206,8 @@ class Qwen3Config:
             return f"the kernels need a head_dim of 32, 64, ... 256, not {self.head_dim}"
         if self.num_heads // self.num_kv_heads > 96:
             return "the kernels share a key among at most 96 queries"
+        if self.quantization is not None and self.hidden_size % 4:
+            return f"int8 weights need a hidden_size that is a multiple of 4, not {self.hidden_size}"
         if self.hidden_size % 2 or any(width % 16 for width in widths):
             return f"the kernels need an even hidden_size and intermediate sizes that are multiples of 16, not {widths}"
         return ""
@@ -169,8 +228,6 @@ def _refuse_unsupported(config: Fields) -> None:
     config.require(set(kinds) <= {"full_attention"}, "layer_types", kinds, "full_attention in every layer")
     activation = config.get("hidden_act") or "silu"
     config.require(activation == "silu", "hidden_act", activation, '"silu"')
-    quantized = config.get("quantization_config")
-    config.require(quantized is None, "quantization_config", quantized, "absent: quantized weights are not supported")
 
 
 def _read_experts(config: Fields, num_layers: int) -> Experts | None:
