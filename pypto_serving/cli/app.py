@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "pypto_serving.cli.generate:app",
     "chat": "pypto_serving.cli.chat:app",
     "check": "pypto_serving.cli.check:app",
+    "convert": "pypto_serving.cli.convert:app",
     "bench": "pypto_serving.cli.bench:bench_app",
 }
 

@@ -15,11 +15,10 @@ from pypto_serving.kernels import PANEL, Engine, Matrix, Stored, zeros
 from pypto_serving.model.checkpoint import INT8, StoredTensor
 from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.model.quantization import scale_name
-from pypto_serving.model.tensors import Progress, StoredTensors
+from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
 from pypto_serving.util import ceil_div
 
 _STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16, INT8: Stored.I8}
-_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 
 class PackedWeights:
@@ -45,7 +44,7 @@ class PackedWeights:
         tensor = self._tensors[name]
 
         def fill(table: NDArray[np.uint16]) -> None:
-            table[:] = _bfloat16(self._read(name))
+            table[:] = bfloat16(self._read(name))
 
         return self._packed("table", [tensor], np.uint16, math.prod(tensor.shape), fill).reshape(tensor.shape)
 
@@ -156,11 +155,7 @@ class PackedWeights:
     def _read(self, name: str) -> NDArray[np.float32]:
         """A tensor in float32, flat."""
         tensor = self._tensors[name]
-        dtype = _NUMPY[tensor.dtype]
-        stored = np.frombuffer(
-            self._tensors.map(tensor), dtype, (tensor.end - tensor.begin) // dtype.itemsize, tensor.begin
-        )
-        values = (stored.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == "BF16" else stored.astype("f4")
+        values = self._tensors.read(tensor, 0, math.prod(tensor.shape))
         self._tensors.forget(tensor)
         return values
 
@@ -177,11 +172,5 @@ def _nth(room: Matrix, i: int, count: int) -> Matrix:
     )
 
 
-def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Rounded to the nearest, ties to even."""
-    bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
 def _rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    return (_bfloat16(values).astype(np.uint32) << 16).view(np.float32)
+    return (bfloat16(values).astype(np.uint32) << 16).view(np.float32)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
 from pypto_serving.util import ceil_div
+
+_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,6 +52,13 @@ class StoredTensors:
                 self._maps[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[tensor.file]
 
+    def read(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
+        """Elements [begin, end) of a flat `tensor` in float32, as a copy."""
+        dtype = _NUMPY[tensor.dtype]
+        offset = tensor.begin + begin * dtype.itemsize
+        stored = np.frombuffer(self.map(tensor), dtype, end - begin, offset)
+        return (stored.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else stored.astype("<f4")
+
     def forget(self, tensor: StoredTensor) -> None:
         """Count `tensor` as read, and let the kernel take back its whole pages."""
         begin, end = ceil_div(tensor.begin, mmap.PAGESIZE), tensor.end // mmap.PAGESIZE
@@ -58,3 +71,9 @@ class StoredTensors:
         """Count `tensor` as read."""
         self._done += tensor.end - tensor.begin
         self._progress("weights", self._done, self._total)
+
+
+def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of bfloat16: rounded to the nearest, ties to even."""
+    bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
 TORCH_FREE = {"api", "bench", "cli", "cluster", "engine", "kernels", "kv", "pd", "pypto_serving", "sched", *FLOOR}
 TORCH_FREE_MODEL = {
     "checkpoint",
+    "convert",
     "fields",
     "locate",
     "native",

@@ -1,0 +1,247 @@
+"""Checkpoints of bf16, f16 or f32 to W8A8, file by file, so that a conversion that was killed goes on. Torch-free.
+
+The result is what `quantization.py` describes: int8 weights in all linear layers but routers, the output layer among
+them, which becomes one of its own where it was tied to the embedding; all else becomes bfloat16. A file gets its name
+when it is complete and on disk, and config.json is the last one, so that nothing looks like a checkpoint before it is
+one. What is written depends on the source alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import INDEX_FILE, INT8, Checkpoint, fingerprint
+from pypto_serving.model.fields import read_json_file
+from pypto_serving.model.quantization import SECTION, Quantization, scale_name
+from pypto_serving.model.registry import load_config
+from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
+from pypto_serving.util import hash128
+
+STATE_FILE = "unfinished-conversion.json"
+"""Names what an unfinished conversion converts; locked while a process is at it."""
+
+_LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROUTERS = r"re:.*\.mlp\.gate$"
+_BYTES = {"F32": 4, "BF16": 2, INT8: 1}
+_CHUNK = 1 << 20
+"""Elements that are converted at a time: they stay in a cache."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor goes: bytes [begin, end) behind the header of its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
+    """Write the W8A8 form of the checkpoint `source` to the folder `target`, or finish what was begun there.
+
+    Reports `progress("weights", bytes read, bytes in total)`. Raises ModelError in one line.
+    """
+    _, model = load_config(source)
+    if model.quantization is not None:
+        raise ModelError(f"{source} is quantised already; give the checkpoint that it was made from")
+    tensors = StoredTensors(source, progress)
+    tensors.require(model.tensors(), model.ignores)
+    wanted = replace(model, tied_embeddings=False, quantization=Quantization((_ROUTERS,) if model.experts else ()))
+    try:
+        with _claim(source, target):
+            _Conversion(source, target, tensors, wanted, model.tied_embeddings).run()
+    except OSError as error:
+        reason = f"{error.filename or target} cannot be written: {error.strerror}"
+        raise ModelError(f"{reason}; give the same command again to go on") from None
+
+
+class _Conversion:
+    """Owns the files of `target`. `model` is what they will hold."""
+
+    def __init__(self, source: Path, target: Path, tensors: StoredTensors, model: Any, tied: bool) -> None:
+        self._source, self._target, self._tensors, self._model, self._tied = source, target, tensors, model, tied
+        self._int8 = model.int8_weights()
+
+    def run(self) -> None:
+        stored = Checkpoint.open(self._source)
+        files: dict[str, list[str]] = {file.name: [] for file in stored.files}
+        for name in self._model.weights():
+            files[stored.tensors[self._source_of(name)].file.name].append(name)
+        files = {file: names for file, names in files.items() if names}
+        for file, names in files.items():
+            self._write_file(self._target / file, names)
+        self._copy_other_files()
+        if len(files) > 1:
+            _write(self._target / INDEX_FILE, _as_json(self._index(files)))
+        _write(self._target / "config.json", _as_json(self._config()))
+
+    def _source_of(self, name: str) -> str:
+        return _EMBEDDING if self._tied and name == _LM_HEAD else name
+
+    def _places(self, names: Sequence[str]) -> dict[str, _Place]:
+        """Widest elements first, as safetensors has it, so that all are aligned."""
+        shapes, kinds = self._model.weights(), {}
+        for name in names:
+            kinds[name] = (INT8, shapes[name]) if name in self._int8 else ("BF16", shapes[name])
+            if name in self._int8:
+                kinds[scale_name(name)] = ("F32", (shapes[name][0], 1))
+        places, end = {}, 0
+        for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-_BYTES[item[1][0]], item[0])):
+            begin, end = end, end + math.prod(shape) * _BYTES[dtype]
+            places[name] = _Place(dtype, shape, begin, end)
+        return places
+
+    def _write_file(self, path: Path, names: Sequence[str]) -> None:
+        """The tensors `names` and their scales; nothing to do where the file has its name already."""
+        places = self._places(names)
+        header = _header(places)
+        if path.exists():
+            for name in names:
+                self._count(name)
+            return
+        with _new_file(path, len(header) + max(place.end for place in places.values())) as file:
+            file.write(header)
+            for name in names:
+                if name in self._int8:
+                    self._write_int8(file, len(header), name, places)
+                else:
+                    self._write_bf16(file, len(header), name, places)
+                self._count(name)
+
+    def _write_bf16(self, file: BinaryIO, start: int, name: str, places: Mapping[str, _Place]) -> None:
+        file.seek(start + places[name].begin)
+        for _, values in self._chunks(name):
+            file.write(bfloat16(values).data)
+
+    def _write_int8(self, file: BinaryIO, start: int, name: str, places: Mapping[str, _Place]) -> None:
+        """Each output's largest magnitude becomes 127; ties go to the even number."""
+        place, scales = places[name], np.empty(places[name].shape[0], np.float32)
+        file.seek(start + place.begin)
+        for first, values in self._chunks(name):
+            rows = values.reshape(-1, place.shape[1])
+            top = np.maximum(rows.max(axis=1), -rows.min(axis=1))
+            if not np.isfinite(top).all():
+                raise ModelError(f"{self._source}: {self._source_of(name)} has numbers that are not finite")
+            scale = top / np.float32(127)
+            scale[scale == 0] = 1
+            scales[first : first + len(rows)] = scale
+            file.write(np.rint(np.divide(rows, scale[:, None], out=rows), out=rows).astype(np.int8).data)
+        file.seek(start + places[scale_name(name)].begin)
+        file.write(scales.data)
+
+    def _chunks(self, name: str) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """(first row, whole rows in float32) of the source of `name`, over and over."""
+        tensor = self._tensors[self._source_of(name)]
+        rows, width = tensor.shape[0], math.prod(tensor.shape[1:])
+        step = max(1, _CHUNK // width)
+        for first in range(0, rows, step):
+            yield first, self._tensors.read(tensor, first * width, min(rows, first + step) * width)
+
+    def _count(self, name: str) -> None:
+        if self._source_of(name) == name:
+            self._tensors.forget(self._tensors[name])
+
+    def _copy_other_files(self) -> None:
+        """Tokenizer, generation config, chat template and whatever else there is beside weights."""
+        for file in sorted(self._source.iterdir()):
+            if file.is_file() and file.name not in ("config.json", STATE_FILE) and not file.name.endswith(_WEIGHTS):
+                _write(self._target / file.name, file.read_bytes())
+
+    def _index(self, files: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        places = {file: self._places(names) for file, names in files.items()}
+        total = sum(place.end - place.begin for of_file in places.values() for place in of_file.values())
+        weight_map = {name: file for file, of_file in places.items() for name in of_file}
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+    def _config(self) -> dict[str, Any]:
+        config = read_json_file(self._source / "config.json")
+        for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
+            config[key] = "bfloat16"
+        ignore = list(self._model.quantization.ignore)
+        return config | {"tie_word_embeddings": False, SECTION: Quantization.to_json(ignore)}
+
+
+@contextmanager
+def _claim(source: Path, target: Path) -> Iterator[None]:
+    """Own `target` for the conversion of `source`; raises ModelError where it holds anything else."""
+    state = target / STATE_FILE
+    what = _as_json({"format": Quantization.name, "source": _identity(source)})
+    if target.exists() and not target.is_dir():
+        raise ModelError(f"TARGET {target} is a file; give a folder that does not exist yet")
+    if target.exists() and any(target.iterdir()) and not state.exists():
+        raise ModelError(f"TARGET {target} is not empty; give a folder that does not exist yet")
+    target.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(state, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ModelError(f"TARGET {target} is being written by another process") from None
+        # What a process that was killed at once left is empty.
+        if (found := file.read()) and found != what:
+            raise ModelError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
+        file.seek(0)
+        file.write(what)
+        _flush(file)
+        yield
+        state.unlink()
+
+
+def _identity(source: Path) -> str:
+    """The fingerprint samples the weights, so the times of their files' last changes are part of it."""
+    times = [f"{file.name} {file.stat().st_mtime_ns}" for file in Checkpoint.open(source).files]
+    return hash128(fingerprint(source), *(time.encode() for time in times)).hex()
+
+
+def _header(places: Mapping[str, _Place]) -> bytes:
+    entries = {
+        name: {"dtype": place.dtype, "shape": place.shape, "data_offsets": [place.begin, place.end]}
+        for name, place in places.items()
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@contextmanager
+def _new_file(path: Path, size: int) -> Iterator[BinaryIO]:
+    """A file of `size` bytes that gets its name when all is written and on disk. Room for it is taken first."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        if size:
+            os.posix_fallocate(file.fileno(), 0, size)
+        yield file
+        _flush(file)
+    part.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with _new_file(path, len(content)) as file:
+        file.write(content)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _as_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
