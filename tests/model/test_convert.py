@@ -1,0 +1,228 @@
+"""Conversion to W8A8: what is written, that nothing shows how often it was interrupted, and what is refused."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pypto_serving.errors import ModelError
+from pypto_serving.kernels import runnable
+from pypto_serving.model.convert import STATE_FILE, convert_to_w8a8
+from pypto_serving.model.registry import load_config, load_spec
+from tests.model.conftest import MakeCheckpoint
+from tests.model.sequences import Array, Sequences, load_program
+
+TOKENS = np.random.default_rng(0).integers(0, 256, 50)
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pypto_serving.model.convert import convert_to_w8a8
+source, target, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+def progress(*_):
+    global calls
+    calls -= 1
+    if calls == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+convert_to_w8a8(source, target, progress)
+"""
+
+
+def convert(source: Path, target: Path) -> Path:
+    convert_to_w8a8(source, target, lambda *_: None)
+    return target
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def check_int8(weights: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> None:
+    """int8 [n, k] is weights / scales, to the nearest; the largest of each output is 127."""
+    wanted = weights.float().numpy()
+    scale = np.abs(wanted).max(1, keepdims=True) / np.float32(127)
+    assert scales.dtype == torch.float32 and np.array_equal(scales.numpy(), scale)
+    assert values.dtype == torch.int8 and np.array_equal(values.numpy(), np.rint(wanted / scale))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_what_is_written(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, dtype: str) -> None:
+    source = checkpoint(kind, dtype=dtype, sharded=True)
+    before, after = tensors_of(source), tensors_of(convert(source, tmp_path / "target"))
+    before.setdefault("lm_head.weight", before["model.embed_tokens.weight"])
+    linear = [name for name in before if name.endswith("_proj.weight") or name == "lm_head.weight"]
+    assert set(after) == {*before, *(f"{name}_scale" for name in linear)}
+    for name, weights in before.items():
+        if name in linear:
+            check_int8(weights, after[name], after[f"{name}_scale"])
+        else:
+            assert torch.equal(after[name], weights.bfloat16())
+
+
+def test_files_beside_the_weights(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = checkpoint("qwen3_moe", sharded=True)
+    target = convert(source, tmp_path / "target")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    shards = sorted(file.name for file in target.glob("*.safetensors"))
+    assert shards == sorted(file.name for file in source.glob("*.safetensors")) and len(shards) > 2
+    held = {name: shard for shard in shards for name in load_file(target / shard)}
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors_of(target).values())
+    others = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in target.iterdir()} == {*shards, *others, "model.safetensors.index.json"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_the_config_says_what_it_is(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str) -> None:
+    target = convert(checkpoint(kind), tmp_path / "target")
+    config = json.loads((target / "config.json").read_text())
+    assert (config["dtype"], config["tie_word_embeddings"]) == ("bfloat16", False)
+    section = config["quantization_config"]
+    assert (section["quant_method"], section["format"]) == ("compressed-tensors", "int-quantized")
+    spec, before = load_spec(target), load_spec(checkpoint(kind), "bfloat16")
+    assert (spec.quantization, spec.dtype, before.quantization) == ("w8a8", "bfloat16", "")
+    packed = {name: tensor for name, tensor in tensors_of(target).items() if not name.endswith("_scale")}
+    outputs = sum(tensor.shape[0] for tensor in packed.values() if tensor.dtype == torch.int8)
+    assert spec.packed_bytes == sum(tensor.nbytes for tensor in packed.values()) + 8 * outputs
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_logits_stay_near(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str) -> None:
+    source = checkpoint(kind)
+    found, wanted = (logits(path) for path in (convert(source, tmp_path / "target"), source))
+    assert np.corrcoef(found, wanted)[0, 1] > 0.99
+
+
+def logits(path: Path) -> Array:
+    sequence = (sequences := Sequences(load_program(path, "bfloat16", kernels=runnable()[0]))).add(TOKENS)
+    sequences.run(sequence, [len(TOKENS)])
+    return sequence.logits[len(TOKENS) - 1]
+
+
+def run_killed(source: Path, target: Path, calls: int) -> None:
+    """Convert in a process that is killed at its `calls`-th report of progress."""
+    process = subprocess.run([sys.executable, "-c", KILLED, source, target, str(calls)], check=False)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_killed_conversion_goes_on(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """The result is the same, byte by byte, and finished files are not written again."""
+    source = checkpoint("qwen3_moe", sharded=True)
+    wanted = contents(convert(source, tmp_path / "whole"))
+    target = tmp_path / "target"
+    for calls in (2, 25, 50, 70):
+        finished = {file: file.stat().st_ino for file in target.glob("*.safetensors")}
+        run_killed(source, target, calls)
+        assert all(file.stat().st_ino == inode for file, inode in finished.items())
+        with pytest.raises(ModelError, match=r"has no config\.json"):
+            load_config(target)
+    assert len(finished) > 2
+    command = [sys.executable, "-m", "pypto_serving", "convert", source, target, "--format", "w8a8"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "complete" in done.stdout
+    assert contents(target) == wanted
+
+
+def test_a_kill_before_anything_is_written(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """What it was is not on disk yet."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / STATE_FILE).touch()
+    assert contents(convert(checkpoint(), target)) == contents(convert(checkpoint(), tmp_path / "other"))
+
+
+def refused(source: Path, target: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        convert(source, target)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_targets_that_hold_something(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = checkpoint()
+    assert "is not empty" in refused(source, source)
+    target = convert(source, tmp_path / "target")
+    assert "is not empty" in refused(source, target)
+    assert "is a file" in refused(source, target / "config.json")
+    assert "quantised already" in refused(target, tmp_path / "again")
+
+
+def test_a_target_of_another_conversion(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    run_killed(checkpoint(sharded=True), target, 10)
+    assert "another conversion" in refused(checkpoint(seed=1, sharded=True), target)
+
+
+def test_a_target_that_is_being_written(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    run_killed(checkpoint(sharded=True), target, 10)
+    with (target / STATE_FILE).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "by another process" in refused(checkpoint(sharded=True), target)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_target_without_permission(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "cannot be written" in refused(checkpoint(), tmp_path / "target")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite(checkpoint: MakeCheckpoint, tmp_path: Path, value: float) -> None:
+    source = shutil.copytree(checkpoint(), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][3, 5] = value
+    save_file(tensors, source / "model.safetensors")
+    assert name in refused(source, tmp_path / "target")
+
+
+def test_outputs_without_weights(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A row of zeros has a scale that can be divided by."""
+    source = shutil.copytree(checkpoint(), tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors[name][7] = 0
+    save_file(tensors, source / "model.safetensors")
+    written = tensors_of(convert(source, tmp_path / "target"))
+    assert not written[name][7].any() and written[f"{name}_scale"][7] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"hidden_size": 128}, "config.json makes it"),
+    ],
+)
+def test_sources_that_are_no_checkpoint(
+    checkpoint: MakeCheckpoint, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    source = shutil.copytree(checkpoint(), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changes))
+    assert words in refused(source, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
