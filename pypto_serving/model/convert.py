@@ -58,11 +58,12 @@ def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
     _, model = load_config(source)
     if model.quantization is not None:
         raise ModelError(f"{source} is quantised already; give the checkpoint that it was made from")
-    tensors = StoredTensors(source, progress)
-    tensors.require(model.tensors(), model.ignores)
+    Checkpoint.open(source).require(model.tensors(), model.ignores)
     wanted = replace(model, tied_embeddings=False, quantization=Quantization((_ROUTERS,) if model.experts else ()))
     try:
         with _claim(source, target):
+            tensors = StoredTensors(source, progress)
+            tensors.require(model.tensors(), model.ignores)
             _Conversion(source, target, tensors, wanted, model.tied_embeddings).run()
     except OSError as error:
         reason = f"{error.filename or target} cannot be written: {error.strerror}"

@@ -1,0 +1,195 @@
+"""What is read from `quantization_config`: llm-compressor's W8A8, and errors that name what else was found."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pypto_serving.config import resolve
+from pypto_serving.errors import ConfigError, ModelError
+from pypto_serving.host import read_host_facts
+from pypto_serving.kernels import runnable
+from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.registry import load_config, load_spec
+from pypto_serving.options import make_options
+from tests.checkpoints import make_checkpoint
+from tests.compressed import compress, quantization_config
+from tests.model.sequences import load_program
+from tests.model.test_spec import MOE, RELEASED, write
+
+IGNORED = ["lm_head"]
+
+
+def with_section(path: Path, model: dict[str, Any], keys: str, value: Any, ignore: list[str]) -> Path:
+    """A folder with config.json, where one value of its quantization_config is another."""
+    section = copy.deepcopy(quantization_config(ignore))
+    where = section
+    *outer, last = keys.split(".")
+    for key in outer:
+        where = where[key]
+    where[last] = value
+    return write(path, model, quantization_config=section)
+
+
+def test_what_llm_compressor_writes(tmp_path: Path) -> None:
+    path = write(tmp_path, RELEASED, quantization_config=quantization_config(IGNORED))
+    _, config = load_config(path)
+    int8, tensors = config.int8_weights(), config.tensors()
+    assert len(int8) == 28 * 7 and all(name.endswith("_proj.weight") for name in int8)
+    assert tensors["model.layers.3.mlp.down_proj.weight_scale"] == (1024, 1)
+    assert "lm_head.weight_scale" not in tensors
+    spec = load_spec(path)
+    assert (spec.quantization, spec.dtype, spec.num_parameters) == ("w8a8", "bfloat16", 596_049_920)
+    outputs = 28 * (4096 + 1024 + 6144 + 1024)
+    linear = 28 * 1024 * (4096 + 2048 + 6144 + 3072)
+    assert spec.packed_bytes == 2 * (596_049_920 - linear) + linear + 8 * outputs
+
+
+def test_patterns_and_names_are_ignored(tmp_path: Path) -> None:
+    ignore = ["lm_head", "re:.*mlp.gate$", "model.layers.0.self_attn.o_proj", r"re:model\.layers\.1\.mlp\.experts"]
+    _, config = load_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
+    int8 = config.int8_weights()
+    assert "model.layers.5.mlp.experts.7.down_proj.weight" in int8
+    assert "model.layers.0.mlp.gate_proj.weight" in int8 and "model.layers.1.self_attn.o_proj.weight" in int8
+    assert not {"model.layers.5.mlp.gate.weight", "model.layers.0.self_attn.o_proj.weight"} & int8
+    assert not any(name.startswith("model.layers.1.mlp") for name in int8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", ...])
+def test_int8_weights_are_served_in_bfloat16(tmp_path: Path, dtype: Any) -> None:
+    path = write(tmp_path, RELEASED, torch_dtype=dtype, quantization_config=quantization_config(IGNORED))
+    assert load_spec(path).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("quant_method", "gptq"),
+        ("format", "pack-quantized"),
+        ("quantization_status", "frozen"),
+        ("kv_cache_scheme", {"num_bits": 8}),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}),
+        ("transform_config", {"config_groups": {"R1": {}}}),
+        ("config_groups", {}),
+        ("config_groups.group_1", {"targets": ["Linear"]}),
+        ("config_groups.group_0.targets", ["re:.*mlp.*"]),
+        ("config_groups.group_0.format", "float-quantized"),
+        ("config_groups.group_0.output_activations", {"num_bits": 8}),
+        ("config_groups.group_0.input_activations", None),
+        ("config_groups.group_0.input_activations.dynamic", False),
+        ("config_groups.group_0.input_activations.strategy", "tensor"),
+        ("config_groups.group_0.input_activations.symmetric", False),
+        ("config_groups.group_0.weights", None),
+        ("config_groups.group_0.weights.num_bits", 4),
+        ("config_groups.group_0.weights.type", "float"),
+        ("config_groups.group_0.weights.symmetric", False),
+        ("config_groups.group_0.weights.symmetric", 1),
+        ("config_groups.group_0.weights.strategy", "group"),
+        ("config_groups.group_0.weights.group_size", 128),
+        ("config_groups.group_0.weights.actorder", "weight"),
+        ("config_groups.group_0.weights.dynamic", True),
+        ("ignore", "lm_head"),
+        ("ignore", []),
+    ],
+)
+def test_other_schemes_are_named(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_spec(with_section(tmp_path, RELEASED, key, value, IGNORED))
+    message = str(caught.value)
+    shown = "config_groups" if key.startswith("config_groups.group_1") else key
+    assert f"quantization_config.{shown} is " in message and "\n" not in message
+    assert key.startswith("config_groups.group_1") or json.dumps(value) in message
+
+
+@pytest.mark.parametrize(
+    ("ignore", "words"),
+    [
+        (["lm_head", "re:.*k_proj"], "layers.0.self_attn.k_proj and model.layers.0.self_attn.q_proj"),
+        (["lm_head", "re:.*layers.2.*up_proj"], "layers.2.mlp.up_proj"),
+        (["re:.*mlp.gate$", "model.layers.1.mlp.experts.5.down_proj"], "layers.1.mlp.experts.5.down_proj"),
+        (["re:(("], "no pattern"),
+    ],
+)
+def test_products_that_are_int8_in_part(tmp_path: Path, ignore: list[str], words: str) -> None:
+    with pytest.raises(ModelError, match="ignore") as caught:
+        load_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
+    assert words in str(caught.value)
+
+
+def resolve_error(path: Path, has: tuple[str, ...] = ("portable",), **options: Any) -> str:
+    chosen = make_options({"model": str(path), **options})
+    spec = load_spec(path, chosen.dtype or "auto", chosen.block_size or 32)
+    with pytest.raises(ConfigError) as caught:
+        resolve(chosen, spec, msgspec.structs.replace(read_host_facts(), kernels=has))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_int8_needs_the_kernels(tmp_path: Path) -> None:
+    path = write(tmp_path, RELEASED, quantization_config=quantization_config(IGNORED))
+    assert "torch was chosen by --kernels" in resolve_error(path, kernels="torch")
+    assert "--dtype bfloat16 only" in resolve_error(path, dtype="float32")
+    assert "no C++ compiler" in resolve_error(path, ())
+    assert "multiple of 32, not 16" in resolve_error(path, block_size=16)
+    path = write(tmp_path, RELEASED, hidden_size=1026, quantization_config=quantization_config(IGNORED))
+    assert "multiple of 4, not 1026" in resolve_error(path)
+
+
+@pytest.fixture
+def compressed(tmp_path: Path) -> Path:
+    return compress(make_checkpoint(tmp_path / "model"))
+
+
+def changed(path: Path, **tensors: Any) -> Path:
+    """The checkpoint with other tensors; `...` removes one."""
+    held = load_file(path / "model.safetensors") | tensors
+    save_file({name: t for name, t in held.items() if t is not ...}, path / "model.safetensors")
+    return path
+
+
+SCALE = "model.layers.1.self_attn.o_proj.weight_scale"
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        (SCALE, ..., "missing"),
+        (SCALE, torch.ones(64), r"shape \[64\]"),
+        (SCALE, torch.ones(64, 1, dtype=torch.int8), "dtype I8"),
+        (SCALE.removesuffix("_scale"), torch.ones(64, 128), "dtype F32; supported: I8"),
+        ("model.norm.weight", torch.ones(64, dtype=torch.int8), "dtype I8"),
+        (f"{SCALE.removesuffix('scale')}zero_point", torch.ones(64, 1), "zero_point is not part"),
+    ],
+)
+def test_tensors_that_are_not_as_the_config_says(compressed: Path, name: str, tensor: Any, words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        load_program(changed(compressed, **{name: tensor}), "bfloat16", kernels=runnable()[0])
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_scales_of_every_type(compressed: Path, dtype: torch.dtype) -> None:
+    from pypto_serving.kernels import Engine
+
+    scales = load_file(compressed / "model.safetensors")[SCALE].to(dtype)
+    weights = PackedWeights(changed(compressed, **{SCALE: scales}), Engine(), lambda *_: None)
+    matrix = weights.matrix(["model.layers.1.self_attn.o_proj"])
+    assert matrix.scales is not None and torch.equal(torch.from_numpy(matrix.scales), scales.float()[:, 0])
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+def test_the_fingerprint_names_int8(compressed: Path) -> None:
+    shutil.copytree(compressed, compressed.parent / "other")
+    config = json.loads((compressed / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head", "re:.*mlp.gate$"]
+    program = load_program(compressed, "bfloat16", kernels=runnable()[0])
+    assert program.model.name(program.model.model) == "qwen3-native-1 w8a8"
