@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from roofline_work import BLOCK, Batch, Work
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.kernels import CacheLayer, Engine, Matrix, Recording, zeros
+from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Strips, zeros
 from pypto_serving.kernels.engine import PANEL
 from pypto_serving.kernels.limits import Memory, peak
 
@@ -35,13 +35,15 @@ _WEIGHT_SCALE = 1 / 32
 @dataclass(frozen=True)
 class Rounds:
     """What rounds of a measurement saw: seconds [rounds, operations], torch's mean [rounds] where there is torch, and
-    the machine's limits [rounds] in bytes and operations per second: the better of those just before and just after.
+    the machine's limits [rounds] in bytes and operations per second, on bfloat16 and on int8: the better of those just
+    before and just after.
     """
 
     seconds: Array
     torch: Array
     bandwidths: Array
     peaks: Array
+    int8_peaks: Array
 
     @property
     def calls(self) -> Array:
@@ -51,8 +53,8 @@ class Rounds:
 
     def limits(self, works: Sequence[Work]) -> Array:
         """Least possible seconds [rounds] of `works`, one after the other."""
-        pairs = zip(self.bandwidths, self.peaks, strict=True)
-        return np.array([sum(w.seconds(bandwidth, top) for w in works) for bandwidth, top in pairs])
+        moments = zip(self.bandwidths, self.peaks, self.int8_peaks, strict=True)
+        return np.array([sum(w.seconds(*moment) for w in works) for moment in moments])
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,19 @@ class Bench:
         """Normal random numbers in bfloat16, in huge pages; they repeat after some megabytes, at odd distances."""
         return fill(zeros(np.uint16, count), bfloat16(self._pool * np.float32(scale)))
 
-    def matrix(self, n: int, k: int, count: int = 1) -> Matrix:
+    def matrix(self, n: int, k: int, count: int = 1, int8: bool = False) -> Matrix:
         """Packed random weights of `count` matrices [n, k]."""
-        return Matrix(self.normal(2 * Matrix.size(n, k, count), _WEIGHT_SCALE).view(np.uint32), n, k)
+        size, outputs = Matrix.size(n, k, count), Matrix.outputs(n, count)
+        if not int8:
+            return Matrix(self.normal(2 * size, _WEIGHT_SCALE).view(np.uint32), n, k)
+        words = self.normal(size, _WEIGHT_SCALE).view(np.uint32)
+        return Matrix(words, n, k, None, np.ones(outputs, np.float32), np.zeros(outputs, np.int32))
 
-    def strips(self, rows: int, width: int) -> NDArray[np.uint32]:
-        """Random activations in strips of pairs."""
-        return self.normal(rows * width).view(np.uint32)
+    def strips(self, rows: int, width: int, int8: bool = False) -> Strips:
+        """Random activations in strips of pairs or quads."""
+        if not int8:
+            return self.normal(rows * width).view(np.uint32)
+        return Quads(self.normal(rows * width // 2).view(np.uint32), np.ones(rows, np.float32))
 
     def recording(self) -> Recording:
         """A new recording. Its first operation, while which the threads wake up, is not measured."""
@@ -140,7 +148,7 @@ class Bench:
         limits = self.rounds(once, rival)
         return Rounds(np.array(ours[1:]), np.array(theirs[1:]), *limits)
 
-    def rounds(self, once: Callable[[], None], rival: Callable[[], None] = lambda: None) -> tuple[Array, Array]:
+    def rounds(self, once: Callable[[], None], rival: Callable[[], None] = lambda: None) -> tuple[Array, Array, Array]:
         """Call both again and again; returns the limits around each call of `once` but the first, [rounds] each."""
         seen = [self._limits()]
         until = math.inf
@@ -150,10 +158,11 @@ class Bench:
             rival()
             until = min(until, time.perf_counter() + self.budget_s)
         around = np.maximum(seen[1:-1], seen[2:])
-        return around[:, 0], around[:, 1]
+        return around[:, 0], around[:, 1], around[:, 2]
 
-    def _limits(self) -> tuple[float, float]:
-        return self._memory.bandwidth(self.engine, repeat=2), peak(self.engine, repeat=1)
+    def _limits(self) -> tuple[float, float, float]:
+        peaks = (peak(self.engine, repeat=1, int8=int8) for int8 in (False, True))
+        return self._memory.bandwidth(self.engine, repeat=2), *peaks
 
 
 def fill(out: Array, values: Array) -> Array:
@@ -202,25 +211,23 @@ LINEARS = (
 )
 
 
-def linear(name: str, n: int, k: int, finish: str, bench: Bench) -> Callable[[int], list[Result]]:
-    """Products of several row counts with rotating weights; torch computes the product alone."""
-    matrices = [bench.matrix(n, k) for _ in range(-(-ROTATED_BYTES // (n * k * 2)))]
+def linear(name: str, n: int, k: int, finish: str, bench: Bench, int8: bool = False) -> Callable[[int], list[Result]]:
+    """Products of several row counts with rotating weights; torch computes the product alone, and none of int8."""
+    each, label = (1, f"int8 {name}") if int8 else (2, name)
+    matrices = [bench.matrix(n, k, int8=int8) for _ in range(-(-ROTATED_BYTES // (n * k * each)))]
     matrices *= -(-LEAST_CALLS // len(matrices))
 
     def run(rows: int) -> list[Result]:
-        x, recording = bench.strips(rows, k), bench.recording()
+        x, recording = bench.strips(rows, k, int8), bench.recording()
         out = zeros(np.uint32, rows * n // 4) if finish == "gate" else zeros(np.float32, rows, n)
         record: Any = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_gate}[finish]
         for matrix in matrices:
             record(x, matrix, out)
-        rivals = _torch_linears(x, rows, matrices) if bench.with_torch else ()
+        rivals = _torch_linears(x, rows, matrices) if bench.with_torch and isinstance(x, np.ndarray) else ()
         inputs = Batch.decode(rows).inputs(bench.rng)
         rounds = bench.measure(recording, lambda: inputs, rivals)
-        return [
-            Result.of(
-                f"linear {name}", f"M={rows}", [work.linear(rows, n, k, finish)], rounds.seconds.mean(axis=1), rounds
-            )
-        ]
+        works = [work.linear(rows, n, k, finish, int8=int8)]
+        return [Result.of(f"linear {label}", f"M={rows}", works, rounds.calls, rounds)]
 
     return run
 
@@ -315,6 +322,20 @@ def norm(bench: Bench) -> Callable[[int], list[Result]]:
     return run
 
 
+def quantize(bench: Bench) -> Callable[[int], list[Result]]:
+    """Of activations that are in a cache, as in a step."""
+
+    def run(rows: int) -> list[Result]:
+        x, out = bench.strips(rows, WIDTH), bench.strips(rows, WIDTH, int8=True)
+        recording = bench.recording()
+        for _ in range(REPEATS):
+            recording.quantize(x, WIDTH, out)
+        rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
+        return [Result.of("quantize", f"M={rows}", [work.quantize(rows, WIDTH)], rounds.calls, rounds)]
+
+    return run
+
+
 def heads(bench: Bench) -> Callable[[int], list[Result]]:
     """Of activations that are in a cache, as in a step: a few rows that decode, or one prompt."""
 
@@ -394,8 +415,12 @@ def groups(quick: bool) -> list[Group]:
     prefill = ((512, 512),) if quick else ((512, 512), (512, 2048), (2048, 2048))
     return [
         *(Group(f"linear {one[0]}", rows, functools.partial(linear, *one)) for one in LINEARS),
+        *(Group(f"linear int8 {one[0]}", rows, functools.partial(linear, *one, int8=True)) for one in LINEARS),
         Group("attend decode", tuple(Batch.decode(b, c) for b, c in decode), attend),
         Group("attend prefill", tuple(Batch.prefill(q, c) for q, c in prefill), attend),
-        *(Group(one.__name__, (1, 128) if quick else (1, 8, 32, 128, 512), one) for one in (embed, norm, heads)),
+        *(
+            Group(one.__name__, (1, 128) if quick else (1, 8, 32, 128, 512), one)
+            for one in (embed, norm, heads, quantize)
+        ),
         Group("experts", (8,) if quick else (1, 8, 64), experts),
     ]

@@ -26,12 +26,14 @@ class Ceilings:
 
     bandwidths: list[float] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
+    int8_peaks: list[float] = field(default_factory=list)
     single_peaks: list[float] = field(default_factory=list)
 
     def measure(self, memory: Memory, engine: Engine, single: Engine) -> None:
         """Add one measurement of each."""
         self.bandwidths.append(memory.bandwidth(engine))
         self.peaks.append(peak(engine))
+        self.int8_peaks.append(peak(engine, int8=True))
         self.single_peaks.append(peak(single))
 
     @property
@@ -44,11 +46,17 @@ class Ceilings:
         """Operations per second of all threads."""
         return max(self.peaks)
 
+    @property
+    def int8_peak(self) -> float:
+        """The same on int8."""
+        return max(self.int8_peaks)
+
     def lines(self) -> Iterator[str]:
         """All that was seen, best first."""
         named = (
             ("read bandwidth", "GB/s", self.bandwidths),
             ("dot products, all threads", "GFLOP/s", self.peaks),
+            ("dot products of int8, all threads", "GOP/s", self.int8_peaks),
             ("dot products, one thread", "GFLOP/s", self.single_peaks),
         )
         for name, unit, values in named:
@@ -68,9 +76,9 @@ class Rated:
     @staticmethod
     def of(result: Result, ceilings: Ceilings) -> Rated:
         """What binds it is decided by the best limits."""
-        bandwidth, top = ceilings.bandwidth, ceilings.peak
         total_bytes, flops = sum(w.bytes for w in result.works), sum(w.flops for w in result.works)
-        bound = "memory" if total_bytes / bandwidth >= flops / top else "compute"
+        compute_s = sum(w.compute_seconds(ceilings.peak, ceilings.int8_peak) for w in result.works)
+        bound = "memory" if total_bytes / ceilings.bandwidth >= compute_s else "compute"
         return Rated(result, total_bytes, flops, bound if result.works else "")
 
     def as_json(self) -> dict[str, Any]:
@@ -172,9 +180,11 @@ def plot(path: Path, rated: Sequence[Rated], ceilings: Ceilings) -> bool:
     shown = [one for one in rated if one.flops]
     intensities = [one.flops / one.bytes for one in shown]
     ends = (min([*intensities, 0.1]), max([*intensities, 1000.0]))
-    ridge = ceilings.peak / ceilings.bandwidth
-    roof = sorted((*ends, ridge))
-    axes.loglog(roof, [min(ceilings.peak, x * ceilings.bandwidth) / 1e9 for x in roof], color="black", label="limit")
+    ridges = (top / ceilings.bandwidth for top in (ceilings.peak, ceilings.int8_peak))
+    roof = sorted((*ends, *ridges))
+    for top, style, label in ((ceilings.peak, "-", "limit"), (ceilings.int8_peak, "--", "limit of int8")):
+        heights = [min(top, x * ceilings.bandwidth) / 1e9 for x in roof]
+        axes.loglog(roof, heights, style, color="black", label=label)
     for index, name in enumerate(dict.fromkeys(one.result.name for one in shown)):
         mine = [one for one in shown if one.result.name == name]
         x, y = [one.flops / one.bytes for one in mine], [one.flops / one.result.best / 1e9 for one in mine]

@@ -7,7 +7,7 @@ asks for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ from pypto_serving.backend.base import StepInputs
 from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
 from pypto_serving.util import ceil_div
 
-BF16, F32 = 2, 4
+INT8, BF16, F32 = 1, 2, 4
 """Bytes per element."""
 BLOCK = 32
 """Tokens per block of the KV cache."""
@@ -24,14 +24,19 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes to move and operations to compute, at least."""
+    """Bytes to move and operations to compute, on int8 or on bfloat16, at least."""
 
     bytes: float
     flops: float
+    int8: bool = False
 
-    def seconds(self, bandwidth: float, peak: float) -> float:
-        """The least time on a machine that moves `bandwidth` bytes and computes `peak` operations per second."""
-        return max(self.bytes / bandwidth, self.flops / peak)
+    def compute_seconds(self, peak: float, int8_peak: float) -> float:
+        """The least time on a machine that computes so many operations per second."""
+        return self.flops / (int8_peak if self.int8 else peak)
+
+    def seconds(self, bandwidth: float, peak: float, int8_peak: float) -> float:
+        """The least time on a machine that moves `bandwidth` bytes per second as well."""
+        return max(self.bytes / bandwidth, self.compute_seconds(peak, int8_peak))
 
 
 @dataclass(frozen=True)
@@ -83,10 +88,19 @@ class Batch:
         )
 
 
-def linear(rows: int, n: int, k: int, finish: str = "store", matrices: float = 1) -> Work:
-    """A product with weights [n, k], or of `rows` rows with so many matrices; gated, it has n / 2 outputs."""
-    out = {"store": F32, "add": 2 * F32, "gate": BF16 / 2}[finish]
-    return Work(matrices * n * k * BF16 + rows * (k * BF16 + n * out), 2 * rows * n * k)
+def linear(rows: int, n: int, k: int, finish: str = "store", matrices: float = 1, int8: bool = False) -> Work:
+    """A product with weights [n, k], or of `rows` rows with so many matrices; gated, it has n / 2 outputs.
+
+    Of int8, each output also has a scale and an offset, and each row a scale.
+    """
+    out, each = {"store": F32, "add": 2 * F32, "gate": BF16 / 2}[finish], INT8 if int8 else BF16
+    scales = matrices * n * 2 * F32 + rows * F32 if int8 else 0
+    return Work(matrices * n * k * each + rows * (k * each + n * out) + scales, 2 * rows * n * k, int8)
+
+
+def quantize(rows: int, k: int) -> Work:
+    """bfloat16 to int8 and a scale: a comparison and a product per element."""
+    return Work(rows * (k * (BF16 + INT8) + F32), 2 * rows * k)
 
 
 def attend(batch: Batch, heads: int, kv_heads: int, dim: int) -> Work:
@@ -101,9 +115,10 @@ def embed(tokens: int, width: int) -> Work:
     return Work(tokens * width * (BF16 + F32), 0)
 
 
-def norm(rows: int, width: int) -> Work:
-    """x / rms(x) * weight: a square, an addition and two products per element."""
-    return Work(width * F32 + rows * width * (F32 + BF16), 4 * rows * width)
+def norm(rows: int, width: int, int8: bool = False) -> Work:
+    """x / rms(x) * weight: a square, an addition and two products per element; to int8, a product more."""
+    out = INT8 if int8 else BF16
+    return Work(width * F32 + rows * width * (F32 + out), (5 if int8 else 4) * rows * width)
 
 
 def heads(tokens: int, heads: int, kv_heads: int, dim: int) -> Work:
@@ -118,9 +133,9 @@ def route(tokens: int, experts: int, per_token: int) -> Work:
     return Work(tokens * (experts * F32 + per_token * 8), 2 * tokens * experts)
 
 
-def gather(tokens: int, per_token: int, width: int) -> Work:
+def gather(tokens: int, per_token: int, width: int, int8: bool = False) -> Work:
     """Rows to their experts."""
-    return Work(tokens * (1 + per_token) * width * BF16, 0)
+    return Work(tokens * (1 + per_token) * width * (INT8 if int8 else BF16), 0)
 
 
 def combine(tokens: int, per_token: int, width: int) -> Work:
@@ -147,31 +162,50 @@ def operations(model: Qwen3Config, batch: Batch) -> Iterator[Operation]:
     tokens, width, rows = batch.tokens, model.hidden_size, len(batch.queries)
     split = (model.num_heads, model.num_kv_heads, model.head_dim)
     queries, projected = split[0] * split[2], (split[0] + 2 * split[1]) * split[2]
+    int8 = model.int8_weights()
     yield Operation("embed", "embed", embed(tokens, width))
     for layer in range(model.num_layers):
-        yield Operation("norm", "norm", norm(tokens, width))
-        yield Operation("qkv", "linear", linear(tokens, projected, width))
+        prefix = f"model.layers.{layer}."
+        bytes_in, bytes_out = (f"{prefix}self_attn.{name}_proj.weight" in int8 for name in "qo")
+        yield Operation("norm", "norm", norm(tokens, width, bytes_in))
+        yield Operation("qkv", "linear", linear(tokens, projected, width, int8=bytes_in))
         yield Operation("heads", "heads", heads(tokens, *split))
         yield Operation("attend", "attend", attend(batch, *split))
-        yield Operation("o", "linear", linear(tokens, width, queries, "add"))
-        yield Operation("norm", "norm", norm(tokens, width))
+        yield from _quantized(bytes_out, tokens, queries)
+        yield Operation("o", "linear", linear(tokens, width, queries, "add", int8=bytes_out))
         if model.experts is not None and layer in model.experts.layers:
-            yield from _experts(model.experts, tokens, width)
+            yield from _experts(model.experts, tokens, width, f"{prefix}mlp.", int8)
             continue
         inner = model.intermediate_size
-        yield Operation("gate/up", "linear", linear(tokens, 2 * inner, width, "gate"))
-        yield Operation("down", "linear", linear(tokens, width, inner, "add"))
-    yield Operation("norm", "norm", norm(rows, width))
-    yield Operation("lm_head", "linear", linear(rows, model.vocab_size, width))
+        bytes_in, bytes_out = (f"{prefix}mlp.{name}_proj.weight" in int8 for name in ("gate", "down"))
+        yield Operation("norm", "norm", norm(tokens, width, bytes_in))
+        yield Operation("gate/up", "linear", linear(tokens, 2 * inner, width, "gate", int8=bytes_in))
+        yield from _quantized(bytes_out, tokens, inner)
+        yield Operation("down", "linear", linear(tokens, width, inner, "add", int8=bytes_out))
+    head = "lm_head.weight" in int8
+    yield Operation("norm", "norm", norm(rows, width, head))
+    yield Operation("lm_head", "linear", linear(rows, model.vocab_size, width, int8=head))
 
 
-def _experts(experts: Experts, tokens: int, width: int) -> Iterator[Operation]:
+def _quantized(wanted: bool, rows: int, k: int) -> Iterator[Operation]:
+    if wanted:
+        yield Operation("quantize", "quantize", quantize(rows, k))
+
+
+def _experts(experts: Experts, tokens: int, width: int, prefix: str, int8: Collection[str]) -> Iterator[Operation]:
     per_token, inner = experts.per_token, experts.intermediate_size
     active, entries = expected_active(experts.count, per_token, tokens), tokens * per_token
-    yield Operation("router", "linear", linear(tokens, experts.count, width))
+    router = f"{prefix}gate.weight" in int8
+    gate_up, down = (f"{prefix}experts.0.{name}_proj.weight" in int8 for name in ("gate", "down"))
+    yield Operation("norm", "norm", norm(tokens, width))
+    yield from _quantized(router, tokens, width)
+    yield Operation("router", "linear", linear(tokens, experts.count, width, int8=router))
     yield Operation("route", "route", route(tokens, experts.count, per_token))
     yield Operation("route", "route", Work(0, 0))
-    yield Operation("gather", "gather", gather(tokens, per_token, width))
-    yield Operation("experts gate/up", "expert_linear", linear(entries, 2 * inner, width, "gate", active))
-    yield Operation("experts down", "expert_linear", linear(entries, width, inner, "store", active))
+    yield from _quantized(gate_up, tokens, width)
+    yield Operation("gather", "gather", gather(tokens, per_token, width, gate_up))
+    expert_gate = linear(entries, 2 * inner, width, "gate", active, gate_up)
+    yield Operation("experts gate/up", "expert_linear", expert_gate)
+    yield from _quantized(down, entries, inner)
+    yield Operation("experts down", "expert_linear", linear(entries, width, inner, "store", active, down))
     yield Operation("combine", "combine", combine(tokens, per_token, width))

@@ -255,8 +255,11 @@ API double pypto_measure_read(Engine* engine, const Pair* data, int64_t pairs) {
 }
 
 // Seconds in which each thread computes `rounds` times pypto_round_flops operations.
-API double pypto_measure_compute(Engine* engine, int64_t rounds) {
-  return Timed(engine->kernels->compute, {nullptr, 0, rounds}).seconds(engine);
+API double pypto_measure_compute(Engine* engine, int bytes, int64_t rounds) {
+  const Kernels& kernels = *engine->kernels;
+  return Timed(bytes ? kernels.compute_bytes : kernels.compute, {nullptr, 0, rounds}).seconds(engine);
 }
 
-API int pypto_round_flops(const Engine* engine) { return engine->kernels->round_flops; }
+API int pypto_round_flops(const Engine* engine, int bytes) {
+  return bytes ? engine->kernels->round_byte_flops : engine->kernels->round_flops;
+}

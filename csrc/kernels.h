@@ -238,6 +238,8 @@ struct Kernels {
   void (*read)(const Limits&, Member&);
   void (*compute)(const Limits&, Member&);
   int round_flops;  // of `compute`, by each member
+  void (*compute_bytes)(const Limits&, Member&);
+  int round_byte_flops;
 };
 
 // The best that this machine runs, or the one called `name`; null if there is none such.

@@ -1,4 +1,4 @@
-// What the machine can do at best, whatever the kernel: read memory, and add up products of pairs. For benchmarks.
+// What the machine can do at best, whatever the kernel: read memory, and add up products of pairs or quads. For benchmarks.
 #pragma once
 
 #include "tile.h"
@@ -8,21 +8,22 @@ namespace ISA {
 // As many sums as a tile of a product has: enough to hide the latency of `dot`, and they all stay in registers.
 constexpr int kSums = 2 / kPasses * kHalf * kMaxRows;
 
-// Multiplications and additions of one round.
-constexpr int kRoundFlops = kSums * kRegisterLanes * 4;
+// Multiplications and additions of one round, of pairs and of quads.
+constexpr int kRoundFlops = kSums * kRegisterLanes * 4, kRoundByteFlops = 2 * kRoundFlops;
 
 // Each member computes `rounds` rounds; no memory is read or written meanwhile. A register that is multiplied by itself
 // leaves the most of them to the sums.
+template <typename Kind>
 static void compute(const Limits& limits, Member&) {
   const PairRegister x = broadcast(Pair{0x3f803f80});
-  Register sums[kSums];
+  typename Kind::Sums sums[kSums];
 #pragma GCC unroll 24
-  for (int i = 0; i < kSums; i++) sums[i] = (Register)broadcast(static_cast<Pair>(i));
+  for (int i = 0; i < kSums; i++) sums[i] = (typename Kind::Sums)broadcast(static_cast<Pair>(i));
   for (int64_t round = limits.rounds; round > 0; round--) {
 #pragma GCC unroll 24
-    for (int i = 0; i < kSums; i++) sums[i] = dot(sums[i], x, x);
+    for (int i = 0; i < kSums; i++) sums[i] = Kind::add(sums[i], x, x);
   }
-  for (int i = 0; i < kSums; i++) keep(sums[i]);
+  for (int i = 0; i < kSums; i++) keep((Register)sums[i]);
 }
 
 // All members together read `pairs`, a multiple of 2^18, once; each has a linear stream of its own.

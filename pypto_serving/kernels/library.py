@@ -50,8 +50,8 @@ _SIGNATURES: Mapping[str, str] = {
     "sample": " pplllpp",
     "logprobs": " ppllllpppppp",
     "measure_read": "dppl",
-    "measure_compute": "dpl",
-    "round_flops": "ip",
+    "measure_compute": "dpil",
+    "round_flops": "ipi",
 }
 
 

@@ -27,13 +27,13 @@ class Memory:
         return float(words.nbytes / best)
 
 
-def peak(engine: Engine, repeat: int = 10) -> float:
-    """Multiplications and additions of bfloat16 pairs per second, the best of `repeat` loops by all threads.
+def peak(engine: Engine, repeat: int = 10, int8: bool = False) -> float:
+    """Multiplications and additions of bfloat16 or int8 per second, the best of `repeat` loops by all threads.
 
     The loop is the instruction that products are made of, on registers only.
     """
     rounds, compute = 1 << 10, engine._lib.pypto_measure_compute
-    while compute(engine._handle, rounds) < _COMPUTE_S:
+    while compute(engine._handle, int8, rounds) < _COMPUTE_S:
         rounds *= 2
-    best = min(compute(engine._handle, rounds) for _ in range(repeat))
-    return float(rounds * engine._lib.pypto_round_flops(engine._handle) * engine.threads / best)
+    best = min(compute(engine._handle, int8, rounds) for _ in range(repeat))
+    return float(rounds * engine._lib.pypto_round_flops(engine._handle, int8) * engine.threads / best)

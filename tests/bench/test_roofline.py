@@ -17,6 +17,7 @@ from roofline_work import Batch, Work
 from pypto_serving.kernels import Engine, runnable
 from pypto_serving.kernels.limits import Memory, peak
 from tests.checkpoints import make_checkpoint
+from tests.compressed import compress
 
 MEBIBYTE = 1 << 20
 needs_kernels = pytest.mark.skipif(not runnable(), reason="built without kernels")
@@ -34,6 +35,9 @@ def bench() -> Bench:
         (work.linear(3, 32, 8, "add"), Work(512 + 48 + 8 * 96, 1536)),
         (work.linear(3, 32, 8, "gate"), Work(512 + 48 + 2 * 3 * 16, 1536)),
         (work.linear(3, 32, 8, "store", 2.5), Work(2.5 * 512 + 48 + 384, 1536)),
+        (work.linear(3, 32, 8, int8=True), Work(32 * 8 + 32 * 8 + 3 * (8 + 4 * 32 + 4), 1536, int8=True)),
+        (work.quantize(3, 8), Work(3 * (8 * 3 + 4), 2 * 24)),
+        (work.norm(3, 8, int8=True), Work(8 * 4 + 3 * 8 * 5, 5 * 24)),
         (work.embed(3, 8), Work(3 * 8 * 6, 0)),
         (work.norm(3, 8), Work(8 * 4 + 3 * 8 * 6, 4 * 24)),
         (work.heads(1, 2, 1, 4), Work(3 * 4 * 4 + 4 * 4 * 6 + 4 * 4, 7 * 3 * 4)),
@@ -71,18 +75,19 @@ def test_a_batch_is_a_step() -> None:
 
 
 def ceilings() -> Ceilings:
-    return Ceilings(bandwidths=[5.0, 10.0], peaks=[100.0], single_peaks=[50.0])
+    return Ceilings(bandwidths=[5.0, 10.0], peaks=[100.0], int8_peaks=[200.0], single_peaks=[50.0])
 
 
 def rounds(count: int, torch: float = 0.0) -> Rounds:
     """Rounds at 10 bytes and 100 operations per second, the second one at half of that."""
     slowed = np.where(np.arange(count) == 1, 0.5, 1.0)
-    return Rounds(np.zeros((count, 1)), np.full(count if torch else 0, torch), 10 * slowed, 100 * slowed)
+    return Rounds(np.zeros((count, 1)), np.full(count if torch else 0, torch), 10 * slowed, 100 * slowed, 200 * slowed)
 
 
 def test_the_larger_limit_binds_and_limits_add_up() -> None:
     memory, compute = Work(100, 20), Work(10, 400)
-    assert (memory.seconds(10, 100), compute.seconds(10, 100)) == (10, 4)
+    assert (memory.seconds(10, 100, 200), compute.seconds(10, 100, 200)) == (10, 4)
+    assert Work(10, 400, int8=True).seconds(10, 100, 200) == 2
     result = Result.of("both", "", [memory, compute], [28, 35, 56], rounds(3))
     assert (result.limit, result.best, result.median, result.fraction) == (14, 28, 35, 0.5)
     assert Rated.of(result, ceilings()).bound == "memory"
@@ -112,12 +117,12 @@ def test_tables(tmp_path: Path) -> None:
 def test_limits_of_this_machine(instruction_set: str) -> None:
     engine = Engine(instruction_set, 2)
     assert Memory(4 * MEBIBYTE).bandwidth(engine, repeat=2) > 0
-    assert peak(engine, repeat=1) > 0
+    assert peak(engine, repeat=1) > 0 and peak(engine, repeat=1, int8=True) > 0
 
 
 @needs_kernels
 def test_small_kernels_are_measured(bench: Bench) -> None:
-    for prepare in (roofline_kernels.norm, roofline_kernels.heads):
+    for prepare in (roofline_kernels.norm, roofline_kernels.heads, roofline_kernels.quantize):
         (result,) = prepare(bench)(3)
         assert 0 < result.best <= result.median
 
@@ -132,12 +137,16 @@ def test_products_and_attention_are_measured(monkeypatch: pytest.MonkeyPatch, wi
         *(roofline_kernels.attend(bench)(batch)[0] for batch in (Batch.decode(2, 33), Batch.prefill(5, 33))),
     ]
     assert all(0 < result.best <= result.median and bool(result.torch) == with_torch for result in found)
+    (int8,) = roofline_kernels.linear("x", 64, 32, "add", bench, int8=True)(3)
+    assert 0 < int8.best <= int8.median and int8.torch is None
 
 
 @needs_kernels
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str) -> None:
-    steps = Steps(make_checkpoint(tmp_path, kind), "", 2, [Batch.decode(2, 20), Batch.prefill(5, 20)])
+def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str, int8: bool) -> None:
+    model = make_checkpoint(tmp_path / "model", kind)
+    steps = Steps(compress(model) if int8 else model, "", 2, [Batch.decode(2, 20), Batch.prefill(5, 20)])
     for batch in steps.batches:
         results = {result.name: result for result in steps.measure(batch, bench)}
         parts = [result.best for name, result in results.items() if name != STEP]
