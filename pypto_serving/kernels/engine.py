@@ -124,17 +124,43 @@ class Routing:
     per_token: int
 
 
-def zeros(dtype: Any, *shape: int) -> Array:
-    """Memory of its own that takes room when it is first written, in huge pages where the system has them.
+class _Pool:
+    """Owns the memory that small arrays come from, one behind the other, so that huge pages hold all of them."""
 
-    It is mapped as private: shared memory gets huge pages by another setting of the system, which is off by default.
+    def __init__(self) -> None:
+        self._left = np.zeros(0, np.uint8)
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Zeros that nobody else has; they live as long as an array refers to them."""
+        if size >= _POOL_BYTES:
+            return _map(size)
+        if size > len(self._left):
+            self._left = _map(_POOL_BYTES)
+        taken, self._left = self._left[:size], self._left[ceil_div(size, _LINE_BYTES) * _LINE_BYTES :]
+        return taken
+
+
+_HUGE_PAGE_BYTES, _POOL_BYTES, _LINE_BYTES = 2 << 20, 64 << 20, 64
+_POOL = _Pool()
+
+
+def _map(size: int) -> NDArray[np.uint8]:
+    """Private memory of the system that begins with a huge page.
+
+    Shared memory gets huge pages by another setting of the system, which is off by default.
     """
     lib = library()
     assert lib is not None
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8, size)
+    mapped = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapped, np.uint8)
+    memory = memory[-memory.ctypes.data % _HUGE_PAGE_BYTES :][:size]
     lib.pypto_huge_pages(memory.ctypes.data, size)
-    array: Array = memory.view(dtype).reshape(shape)
+    return memory
+
+
+def zeros(dtype: Any, *shape: int) -> Array:
+    """Memory that takes room when it is first written, in huge pages where the system has them."""
+    array: Array = _POOL.take(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
     return array
 
 
