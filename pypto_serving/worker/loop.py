@@ -10,11 +10,14 @@ from pypto_serving.worker.runner import PlanExecutor
 def serve(channel: Channel[ToWorker], hello: WorkerHello, runner: PlanExecutor, heartbeat_s: float) -> None:
     """Say hello, then execute plans in order until told to stop."""
     channel.send(hello)
-    while True:
-        message = channel.receive(heartbeat_s)
+    while (message := answer(channel, runner, heartbeat_s)) is None or isinstance(message, StepPlan):
         if message is None:
             channel.send(WorkerBeat(hello.epoch))
-        elif isinstance(message, StepPlan):
-            channel.send(runner.execute(message))
-        elif isinstance(message, StopWorker):
-            return
+
+
+def answer(channel: Channel[ToWorker], runner: PlanExecutor, timeout_s: float) -> ToWorker | None:
+    """Wait for a message and, if it is a plan, execute it and send the result; returns the message."""
+    message = channel.receive(timeout_s)
+    if isinstance(message, StepPlan):
+        channel.send(runner.execute(message))
+    return message

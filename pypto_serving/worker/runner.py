@@ -11,8 +11,8 @@ import numpy as np
 from pypto_serving.backend.base import Int32Array, Program, StepBuffers, StepOutput
 from pypto_serving.types.step import RowLogprobs, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker import sampler
 from pypto_serving.worker.batch import PackedStep, RowBatch
+from pypto_serving.worker.plain import PlainSampler
 from pypto_serving.worker.sampler import SampledLogprobs
 
 
@@ -38,6 +38,7 @@ class Runner:
 
     def __init__(self, program: Program, buffers: StepBuffers) -> None:
         self.program = program
+        self._sampler = program.sampler or PlainSampler()
         self.batch = RowBatch(program.groups, program.limits, buffers)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -58,19 +59,16 @@ class Runner:
         )
 
     def _choose(self, step: PackedStep, output: StepOutput) -> tuple[Int32Array, list[RowLogprobs]]:
-        rows = step.sampling_rows
+        rows, batch = step.sampling_rows, self.batch
         if output.token_ids is not None:
             return output.token_ids, []
         if len(rows) == 0:
             return np.empty(0, dtype=np.int32), []
         assert output.logits is not None
-        batch = self.batch
-        sampling = [entry for row in rows if (entry := batch.sampling[row]) is not None]
         positions = batch.num_tokens[rows]
         num_output = positions - batch.prompt_len[rows]
-        token_ids, values = sampler.sample(output.logits, sampling, positions, num_output, self.program.sampler)
-        logprobs = [_logprobs(int(row), value) for row, value in zip(rows, values, strict=True) if value is not None]
-        return token_ids, logprobs
+        token_ids, values = batch.samplers.sample(output.logits, rows, positions, num_output, self._sampler)
+        return token_ids, [_logprobs(row, value) for row, value in values.items()]
 
 
 def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:

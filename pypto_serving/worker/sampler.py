@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,6 @@ from pypto_serving.types.draws import DRAW, Float32Array, Int32Array, Sampler
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker.philox import uniforms
-from pypto_serving.worker.plain import PlainSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,64 +23,93 @@ class SampledLogprobs:
     top_logprobs: Float32Array
 
 
-def sample(
-    logits: Float32Array,
-    rows: Sequence[RowSampling],
-    positions: Int32Array,
-    num_output: Int32Array,
-    sampler: Sampler | None = None,
-) -> tuple[Int32Array, list[SampledLogprobs | None]]:
-    """Tokens int32 [s] for logits [s, vocab], and log-probabilities where a row asks for them.
+class RowSamplers:
+    """Owns how each of R rows chooses its tokens: set once with the row, as arrays that a step's rows are taken from.
 
-    `positions` [s] are the absolute positions of the new tokens, `num_output` [s] how many output tokens each row
-    has; without a `sampler`, numpy chooses. Raises RuntimeError for logits that are not finite.
+    What only some rows want (random numbers, banned ids, log-probabilities) costs nothing while no row wants it.
     """
-    sampler = sampler or PlainSampler()
-    draws = _draws(rows, positions)
-    tokens = sampler.choose(logits, draws)
-    if (strange := np.flatnonzero(tokens < 0)).size:
-        raise RuntimeError(f"the logits of row {strange[0]} of a step are not finite")
-    banning = np.flatnonzero(num_output < np.array([row.min_tokens for row in rows]))
-    if banning.size:
-        allowed = np.stack([_without_banned(logits[i], rows[i]) for i in banning.tolist()])
-        tokens[banning] = sampler.choose(allowed, draws[banning])
-    return tokens, _logprobs(sampler, logits, rows, tokens)
+
+    def __init__(self, rows: int) -> None:
+        self._draws = np.zeros(rows, DRAW)
+        self._seeds = np.zeros(rows, np.uint64)
+        self._choices = np.zeros(rows, np.uint64)
+        self._min_tokens = np.zeros(rows, np.int32)
+        self._num_logprobs = np.full(rows, -1, np.int32)
+        self._banned: dict[int, Int32Array] = {}
+        self._random: set[int] = set()
+        self._asking: set[int] = set()
+
+    def set(self, row: int, sampling: RowSampling) -> None:
+        """From now on `row` chooses as `sampling` says."""
+        self.clear(row)
+        self._draws[row] = (0.0, sampling.top_p, sampling.min_p, sampling.temperature, sampling.top_k)
+        self._seeds[row], self._choices[row] = sampling.seed, sampling.choice
+        self._min_tokens[row], self._num_logprobs[row] = sampling.min_tokens, sampling.num_logprobs
+        if sampling.min_tokens:
+            self._banned[row] = unpack_ids(sampling.banned_ids)
+        if sampling.temperature > 0:
+            self._random.add(row)
+        if sampling.num_logprobs >= 0:
+            self._asking.add(row)
+
+    def clear(self, row: int) -> None:
+        """Nobody chooses for `row`."""
+        self._banned.pop(row, None)
+        self._random.discard(row)
+        self._asking.discard(row)
+
+    def sample(
+        self, logits: Float32Array, rows: Int32Array, positions: Int32Array, num_output: Int32Array, sampler: Sampler
+    ) -> tuple[Int32Array, dict[int, SampledLogprobs]]:
+        """Tokens int32 [s] for `rows` [s] with logits [s, vocab], and log-probabilities of the rows that ask for them.
+
+        `positions` [s] are the absolute positions of the new tokens, `num_output` [s] how many output tokens each row
+        has. Raises RuntimeError for logits that are not finite.
+        """
+        draws = self._draws[rows]
+        if self._random:
+            draws["random"] = uniforms(self._seeds[rows], self._choices[rows], positions.astype(np.uint64))
+        tokens = sampler.choose(logits, draws)
+        if tokens.min() < 0:
+            raise RuntimeError(f"the logits of row {np.argmin(tokens)} of a step are not finite")
+        if self._banned:
+            self._choose_again(tokens, logits, rows, num_output, draws, sampler)
+        return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
+
+    def _choose_again(
+        self,
+        tokens: Int32Array,
+        logits: Float32Array,
+        rows: Int32Array,
+        num_output: Int32Array,
+        draws: NDArray[np.void],
+        sampler: Sampler,
+    ) -> None:
+        """Without the banned ids, where the row has not enough tokens yet."""
+        banning = np.flatnonzero((num_output < self._min_tokens[rows]) & np.isin(rows, list(self._banned)))
+        if banning.size:
+            allowed = np.stack([_without(self._banned[int(rows[i])], logits[i]) for i in banning.tolist()])
+            tokens[banning] = sampler.choose(allowed, draws[banning])
+
+    def _logprobs(
+        self, tokens: Int32Array, logits: Float32Array, rows: Int32Array, sampler: Sampler
+    ) -> dict[int, SampledLogprobs]:
+        """By row, of the raw logits."""
+        asking = np.array([i for i, row in enumerate(rows.tolist()) if row in self._asking], np.int32)
+        if not asking.size:
+            return {}
+        counts = self._num_logprobs[rows[asking]]
+        found = sampler.logprobs(logits, asking, tokens[asking], int(counts.max()))
+        return {
+            int(rows[i]): SampledLogprobs(
+                float(found.values[j]), int(found.ranks[j]), found.best_ids[j, :count], found.best_values[j, :count]
+            )
+            for j, (i, count) in enumerate(zip(asking.tolist(), counts.tolist(), strict=True))
+        }
 
 
-def _draws(rows: Sequence[RowSampling], positions: Int32Array) -> NDArray[np.void]:
-    draws = np.zeros(len(rows), dtype=DRAW)
-    draws["temperature"] = [row.temperature for row in rows]
-    if not draws["temperature"].any():
-        return draws
-    draws["top_k"] = [row.top_k for row in rows]
-    draws["top_p"] = [row.top_p for row in rows]
-    draws["min_p"] = [row.min_p for row in rows]
-    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-    choices = np.array([row.choice for row in rows], dtype=np.uint64)
-    draws["random"] = uniforms(seeds, choices, positions.astype(np.uint64))
-    return draws
-
-
-def _without_banned(logits: Float32Array, row: RowSampling) -> Float32Array:
+def _without(banned: Int32Array, logits: Float32Array) -> Float32Array:
     """`logits` with the banned ids out of reach; as they are where nothing else would be left."""
-    banned = unpack_ids(row.banned_ids)
     scores = logits.copy()
     scores[banned[banned < len(logits)]] = -np.inf
     return scores if np.isfinite(scores.max()) else logits
-
-
-def _logprobs(
-    sampler: Sampler, logits: Float32Array, rows: Sequence[RowSampling], tokens: Int32Array
-) -> list[SampledLogprobs | None]:
-    """Of the raw logits, for the rows that ask."""
-    values: list[SampledLogprobs | None] = [None] * len(rows)
-    counts = np.array([row.num_logprobs for row in rows])
-    asking = np.flatnonzero(counts >= 0).astype(np.int32)
-    if asking.size:
-        found = sampler.logprobs(logits, asking, tokens[asking], int(counts.max()))
-        for j, i in enumerate(asking.tolist()):
-            best = slice(counts[i])
-            values[i] = SampledLogprobs(
-                float(found.values[j]), int(found.ranks[j]), found.best_ids[j, best], found.best_values[j, best]
-            )
-    return values

@@ -11,9 +11,9 @@ from pypto_serving.kernels import Engine, NativeSampler, runnable
 from pypto_serving.types.draws import Sampler
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker import sampler
 from pypto_serving.worker.philox import philox4x32, uniforms
 from pypto_serving.worker.plain import PlainSampler
+from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
 
 KNOWN_ANSWERS = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -31,9 +31,19 @@ def chooser(request: pytest.FixtureRequest) -> Sampler:
     return PlainSampler() if request.param == "numpy" else NativeSampler(Engine(request.param))
 
 
+def sample_rows(
+    chooser: Sampler, logits: np.ndarray, rows: list[RowSampling], positions: np.ndarray, num_output: np.ndarray
+) -> tuple[np.ndarray, dict[int, SampledLogprobs]]:
+    """Tokens of a step whose row i samples as rows[i] says, and its log-probabilities by row."""
+    samplers = RowSamplers(len(rows))
+    for i, row in enumerate(rows):
+        samplers.set(i, row)
+    return samplers.sample(logits, np.arange(len(rows), dtype=np.int32), positions, num_output, chooser)
+
+
 def sample(chooser: Sampler, logits: np.ndarray, row: RowSampling, num_output: int = 0) -> int:
     position, output = np.array([7], dtype=np.int32), np.array([num_output], dtype=np.int32)
-    tokens, _ = sampler.sample(logits[None], [row], position, output, chooser)
+    tokens, _ = sample_rows(chooser, logits[None], [row], position, output)
     return int(tokens[0])
 
 
@@ -44,8 +54,8 @@ def random_logits(size: int, seed: int = 0, scale: float = 3.0) -> np.ndarray:
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN_ANSWERS)
 def test_philox_known_answers(counter: list[int], key: list[int], words: list[int]) -> None:
     """The vectors that Random123 ships."""
-    found = philox4x32(np.array([counter], dtype=np.uint64), np.array([key], dtype=np.uint64))
-    assert found.tolist() == [words]
+    found = philox4x32(np.array([counter], dtype=np.uint64).T, np.array([key], dtype=np.uint64).T)
+    assert found.T.tolist() == [words]
 
 
 def test_uniforms_differ_in_every_argument_and_fill_the_interval() -> None:
@@ -124,7 +134,7 @@ def test_frequencies_follow_the_definition(chooser: Sampler, row: RowSampling) -
     rows = [row] * count
     positions = np.arange(count, dtype=np.int32)
     many, outputs = np.broadcast_to(logits, (count, 60)), np.zeros(count, np.int32)
-    tokens, _ = sampler.sample(many, rows, positions, outputs, chooser)
+    tokens, _ = sample_rows(chooser, many, rows, positions, outputs)
     expected = plain_distribution(logits, row) * count
     observed = np.bincount(tokens, minlength=60)
     assert (observed[expected == 0] == 0).all()
@@ -151,10 +161,10 @@ def test_a_row_does_not_see_the_others(
     row = RowSampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     rows = [RowSampling(), row, RowSampling(temperature=1.0, seed=3)] * 3
     positions, outputs = np.arange(9, dtype=np.int32), np.zeros(9, dtype=np.int32)
-    together, _ = sampler.sample(logits, rows, positions, outputs, chooser)
+    together, _ = sample_rows(chooser, logits, rows, positions, outputs)
     for i in range(9):
         part = slice(i, i + 1)
-        alone, _ = sampler.sample(logits[part].copy(), rows[part], positions[part], outputs[part], chooser)
+        alone, _ = sample_rows(chooser, logits[part].copy(), rows[part], positions[part], outputs[part])
         assert alone[0] == together[i]
 
 
@@ -162,10 +172,10 @@ def test_logprobs_are_of_the_raw_logits(chooser: Sampler) -> None:
     logits = random_logits(40)[None]
     best = pack_ids([int(logits.argmax())])
     row = RowSampling(temperature=2.0, seed=11, min_tokens=1, banned_ids=best, num_logprobs=5)
-    tokens, (values,) = sampler.sample(logits, [row], np.array([3], np.int32), np.array([0], np.int32), chooser)
+    tokens, found = sample_rows(chooser, logits, [row], np.array([3], np.int32), np.array([0], np.int32))
+    values = found[0]
     expected = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
     order = np.argsort(-logits[0], kind="stable")
-    assert values is not None
     assert values.logprob == pytest.approx(expected[tokens[0]], abs=1e-6)
     assert order[values.rank - 1] == tokens[0]
     assert values.top_ids.tolist() == order[:5].tolist()
@@ -175,9 +185,8 @@ def test_logprobs_are_of_the_raw_logits(chooser: Sampler) -> None:
 def test_each_row_gets_the_logprobs_that_it_asks_for(chooser: Sampler) -> None:
     logits = np.stack([random_logits(40, seed) for seed in range(4)])
     rows = [RowSampling(num_logprobs=count) for count in (-1, 0, 3, 50)]
-    tokens, values = sampler.sample(logits, rows, np.arange(4, dtype=np.int32), np.zeros(4, np.int32), chooser)
-    assert [None if value is None else len(value.top_ids) for value in values] == [None, 0, 3, 40]
-    for value in values[1:]:
-        assert value is not None and value.rank == 1
-    assert values[2] is not None and values[2].top_ids[0] == tokens[2]
+    tokens, values = sample_rows(chooser, logits, rows, np.arange(4, dtype=np.int32), np.zeros(4, np.int32))
+    assert {row: len(value.top_ids) for row, value in values.items()} == {1: 0, 2: 3, 3: 40}
+    assert all(value.rank == 1 for value in values.values())
+    assert values[2].top_ids[0] == tokens[2]
     assert values[2].top_logprobs[0] == np.float32(values[2].logprob)

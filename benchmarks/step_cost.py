@@ -1,0 +1,190 @@
+"""Microseconds per step outside kernels: what the worker does between two steps, and what the core does beside it.
+
+    python benchmarks/step_cost.py
+
+Scheduler, KV manager, core, rows, loop, messages and the calls into the kernels' library are the real ones, in one thread;
+the recorded step has no operations, and the vocabulary 32 tokens, so that what is left of a step is its cost outside kernels.
+
+worker: from one step's logits to the next step's kernels: choosing, answering, taking the next plan in, laying it out and
+calling. It is in every step's way. core: taking the result in, deciding the step after the next and sending it. It is in
+nobody's way while the worker has a plan left, which is what steps in flight are for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from pypto_serving.backend.base import StepBuffers
+from pypto_serving.backend.cpu import NativeProgram
+from pypto_serving.config import EngineConfig
+from pypto_serving.engine.core import EngineCore
+from pypto_serving.engine.executor import Event
+from pypto_serving.ipc import MemoryChannel
+from pypto_serving.kernels import Engine, Recording
+from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.request import AddRequests, EngineRequest, FromCore, ToCore
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import FromWorker, StepPlan, ToWorker
+from pypto_serving.types.tokens import pack_ids
+from pypto_serving.util import MonotonicClock
+from pypto_serving.worker.loop import answer
+from pypto_serving.worker.runner import Runner, hello
+
+VOCAB = 32
+BLOCK = 32
+BUDGET = 8192
+GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1, max_tokens=None, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`running` requests of `context` tokens decode; `waiting` ones of `waiting_context` tokens do not start.
+
+    They wait for a row or, with `short_of_blocks`, for KV blocks.
+    """
+
+    running: int
+    context: int = 100
+    waiting: int = 0
+    waiting_context: int = 100
+    short_of_blocks: bool = False
+    params: SamplingParams = GREEDY
+
+    def config(self, steps: int) -> EngineConfig:
+        tensor = KVTensorSpec(name="k", layers=(0,), dtype="bfloat16", row_shape=(1,))
+        group = KVCacheGroupSpec(name="full", kind="full", tensors=(tensor,), block_size=BLOCK)
+        prefill = self.running * self.context // (BUDGET // 2)
+        longest = max(self.context, self.waiting_context) + prefill + 2 * steps
+        blocks = max(self.running * -(-(self.context + prefill + 2 * steps) // BLOCK), -(-longest // BLOCK) + 1)
+        return EngineConfig(
+            model="",
+            backend="cpu",
+            dtype="bfloat16",
+            vocab_size=VOCAB,
+            groups=(group,),
+            num_blocks=(blocks + 1 + blocks // 50,),
+            max_model_len=longest,
+            max_num_seqs=self.running * (2 if self.short_of_blocks else 1),
+            max_num_batched_tokens=BUDGET,
+            depth=2,
+        )
+
+
+class InlineWorker:
+    """An Executor: the worker's side of the channel, run by whoever calls `step`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        engine = Engine(threads=1)
+        logits = np.random.default_rng(0).standard_normal((config.max_num_seqs, VOCAB)).astype(np.float32)
+        model = SimpleNamespace(step=Recording(engine), logits=logits)
+        program = NativeProgram(model, config, b"step cost", engine)
+        self.runner = Runner(program, StepBuffers.in_host_memory(config.groups, config.limits))
+        self.ours, self.core_end = MemoryChannel.pair(ToWorker, FromWorker)
+        self.ours.send(hello(program, 1, 0.0))
+
+    def step(self) -> float:
+        """Execute one plan, if there is one; returns the seconds that it took."""
+        start_s = time.perf_counter()
+        answer(self.ours, self.runner, 0.0)
+        return time.perf_counter() - start_s
+
+    def poll(self, now_s: float) -> list[Event]:
+        events: list[Event] = []
+        while (message := self.core_end.receive()) is not None:
+            events.append(message)
+        return events
+
+    def send(self, plan: StepPlan) -> None:
+        self.core_end.send(plan)
+
+    def forgive(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Replica:
+    """A core, its worker and a client that hears nothing, in one thread."""
+
+    def __init__(self, case: Case, steps: int) -> None:
+        config = case.config(steps)
+        self.client, core_end = MemoryChannel.pair(FromCore, ToCore)
+        self.worker = InlineWorker(config)
+        self.core = EngineCore(config, core_end, self.worker, MonotonicClock())
+        self.core.turn()
+        self._add("run", case.running, case.context, case.params)
+        while self.core.scheduler.num_running < case.running or self._is_prefilling(case):
+            self.step()
+        self._add("wait", case.waiting, case.waiting_context, case.params)
+
+    def _add(self, name: str, count: int, context: int, params: SamplingParams) -> None:
+        rng = np.random.default_rng(1)
+        for i in range(count):
+            ids = pack_ids(rng.integers(0, VOCAB, context, dtype=np.int32))
+            self.client.send(AddRequests([EngineRequest(request_id=f"{name}{i}", token_ids=ids, params=params, seed=i)]))
+
+    def _is_prefilling(self, case: Case) -> bool:
+        return self.core.scheduler.counters.step_tokens != case.running
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of the core and of the worker in one step."""
+        start_s = time.perf_counter()
+        self.core.turn()
+        core_s = time.perf_counter() - start_s
+        while self.client.receive() is not None:
+            pass
+        return core_s, self.worker.step()
+
+
+def measure(case: Case, steps: int) -> tuple[float, float]:
+    """Median seconds per step of core and worker."""
+    replica = Replica(case, steps)
+    for _ in range(steps // 10):
+        replica.step()
+    times = np.array([replica.step() for _ in range(steps)])
+    scheduler = replica.core.scheduler
+    assert (scheduler.num_running, scheduler.num_waiting) == (case.running, case.waiting)
+    core_s, worker_s = np.median(times, axis=0).tolist()
+    return core_s, worker_s
+
+
+def tables() -> Iterator[tuple[str, Sequence[tuple[str, Case]]]]:
+    yield (
+        "requests running, 100 tokens each",
+        [
+            (f"{running}, {name}", Case(running, params=params))
+            for running in (1, 8, 64)
+            for name, params in (("greedy", GREEDY), ("temperature 1", SAMPLED))
+        ],
+    )
+    yield (
+        "context of 64 running requests, tokens",
+        [(f"{context:,}", Case(64, context)) for context in (100, 1000, 10_000, 100_000)],
+    )
+    waits = [(f"{waiting:,} for a row", Case(64, waiting=waiting)) for waiting in (0, 100, 10_000)]
+    waits += [
+        (f"{waiting:,} of {context:,} tokens for blocks", Case(64, 1000, waiting, context, short_of_blocks=True))
+        for waiting, context in ((100, 1000), (10_000, 1000), (100, 10_000))
+    ]
+    yield "requests waiting beside 64 running ones", waits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    arguments = parser.parse_args()
+    for title, cases in tables():
+        print(f"\n| {title} | worker us | core us |\n|---|---|---|")
+        for name, case in cases:
+            core_s, worker_s = measure(case, arguments.steps)
+            print(f"| {name} | {worker_s * 1e6:.0f} | {core_s * 1e6:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
