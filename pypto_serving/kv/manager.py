@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter
 from dataclasses import dataclass
@@ -26,9 +27,12 @@ NO_MATCH = Match(0)
 
 
 class _Sequence:
-    """Tables and keys of one request. `live_from[g]`, `published[g]` are block indices, monotonic while it runs."""
+    """Tables and keys of one request. `live_from[g]`, `published[g]` are block indices, monotonic while it runs.
 
-    __slots__ = ("chains", "live_from", "published", "tables")
+    Up to `capacity` tokens nothing needs to be reserved, and before `due` computed tokens a commit has nothing to do.
+    """
+
+    __slots__ = ("capacity", "chains", "due", "live_from", "published", "tables")
 
     def __init__(self, chains: list[KeyChain]) -> None:
         self.chains = chains
@@ -38,6 +42,8 @@ class _Sequence:
         self.tables: list[list[int]] = [[] for _ in self.chains]
         self.live_from = [0] * len(self.chains)
         self.published = [0] * len(self.chains)
+        self.capacity = 0
+        self.due = 0
 
 
 class KVCacheManager:
@@ -60,6 +66,7 @@ class KVCacheManager:
         self.fingerprint = fingerprint
         self._pools = [BlockPool(count) for count in num_blocks]
         self._sequences: dict[str, _Sequence] = {}
+        self._nothing: BlockIds = tuple([] for _ in groups)
         self._history_first = sorted(range(len(groups)), key=lambda g: not groups[g].keeps_history)
 
     def match(self, request_id: str, tokens: array[int], cache_salt: str = "") -> Match:
@@ -103,6 +110,8 @@ class KVCacheManager:
         later the result is what was appended.
         """
         sequence = self._sequences[request_id]
+        if num_tokens <= sequence.capacity:
+            return self._nothing
         shared = [self._shared_blocks(g, sequence, match.num_tokens) for g in range(len(self.groups))]
         missing = [
             ceil_div(num_tokens, group.block_size) - len(sequence.tables[g]) - len(shared[g])
@@ -112,7 +121,10 @@ class KVCacheManager:
             revived = sum(1 for block_id in shared[g] if pool.is_free(block_id))
             if missing[g] + revived > pool.num_free:
                 return None
-        return tuple(self._append(g, sequence, shared[g], missing[g]) for g in range(len(self.groups)))
+        added = tuple(self._append(g, sequence, shared[g], missing[g]) for g in range(len(self.groups)))
+        tables = zip(self.groups, sequence.tables, strict=True)
+        sequence.capacity = min(len(table) * group.block_size for group, table in tables)
+        return added
 
     def _shared_blocks(self, g: int, sequence: _Sequence, num_tokens: int) -> list[int]:
         """Table entries of group g that a match of `num_tokens` gives: null before what is needed."""
@@ -149,6 +161,8 @@ class KVCacheManager:
     def commit(self, request_id: str, tokens: array[int], num_computed: int) -> None:
         """Tokens [0, num_computed) are computed for certain: publish complete blocks, drop what is out of reach."""
         sequence = self._sequences[request_id]
+        if num_computed < sequence.due:
+            return
         if self.prefix_caching:
             self._extend_keys(sequence, tokens)
             for g in range(len(self.groups)):
@@ -156,6 +170,14 @@ class KVCacheManager:
         for g, group in enumerate(self.groups):
             if not group.keeps_history:
                 self._drop_before(g, sequence, group.first_needed(num_computed) // group.block_size)
+        sequence.due = min(self._due(g, sequence, num_computed) for g in range(len(self.groups)))
+
+    def _due(self, g: int, sequence: _Sequence, num_computed: int) -> int:
+        """Computed tokens at which group g has a block to publish or may have one to drop."""
+        group = self.groups[g]
+        if not group.keeps_history:
+            return num_computed + 1
+        return (sequence.published[g] + 1) * group.block_size if self.prefix_caching else sys.maxsize
 
     def _publish(self, g: int, sequence: _Sequence, num_computed: int) -> None:
         keys, table = sequence.chains[g].keys, sequence.tables[g]

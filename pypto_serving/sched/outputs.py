@@ -8,10 +8,9 @@ from pypto_serving.config import EngineConfig
 from pypto_serving.sched.request import Request
 from pypto_serving.types.request import RequestFault, RequestOutput, TokenLogprobs
 from pypto_serving.types.step import RowLogprobs
-from pypto_serving.types.tokens import pack_ids
 
 
-def stop_reason(request: Request, token_id: int, max_model_len: int) -> str | None:
+def stop_reason(request: Request, token_id: int) -> str | None:
     """`stop` when the token just appended ends the request, `length` when no more fit, else None."""
     params = request.source.params
     if request.num_output_tokens >= params.min_tokens:
@@ -19,7 +18,7 @@ def stop_reason(request: Request, token_id: int, max_model_len: int) -> str | No
             return "stop"
         if token_id in request.source.eos_token_ids and not params.ignore_eos:
             return "stop"
-    if len(request.tokens) >= request.max_tokens(max_model_len):
+    if len(request.tokens) >= request.max_tokens:
         return "length"
     return None
 
@@ -31,7 +30,7 @@ def token_added(request: Request, token_id: int, logprobs: RowLogprobs | None) -
         values = [TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs)]
     return RequestOutput(
         request_id=request.id,
-        token_ids=pack_ids([token_id]),
+        token_ids=token_id.to_bytes(4, "little"),
         logprobs=values,
         num_cached_tokens=max(0, request.num_cached_tokens),
     )

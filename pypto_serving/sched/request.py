@@ -31,20 +31,23 @@ class Request:
         [num_computed_tokens, num_tokens)       still to be scheduled
         [len(tokens), num_tokens)               placeholders: being sampled by steps in flight
 
-    `life` counts (re)admissions: results of an earlier life are dropped. `strikes` counts crashed steps that can
+    `max_tokens` is the length at which the request ends at the latest; `order` says who goes first: lower priority value,
+    then earlier arrival. `life` counts (re)admissions: results of an earlier life are dropped. `strikes` counts crashed steps that can
     all be due to the same tokens [suspect_start, suspect_end) of the request; it is 0 once those are committed.
     """
 
     __slots__ = (
-        "arrival_order",
         "first_token_s",
+        "id",
         "last_step",
         "life",
+        "max_tokens",
         "num_cached_tokens",
         "num_committed",
         "num_computed_tokens",
         "num_placeholders",
         "num_preemptions",
+        "order",
         "prompt_len",
         "row",
         "scheduled_s",
@@ -56,11 +59,14 @@ class Request:
         "tokens",
     )
 
-    def __init__(self, source: EngineRequest, arrival_order: int) -> None:
+    def __init__(self, source: EngineRequest, arrival_order: int, max_model_len: int) -> None:
         self.source = source
-        self.arrival_order = arrival_order
+        self.id = source.request_id
+        self.order = (source.priority, arrival_order)
         self.tokens = array("i", np.asarray(unpack_ids(source.token_ids), dtype=np.int32).tobytes())
         self.prompt_len = len(self.tokens)
+        limit = source.params.max_tokens
+        self.max_tokens = max_model_len if limit is None else min(max_model_len, self.prompt_len + limit)
         self.status = Status.WAITING
         self.life = 0
         self.row = -1
@@ -77,10 +83,6 @@ class Request:
         self.first_token_s = 0.0
 
     @property
-    def id(self) -> str:
-        return self.source.request_id
-
-    @property
     def num_tokens(self) -> int:
         """Known tokens and those being sampled."""
         return len(self.tokens) + self.num_placeholders
@@ -88,11 +90,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_len
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
-        return (self.source.priority, self.arrival_order)
 
     def strike(self, start: int, end: int) -> None:
         """A step that computed tokens [start, end) crashed.
@@ -105,11 +102,6 @@ class Request:
         else:
             self.strikes = 1
         self.suspect_start, self.suspect_end = start, end
-
-    def max_tokens(self, max_model_len: int) -> int:
-        """Length in tokens at which the request ends at the latest."""
-        limit = self.source.params.max_tokens
-        return max_model_len if limit is None else min(max_model_len, self.prompt_len + limit)
 
     def row_sampling(self) -> RowSampling:
         """The part of the sampling parameters that the worker's row needs."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
+
+import msgspec
 
 from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
@@ -21,9 +24,11 @@ MAX_STRIKES = 3
 SPARE_BLOCKS = 0.01
 """Share of each pool that admission leaves free, so that those already running can grow."""
 
+_ORDER = attrgetter("order")
+_LEAST_RECENT = attrgetter("last_step", "order")
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+
+class Scheduled(msgspec.Struct, frozen=True):
     """Tokens [start, start + count) of a request's life, in one step; `samples` when they reach its last token."""
 
     request: Request
@@ -109,7 +114,7 @@ class Scheduler:
         if fault is not None:
             return RequestOutput(request_id=source.request_id, finish_reason="error", fault=fault)
         self._num_arrived += 1
-        request = Request(source, self._num_arrived)
+        request = Request(source, self._num_arrived, self.config.max_model_len)
         self._requests[request.id] = request
         self._waiting.push(request)
         return None
@@ -188,13 +193,13 @@ class Scheduler:
                 decodes.append(request)
             elif missing > 1:
                 prompts.append(request)
-        decodes.sort(key=lambda r: (r.last_step, r.order))
-        prompts.sort(key=lambda r: r.order)
+        decodes.sort(key=_LEAST_RECENT)
+        prompts.sort(key=_ORDER)
         decode_budget = step.budget - self._prompt_share(step, prompts)
         for request in decodes[: max(0, decode_budget)]:
-            self._schedule(step, request)
+            self._schedule(step, request, 1)
         for request in prompts:
-            self._schedule(step, request)
+            self._schedule(step, request, self._missing(request))
 
     def _prompt_share(self, step: Step, prompts: list[Request]) -> int:
         """Tokens of the budget that decodes leave to prompts, so that neither starves.
@@ -216,11 +221,11 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         return min(missing, budget, threshold) if threshold else min(missing, budget)
 
-    def _schedule(self, step: Step, request: Request, anyone: bool = False) -> None:
-        """Add a running request's next tokens, preempting others for its blocks if there is no other way."""
+    def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
+        """Add what fits of a running request's `missing` tokens, preempting for its blocks if there is no other way."""
         if request.status is not Status.RUNNING:
             return
-        count = self._chunk(step, self._missing(request))
+        count = self._chunk(step, missing)
         if count == 0:
             return
         blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
@@ -238,8 +243,8 @@ class Scheduler:
 
     def _missing(self, request: Request) -> int:
         """Tokens that can be computed now. The last token of a request is sampled but never computed."""
-        last = request.max_tokens(self.config.max_model_len) - 1
-        return min(request.num_tokens, last) - request.num_computed_tokens
+        known = len(request.tokens) + request.num_placeholders
+        return min(known, request.max_tokens - 1) - request.num_computed_tokens
 
     def _victim(self, step: Step, request: Request, anyone: bool) -> Request | None:
         """Who gives way to `request`: the last in order of those behind it that this step does not serve.
@@ -252,7 +257,7 @@ class Scheduler:
             for other in self._running.values()
             if other is not request and other.id not in step.requests and (anyone or other.order > request.order)
         ]
-        return max(candidates, key=lambda r: r.order, default=None)
+        return max(candidates, key=_ORDER, default=None)
 
     def _preempt(self, step: Step, victim: Request) -> None:
         """Take all blocks of a request; it resumes later by computing prompt and output again."""
@@ -322,10 +327,10 @@ class Scheduler:
 
     def _schedule_alone(self, step: Step, now_s: float) -> None:
         """While requests are suspected of crashing the worker, run one of them with nobody beside it."""
-        suspect = min((self._requests[i] for i in self._suspects), key=lambda r: r.order)
+        suspect = min((self._requests[i] for i in self._suspects), key=_ORDER)
         self.counters.num_solo_steps += 1
         if suspect.status is Status.RUNNING:
-            self._schedule(step, suspect, anyone=True)
+            self._schedule(step, suspect, self._missing(suspect), anyone=True)
             return
         while not self._admit(step, suspect, now_s):
             victim = self._victim(step, suspect, anyone=True)
@@ -353,7 +358,7 @@ class Scheduler:
         counters = self.counters
         counters.num_steps += 1
         counters.step_rows = len(step.scheduled)
-        counters.step_tokens = sum(entry.count for entry in step.scheduled)
+        counters.step_tokens = self.config.max_num_batched_tokens - step.budget
         counters.max_step_rows = max(counters.max_step_rows, counters.step_rows)
 
     # Results.
@@ -371,7 +376,7 @@ class Scheduler:
         added = []
         for entry in step.scheduled:
             request = entry.request
-            if request.status is not Status.RUNNING or request.life != entry.life:
+            if request.life != entry.life or request.status is not Status.RUNNING:
                 continue
             self._advance(entry)
             if entry.samples:
@@ -394,7 +399,7 @@ class Scheduler:
         if not request.first_token_s:
             request.first_token_s = now_s
         output = outputs.token_added(request, token_id, logprobs)
-        reason = outputs.stop_reason(request, token_id, self.config.max_model_len)
+        reason = outputs.stop_reason(request, token_id)
         if reason is None:
             return output
         return outputs.merged(output, self._finish(request, reason, now_s=now_s))
@@ -456,7 +461,7 @@ class Scheduler:
         assert self._suspects <= self._requests.keys()
         for request in self._running.values():
             assert request.num_committed <= request.num_computed_tokens <= request.num_tokens
-            assert len(request.tokens) <= request.max_tokens(self.config.max_model_len)
+            assert len(request.tokens) <= request.max_tokens
         for request in self._waiting:
             assert request.num_computed_tokens == 0 and request.row < 0
         self.kv.check()

@@ -12,6 +12,9 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker.philox import uniforms
 
+AHEAD = 16
+"""Positions that random numbers are made for at once: what making them costs hardly depends on how many they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
@@ -33,6 +36,8 @@ class RowSamplers:
         self._draws = np.zeros(rows, DRAW)
         self._seeds = np.zeros(rows, np.uint64)
         self._choices = np.zeros(rows, np.uint64)
+        self._uniforms = np.zeros((rows, AHEAD))
+        self._uniforms_from = np.zeros(rows, np.int32)
         self._min_tokens = np.zeros(rows, np.int32)
         self._num_logprobs = np.full(rows, -1, np.int32)
         self._banned: dict[int, Int32Array] = {}
@@ -44,6 +49,7 @@ class RowSamplers:
         self.clear(row)
         self._draws[row] = (0.0, sampling.top_p, sampling.min_p, sampling.temperature, sampling.top_k)
         self._seeds[row], self._choices[row] = sampling.seed, sampling.choice
+        self._uniforms_from[row] = -AHEAD
         self._min_tokens[row], self._num_logprobs[row] = sampling.min_tokens, sampling.num_logprobs
         if sampling.min_tokens:
             self._banned[row] = unpack_ids(sampling.banned_ids)
@@ -68,13 +74,24 @@ class RowSamplers:
         """
         draws = self._draws[rows]
         if self._random:
-            draws["random"] = uniforms(self._seeds[rows], self._choices[rows], positions.astype(np.uint64))
+            draws["random"] = self._random_numbers(rows, positions)
         tokens = sampler.choose(logits, draws)
         if tokens.min() < 0:
             raise RuntimeError(f"the logits of row {np.argmin(tokens)} of a step are not finite")
         if self._banned:
             self._choose_again(tokens, logits, rows, num_output, draws, sampler)
         return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
+
+    def _random_numbers(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.float64]:
+        """Of `rows` at `positions`; where one has none left, all get those of their next positions."""
+        index = positions - self._uniforms_from[rows]
+        if index.min() < 0 or index.max() >= AHEAD:
+            ahead = (positions[:, None] + np.arange(AHEAD)).ravel().astype(np.uint64)
+            seeds, choices = self._seeds[rows].repeat(AHEAD), self._choices[rows].repeat(AHEAD)
+            self._uniforms[rows] = uniforms(seeds, choices, ahead).reshape(-1, AHEAD)
+            self._uniforms_from[rows] = positions
+            index[:] = 0
+        return self._uniforms[rows, index]
 
     def _choose_again(
         self,
