@@ -2,12 +2,13 @@
 
     python benchmarks/step_cost.py
 
-Scheduler, KV manager, core, rows, loop, messages and the calls into the kernels' library are the real ones, in one thread;
-the recorded step has no operations, and the vocabulary 32 tokens, so that what is left of a step is its cost outside kernels.
+Scheduler, KV manager, core, rows, loop, messages and the calls into the kernels' library are the real ones, in one
+thread; the recorded step has no operations, and the vocabulary 32 tokens, so that what is left of a step is its cost
+outside kernels.
 
-worker: from one step's logits to the next step's kernels: choosing, answering, taking the next plan in, laying it out and
-calling. It is in every step's way. core: taking the result in, deciding the step after the next and sending it. It is in
-nobody's way while the worker has a plan left, which is what steps in flight are for.
+worker: from one step's logits to the next step's kernels: choosing, answering, taking the next plan in, laying it out
+and calling. It is in every step's way. core: taking the result in, deciding the step after the next and sending it. It
+is in nobody's way while the worker has a plan left, which is what steps in flight are for.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ class Replica:
         rng = np.random.default_rng(1)
         for i in range(count):
             ids = pack_ids(rng.integers(0, VOCAB, context, dtype=np.int32))
-            self.client.send(AddRequests([EngineRequest(request_id=f"{name}{i}", token_ids=ids, params=params, seed=i)]))
+            self.client.send(
+                AddRequests([EngineRequest(request_id=f"{name}{i}", token_ids=ids, params=params, seed=i)])
+            )
 
     def _is_prefilling(self, case: Case) -> bool:
         return self.core.scheduler.counters.step_tokens != case.running

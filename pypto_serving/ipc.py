@@ -1,4 +1,4 @@
-"""Typed channels between our processes: msgspec over ZeroMQ, an in-memory twin, and the control pipe of a child.
+"""Typed channels between our processes: msgspec over Unix sockets, an in-memory twin, and the control pipe of a child.
 
 A channel connects two ends; a message sent on one arrives on the other, in order. Each end speaks at least once
 a heartbeat; a child's control pipe tells at once that the other side is gone.
@@ -10,21 +10,22 @@ import contextlib
 import ctypes
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections import deque
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
-import zmq
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+FRAME_BYTES = 4
 
 
 class Channel(Protocol[T_co]):
@@ -40,34 +41,91 @@ class Channel(Protocol[T_co]):
         """Drop this end; unsent messages are lost."""
 
 
-class ZmqChannel(Generic[T]):
-    """A PAIR socket over `ipc://` or `tcp://`. One end binds, the other connects; use it from one thread."""
+class SocketChannel(Generic[T]):
+    """Owns one end of a connected Unix socket; use it from one thread. A frame is 4 bytes of length, then a message.
 
-    def __init__(self, address: str, receives: Any, *, bind: bool) -> None:
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self.socket.set_hwm(0)
-        self.socket.setsockopt(zmq.LINGER, 0)
+    What the socket does not take at once is kept until `flush`; a caller that sleeps waits for `events`.
+    """
+
+    def __init__(self, end: socket.socket, receives: Any) -> None:
+        end.setblocking(False)
+        self.socket = end
+        self.gone = False
+        self._inbox, self._outbox = bytearray(), bytearray()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(receives)
-        if bind:
-            self.socket.bind(address)
-        else:
-            self.socket.connect(address)
+
+    @classmethod
+    def pair(cls, receives: Any) -> tuple[SocketChannel[Any], socket.socket]:
+        """A channel, and the end that a child inherits."""
+        ours, theirs = socket.socketpair()
+        return cls(ours, receives), theirs
+
+    @property
+    def events(self) -> int:
+        """What to poll the socket for."""
+        return select.POLLIN | select.POLLOUT if self._outbox else select.POLLIN
 
     def send(self, message: msgspec.Struct) -> None:
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(self._encoder.encode(message), zmq.NOBLOCK, copy=True)
+        data = self._encoder.encode(message)
+        self._outbox += len(data).to_bytes(FRAME_BYTES, "little") + data
+        self.flush()
+
+    def flush(self) -> None:
+        """Hand the socket what it takes; to a peer that is gone, everything is lost."""
+        try:
+            while self._outbox:
+                del self._outbox[: self.socket.send(self._outbox)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._outbox.clear()
 
     def receive(self, timeout_s: float = 0.0) -> T | None:
-        if timeout_s > 0 and not self.socket.poll(math.ceil(timeout_s * 1000)):
+        deadline_s = time.monotonic() + timeout_s if timeout_s > 0 else 0.0
+        while (frame := self._next_frame()) is None:
+            if not self._read() and (self.gone or not self._wait(deadline_s)):
+                return None
+        return self._decoder.decode(frame)
+
+    def _next_frame(self) -> bytes | None:
+        end = FRAME_BYTES + int.from_bytes(self._inbox[:FRAME_BYTES], "little")
+        if len(self._inbox) < max(end, FRAME_BYTES):
             return None
+        frame = bytes(memoryview(self._inbox)[FRAME_BYTES:end])
+        del self._inbox[:end]
+        return frame
+
+    def _read(self) -> bool:
+        """Take in what arrived; False if nothing did."""
         try:
-            return self._decoder.decode(self.socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
+            data = self.socket.recv(1 << 18)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self.gone = not data
+        self._inbox += data
+        return bool(data)
+
+    def _wait(self, deadline_s: float) -> bool:
+        """Sleep until something arrives; False at the deadline."""
+        left_s = deadline_s - time.monotonic() if deadline_s else 0.0
+        if left_s <= 0:
+            return False
+        poller = select.poll()
+        poller.register(self.socket, self.events)
+        poller.poll(math.ceil(left_s * 1000))
+        self.flush()
+        return True
 
     def close(self, linger_s: float = 0.0) -> None:
-        self.socket.close(round(linger_s * 1000))
+        """Drop this end; what is not sent within `linger_s` is lost."""
+        with contextlib.suppress(OSError):
+            if linger_s and self._outbox:
+                self.socket.settimeout(linger_s)
+                self.socket.sendall(self._outbox)
+        self.socket.close()
 
 
 class MemoryChannel(Generic[T]):
@@ -96,19 +154,6 @@ class MemoryChannel(Generic[T]):
         self._outbox.clear()
 
 
-def ipc_address(name: str) -> str:
-    """A fresh `ipc://` address; only this user can reach it."""
-    return f"ipc://{tempfile.mkdtemp(prefix='pypto-')}/{name}"
-
-
-def remove_address(address: str) -> None:
-    """Delete the socket file of an `ipc://` address and its directory."""
-    path = Path(address.removeprefix("ipc://"))
-    path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        path.parent.rmdir()
-
-
 class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
     """`done` of `total` units of a phase of starting."""
 
@@ -131,14 +176,15 @@ class Child:
     """A process started by `python -m module`, and our end of its control pipe.
 
     The child reads its configuration from the pipe, reports progress and faults over it, and ends when it is
-    closed; the end of the stream tells us at once that the child is gone.
+    closed; the end of the stream tells us at once that the child is gone. The child inherits `end`, under the same
+    number.
     """
 
-    def __init__(self, module: str, start: msgspec.Struct) -> None:
+    def __init__(self, module: str, start: msgspec.Struct, end: socket.socket) -> None:
         self.pipe, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", module, str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        with theirs, end:
+            command, inherited = [sys.executable, "-m", module, str(theirs.fileno())], [theirs.fileno(), end.fileno()]
+            self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
         self._buffer = b""
         self.gone = False
         with contextlib.suppress(OSError):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import ProcessExecutor
 from pypto_serving.errors import EXIT_OK, PyptoError
-from pypto_serving.ipc import Parent, ZmqChannel
+from pypto_serving.ipc import Parent, SocketChannel
 from pypto_serving.types.request import ToCore
 from pypto_serving.types.start import CoreStart
 from pypto_serving.util import MonotonicClock
@@ -19,7 +20,7 @@ def run(start: CoreStart) -> None:
     logging.basicConfig(
         level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s core: %(message)s", datefmt="%H:%M:%S"
     )
-    channel: ZmqChannel[ToCore] = ZmqChannel(start.address, ToCore, bind=False)
+    channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)
     executor = ProcessExecutor(start.config)
     try:
         core = EngineCore(start.config, channel, executor, MonotonicClock())
@@ -27,7 +28,7 @@ def run(start: CoreStart) -> None:
             core.turn()
             if core.stopping:
                 break
-            executor.wait(channel.socket, start.config.faults.heartbeat_s)
+            executor.wait(channel, start.config.faults.heartbeat_s)
     finally:
         executor.stop()
     channel.close(linger_s=1.0)

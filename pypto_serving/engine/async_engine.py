@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from pypto_serving.config import EngineConfig
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
-from pypto_serving.ipc import Child, ChildFault, ipc_address, remove_address
+from pypto_serving.ipc import Child, ChildFault, SocketChannel
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,
@@ -52,12 +51,9 @@ class AsyncEngine:
         self.ready: CoreReady | None = None
         self._on_progress = on_progress or (lambda phase, done, total: None)
         self._streams: dict[str, OutputStream] = {}
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
         self._child: Child | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._address = ""
-        self._tasks: list[asyncio.Task[None]] = []
+        self._channel: SocketChannel[FromCore] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._replacing: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._dead: PyptoError | None = None
@@ -73,15 +69,13 @@ class AsyncEngine:
         self._spawn()
 
     def _spawn(self) -> None:
-        self._address = ipc_address("core")
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.bind(self._address)
-        self._child = Child("pypto_serving.engine", CoreStart(self.config, self._address))
+        self._channel, end = SocketChannel.pair(FromCore)
+        self._child = Child("pypto_serving.engine", CoreStart(self.config, end.fileno()), end)
         loop = asyncio.get_running_loop()
         loop.add_reader(self._child.pipe.fileno(), self._on_control)
+        loop.add_reader(self._channel.socket.fileno(), self._read)
         self._heard_s = time.monotonic()
-        self._tasks = [loop.create_task(self._read(self._socket)), loop.create_task(self._watch(self._child))]
+        self._watcher = loop.create_task(self._watch(self._child))
 
     async def wait_ready(self) -> None:
         """Return when a worker is ready; raises the error that made the replica give up."""
@@ -112,14 +106,13 @@ class AsyncEngine:
         if child is not None:
             asyncio.get_running_loop().remove_reader(child.pipe.fileno())
             await asyncio.to_thread(child.end, patience_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks.clear()
-        if self._socket is not None:
-            self._socket.close(0)
-            self._socket = None
-            remove_address(self._address)
+        if self._watcher is not None:
+            self._watcher.cancel()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            for forget in (asyncio.get_running_loop().remove_reader, asyncio.get_running_loop().remove_writer):
+                forget(channel.socket.fileno())
+            channel.close()
 
     def _on_control(self) -> None:
         assert self._child is not None
@@ -167,22 +160,24 @@ class AsyncEngine:
 
     # Messages from the core.
 
-    async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            message = self._decoder.decode(await socket.recv())
+    def _read(self) -> None:
+        channel = self._channel
+        while channel is not None and (message := channel.receive()) is not None:
             self._heard_s = time.monotonic()
-            if isinstance(message, CoreOutputs):
-                self._take_outputs(message)
-            elif isinstance(message, CoreProgress):
-                self._on_progress(message.phase, message.done, message.total)
-            elif isinstance(message, CoreReady):
-                self.ready = message
-                self._wake.set()
-            else:
-                self._take_failure(message)
+            self._take(message)
+        if channel is not None and channel.gone:
+            asyncio.get_running_loop().remove_reader(channel.socket.fileno())
 
-    def _take_failure(self, message: CoreFailed) -> None:
-        self._die(message.message, message.exit_code)
+    def _take(self, message: FromCore) -> None:
+        if isinstance(message, CoreOutputs):
+            self._take_outputs(message)
+        elif isinstance(message, CoreProgress):
+            self._on_progress(message.phase, message.done, message.total)
+        elif isinstance(message, CoreReady):
+            self.ready = message
+            self._wake.set()
+        elif isinstance(message, CoreFailed):
+            self._die(message.message, message.exit_code)
 
     def _take_outputs(self, message: CoreOutputs) -> None:
         if message.stats.num_steps > self.stats.num_steps:
@@ -216,7 +211,7 @@ class AsyncEngine:
     def _require_admission(self, count: int) -> None:
         if self._dead is not None or self._stopping:
             raise UnavailableError(str(self._dead or "the server is shutting down"))
-        if self._socket is None:
+        if self._channel is None:
             raise UnavailableError("the engine core is being replaced; try again in a moment")
         waiting, limit = len(self._streams) - self.stats.num_running, self.config.max_queued_requests
         if waiting + count > limit:
@@ -242,8 +237,19 @@ class AsyncEngine:
             self._send(AbortRequests(known))
 
     def _send(self, message: msgspec.Struct) -> None:
-        if self._socket is not None:
-            self._socket.send(self._encoder.encode(message))
+        channel = self._channel
+        if channel is not None:
+            channel.send(message)
+            if channel.events & select.POLLOUT:
+                asyncio.get_running_loop().add_writer(channel.socket.fileno(), self._write)
+
+    def _write(self) -> None:
+        """The core takes what it did not take at once."""
+        channel = self._channel
+        if channel is not None:
+            channel.flush()
+            if not channel.events & select.POLLOUT:
+                asyncio.get_running_loop().remove_writer(channel.socket.fileno())
 
     # Health.
 

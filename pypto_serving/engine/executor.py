@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+import select
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
-import zmq
 
 from pypto_serving.config import EngineConfig
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_USAGE
-from pypto_serving.ipc import Child, ChildFault, ChildProgress, ZmqChannel, ipc_address, remove_address
+from pypto_serving.ipc import Child, ChildFault, ChildProgress, SocketChannel
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import FromWorker, StepPlan, StepResult, StopWorker, WorkerHello
 
@@ -69,8 +69,7 @@ class ProcessExecutor:
         self.config = config
         self.epoch = 0
         self._child: Child | None = None
-        self._channel: ZmqChannel[FromWorker] | None = None
-        self._address = ""
+        self._channel: SocketChannel[FromWorker] | None = None
         self._up = False
         self._gave_up = False
         self._deaths = 0
@@ -96,9 +95,8 @@ class ProcessExecutor:
 
     def _start(self) -> None:
         self.epoch += 1
-        self._address = ipc_address("worker")
-        self._channel = ZmqChannel(self._address, FromWorker, bind=True)
-        self._child = Child(self.config.worker_module, WorkerStart(self.config, self._address, self.epoch))
+        self._channel, end = SocketChannel.pair(FromWorker)
+        self._child = Child(self.config.worker_module, WorkerStart(self.config, end.fileno(), self.epoch), end)
         self._heard_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 
@@ -162,7 +160,6 @@ class ProcessExecutor:
         code = self._child.end(patience_s) if self._child is not None else None
         if self._channel is not None:
             self._channel.close()
-            remove_address(self._address)
         self._child = self._channel = None
         self._up = False
         self._sent_s.clear()
@@ -183,17 +180,19 @@ class ProcessExecutor:
         self._close(STOP_PATIENCE_S)
         self._gave_up = True
 
-    def wait(self, api: zmq.Socket[bytes], timeout_s: float) -> None:
+    def wait(self, api: SocketChannel[Any], timeout_s: float) -> None:
         """Sleep until the API, the worker or its control pipe has something, or the time is over."""
-        poller = zmq.Poller()
-        poller.register(api, zmq.POLLIN)
-        if self._channel is not None:
-            poller.register(self._channel.socket, zmq.POLLIN)
+        poller = select.poll()
+        channels = [channel for channel in (api, self._channel) if channel is not None and not channel.gone]
+        for channel in channels:
+            poller.register(channel.socket, channel.events)
         if self._child is not None:
-            poller.register(self._child.pipe, zmq.POLLIN)
+            poller.register(self._child.pipe, select.POLLIN)
         elif not self._gave_up:
             timeout_s = min(timeout_s, max(0.0, self._restart_s - self._now_s))
         poller.poll(math.ceil(timeout_s * 1000))
+        for channel in channels:
+            channel.flush()
 
 
 __all__ = ["ChildProgress", "Event", "Executor", "GaveUp", "ProcessExecutor", "WorkerDown"]

@@ -31,9 +31,10 @@ class Request:
         [num_computed_tokens, num_tokens)       still to be scheduled
         [len(tokens), num_tokens)               placeholders: being sampled by steps in flight
 
-    `max_tokens` is the length at which the request ends at the latest; `order` says who goes first: lower priority value,
-    then earlier arrival. `life` counts (re)admissions: results of an earlier life are dropped. `strikes` counts crashed steps that can
-    all be due to the same tokens [suspect_start, suspect_end) of the request; it is 0 once those are committed.
+    `max_tokens` is the length at which the request ends at the latest. `order` says who goes first: lower priority
+    value, then earlier arrival. `life` counts (re)admissions: results of an earlier life are dropped. `strikes` counts
+    crashed steps that can all be due to the same tokens [suspect_start, suspect_end) of the request; it is 0 once those
+    are committed.
     """
 
     __slots__ = (

@@ -8,15 +8,15 @@ from pypto_serving.config import EngineConfig
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """`address` is bound by the engine core; `epoch` numbers this worker life."""
+    """`channel` is the inherited file descriptor of the channel to the core; `epoch` numbers this worker life."""
 
     config: EngineConfig
-    address: str
+    channel: int
     epoch: int
 
 
 class CoreStart(msgspec.Struct, frozen=True):
-    """`address` is bound by the API process."""
+    """`channel` is the inherited file descriptor of the channel to the API process."""
 
     config: EngineConfig
-    address: str
+    channel: int

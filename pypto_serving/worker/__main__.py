@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend
 from pypto_serving.errors import EXIT_OK, PyptoError
-from pypto_serving.ipc import Parent, ZmqChannel
+from pypto_serving.ipc import Parent, SocketChannel
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import ToWorker
 from pypto_serving.worker.loop import serve
@@ -25,7 +26,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     runner = wrap(Runner(program, buffers))
-    channel: ZmqChannel[ToWorker] = ZmqChannel(start.address, ToWorker, bind=False)
+    channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)
     greeting = hello(program, start.epoch, time.monotonic() - started_s)
     serve(channel, greeting, runner, start.config.faults.heartbeat_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pypto_serving.ipc import Channel
-from pypto_serving.types.step import StepPlan, StopWorker, ToWorker, WorkerBeat, WorkerHello
+from pypto_serving.types.step import StepPlan, ToWorker, WorkerBeat, WorkerHello
 from pypto_serving.worker.runner import PlanExecutor
 
 

@@ -35,4 +35,5 @@ def uniforms(seeds: UInt64Array, choices: UInt64Array, positions: UInt64Array, d
     keys[0], keys[1] = seeds & _LOW, seeds >> _HALF
     words = philox4x32(counters, keys)
     bits = ((words[0] >> np.uint64(5)) << np.uint64(26)) | (words[1] >> np.uint64(6))
-    return bits.astype(np.float64) / float(1 << 53)
+    found: NDArray[np.float64] = bits.astype(np.float64) / float(1 << 53)
+    return found

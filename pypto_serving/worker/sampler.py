@@ -91,7 +91,8 @@ class RowSamplers:
             self._uniforms[rows] = uniforms(seeds, choices, ahead).reshape(-1, AHEAD)
             self._uniforms_from[rows] = positions
             index[:] = 0
-        return self._uniforms[rows, index]
+        found: NDArray[np.float64] = self._uniforms[rows, index]
+        return found
 
     def _choose_again(
         self,
