@@ -66,7 +66,9 @@ Team::Team(int count, const std::vector<int>& cpus) : count_(count), cursors_(ne
   try {
     for (int index = 1; index < count; index++) {
       threads_.emplace_back([this, index] { work(index); });
-      allow(threads_.back().native_handle(), cpus);
+      // Two threads that wake on one CPU take turns on it until the system moves one, which may take whole steps.
+      const bool one_each = static_cast<size_t>(count) == cpus.size();
+      allow(threads_.back().native_handle(), one_each ? std::vector<int>{cpus[index]} : cpus);
     }
   } catch (...) {
     stop();

@@ -50,7 +50,8 @@ class Job {
   ~Job() = default;
 };
 
-// Owns `count` - 1 threads; the caller of `run` is the first member. `cpus` are what the threads may run on.
+// Owns `count` - 1 threads; the caller of `run` is the first member. `cpus` are what the threads may run on: one each
+// where there are as many, of which the first is left to the caller.
 class Team {
  public:
   Team(int count, const std::vector<int>& cpus);

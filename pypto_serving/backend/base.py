@@ -121,6 +121,9 @@ class Backend(ABC):
         """The step's input buffers; a device backend returns shared or pinned memory."""
         return StepBuffers.in_host_memory(self.config.groups, self.config.limits)
 
+    def settle(self) -> None:
+        """Called once by a worker process, whose main thread runs the prepared program and nothing else."""
+
     @abstractmethod
     def prepare(self, progress: Progress) -> Any:
         """Load weights, allocate the KV arenas, and return the Program. Raises ModelError or ConfigError."""

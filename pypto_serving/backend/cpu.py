@@ -47,6 +47,12 @@ class NativeProgram:
 class CpuBackend(Backend):
     """Serves a checkpoint with what `EngineConfig.kernels` names: kernels for an instruction set, or torch."""
 
+    _engine: Engine | None = None
+
+    def settle(self) -> None:
+        if self._engine is not None:
+            self._engine.settle()
+
     def prepare(self, progress: Progress) -> Any:
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""
         config = self.config
@@ -58,7 +64,7 @@ class CpuBackend(Backend):
             from pypto_serving.backend import cpu_torch
 
             return cpu_torch.prepare(config, architecture, model_config, progress)
-        engine = Engine(config.kernels, config.num_threads or read_host_facts().num_cpus)
+        engine = self._engine = Engine(config.kernels, config.num_threads or read_host_facts().num_cpus)
         model_class = model_family(architecture).native_program
         name = model_class.name(model_config)
         file = None

@@ -206,6 +206,12 @@ class Engine:
         self._lib = lib
         self.instruction_set = instruction_set or runnable()[0]
         self.threads = threads
+        self.caller_cpus = set(chosen[:1]) if len(chosen) == threads else set(chosen)
+
+    def settle(self) -> None:
+        """Keep the calling thread, and those that it starts, off the CPUs that the engine's own threads keep to."""
+        if self.caller_cpus:
+            os.sched_setaffinity(0, self.caller_cpus)
 
     @property
     def strip_rows(self) -> int:
