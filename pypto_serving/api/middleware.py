@@ -19,6 +19,10 @@ _SLASHES = re.compile(r"/{2,}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
+SERVER_SEND = "pypto.server_send"
+"""Where a scope has the server's own `send`, for bodies that come in many pieces: no middleware looks at those."""
+
+
 class RequestScope:
     """Outermost: normalises paths, gives every response an x-request-id, counts and, if wanted, logs responses."""
 

@@ -10,11 +10,12 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from pypto_serving import __version__
 from pypto_serving.api.disconnect import nobody_listens
 from pypto_serving.api.errors import describe
-from pypto_serving.api.middleware import ApiKeyGuard, RequestScope
+from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, RequestScope
 from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.models import list_models, retrieve_model
@@ -26,9 +27,17 @@ from pypto_serving.engine.metrics import CONTENT_TYPE
 from pypto_serving.errors import PyptoError
 
 
+class Application(FastAPI):
+    """A FastAPI application whose handlers find the server's own `send` in their scope."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
 def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
     """The application; starts nothing. `app.state.service` holds what the handlers share."""
-    app = FastAPI(title="pypto-serving", version=__version__)
+    app = Application(title="pypto-serving", version=__version__)
     service = Service(engine, serving)
     app.state.service = service
     _add_routes(app)

@@ -128,11 +128,8 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def observe_output(self, gap_s: float, first: bool) -> None:
-        """An output came `gap_s` after the one before it or, the first, after its request."""
+        """An output came `gap_s` after the one before it or, the first, after its request; counts its step once."""
         (self._first_token if first else self._next_token).observe(gap_s)
-
-    def observe_step(self) -> None:
-        """Count the newest engine step, if it was not counted yet."""
         stats = self._engine.stats
         if stats.num_steps != self._last_step:
             self._last_step = stats.num_steps

@@ -19,19 +19,25 @@ class OutputStream:
         self._unfinished = set(request_ids)
         self._abort = abort
         self._arrived: list[RequestOutput] = []
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def push(self, output: RequestOutput) -> None:
         """Called by the engine for each output, in order."""
         if output.finish_reason is not None:
             self._unfinished.discard(output.request_id)
         self._arrived.append(output)
-        self._wake.set()
+        if self._waiter is not None:
+            self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def forget(self, request_id: str) -> None:
         """Expect no more of a request that was aborted."""
         self._unfinished.discard(request_id)
-        self._wake.set()
+        self._wake()
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -40,9 +46,9 @@ class OutputStream:
         while not self._arrived:
             if not self._unfinished:
                 raise StopAsyncIteration
-            self._wake.clear()
+            self._waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._wake.wait()
+                await self._waiter
             except asyncio.CancelledError:
                 await self.aclose()
                 raise
@@ -54,4 +60,4 @@ class OutputStream:
         unfinished, self._unfinished = sorted(self._unfinished), set()
         if unfinished:
             self._abort(unfinished)
-        self._wake.set()
+        self._wake()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 
 import numpy as np
@@ -14,6 +15,11 @@ def pack_ids(ids: Iterable[int] | Int32Array) -> bytes:
     """Little-endian int32 bytes of `ids`, 4 bytes each."""
     array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
     return array.astype("<i4", copy=False).tobytes()
+
+
+def id_list(data: bytes) -> tuple[int, ...]:
+    """The ids in bytes made by `pack_ids`; for a few of them this is quicker than an array."""
+    return struct.unpack(f"<{len(data) // 4}i", data)
 
 
 def unpack_ids(data: bytes) -> Int32Array:

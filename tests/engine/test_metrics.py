@@ -90,10 +90,10 @@ def test_a_request_leaves_its_times() -> None:
 def test_each_step_is_counted_once() -> None:
     engine, metrics = new_metrics()
     engine.stats = StepStats(num_steps=1, step_tokens=64)
-    metrics.observe_step()
-    metrics.observe_step()
+    metrics.observe_output(0.01, first=False)
+    metrics.observe_output(0.01, first=False)
     engine.stats = StepStats(num_steps=2, step_tokens=8)
-    metrics.observe_step()
+    metrics.observe_output(0.01, first=False)
     found = scraped(metrics)
     assert (found["vllm:iteration_tokens_total_count"], found["vllm:iteration_tokens_total_sum"]) == (2, 72)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from pypto_serving.engine.text import Detokenizer, StopStrings, Tokenizer
 from pypto_serving.types.request import RequestOutput, TokenLogprobs
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.tokens import id_list
 
 LOWEST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON lacks."""
@@ -26,8 +27,7 @@ class TokenEntry:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What an engine output added to a choice; `logprobs` is None where the request asked for none."""
 
     index: int
@@ -65,7 +65,7 @@ class Choice:
 
         Sets `finish_reason` with the last one; where a stop string was found the engine may not know yet.
         """
-        ids = unpack_ids(output.token_ids).tolist()
+        ids = id_list(output.token_ids)
         reason = output.finish_reason
         silent_at = len(ids) - 1 if reason == "stop" and ids and ids[-1] == output.stop_token_id else -1
         self.num_cached = max(self.num_cached, output.num_cached_tokens)
@@ -76,7 +76,7 @@ class Choice:
                 self._entries.append(self._entry(token_id, output.logprobs[i]))
             if i != silent_at:
                 text += self._push(token_id)
-            if self._stopped:
+            if self._stops is not None and self._stops.matched is not None:
                 reason = "stop"
                 break
         if reason is not None:
@@ -107,7 +107,7 @@ class Choice:
         return self._stops.push(text) + self._stops.flush()
 
     def _entry(self, token_id: int, logprobs: TokenLogprobs) -> TokenEntry:
-        ids = unpack_ids(logprobs.top_ids).tolist()
+        ids = id_list(logprobs.top_ids)
         values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").tolist()
         top = [(self._bytes(i), max(value, LOWEST_LOGPROB)) for i, value in zip(ids, values, strict=True)]
         return TokenEntry(self._bytes(token_id), max(logprobs.logprob, LOWEST_LOGPROB), top, self._num_chars)

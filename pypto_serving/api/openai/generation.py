@@ -67,7 +67,6 @@ class Generation:
                 outputs = await anext(self._outputs)
             except StopAsyncIteration:
                 raise RequestFailedError("the engine ended this request without an answer; send it again") from None
-            self._service.metrics.observe_step()
             now_s = time.monotonic()
             deltas = [delta for output in outputs if (delta := self._take(output, now_s)) is not None]
             if deltas:
@@ -141,17 +140,17 @@ class Generation:
             self._finish(choice, "error", output, now_s)
             raise EngineFaultError(output.fault)
         if output.token_ids:
-            last_s = self._last_s.get(choice.request_id)
-            gap_s = now_s - (self._arrival_s if last_s is None else last_s)
-            self._service.metrics.observe_output(gap_s, first=last_s is None)
-            self._last_s[choice.request_id] = now_s
+            last_s = self._last_s.get(output.request_id, self._arrival_s)
+            self._last_s[output.request_id] = now_s
+            self._service.metrics.observe_output(now_s - last_s, first=choice.num_tokens == 0)
         delta = choice.take(output)
-        reason = None if delta is None else delta.finish_reason
-        if reason is not None:
-            self._finish(choice, reason, output, now_s)
+        if delta is None or delta.finish_reason is None:
+            return delta
+        reason = delta.finish_reason
+        self._finish(choice, reason, output, now_s)
         if reason == "error":
             raise RequestFailedError("the engine failed on this request; send it again")
-        if reason is not None and output.finish_reason is None:
+        if output.finish_reason is None:
             self._service.engine.abort([choice.request_id])
         return delta
 

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
 from pypto_serving.api.errors import describe
+from pypto_serving.api.middleware import SERVER_SEND
 from pypto_serving.api.openai.choice import Delta, TokenEntry
 from pypto_serving.api.openai.generation import Generation
 from pypto_serving.errors import PyptoError
@@ -121,12 +122,13 @@ class EventStream(Response):
             await describe(error).response(self._extra_headers)(scope, receive, send)
             return
         self._started = True
+        write: Send = scope[SERVER_SEND]
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         body = form.opening()
         try:
             while deltas:
                 body += b"".join([form.event(delta) for delta in deltas])
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await write({"type": "http.response.body", "body": body, "more_body": True})
                 body = b""
                 deltas = await generation.deltas()
             body += form.usage_event(generation.usage()) + DONE
@@ -134,4 +136,4 @@ class EventStream(Response):
             if not isinstance(error, PyptoError):
                 logger.exception("a stream failed")
             body += b"data: " + describe(error).payload() + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await write({"type": "http.response.body", "body": body, "more_body": False})
