@@ -40,6 +40,7 @@ from pypto_serving.worker.runner import Runner, hello
 VOCAB = 32
 BLOCK = 32
 BUDGET = 8192
+TURN = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1, max_tokens=None, ignore_eos=True)
 
@@ -145,16 +146,18 @@ class Replica:
         return core_s, self.worker.step()
 
 
-def measure(case: Case, steps: int) -> tuple[float, float]:
-    """Median seconds per step of core and worker."""
-    replica = Replica(case, steps)
-    for _ in range(steps // 10):
-        replica.step()
-    times = np.array([replica.step() for _ in range(steps)])
-    scheduler = replica.core.scheduler
-    assert (scheduler.num_running, scheduler.num_waiting) == (case.running, case.waiting)
-    core_s, worker_s = np.median(times, axis=0).tolist()
-    return core_s, worker_s
+def measure(cases: Sequence[Case], steps: int) -> list[tuple[float, float]]:
+    """Median seconds per step of core and worker in each case; cases take turns, as machines change their speed."""
+    replicas = [Replica(case, steps) for case in cases]
+    times: list[list[tuple[float, float]]] = [[] for _ in cases]
+    for _ in range(steps // TURN):
+        for replica, mine in zip(replicas, times, strict=True):
+            mine += [replica.step() for _ in range(TURN)]
+    for case, replica in zip(cases, replicas, strict=True):
+        scheduler = replica.core.scheduler
+        assert (scheduler.num_running, scheduler.num_waiting) == (case.running, case.waiting)
+    medians = [np.median(mine, axis=0).tolist() for mine in times]
+    return [(core_s, worker_s) for core_s, worker_s in medians]
 
 
 def tables() -> Iterator[tuple[str, Sequence[tuple[str, Case]]]]:
@@ -181,8 +184,8 @@ def main() -> None:
     arguments = parser.parse_args()
     for title, cases in tables():
         print(f"\n| {title} | worker us | core us |\n|---|---|---|")
-        for name, case in cases:
-            core_s, worker_s = measure(case, arguments.steps)
+        measured = measure([case for _, case in cases], arguments.steps)
+        for (name, _), (core_s, worker_s) in zip(cases, measured, strict=True):
             print(f"| {name} | {worker_s * 1e6:.0f} | {core_s * 1e6:.0f} |", flush=True)
 
 
