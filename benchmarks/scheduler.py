@@ -1,0 +1,190 @@
+"""What a step costs in the scheduler and the KV manager: ours beside vLLM's own classes, on the same traces.
+
+    python benchmarks/scheduler.py                       # ours alone
+    python benchmarks/scheduler.py --vllm ENVIRONMENTS   # beside vLLM, in the folder that compare.py installs into
+
+A step is planned and its result taken in, with sampled tokens that cost nothing; one step at a time on both sides. Each
+replay of a trace starts from an empty scheduler; replays of both sides take turns. vLLM hashes a prompt's blocks when the
+request is made, ours when it is planned first: so the time of adding requests is shown as well. A vLLM environment is
+left as it is; compare.py makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from scheduler_trace import VOCAB_SIZE, Replay, Trace, at_context, replay, steady, with_waiting
+
+from pypto_serving.backend.null import plain_groups
+from pypto_serving.config import EngineConfig
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.sched.scheduler import Scheduler
+from pypto_serving.types.request import EngineRequest
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.tokens import pack_ids, unpack_ids
+
+GOAL = 0.5
+"""Our time of a step over vLLM's, at most."""
+CONTEXTS = (100, 1_000, 10_000, 100_000)
+WAITING = (0, 100, 1_000, 10_000)
+FAR_S = 1e9
+PEER = Path(__file__).parent / "scheduler_vllm.py"
+
+Side = Callable[[Trace], Replay]
+
+
+class Ours:
+    """Our scheduler, and a worker that only counts."""
+
+    def __init__(self, trace: Trace) -> None:
+        config = EngineConfig(
+            model="",
+            backend="null",
+            dtype="bfloat16",
+            vocab_size=VOCAB_SIZE,
+            groups=plain_groups(trace.block_size),
+            num_blocks=(trace.blocks,),
+            max_model_len=trace.max_model_len,
+            max_num_seqs=trace.max_num_seqs,
+            max_num_batched_tokens=trace.max_num_batched_tokens,
+        )
+        self._scheduler = Scheduler(config, KVCacheManager(config.groups, config.num_blocks))
+        self._known = np.zeros(trace.max_num_seqs, np.int64)
+        self._computed = np.zeros(trace.max_num_seqs, np.int64)
+        self._now_s = 0.0
+
+    def add(self, name: str, token_ids: list[int], output: int) -> float:
+        """Seconds of adding; every request has a deadline, which never comes."""
+        params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
+        packed = pack_ids(token_ids)
+        start = time.perf_counter()
+        self._scheduler.add(EngineRequest(request_id=name, token_ids=packed, params=params, deadline_s=FAR_S))
+        return time.perf_counter() - start
+
+    def step(self) -> tuple[float, int]:
+        """Seconds of plan and commit, and the number of sampled tokens."""
+        self._now_s += 0.01
+        start = time.perf_counter()
+        plan, _ = self._scheduler.plan(self._now_s)
+        planned = time.perf_counter()
+        assert plan is not None
+        result = self._run(plan)
+        resumed = time.perf_counter()
+        self._scheduler.commit(result, self._now_s)
+        return time.perf_counter() - resumed + planned - start, len(result.rows) // 4
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        """What a worker answers: each row whose last known token is computed samples one."""
+        for new in plan.new_rows:
+            self._known[new.row], self._computed[new.row] = len(new.token_ids) // 4, new.num_computed
+        rows = unpack_ids(plan.rows)
+        self._computed[rows] += unpack_ids(plan.num_tokens)
+        rows = rows[self._computed[rows] == self._known[rows]]
+        self._known[rows] += 1
+        token_ids = np.full(len(rows), 7, np.int32)
+        return StepResult(plan.step_id, 0, pack_ids(rows), pack_ids(token_ids), [], 0.0)
+
+
+class VllmProcess:
+    """vLLM's scheduler in its own environment, which replays what it is told and is silent meanwhile."""
+
+    def __init__(self, environment: Path) -> None:
+        python = environment / "bin" / "python"
+        if not python.exists():
+            raise SystemExit(f"{python} does not exist; install vLLM with: python benchmarks/compare.py --install-only")
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen([str(python), str(PEER)], stdin=pipe, stdout=pipe, text=True)
+
+    def __call__(self, trace: Trace) -> Replay:
+        """One replay there."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(trace.encode() + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"vLLM's scheduler ended with status {self._process.wait()}; its message is above")
+        return Replay(**json.loads(line))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def ours(trace: Trace) -> Replay:
+    """One replay on our side."""
+    return replay(trace, Ours(trace))
+
+
+def measure(trace: Trace, sides: Iterable[Side], rounds: int) -> list[Replay]:
+    """Medians over the rounds, per side; the sides take turns."""
+    sides = list(sides)
+    seen: list[list[Replay]] = [[] for _ in sides]
+    for _ in range(rounds):
+        for replays, side in zip(seen, sides, strict=True):
+            replays.append(side(trace))
+
+    def middle(replays: list[Replay]) -> Replay:
+        columns = zip(*((r.step_us, r.median_step_us, r.add_us, r.tokens) for r in replays), strict=True)
+        mean, median, add, tokens = (statistics.median(column) for column in columns)
+        return Replay(mean, median, add, int(tokens))
+
+    return [middle(replays) for replays in seen]
+
+
+def row(trace: Trace, replays: list[Replay]) -> list[str]:
+    """Microseconds per step of each side: mean, median, and adding; then ours over vLLM's."""
+    cells = [trace.name]
+    for one in replays:
+        cells += [f"{one.step_us:.0f}", f"{one.median_step_us:.0f}", f"{one.add_us:.0f}"]
+    if len(replays) == 2:
+        mine, theirs = replays
+        with_add = (mine.step_us + mine.add_us) / (theirs.step_us + theirs.add_us)
+        met = "yes" if mine.step_us <= GOAL * theirs.step_us else "no"
+        cells += [f"{mine.step_us / theirs.step_us:.2f}", f"{with_add:.2f}", met]
+        if mine.tokens != theirs.tokens:
+            cells[-1] += f" ({mine.tokens} and {theirs.tokens} tokens)"
+    return cells
+
+
+def main(
+    vllm: Annotated[Path | None, typer.Option(help="Folder of environments that compare.py made.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Replays of each trace and side; medians are shown.")] = 3,
+) -> None:
+    """Measure all traces and print the table."""
+    peer = VllmProcess(vllm / "vllm") if vllm else None
+    sides: list[Side] = [ours, *([peer] if peer else [])]
+    table = Table(title="Microseconds per step", title_justify="left")
+    table.add_column("trace")
+    for name in ["ours", "vLLM"][: len(sides)]:
+        for heading in (f"{name} mean", "median", "add"):
+            table.add_column(heading, justify="right")
+    for heading in ("ours / vLLM", "with add", f"at most {GOAL}") if peer else ():
+        table.add_column(heading, justify="right")
+    console = Console()
+    with console.status("") as status:
+        for traces in ([steady(64), steady(256)], map(at_context, CONTEXTS), map(with_waiting, WAITING)):
+            for trace in traces:
+                status.update(trace.name)
+                table.add_row(*row(trace, measure(trace, sides, rounds)))
+            table.add_section()
+    console.print(table)
+    if peer:
+        peer.close()
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(main))
