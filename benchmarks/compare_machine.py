@@ -1,0 +1,162 @@
+"""Who used the machine: CPU time and memory of process trees beside that of the whole machine, from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+CPUS = os.cpu_count() or 1
+USER, NICE, SYSTEM, IDLE, IOWAIT, IRQ, SOFTIRQ, STEAL = range(8)
+
+
+@dataclass(frozen=True)
+class Stat:
+    """One line of /proc/PID/stat: parent, session, and seconds of CPU time with those of ended children."""
+
+    pid: int
+    parent: int
+    session: int
+    cpu_s: float
+
+    @staticmethod
+    def parse(line: str) -> Stat:
+        """The name, in brackets, may hold anything."""
+        head, _, tail = line.rpartition(") ")
+        fields = tail.split()
+        cpu_s = sum(map(int, fields[11:15])) * TICK_S
+        return Stat(int(head.split(" ", 1)[0]), int(fields[1]), int(fields[3]), cpu_s)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds: of the clock, and of CPU time since some start. `stolen_s` is what the host gave to others."""
+
+    clock_s: float
+    machine_s: float
+    stolen_s: float
+    server_s: float
+    client_s: float
+    own_s: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """Shares of the machine's CPU time in one interval; `foreign` is neither server nor client nor this program."""
+
+    server: float
+    client: float
+    foreign: float
+    stolen: float
+    seconds: float
+
+    @staticmethod
+    def between(before: Sample, after: Sample, cpus: int = CPUS) -> Load:
+        """What was used between two samples; clock ticks are coarse, so a share is never below 0."""
+        seconds = after.clock_s - before.clock_s
+        server, client, own, stolen, machine = (
+            (getattr(after, name) - getattr(before, name)) / (seconds * cpus)
+            for name in ("server_s", "client_s", "own_s", "stolen_s", "machine_s")
+        )
+        return Load(server, client, max(0.0, machine - server - client - own), stolen, seconds)
+
+
+def machine_times(text: str) -> tuple[float, float]:
+    """Seconds that all CPUs worked, and that the host took from them, of the text of /proc/stat."""
+    values = [int(value) * TICK_S for value in text.split("\n", 1)[0].split()[1:9]]
+    return sum(values) - values[IDLE] - values[IOWAIT] - values[STEAL], values[STEAL]
+
+
+def sample(server: int) -> Sample:
+    """Now. Clients are children that have ended; `server` is the first process of a tree."""
+    machine_s, stolen_s = machine_times((PROC / "stat").read_text())
+    client = resource.getrusage(resource.RUSAGE_CHILDREN)
+    server_s = sum(stat.cpu_s for stat in tree(server))
+    return Sample(
+        time.monotonic(), machine_s, stolen_s, server_s, client.ru_utime + client.ru_stime, time.process_time()
+    )
+
+
+def tree(root: int) -> list[Stat]:
+    """The processes that descend from `root`, or belong to its session, `root` included."""
+    return descendants(root, _stats())
+
+
+def descendants(root: int, stats: Iterable[Stat]) -> list[Stat]:
+    """The same among `stats`."""
+    by_pid = {stat.pid: stat for stat in stats}
+
+    def belongs(stat: Stat | None) -> bool:
+        while stat is not None:
+            if root in (stat.pid, stat.session):
+                return True
+            stat = by_pid.get(stat.parent)
+        return False
+
+    return [stat for stat in by_pid.values() if belongs(stat)]
+
+
+def send(root: int, number: signal.Signals) -> None:
+    """Signal a whole tree; who is gone meanwhile is gone."""
+    for stat in tree(root):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(stat.pid, number)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a tree: peaks summed, which counts shared pages twice, and what is resident now, each page once."""
+
+    peak: int
+    resident: int
+
+
+def memory(root: int) -> Memory:
+    """Of all processes of a tree: VmHWM and Pss."""
+    pids = [stat.pid for stat in tree(root)]
+    return Memory(
+        sum(_kibibytes(pid, "status", "VmHWM:") for pid in pids) << 10,
+        sum(_kibibytes(pid, "smaps_rollup", "Pss:") for pid in pids) << 10,
+    )
+
+
+def resident_arena(root: int, block_bytes: int) -> int:
+    """Resident bytes of the largest mapping of a tree that is made of blocks of so many bytes; 0 if there is none."""
+    arenas = [(0, 0)]
+    for stat in tree(root):
+        with contextlib.suppress(OSError):
+            found = mappings((PROC / str(stat.pid) / "smaps").read_text())
+            arenas += [one for one in found if one[0] % block_bytes == 0]
+    return max(arenas)[1]
+
+
+def mappings(smaps: str) -> Iterator[tuple[int, int]]:
+    """Bytes of each mapping and how many of them are resident, of the text of /proc/PID/smaps."""
+    size = 0
+    for line in smaps.splitlines():
+        if line.startswith("Size:"):
+            size = int(line.split()[1]) << 10
+        elif line.startswith("Rss:"):
+            yield size, int(line.split()[1]) << 10
+
+
+def _kibibytes(pid: int, file: str, key: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in (PROC / str(pid) / file).read_text().splitlines():
+            if line.startswith(key):
+                return int(line.split()[1])
+    return 0
+
+
+def _stats() -> Iterator[Stat]:
+    for folder in PROC.iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield Stat.parse((folder / "stat").read_text())

@@ -1,0 +1,180 @@
+"""Systems under test: what installs each, the flags it runs with, and the workloads that its API can take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import compare_install as install
+from compare_install import Say
+from compare_servers import Launch, PeerError
+
+VLLM, LLAMA, TRANSFORMERS = "0.32.0", "0.3.36", "5.23.0"
+GIB = 1 << 30
+CPUS = len(os.sched_getaffinity(0))
+ALL = ("W1", "W2", "W3", "W4", "W5", "P99", "T1")
+OURS = "ours"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with weights; `small` is the one of T1."""
+
+    folder: Path
+    small: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Of config.json."""
+        return dict(json.loads((self.folder / "config.json").read_text()))
+
+    @property
+    def vocab_size(self) -> int:
+        """Prompts are random ids below it."""
+        return int(self.config["vocab_size"])
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Keys and values of so many tokens at 2 bytes a number."""
+        config = self.config
+        return 2 * 2 * tokens * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
+
+
+class Peer(Protocol):
+    """One system. `prepare` installs it where needed and returns facts for the report; then `launch` may be asked."""
+
+    name: str
+    title: str
+    workloads: Sequence[str]
+
+    def prepare(self, root: Path, say: Say) -> dict[str, Any]: ...
+
+    def launch(self, checkpoint: Checkpoint) -> Launch: ...
+
+
+class Ours:
+    """This repository's server with default options; `checkpoint`, if given, replaces the one of W1 to W5."""
+
+    def __init__(self, name: str = OURS, title: str = "pypto-serving", checkpoint: Path | None = None) -> None:
+        self.name, self.title, self._checkpoint = name, title, checkpoint
+        self.workloads: Sequence[str] = ALL if checkpoint is None else ("W1", "W2")
+
+    def prepare(self, root: Path, say: Say) -> dict[str, Any]:
+        """Nothing to install."""
+        return {**install.own_facts(), "seconds": None}
+
+    def launch(self, checkpoint: Checkpoint) -> Launch:
+        """Arena sizes come from what the program itself plans."""
+        folder = self._checkpoint or checkpoint.folder
+        program = [sys.executable, "-m", "pypto_serving"]
+        plan = subprocess.run([*program, "check", str(folder), "--json"], capture_output=True, text=True)
+        if plan.returncode:
+            raise PeerError(plan.stderr.strip())
+        blocks = json.loads(plan.stdout)["memory"]["groups"][0]["block_bytes"]
+        return Launch(
+            lambda port: [*program, "serve", str(folder), "--port", str(port)],
+            "default options",
+            kv_block_bytes=blocks,
+            environment={"PYTHONPATH": str(install.REPOSITORY)},
+        )
+
+
+class Vllm:
+    """vLLM's CPU build, with all CPUs and the libraries preloaded that it asks for."""
+
+    name, workloads = "vllm", ALL
+    title = f"vLLM {VLLM} (CPU)"
+
+    def prepare(self, root: Path, say: Say) -> dict[str, Any]:
+        """Install it."""
+        self._env = install.vllm(root, say, VLLM)
+        return self._env.facts
+
+    def launch(self, checkpoint: Checkpoint) -> Launch:
+        """Its arena is as large as it is told, and written at start."""
+        space = 2 if checkpoint.small else 5
+        flags = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
+        variables = {"VLLM_CPU_KVCACHE_SPACE": str(space), "VLLM_CPU_OMP_THREADS_BIND": f"0-{CPUS - 1}"}
+        preloads = install.preloads(self._env)
+        shown = [f"{key}={value}" for key, value in variables.items()]
+        shown.append(f"LD_PRELOAD={':'.join(path.name for path in preloads)}")
+        program = self._env.folder / "bin" / "vllm"
+        return Launch(
+            lambda port: [str(program), "serve", str(checkpoint.folder), "--port", str(port), *flags],
+            " ".join([*shown, *flags]),
+            kv_bytes=space * GIB,
+            environment={
+                **variables,
+                "LD_PRELOAD": ":".join(map(str, preloads)),
+                "VLLM_CACHE_ROOT": str(self._env.folder / "cache"),
+                **_silent(self._env.folder / "bin"),
+            },
+        )
+
+
+class Llama:
+    """llama-server in bf16. A slot holds as much of the context as there are slots to share it."""
+
+    name, workloads = "llama", ALL
+    title = f"llama.cpp (llama-cpp-python {LLAMA}), bf16"
+
+    def prepare(self, root: Path, say: Say) -> dict[str, Any]:
+        """Compile it, and install what reads checkpoints."""
+        self._say = say
+        self._reader = install.transformers(root, say, TRANSFORMERS)
+        self._env = install.llama(root, say, LLAMA)
+        return self._env.facts
+
+    def launch(self, checkpoint: Checkpoint) -> Launch:
+        """Its arena is written at start."""
+        file = install.gguf(checkpoint.folder, self._env, LLAMA, self._reader, self._say)
+        slots, context = (64, 16_384) if checkpoint.small else (32, 69_632)
+        flags = ["-t", CPUS, "-tb", CPUS, "-c", context, "-np", slots, "--no-kv-unified"]
+        words = [str(flag) for flag in flags]
+        program = self._env.folder / "build" / "bin" / "llama-server"
+        return Launch(
+            lambda port: [str(program), "-m", str(file), "--port", str(port), *words],
+            " ".join(words),
+            kv_bytes=checkpoint.kv_bytes(context),
+        )
+
+
+class Transformers:
+    """transformers serve with continuous batching. Its API takes text, and has no way to go on past an end."""
+
+    name, workloads = "transformers", ("W1", "W2")
+    title = f"transformers {TRANSFORMERS} serve"
+
+    def prepare(self, root: Path, say: Say) -> dict[str, Any]:
+        """Install it."""
+        self._env = install.transformers(root, say, TRANSFORMERS)
+        return self._env.facts
+
+    def launch(self, checkpoint: Checkpoint) -> Launch:
+        """Its arena holds as many blocks as it is told."""
+        size, count = 32, 900
+        flags = f"--continuous-batching --device cpu --dtype bfloat16 --cb-block-size {size} --cb-num-blocks {count}"
+        program = self._env.folder / "bin" / "transformers"
+        return Launch(
+            lambda port: [str(program), "serve", str(checkpoint.folder), *flags.split(), "--port", str(port)],
+            f"OMP_NUM_THREADS={CPUS} {flags}",
+            kv_bytes=checkpoint.kv_bytes(size * count),
+            environment={"OMP_NUM_THREADS": str(CPUS), **_silent(self._env.folder / "bin")},
+            text=True,
+        )
+
+
+def _silent(programs: Path) -> Mapping[str, str]:
+    """No questions to a model hub, no reports of use, and its own tools found first."""
+    path = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PATH": path}
+
+
+PEERS: dict[str, type[Vllm] | type[Llama] | type[Transformers]] = {
+    peer.name: peer for peer in (Vllm, Llama, Transformers)
+}

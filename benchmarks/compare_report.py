@@ -1,0 +1,307 @@
+"""The comparison as tables and a plot, made from recorded runs alone.
+
+A record is {"pairs": {peer: {"about", "systems", "runs"}}}; compare.py says what it puts there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NOISY = 0.05
+"""Largest share of the machine's CPU time that others may take during a run."""
+GIB = 1 << 30
+Record = Mapping[str, Any]
+Run = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column: how to read it off a run, and whether more is better."""
+
+    name: str
+    key: str
+    higher: bool
+    digits: int = 1
+
+    def of(self, run: Run) -> float | None:
+        """The value, None where the server or the client did not tell."""
+        if self.key == "prompt_throughput":
+            return float(run["total_token_throughput"] - run["output_throughput"])
+        value = run.get(self.key)
+        return None if value is None else float(value)
+
+
+OUTPUT = Metric("output tok/s", "output_throughput", True)
+PROMPT = Metric("prompt tok/s", "prompt_throughput", True, 0)
+TTFT = Metric("median TTFT ms", "median_ttft_ms", False, 0)
+ITL = Metric("median ITL ms", "median_itl_ms", False)
+P99 = Metric("p99 ITL ms", "p99_itl_ms", False)
+LONG = Metric("TTFT of the long prompt ms", "long_ttft_ms", False, 0)
+
+SHOWN: dict[str, tuple[Metric, ...]] = {
+    "W1": (OUTPUT, TTFT, ITL),
+    "W2": (OUTPUT, TTFT, ITL),
+    "W3": (OUTPUT, TTFT, ITL),
+    "W4": (PROMPT, TTFT),
+    "W5": (OUTPUT, TTFT, ITL),
+    "P99": (P99, LONG),
+    "T1": (OUTPUT, TTFT, ITL),
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`first` over `second` in one metric: at least `ratio` where more is better, else at most."""
+
+    workload: str
+    metric: Metric
+    pair: str
+    ratio: float
+
+    def met(self, ratio: float) -> bool:
+        """Whether a measured ratio reaches it."""
+        return ratio >= self.ratio if self.metric.higher else ratio <= self.ratio
+
+    @property
+    def text(self) -> str:
+        """For a table."""
+        return f"{'at least' if self.metric.higher else 'at most'} {self.ratio:g}"
+
+
+GOALS = (
+    Goal("W1", OUTPUT, "vllm", 1.0),
+    Goal("W1", OUTPUT, "llama", 1.0),
+    Goal("W2", OUTPUT, "vllm", 1.3),
+    Goal("W2", ITL, "vllm", 0.7),
+    Goal("W2", OUTPUT, "llama", 2.0),
+    Goal("W3", OUTPUT, "vllm", 1.3),
+    Goal("W3", ITL, "vllm", 0.65),
+    Goal("W3", OUTPUT, "llama", 2.5),
+    Goal("W4", PROMPT, "vllm", 1.1),
+    Goal("W5", OUTPUT, "vllm", 1.6),
+    Goal("W5", TTFT, "vllm", 0.75),
+    Goal("P99", P99, "vllm", 0.7),
+    Goal("T1", OUTPUT, "vllm", 1.6),
+    Goal("W1", OUTPUT, "int8", 1.7),
+    Goal("W2", OUTPUT, "int8", 1.5),
+    Goal("W1", OUTPUT, "int8-llmc", 1.45),
+    Goal("W2", OUTPUT, "int8-llmc", 1.5),
+)
+MEMORY_GOAL = 0.5
+"""Our resident memory without keys and values over vLLM's, at most."""
+OWN_PAIRS = ("int8", "int8-llmc")
+"""Pairs of two servers of ours: there the other one's figures are over those of the bf16 checkpoint."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """First over second: of the medians, and the least and the greatest of the rounds."""
+
+    first: float
+    second: float
+    value: float
+    low: float
+    high: float
+
+
+def kept(runs: Sequence[Run]) -> list[Run]:
+    """Of the attempts at the same round, workload and side: the first calm one, or the calmest."""
+    attempts: dict[tuple[int, str, str], list[Run]] = {}
+    for run in runs:
+        attempts.setdefault((run["round"], run["workload"], run["side"]), []).append(run)
+    return [min(tries, key=lambda run: max(NOISY, run["load"]["foreign"])) for tries in attempts.values()]
+
+
+def ratio(runs: Sequence[Run], metric: Metric, first: str, second: str) -> Ratio | None:
+    """Of the kept runs of one workload; None where a side has no values."""
+    seen: dict[str, dict[int, float]] = {first: {}, second: {}}
+    for run in runs:
+        value = metric.of(run)
+        if run["side"] in seen and value is not None:
+            seen[run["side"]][run["round"]] = value
+    rounds = [seen[first][number] / seen[second][number] for number in seen[first].keys() & seen[second].keys()]
+    if not rounds:
+        return None
+    one, other = (statistics.median(seen[side].values()) for side in (first, second))
+    return Ratio(one, other, one / other, min(rounds), max(rounds))
+
+
+def sides(pair: str) -> tuple[str, str]:
+    """Which system's figures are over which."""
+    return (pair, "ours") if pair in OWN_PAIRS else ("ours", pair)
+
+
+def comparisons(record: Record) -> Iterator[tuple[str, str, Metric, Ratio]]:
+    """Pair, workload, metric and ratio of everything that was measured, in the order of the tables."""
+    for pair, measured in record["pairs"].items():
+        runs = kept(measured["runs"])
+        for workload, metrics in SHOWN.items():
+            mine = [run for run in runs if run["workload"] == workload]
+            for metric in metrics:
+                if (found := ratio(mine, metric, *sides(pair))) is not None:
+                    yield pair, workload, metric, found
+
+
+def goal_cells(pair: str, workload: str, metric: Metric, value: float) -> list[str]:
+    """The goal of a row and whether it is met; empty where there is none."""
+    for goal in GOALS:
+        if (goal.pair, goal.workload, goal.metric) == (pair, workload, metric):
+            return [goal.text, "yes" if goal.met(value) else "**no**"]
+    return ["", ""]
+
+
+def result_table(record: Record, pair: str) -> list[list[str]]:
+    """One row per workload and metric of a pair."""
+    systems = record["pairs"][pair]["systems"]
+    first, second = sides(pair)
+    rows = [["workload", "metric", systems[first]["title"], systems[second]["title"], "ratio (rounds)", "goal", "met"]]
+    for name, workload, metric, found in comparisons(record):
+        if name == pair:
+            values = [f"{value:.{metric.digits}f}" for value in (found.first, found.second)]
+            spread = f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
+            rows.append([workload, metric.name, *values, spread, *goal_cells(pair, workload, metric, found.value)])
+    return rows
+
+
+def system_table(record: Record) -> list[list[str]]:
+    """What each system costs its user; ours as measured beside the first peer."""
+    heading = ["system", "versions", "ready s", "installed GiB", "install s"]
+    rows = [[*heading, "peak RSS GiB", "resident GiB", "without KV GiB", "client CPU"]]
+    for name, (system, runs) in _systems(record).items():
+        rows.append([system["title"], _versions(system["facts"]), *_costs(system), _client(runs, name)])
+    return rows
+
+
+def memory_line(record: Record) -> str | None:
+    """The goal on memory, where vLLM was measured."""
+    measured = record["pairs"].get("vllm")
+    if not measured or not all(system["memory"] for system in measured["systems"].values()):
+        return None
+    mine, theirs = (_median_memory(measured["systems"][side], "without_kv") for side in ("ours", "vllm"))
+    met = "met" if mine <= MEMORY_GOAL * theirs else "**not met**"
+    said = f"{mine / theirs:.2f} (at most {MEMORY_GOAL}: {met})"
+    return f"Resident memory of all processes without keys and values, ours over vLLM's: {said}."
+
+
+def notes(record: Record) -> Iterator[str]:
+    """How calm the machine was, what it could read, and where the measurement was made; one line per pair."""
+    for pair, measured in record["pairs"].items():
+        runs, about = kept(measured["runs"]), measured["about"]
+        if not runs:
+            continue
+        noisy = [run for run in runs if run["load"]["foreign"] > NOISY]
+        repeated = len(measured["runs"]) - len(runs)
+        foreign = statistics.median(run["load"]["foreign"] for run in runs)
+        stolen = statistics.median(run["load"]["stolen"] for run in runs)
+        reads = sorted(value / 1e9 for run in runs for value in (run["read_before"], run["read_after"]))
+        middle = statistics.median(reads)
+        yield (
+            f"{pair}: {about['date']}, {about['cpu']}, {about['cpus']} CPUs, {about['commit']}; {len(runs)} runs, "
+            f"{repeated} repeated for load, {len(noisy)} of those kept above {NOISY:.0%}; foreign load {foreign:.1%} "
+            f"and stolen time {stolen:.1%} in the median; the machine read at {reads[0]:.0f} to {reads[-1]:.0f} GB/s, "
+            f"{middle:.0f} in the median."
+        )
+
+
+def flags(record: Record) -> Iterator[str]:
+    """The flags of each system, and how many of the first answers were ours too."""
+    for system, _ in _systems(record).values():
+        same = system.get("agreement")
+        agreement = "" if same is None else f"; greedy answers begin as ours do in {same} prompts"
+        yield f"{system['title']}: `{system['flags']}`{agreement}"
+
+
+def markdown(record: Record, plot_name: str) -> str:
+    """The whole section."""
+    parts = []
+    for pair, measured in record["pairs"].items():
+        first, second = (measured["systems"][side]["title"] for side in sides(pair))
+        parts.append(f"### {first} over {second}\n\n{_table(result_table(record, pair))}")
+    parts.append(f"![ratios of all workloads]({plot_name})")
+    parts.append(f"### What they cost\n\n{_table(system_table(record))}")
+    lines = [line for line in (memory_line(record), *notes(record), *flags(record)) if line]
+    parts.append("\n".join(f"- {line}" for line in lines))
+    return "\n\n".join(parts) + "\n"
+
+
+BEGIN, END = "<!-- compare.py writes from here -->", "<!-- compare.py writes to here -->"
+
+
+def insert(document: str, section: str) -> str:
+    """`document` with the section between its two marks replaced; raises ValueError without the marks."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"there is no {BEGIN} followed by {END}")
+    return f"{before}{begin}\n{section}{end}{after}"
+
+
+def plot(path: Path, record: Record) -> bool:
+    """How many times as fast as each peer, with the span of the rounds; False without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    matplotlib.rcParams["svg.hashsalt"] = "compare"
+    bars: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for pair, workload, metric, found in comparisons(record):
+        if metric is SHOWN[workload][0]:
+            values = (found.value, found.low, found.high)
+            low, middle, high = sorted(values if metric.higher else [1 / value for value in values])
+            bars.setdefault(pair, {})[workload] = (middle, middle - low, high - middle)
+    axes = (figure := Figure(figsize=(8, 3.5), layout="constrained")).add_subplot()
+    names, width = list(SHOWN), 0.8 / max(1, len(bars))
+    for index, (pair, seen) in enumerate(bars.items()):
+        at = [names.index(workload) + (index - (len(bars) - 1) / 2) * width for workload in seen]
+        heights, *spans = zip(*seen.values(), strict=True)
+        label = f"{pair} over ours" if pair in OWN_PAIRS else f"ours over {pair}"
+        axes.bar(at, heights, width * 0.9, yerr=spans, capsize=2, label=label)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_ylabel("times as fast")
+    axes.legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+    return True
+
+
+def _systems(record: Record) -> dict[str, tuple[Mapping[str, Any], list[Run]]]:
+    """Each system once, with the runs that it was measured in."""
+    found: dict[str, tuple[Mapping[str, Any], list[Run]]] = {}
+    for measured in record["pairs"].values():
+        runs = kept(measured["runs"])
+        for name, system in measured["systems"].items():
+            if name not in found:
+                found[name] = (system, [run for run in runs if run["side"] == name])
+    return found
+
+
+def _versions(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+
+
+def _costs(system: Mapping[str, Any]) -> list[str]:
+    facts, memory = system["facts"], system["memory"]
+    seconds = facts.get("seconds")
+    ready = f"{statistics.median(system['ready_s']):.1f}" if system["ready_s"] else ""
+    cells = [ready, f"{facts['bytes'] / GIB:.2f}", "" if seconds is None else f"{seconds:.0f}"]
+    keys = ("peak", "resident", "without_kv")
+    return cells + [f"{_median_memory(system, key) / GIB:.2f}" if memory else "" for key in keys]
+
+
+def _median_memory(system: Mapping[str, Any], key: str) -> float:
+    return statistics.median(one[key] for one in system["memory"])
+
+
+def _client(runs: Sequence[Run], name: str) -> str:
+    shares = [run["load"]["client"] for run in runs if run["side"] == name]
+    return f"{statistics.median(shares):.1%}" if shares else ""
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
