@@ -38,6 +38,9 @@ GOAL = 0.5
 """Our time of a step over vLLM's, at most."""
 CONTEXTS = (100, 1_000, 10_000, 100_000)
 WAITING = (0, 100, 1_000, 10_000)
+SAME_WORK = 0.01
+"""Two sides that sampled the same number of tokens but for this share did the same work."""
+WIDTH = 110
 FAR_S = 1e9
 PEER = Path(__file__).parent / "scheduler_vllm.py"
 
@@ -154,7 +157,7 @@ def row(trace: Trace, replays: list[Replay]) -> list[str]:
         with_add = (mine.step_us + mine.add_us) / (theirs.step_us + theirs.add_us)
         met = "yes" if mine.step_us <= GOAL * theirs.step_us else "no"
         cells += [f"{mine.step_us / theirs.step_us:.2f}", f"{with_add:.2f}", met]
-        if mine.tokens != theirs.tokens:
+        if abs(mine.tokens - theirs.tokens) > SAME_WORK * theirs.tokens:
             cells[-1] += f" ({mine.tokens} and {theirs.tokens} tokens)"
     return cells
 
@@ -174,6 +177,7 @@ def main(
     for heading in ("ours / vLLM", "with add", f"at most {GOAL}") if peer else ():
         table.add_column(heading, justify="right")
     console = Console()
+    console.width = max(console.width, WIDTH)
     with console.status("") as status:
         for traces in ([steady(64), steady(256)], map(at_context, CONTEXTS), map(with_waiting, WAITING)):
             for trace in traces:

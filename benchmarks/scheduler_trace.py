@@ -100,7 +100,10 @@ def replay(trace: Trace, engine: Engine) -> Replay:
 
 
 def steady(running: int) -> Trace:
-    """`running` requests at all times: a few more arrive than end, so that every row is always taken."""
+    """`running` requests at all times: a few more arrive than end, so that every row is always taken.
+
+    A prompt has 16 to 256 tokens of its own, half of them behind one of PREFIXES shared prefixes.
+    """
     rng = np.random.default_rng(running)
     warm, steps, mean = 100, 400, 128
 
@@ -116,11 +119,11 @@ def steady(running: int) -> Trace:
 
 
 def at_context(tokens: int) -> Trace:
-    """8 requests of `tokens` prompt tokens decode; nobody else comes."""
+    """8 requests of `tokens` prompt tokens decode; nobody else comes. A tenth of the blocks stays free."""
     output = 400
     arrivals = tuple(Arrival(0, tokens, output) for _ in range(8))
     length = tokens + output + 1
-    blocks = 8 * (length // 32 + 2)
+    blocks = 9 * (length // 32 + 2)
     budget = max(2048, length)
     return Trace(f"context {tokens}", 8, budget, length, blocks, 20, 320, arrivals)
 
