@@ -14,6 +14,8 @@ from pathlib import Path
 PROC = Path("/proc")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CPUS = os.cpu_count() or 1
+SETTLE_S = 0.5
+"""What a process that goes on has to say for itself, before its parent goes on and asks."""
 USER, NICE, SYSTEM, IDLE, IOWAIT, IRQ, SOFTIRQ, STEAL = range(8)
 
 
@@ -103,11 +105,49 @@ def descendants(root: int, stats: Iterable[Stat]) -> list[Stat]:
     return [stat for stat in by_pid.values() if belongs(stat)]
 
 
-def send(root: int, number: signal.Signals) -> None:
-    """Signal a whole tree; who is gone meanwhile is gone."""
-    for stat in tree(root):
+def generations(root: int, stats: Iterable[Stat]) -> list[list[int]]:
+    """Ids of the processes of a tree, the root's generation first; who left its parent counts as the root's child."""
+    by_pid = {stat.pid: stat for stat in descendants(root, stats)}
+
+    def depth(pid: int) -> int:
+        if pid == root:
+            return 0
+        return depth(by_pid[pid].parent) + 1 if by_pid[pid].parent in by_pid else 1
+
+    found: dict[int, list[int]] = {}
+    for pid in by_pid:
+        found.setdefault(depth(pid), []).append(pid)
+    return [found[level] for level in sorted(found)]
+
+
+def pause(root: int) -> None:
+    """Stop a whole tree, parents first."""
+    for pids in generations(root, _stats()):
+        _signal(pids, signal.SIGSTOP)
+
+
+def resume(root: int) -> None:
+    """Continue a whole tree, children first: a parent judges a child by when it last heard of it."""
+    for pids in reversed(generations(root, _stats())):
+        _signal(pids, signal.SIGCONT)
+        time.sleep(SETTLE_S)
+
+
+def kill(root: int) -> None:
+    """End what is left of a tree."""
+    _signal(pids(root), signal.SIGKILL)
+
+
+def pids(root: int) -> set[int]:
+    """Of the processes of a tree."""
+    return {stat.pid for stat in tree(root)}
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    """Who is gone meanwhile is gone."""
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(stat.pid, number)
+            os.kill(pid, number)
 
 
 @dataclass(frozen=True)

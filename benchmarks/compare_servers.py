@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -14,7 +13,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import compare_machine as machine
 
@@ -51,6 +49,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.ready_s = 0.0
         self._stopped = False
+        self._pids: set[int] = set()
         log.parent.mkdir(parents=True, exist_ok=True)
         self._started_s = time.monotonic()
         with log.open("ab") as file:
@@ -75,7 +74,7 @@ class Server:
                 raise PeerError(f"the server ended with status {self._process.returncode}; see {self.log}")
             with contextlib.suppress(OSError, ValueError):
                 self.get("/health")
-                self.ask("a", 1)
+                self.ask("a", 1, self.launch.text)
                 self.ready_s = time.monotonic() - self._started_s
                 return
             time.sleep(0.1)
@@ -86,16 +85,16 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=10) as reply:
             return bytes(reply.read())
 
-    def ask(self, text: str, tokens: int) -> dict[str, Any]:
-        """The reply to a greedy request that is not streamed; raises OSError."""
-        chat = self.launch.chat
+    def ask(self, text: str, tokens: int, chat: bool) -> str:
+        """The answer to a greedy request that is not streamed, of a chat or of a completion; raises OSError."""
         prompt = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         body = {"model": self.model(), **prompt, "max_tokens": tokens, "temperature": 0}
         path = "/v1/chat/completions" if chat else "/v1/completions"
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=START_S) as reply:
-            return dict(json.loads(reply.read()))
+            choice = json.loads(reply.read())["choices"][0]
+            return str(choice["message"]["content"] if chat else choice["text"])
 
     def model(self) -> str:
         """The first name that the server lists."""
@@ -109,13 +108,16 @@ class Server:
     def pause(self) -> None:
         """Stop all processes, so that they take no CPU time."""
         self._stopped = True
-        machine.send(self.pid, signal.SIGSTOP)
+        self._pids = machine.pids(self.pid)
+        machine.pause(self.pid)
 
     def resume(self) -> None:
-        """Continue all processes."""
+        """Continue all processes; raises PeerError where they are not the same ones any more."""
         if self._stopped:
-            machine.send(self.pid, signal.SIGCONT)
+            machine.resume(self.pid)
             self._stopped = False
+            if machine.pids(self.pid) != self._pids:
+                raise PeerError(f"processes ended while they were stopped; see {self.log}")
 
     def memory(self) -> dict[str, int]:
         """Bytes: summed peaks, resident now with each page once, and of it what holds no keys and values.
@@ -128,15 +130,12 @@ class Server:
 
     def close(self) -> None:
         """End the tree: asked first, killed if that takes too long."""
-        self.resume()
+        with contextlib.suppress(PeerError):
+            self.resume()
         self._process.terminate()
-        left = machine.tree(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        alive = {stat.pid for stat in machine.tree(self.pid)} & {stat.pid for stat in left}
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        machine.kill(self.pid)
         self._process.wait()
 
 

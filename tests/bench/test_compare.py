@@ -60,6 +60,7 @@ def test_times_of_the_machine() -> None:
 def test_a_tree_keeps_those_that_left_their_parent() -> None:
     stats = [stat(1, 0, 1), stat(5, 1, 5), stat(6, 5, 5), stat(7, 6, 7), stat(8, 1, 5), stat(9, 1, 9)]
     assert {one.pid for one in machine.descendants(5, stats)} == {5, 6, 7, 8}
+    assert machine.generations(5, stats) == [[5], [6, 8], [7]]
 
 
 def test_foreign_load_is_what_is_left() -> None:
