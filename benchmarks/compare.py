@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ import compare_machine as machine
 import compare_report as report
 import typer
 from compare_install import REPOSITORY
-from compare_peers import ALL, CPUS, OURS, PEERS, Checkpoint, Ours, Peer
+from compare_peers import ALL, CPUS, OURS, PEERS, USUAL, Checkpoint, Ours, Peer
 from compare_servers import PeerError, Server, running
 from workloads import CONTROL_PLANE, WORKLOADS, Workload, measure
 
@@ -265,7 +266,7 @@ def main(
     tiny: Annotated[Path, typer.Option(help="Checkpoint for T1.")] = Path("/tmp/tiny"),
     int8: Annotated[Path | None, typer.Option(help="The same checkpoint in int8, as another system.")] = None,
     int8_llmc: Annotated[Path | None, typer.Option(help="The same as llm-compressor writes it.")] = None,
-    peers: Annotated[str, typer.Option(help="Which peers, comma between.")] = ",".join(PEERS),
+    peers: Annotated[str, typer.Option(help="Which, comma between; also vllm-zen.")] = ",".join(USUAL),
     only: Annotated[str, typer.Option(help="Which workloads, comma between.")] = ",".join(ALL),
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each workload and system.")] = 5,
     environments: Annotated[Path, typer.Option(help="Where peers are installed.")] = Path("~/.cache/pypto-peers"),
@@ -284,12 +285,13 @@ def main(
         if not install_only:
             add(record, peer, facts, compare(peer, checkpoints, wanted, rounds, out))
             write(out, record, documented=False)
-    complete = set(wanted) == set(ALL) and set(peers.split(",")) == set(PEERS)
+    complete = set(wanted) == set(ALL) and set(peers.split(",")) >= set(USUAL)
     if report_only or (complete and not install_only):
         write(out, record, documented=True)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         typer.run(main)
     except PeerError as error:

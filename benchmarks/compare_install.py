@@ -122,6 +122,19 @@ def vllm(root: Path, say: Say, version: str) -> Environment:
     return env
 
 
+def zentorch(root: Path, say: Say, version: str, python: Environment) -> Environment:
+    """Packages in a folder of their own, so that vLLM's environment stays as it is."""
+
+    def build(env: Environment) -> dict[str, str]:
+        pip = [python.python, "-m", "pip", "install", "--quiet", "--no-deps"]
+        env.run(*pip, "--upgrade", "--target", env.folder, f"zentorch=={version}")
+        return {"zentorch": version}
+
+    env = Environment(root / "zentorch", {"zentorch": version, "revision": 1}, say)
+    env.ensure(build)
+    return env
+
+
 def tcmalloc(env: Environment) -> None:
     """The allocator that vLLM's manual wants preloaded, unpacked into the environment where apt has it."""
     if shutil.which("apt-get") and shutil.which("dpkg-deb"):

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import compare_install as install
 from compare_install import Say
 from compare_servers import Launch, PeerError
 
-VLLM, LLAMA, TRANSFORMERS = "0.32.0", "0.3.36", "5.23.0"
+VLLM, LLAMA, TRANSFORMERS, ZENTORCH = "0.32.0", "0.3.36", "5.23.0", "2.13.0.2"
 GIB = 1 << 30
 CPUS = len(os.sched_getaffinity(0))
 ALL = ("W1", "W2", "W3", "W4", "W5", "P99", "T1")
@@ -117,6 +117,25 @@ class Vllm:
         )
 
 
+class VllmZen(Vllm):
+    """The same with AMD's zentorch on the path, which vLLM then computes with."""
+
+    name = "vllm-zen"
+    title = f"vLLM {VLLM} (CPU) with zentorch {ZENTORCH}"
+
+    def prepare(self, root: Path, say: Say) -> dict[str, Any]:
+        """Install both."""
+        facts = super().prepare(root, say)
+        self._zentorch = install.zentorch(root, say, ZENTORCH, self._env)
+        versions = {**facts["versions"], **self._zentorch.facts["versions"]}
+        return {**facts, "bytes": facts["bytes"] + self._zentorch.facts["bytes"], "versions": versions}
+
+    def launch(self, checkpoint: Checkpoint) -> Launch:
+        """With one more folder of packages."""
+        plain = super().launch(checkpoint)
+        return replace(plain, environment={**plain.environment, "PYTHONPATH": str(self._zentorch.folder)})
+
+
 class Llama:
     """llama-server in bf16. A slot holds as much of the context as there are slots to share it."""
 
@@ -175,6 +194,8 @@ def _silent(programs: Path) -> Mapping[str, str]:
     return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PATH": path}
 
 
+USUAL = ("vllm", "llama", "transformers")
+"""The peers of a complete comparison."""
 PEERS: dict[str, type[Vllm] | type[Llama] | type[Transformers]] = {
-    peer.name: peer for peer in (Vllm, Llama, Transformers)
+    peer.name: peer for peer in (Vllm, VllmZen, Llama, Transformers)
 }
