@@ -133,10 +133,11 @@ class Session:
         vocabulary = ["--vocab-size", str(self._checkpoint.vocab_size)]
         if workload is None:
             return self._latency(server, vocabulary, seed)
-        options = vocabulary
+        prompts, options = None, vocabulary
         if server.launch.text:
-            options = ["--backend", "openai-chat", "--tokenizer", str(self._checkpoint.folder)]
-        result = measure(server.url, workload, seed, self._results, options)
+            prompts, options = self._results / f"{workload.name}-{seed}.jsonl", ["--model", server.model()]
+            prompts.write_text(self._checkpoint.texts(workload.prompt, workload.requests + 1, seed))
+        result = measure(server.url, workload, seed, self._results, options, prompts)
         wanted = workload.requests * workload.output
         if result["total_output_tokens"] != wanted and not server.launch.text:
             raise PeerError(f"{workload.name}: {result['total_output_tokens']} output tokens instead of {wanted}")
@@ -172,11 +173,11 @@ class Session:
 
 def agreement(mine: Server, theirs: Server) -> str:
     """In how many prompts the first characters of both greedy answers are the same."""
-    chat, same = theirs.launch.text, 0
+    same = 0
     for server in (mine, theirs):
         server.resume()
     for prompt in PROMPTS:
-        first, second = (server.ask(prompt, 4, chat) for server in (mine, theirs))
+        first, second = (server.ask(prompt, 4) for server in (mine, theirs))
         same += first[:1] == second[:1]
     for server in (mine, theirs):
         server.pause()

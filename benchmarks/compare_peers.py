@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import compare_install as install
 from compare_install import Say
 from compare_servers import Launch, PeerError
+from tokenizers import Tokenizer
 
 VLLM, LLAMA, TRANSFORMERS, ZENTORCH = "0.32.0", "0.3.36", "5.23.0", "2.13.0.2"
 GIB = 1 << 30
@@ -38,6 +40,15 @@ class Checkpoint:
     def vocab_size(self) -> int:
         """Prompts are random ids below it."""
         return int(self.config["vocab_size"])
+
+    def texts(self, tokens: int, count: int, seed: int) -> str:
+        """Lines of JSON with random prompts of about so many tokens as text: ids that are visible ASCII, joined."""
+        tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        visible = [text for text in tokenizer.get_vocab() if text.isascii() and text.isalnum()]
+        rng = random.Random(seed)
+        prompts = ("".join(rng.choices(visible, k=tokens)) for _ in range(count))
+        cut = (tokenizer.decode(tokenizer.encode(prompt).ids[:tokens]) for prompt in prompts)
+        return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in cut)
 
     def kv_bytes(self, tokens: int) -> int:
         """Keys and values of so many tokens at 2 bytes a number."""
@@ -185,6 +196,7 @@ class Transformers:
             kv_bytes=checkpoint.kv_bytes(size * count),
             environment={"OMP_NUM_THREADS": str(CPUS), **_silent(self._env.folder / "bin")},
             text=True,
+            model=str(checkpoint.folder),
         )
 
 

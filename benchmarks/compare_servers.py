@@ -38,6 +38,7 @@ class Launch:
     kv_block_bytes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     text: bool = False
+    model: str = ""
 
 
 class Server:
@@ -74,7 +75,7 @@ class Server:
                 raise PeerError(f"the server ended with status {self._process.returncode}; see {self.log}")
             with contextlib.suppress(OSError, ValueError):
                 self.get("/health")
-                self.ask("a", 1, self.launch.text)
+                self.ask("a", 1)
                 self.ready_s = time.monotonic() - self._started_s
                 return
             time.sleep(0.1)
@@ -85,20 +86,17 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=10) as reply:
             return bytes(reply.read())
 
-    def ask(self, text: str, tokens: int, chat: bool) -> str:
-        """The answer to a greedy request that is not streamed, of a chat or of a completion; raises OSError."""
-        prompt = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-        body = {"model": self.model(), **prompt, "max_tokens": tokens, "temperature": 0}
-        path = "/v1/chat/completions" if chat else "/v1/completions"
+    def ask(self, text: str, tokens: int) -> str:
+        """The answer to a greedy request that is not streamed; raises OSError."""
+        body = {"model": self.model(), "prompt": text, "max_tokens": tokens, "temperature": 0}
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=START_S) as reply:
-            choice = json.loads(reply.read())["choices"][0]
-            return str(choice["message"]["content"] if chat else choice["text"])
+            return str(json.loads(reply.read())["choices"][0]["text"])
 
     def model(self) -> str:
-        """The first name that the server lists."""
-        return str(json.loads(self.get("/v1/models"))["data"][0]["id"])
+        """The name to ask for: the first one that the server lists, unless its start says another."""
+        return self.launch.model or str(json.loads(self.get("/v1/models"))["data"][0]["id"])
 
     @property
     def alive(self) -> bool:

@@ -42,10 +42,12 @@ class Workload:
     requests: int
     shared: int = 0
 
-    def arguments(self, seed: int) -> list[str]:
-        """What follows `bench serve`."""
+    def arguments(self, seed: int, prompts: Path | None = None) -> list[str]:
+        """What follows `bench serve`; `prompts` is a JSONL file to take them from instead of drawing them."""
         common = ["--num-prompts", self.requests, "--max-concurrency", self.concurrency, "--num-warmups", 1]
-        if self.shared:
+        if prompts:
+            shape = ["--dataset-name", "custom", "--dataset-path", prompts, "--custom-output-len", self.output]
+        elif self.shared:
             shape = ["--dataset-name", "prefix_repetition", "--prefix-repetition-num-prefixes", 1]
             shape += ["--prefix-repetition-prefix-len", self.shared, "--prefix-repetition-suffix-len", self.prompt]
             shape += ["--prefix-repetition-output-len", self.output]
@@ -77,10 +79,12 @@ def server(model: Path, options: list[str]) -> Iterator[dict[str, Any]]:
         process.wait()
 
 
-def measure(url: str, workload: Workload, seed: int, out: Path, options: Sequence[str] = ()) -> dict[str, Any]:
+def measure(
+    url: str, workload: Workload, seed: int, out: Path, options: Sequence[str] = (), prompts: Path | None = None
+) -> dict[str, Any]:
     """One run; returns the result file's content. `options` of `bench serve` are added."""
     file = f"{workload.name}-{seed}.json"
-    command = [*PROGRAM, "bench", "serve", "--base-url", url, *workload.arguments(seed), *options]
+    command = [*PROGRAM, "bench", "serve", "--base-url", url, *workload.arguments(seed, prompts), *options]
     command += ["--save-result", "--result-dir", str(out), "--result-filename", file]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     result: dict[str, Any] = json.loads((out / file).read_text())
