@@ -66,8 +66,9 @@ class Reader:
 class Session:
     """One peer beside our server on one checkpoint; owner of what is recorded of them."""
 
-    def __init__(self, peer: Peer, checkpoint: Checkpoint, out: Path, reader: Reader) -> None:
-        self._peer, self._checkpoint, self._out, self._reader = peer, checkpoint, out, reader
+    def __init__(self, peer: Peer, checkpoint: Checkpoint, out: Path) -> None:
+        self.checkpoint = checkpoint
+        self._peer, self._out, self._reader = peer, out, Reader()
         self._results = out / "clients"
         self._results.mkdir(exist_ok=True)
         self._ours = Ours()
@@ -80,7 +81,7 @@ class Session:
 
     def measure(self, workloads: Sequence[str], rounds: int) -> None:
         """All rounds. Our server starts anew for each, which takes seconds and keeps its memory comparable."""
-        launches = {OURS: self._ours.launch(self._checkpoint), self._peer.name: self._peer.launch(self._checkpoint)}
+        launches = {OURS: self._ours.launch(self.checkpoint), self._peer.name: self._peer.launch(self.checkpoint)}
         self.flags = {name: launch.flags for name, launch in launches.items()}
         say(f"starting {self._peer.name}")
         with running(launches[self._peer.name], self._log(self._peer.name)) as theirs:
@@ -130,13 +131,13 @@ class Session:
         """Run a client process; without a workload that of P99. Raises PeerError where tokens are missing."""
         if not server.alive:
             raise PeerError(f"a server ended; see {server.log}")
-        vocabulary = ["--vocab-size", str(self._checkpoint.vocab_size)]
+        vocabulary = ["--vocab-size", str(self.checkpoint.vocab_size)]
         if workload is None:
             return self._latency(server, vocabulary, seed)
         prompts, options = None, vocabulary
         if server.launch.text:
             prompts, options = self._results / f"{workload.name}-{seed}.jsonl", ["--model", server.model()]
-            prompts.write_text(self._checkpoint.texts(workload.prompt, workload.requests + 1, seed))
+            prompts.write_text(self.checkpoint.texts(workload.prompt, workload.requests + 1, seed))
         result = measure(server.url, workload, seed, self._results, options, prompts)
         wanted = workload.requests * workload.output
         if result["total_output_tokens"] != wanted and not server.launch.text:
@@ -164,7 +165,7 @@ class Session:
         say(f"{place} {run['side']:>12}: {shown}; {foreign}, read {run['read_before'] / 1e9:.0f} GB/s")
 
     def _log(self, name: str) -> Path:
-        return self._out / f"{self._peer.name}-{self._checkpoint.folder.name}-{name}.log"
+        return self._out / f"{self._peer.name}-{self.checkpoint.folder.name}-{name}.log"
 
     def _next_seed(self) -> int:
         self._seed += 100
@@ -198,27 +199,22 @@ def load(out: Path) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.exists() else {"pairs": {}}
 
 
-def add(record: dict[str, Any], peer: Peer, facts: dict[str, Any], sessions: Sequence[Session]) -> None:
-    """Put a pair's sessions into the record; earlier runs of the same workloads give way to them."""
-    runs = [run for session in sessions for run in session.runs]
-    measured = {run["workload"] for run in runs}
+def add(record: dict[str, Any], peer: Peer, facts: dict[str, Any], session: Session) -> None:
+    """Put a session into the record; earlier runs of the same workloads give way. Costs are those of W1 to W5."""
     before = record["pairs"].get(peer.name, {"runs": [], "systems": {}})
-    main = sessions[0]
-    systems = {}
-    for system, its in ((Ours(), Ours().prepare(Path(), say)), (peer, facts)):
-        name = system.name
-        systems[name] = {
-            "title": system.title,
-            "facts": its,
-            "flags": main.flags[name],
-            "ready_s": main.ready_s[name],
-            "memory": main.memory[name],
-        }
-    systems[peer.name]["agreement"] = main.agreement
-    if main.runs and main.runs[0]["workload"] == CONTROL_PLANE.name and before["systems"]:
-        systems = before["systems"]
+    systems, measured = before["systems"], {run["workload"] for run in session.runs}
+    if not session.checkpoint.small or not systems:
+        for system, its in ((Ours(), Ours().prepare(Path(), say)), (peer, facts)):
+            systems[system.name] = {
+                "title": system.title,
+                "facts": its,
+                "flags": session.flags[system.name],
+                "ready_s": session.ready_s[system.name],
+                "memory": session.memory[system.name],
+            }
+        systems[peer.name]["agreement"] = session.agreement
     older = [run for run in before["runs"] if run["workload"] not in measured]
-    record["pairs"][peer.name] = {"about": about(), "systems": systems, "runs": older + runs}
+    record["pairs"][peer.name] = {"about": about(), "systems": systems, "runs": older + session.runs}
 
 
 def write(out: Path, record: dict[str, Any], documented: bool) -> None:
@@ -248,17 +244,17 @@ def checkpoint(given: Path | None, shape: str, root: Path) -> Checkpoint:
 
 
 def compare(
-    peer: Peer, checkpoints: Sequence[Checkpoint], wanted: Sequence[str], rounds: int, out: Path
-) -> list[Session]:
-    """The sessions of one peer: the checkpoint of W1 to W5 and P99, then the small one."""
-    sessions, reader = [], Reader()
-    for checkpoint in checkpoints:
-        names = [name for name in peer.workloads if name in wanted and (name == CONTROL_PLANE.name) == checkpoint.small]
-        if names:
-            session = Session(peer, checkpoint, out, reader)
-            session.measure(names, rounds)
-            sessions.append(session)
-    return sessions
+    peer: Peer, facts: dict[str, Any], checkpoint: Checkpoint, names: Sequence[str], rounds: int, out: Path
+) -> None:
+    """Run one session; what it measured is kept even if it ends early."""
+    session = Session(peer, checkpoint, out)
+    try:
+        session.measure(names, rounds)
+    finally:
+        if session.runs:
+            record = load(out)
+            add(record, peer, facts, session)
+            write(out, record, documented=False)
 
 
 def chosen(peers: str, int8: Path | None, int8_llmc: Path | None) -> list[Peer]:
@@ -289,19 +285,19 @@ def main(
 ) -> None:
     """Install, measure and report. Only complete runs and --report-only write into docs/benchmarks.md."""
     out.mkdir(parents=True, exist_ok=True)
-    record, wanted = load(out), only.split(",")
+    wanted, root = only.split(","), environments.expanduser().resolve()
     if unknown := set(wanted) - set(ALL):
         raise typer.BadParameter(f"there is no workload {min(unknown)}; there are {', '.join(ALL)}")
-    root = environments.expanduser().resolve()
     for peer in [] if report_only else chosen(peers, int8, int8_llmc):
         facts = peer.prepare(root, say)
-        if not install_only:
-            checkpoints = (checkpoint(model, "0.6b", root), checkpoint(tiny, "tiny", root))
-            add(record, peer, facts, compare(peer, checkpoints, wanted, rounds, out))
-            write(out, record, documented=False)
+        for given, shape in () if install_only else ((model, "0.6b"), (tiny, "tiny")):
+            small = shape == "tiny"
+            names = [name for name in peer.workloads if name in wanted and (name == CONTROL_PLANE.name) == small]
+            if names:
+                compare(peer, facts, checkpoint(given, shape, root), names, rounds, out)
     complete = set(wanted) == set(ALL) and set(peers.split(",")) >= set(USUAL)
     if report_only or (complete and not install_only):
-        write(out, record, documented=True)
+        write(out, load(out), documented=True)
 
 
 if __name__ == "__main__":

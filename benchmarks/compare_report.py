@@ -298,8 +298,8 @@ def _median_memory(system: Mapping[str, Any], key: str) -> float:
 
 
 def _client(runs: Sequence[Run], name: str) -> str:
-    shares = [run["load"]["client"] for run in runs if run["side"] == name]
-    return f"{statistics.median(shares):.1%}" if shares else ""
+    shares = [run["client_cpu_share"] for run in runs if run["side"] == name]
+    return f"{statistics.median(shares):.0%} of one" if shares else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

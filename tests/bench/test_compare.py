@@ -29,7 +29,12 @@ def stat(pid: int, parent: int, session: int) -> Stat:
 
 def run(side: str, number: int, value: float, foreign: float = 0.0, **changes: Any) -> dict[str, Any]:
     load = {"server": 0.9, "client": 0.05, "foreign": foreign, "stolen": 0.01, "seconds": 4.0}
-    figures = {"output_throughput": value, "total_token_throughput": 3 * value, "median_itl_ms": 1000 / value}
+    figures = {
+        "output_throughput": value,
+        "total_token_throughput": 3 * value,
+        "median_itl_ms": 1000 / value,
+        "client_cpu_share": 0.05,
+    }
     place = {"round": number, "workload": "W1", "side": side, "attempt": 0}
     return {**place, **figures, "load": load, "read_before": 33e9, "read_after": 55e9, **changes}
 
@@ -132,7 +137,7 @@ def test_tables() -> None:
     assert rows[0][2:4] == ["the ours", "the vllm"]
     assert rows[1] == ["W1", "output tok/s", "30.0", "30.0", "1.00 (0.75 to 1.50)", "at least 1", "yes"]
     systems = report.system_table(made)
-    assert systems[2] == ["the vllm", "vllm 1", "4.0", "1.00", "60", "4.00", "3.00", "2.00", "5.0%"]
+    assert systems[2] == ["the vllm", "vllm 1", "4.0", "1.00", "60", "4.00", "3.00", "2.00", "5% of one"]
     assert "0.50 (at most 0.5: met)" in str(report.memory_line(made))
     text = report.markdown(made, "compare.svg")
     assert "in 7 of 8 prompts" in text and "33 to 55 GB/s" in text and "compare.svg" in text
