@@ -251,9 +251,9 @@ def plot(path: Path, record: Record) -> bool:
     bars: dict[str, dict[str, tuple[float, float, float]]] = {}
     for pair, workload, metric, found in comparisons(record):
         if metric is SHOWN[workload][0]:
-            values = (found.value, found.low, found.high)
-            low, middle, high = sorted(values if metric.higher else [1 / value for value in values])
-            bars.setdefault(pair, {})[workload] = (middle, middle - low, high - middle)
+            values = [found.value, found.low, found.high]
+            faster = values if metric.higher else [1 / value for value in values]
+            bars.setdefault(pair, {})[workload] = (faster[0], faster[0] - min(faster), max(faster) - faster[0])
     axes = (figure := Figure(figsize=(8, 3.5), layout="constrained")).add_subplot()
     names, width = list(SHOWN), 0.8 / max(1, len(bars))
     for index, (pair, seen) in enumerate(bars.items()):
@@ -264,7 +264,7 @@ def plot(path: Path, record: Record) -> bool:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("times as fast")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(bars) or 1, frameon=False)
     figure.savefig(path, metadata={"Date": None})
     return True
 
