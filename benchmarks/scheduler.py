@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -162,6 +162,12 @@ def row(trace: Trace, replays: list[Replay]) -> list[str]:
     return cells
 
 
+def growth(traces: Sequence[Trace], seen: Sequence[Sequence[Replay]]) -> str:
+    """How much longer our median step takes at the end of a series than at its start; it should not."""
+    first, last = (replays[0].median_step_us for replays in (seen[0], seen[-1]))
+    return f"ours, {traces[-1].name} over {traces[0].name}: {last / first:.2f}"
+
+
 def main(
     vllm: Annotated[Path | None, typer.Option(help="Folder of environments that compare.py made.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Replays of each trace and side; medians are shown.")] = 3,
@@ -178,13 +184,19 @@ def main(
         table.add_column(heading, justify="right")
     console = Console()
     console.width = max(console.width, WIDTH)
+    growing = [list(map(at_context, CONTEXTS)), list(map(with_waiting, WAITING))]
+    lines = []
     with console.status("") as status:
-        for traces in ([steady(64), steady(256)], map(at_context, CONTEXTS), map(with_waiting, WAITING)):
+        for traces in ([steady(64), steady(256)], *growing):
+            seen = []
             for trace in traces:
                 status.update(trace.name)
-                table.add_row(*row(trace, measure(trace, sides, rounds)))
+                seen.append(measure(trace, sides, rounds))
+                table.add_row(*row(trace, seen[-1]))
             table.add_section()
-    console.print(table)
+            if traces in growing:
+                lines.append(growth(traces, seen))
+    console.print(table, *lines, sep="\n")
     if peer:
         peer.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from scheduler import Ours, row
+from scheduler import Ours, growth, row
 from scheduler_trace import PREFIX_TOKENS, Arrival, Replay, Trace, at_context, replay, steady, with_waiting
 
 
@@ -39,6 +39,11 @@ def test_rows_are_always_taken() -> None:
     trace = steady(4)
     found = replay(trace, Ours(trace))
     assert found.tokens > 0.95 * 4 * (trace.warm + trace.steps)
+
+
+def test_growth_is_that_of_our_median() -> None:
+    seen = [[Replay(1, 10, 0, 0), Replay(1, 1, 0, 0)], [Replay(9, 12, 0, 0), Replay(1, 9, 0, 0)]]
+    assert growth([at_context(100), at_context(1000)], seen) == "ours, context 1000 over context 100: 1.20"
 
 
 def test_a_row_of_the_table() -> None:
