@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +45,8 @@ FAR_S = 1e9
 PEER = Path(__file__).parent / "scheduler_vllm.py"
 
 Side = Callable[[Trace], Replay]
+Replays = Sequence[Replay]
+"""One for each side."""
 
 
 class Ours:
@@ -131,23 +133,27 @@ def ours(trace: Trace) -> Replay:
     return replay(trace, Ours(trace))
 
 
-def measure(trace: Trace, sides: Iterable[Side], rounds: int) -> list[Replay]:
-    """Medians over the rounds, per side; the sides take turns."""
-    sides = list(sides)
-    seen: list[list[Replay]] = [[] for _ in sides]
-    for _ in range(rounds):
-        for replays, side in zip(seen, sides, strict=True):
-            replays.append(side(trace))
-
-    def middle(replays: list[Replay]) -> Replay:
-        columns = zip(*((r.step_us, r.median_step_us, r.add_us, r.tokens) for r in replays), strict=True)
-        mean, median, add, tokens = (statistics.median(column) for column in columns)
-        return Replay(mean, median, add, int(tokens))
-
-    return [middle(replays) for replays in seen]
+def measure(
+    traces: Sequence[Trace], sides: Sequence[Side], rounds: int, tell: Callable[[str], None]
+) -> list[list[Replay]]:
+    """Medians over the rounds, per trace and side; in a round the traces take turns, and in each of them the sides."""
+    seen: list[list[list[Replay]]] = [[[] for _ in sides] for _ in traces]
+    for number in range(rounds):
+        for trace, of_trace in zip(traces, seen, strict=True):
+            tell(f"{trace.name}, round {number + 1}")
+            for replays, side in zip(of_trace, sides, strict=True):
+                replays.append(side(trace))
+    return [[median(replays) for replays in of_trace] for of_trace in seen]
 
 
-def row(trace: Trace, replays: list[Replay]) -> list[str]:
+def median(replays: Sequence[Replay]) -> Replay:
+    """Of each figure by itself."""
+    columns = zip(*((r.step_us, r.median_step_us, r.add_us, r.tokens) for r in replays), strict=True)
+    mean, middle, add, tokens = (statistics.median(column) for column in columns)
+    return Replay(mean, middle, add, int(tokens))
+
+
+def row(trace: Trace, replays: Replays) -> list[str]:
     """Microseconds per step of each side: mean, median, and adding; then ours over vLLM's."""
     cells = [trace.name]
     for one in replays:
@@ -162,7 +168,7 @@ def row(trace: Trace, replays: list[Replay]) -> list[str]:
     return cells
 
 
-def growth(traces: Sequence[Trace], seen: Sequence[Sequence[Replay]]) -> str:
+def growth(traces: Sequence[Trace], seen: Sequence[Replays]) -> str:
     """How much longer our median step takes at the end of a series than at its start; it should not."""
     first, last = (replays[0].median_step_us for replays in (seen[0], seen[-1]))
     return f"ours, {traces[-1].name} over {traces[0].name}: {last / first:.2f}"
@@ -188,11 +194,9 @@ def main(
     lines = []
     with console.status("") as status:
         for traces in ([steady(64), steady(256)], *growing):
-            seen = []
-            for trace in traces:
-                status.update(trace.name)
-                seen.append(measure(trace, sides, rounds))
-                table.add_row(*row(trace, seen[-1]))
+            seen = measure(traces, sides, rounds, status.update)
+            for trace, replays in zip(traces, seen, strict=True):
+                table.add_row(*row(trace, replays))
             table.add_section()
             if traces in growing:
                 lines.append(growth(traces, seen))
