@@ -26,6 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import compare_latency
 import compare_machine as machine
 import compare_report as report
 import typer
@@ -132,6 +133,7 @@ class Session:
         if not server.alive:
             raise PeerError(f"a server ended; see {server.log}")
         vocabulary = ["--vocab-size", str(self.checkpoint.vocab_size)]
+        server.kv_tokens += compare_latency.TOKENS if workload is None else workload.tokens
         if workload is None:
             return self._latency(server, vocabulary, seed)
         prompts, options = None, vocabulary

@@ -31,6 +31,8 @@ from pypto_serving.bench.runner import watch_client
 STREAMS, PROMPT, OUTPUT = 8, 128, 128
 RUNNING_TOKENS = 16
 LONG_PROMPT, LONG_OUTPUT = 2048, 2
+TOKENS = (STREAMS + 1) * PROMPT + STREAMS * OUTPUT + LONG_PROMPT
+"""Of all prompts and answers, but for a few."""
 
 
 def overlapping_gaps_s(record: RequestRecord, start_s: float, end_s: float) -> list[float]:

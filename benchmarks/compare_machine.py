@@ -167,26 +167,6 @@ def memory(root: int) -> Memory:
     )
 
 
-def resident_arena(root: int, block_bytes: int) -> int:
-    """Resident bytes of the largest mapping of a tree that is made of blocks of so many bytes; 0 if there is none."""
-    arenas = [(0, 0)]
-    for stat in tree(root):
-        with contextlib.suppress(OSError):
-            found = mappings((PROC / str(stat.pid) / "smaps").read_text())
-            arenas += [one for one in found if one[0] % block_bytes == 0]
-    return max(arenas)[1]
-
-
-def mappings(smaps: str) -> Iterator[tuple[int, int]]:
-    """Bytes of each mapping and how many of them are resident, of the text of /proc/PID/smaps."""
-    size = 0
-    for line in smaps.splitlines():
-        if line.startswith("Size:"):
-            size = int(line.split()[1]) << 10
-        elif line.startswith("Rss:"):
-            yield size, int(line.split()[1]) << 10
-
-
 def _kibibytes(pid: int, file: str, key: str) -> int:
     with contextlib.suppress(OSError):
         for line in (PROC / str(pid) / file).read_text().splitlines():

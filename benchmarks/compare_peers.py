@@ -80,17 +80,17 @@ class Ours:
         return {**install.own_facts(), "seconds": None}
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
-        """Arena sizes come from what the program itself plans."""
+        """What a token's keys and values take is what the program itself plans with."""
         folder = self._checkpoint or checkpoint.folder
         program = [sys.executable, "-m", "pypto_serving"]
         plan = subprocess.run([*program, "check", str(folder), "--json"], capture_output=True, text=True)
         if plan.returncode:
             raise PeerError(plan.stderr.strip())
-        blocks = json.loads(plan.stdout)["memory"]["groups"][0]["block_bytes"]
+        groups = json.loads(plan.stdout)["memory"]["groups"]
         return Launch(
             lambda port: [*program, "serve", str(folder), "--port", str(port)],
             "default options",
-            kv_block_bytes=blocks,
+            kv_token_bytes=sum(group["block_bytes"] // group["block_tokens"] for group in groups),
             environment={"PYTHONPATH": str(install.REPOSITORY)},
         )
 

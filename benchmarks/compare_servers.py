@@ -28,27 +28,29 @@ class PeerError(Exception):
 class Launch:
     """How to start a server: `arguments(port)` is the command line, `environment` is added to ours, `flags` are shown.
 
-    `kv_bytes` are filled with zeros at start to hold keys and values; an arena that grows as it is used is made of
-    blocks of `kv_block_bytes`. `text` prompts go to a server that takes no token ids.
+    `kv_bytes` are filled with zeros at start to hold keys and values; an arena whose pages come as they are used
+    takes `kv_token_bytes` for a token. `text` prompts go to a server that takes no token ids.
     """
 
     arguments: Callable[[int], Sequence[str]]
     flags: str
     kv_bytes: int = 0
-    kv_block_bytes: int = 0
+    kv_token_bytes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     text: bool = False
     model: str = ""
 
 
 class Server:
-    """One running server; owner of its processes."""
+    """One running server; owner of its processes. `kv_tokens`: whose keys and values it has computed, each once."""
 
     def __init__(self, launch: Launch, log: Path) -> None:
         self.launch, self.log = launch, log
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.ready_s = 0.0
+        self.kv_tokens = 0
+        self._ready_bytes = 0
         self._stopped = False
         self._pids: set[int] = set()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +79,7 @@ class Server:
                 self.get("/health")
                 self.ask("a", 1)
                 self.ready_s = time.monotonic() - self._started_s
+                self._ready_bytes = machine.memory(self.pid).resident
                 return
             time.sleep(0.1)
         raise PeerError(f"the server was not ready within {START_S:.0f} s; see {self.log}")
@@ -120,10 +123,11 @@ class Server:
     def memory(self) -> dict[str, int]:
         """Bytes: summed peaks, resident now with each page once, and of it what holds no keys and values.
 
-        An arena that grows is looked up among the mappings by its size; where it is not found nothing is taken off.
+        Of an arena whose pages come as they are used, those of `kv_tokens` are taken off, but no more than the server
+        grew by since it was ready.
         """
-        seen, blocks = machine.memory(self.pid), self.launch.kv_block_bytes
-        held = machine.resident_arena(self.pid, blocks) if blocks else self.launch.kv_bytes
+        seen, used = machine.memory(self.pid), self.launch.kv_token_bytes * self.kv_tokens
+        held = min(used, max(0, seen.resident - self._ready_bytes)) + self.launch.kv_bytes
         return {"peak": seen.peak, "resident": seen.resident, "without_kv": seen.resident - held}
 
     def close(self) -> None:

@@ -42,6 +42,11 @@ class Workload:
     requests: int
     shared: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Of all prompts and answers of a run, its warm-up included; the shared ones count once."""
+        return self.shared + (self.requests + 1) * (self.prompt + self.output)
+
     def arguments(self, seed: int, prompts: Path | None = None) -> list[str]:
         """What follows `bench serve`; `prompts` is a JSONL file to take them from instead of drawing them."""
         common = ["--num-prompts", self.requests, "--max-concurrency", self.concurrency, "--num-warmups", 1]

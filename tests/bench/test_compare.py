@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import compare_machine as machine
 import compare_report as report
 import pytest
+from compare import BY_NAME
 from compare_install import folder_bytes
 from compare_latency import overlapping_gaps_s
 from compare_machine import Load, Sample, Stat
@@ -96,10 +96,9 @@ def test_own_load_is_not_foreign() -> None:
         child.stdin.close()
 
 
-def test_the_arena_is_the_largest_mapping_of_blocks() -> None:
-    text = "\n".join(f"Size: {size} kB\nRss: {rss} kB\nPss: 1 kB" for size, rss in ((64, 64), (4096, 100), (5000, 7)))
-    assert list(machine.mappings(text)) == [(64 << 10, 64 << 10), (4096 << 10, 100 << 10), (5000 << 10, 7 << 10)]
-    assert machine.resident_arena(os.getpid(), 1 << 60) == 0
+def test_tokens_of_a_workload_count_what_is_shared_once() -> None:
+    assert BY_NAME["W1"].tokens == 3 * 256
+    assert BY_NAME["W5"].tokens == 1024 + 17 * 96
 
 
 def test_the_calmest_attempt_counts() -> None:
