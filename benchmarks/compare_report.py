@@ -264,7 +264,8 @@ def plot(path: Path, record: Record) -> bool:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("times as fast")
-    axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(bars) or 1, frameon=False)
+    if bars:
+        axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(bars), frameon=False)
     figure.savefig(path, metadata={"Date": None})
     return True
 
