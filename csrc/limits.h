@@ -1,4 +1,5 @@
-// What the machine can do at best, whatever the kernel: read memory, and add up products of pairs or quads. For benchmarks.
+// What the machine can do at best, whatever the kernel: read memory, and add up products of pairs or quads. For
+// benchmarks.
 #pragma once
 
 #include "tile.h"

@@ -153,8 +153,10 @@ INLINE Ints load_some(const void* p, int64_t count) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), p);
 #else
-  Ints x{};
-  for (int64_t i = 0; i < count; i++) std::memcpy(reinterpret_cast<char*>(&x) + 4 * i, static_cast<const char*>(p) + 4 * i, 4);
+  int32_t lanes[kLanes] = {};
+  for (int64_t i = 0; i < count; i++) std::memcpy(lanes + i, static_cast<const char*>(p) + 4 * i, 4);
+  Ints x;
+  std::memcpy(&x, lanes, sizeof x);
   return x;
 #endif
 }
@@ -163,7 +165,9 @@ INLINE void store_some(void* p, Ints x, int64_t count) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_epi32(p, static_cast<__mmask16>((1u << count) - 1), (__m512i)x);
 #else
-  for (int64_t i = 0; i < count; i++) std::memcpy(static_cast<char*>(p) + 4 * i, reinterpret_cast<char*>(&x) + 4 * i, 4);
+  int32_t lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  for (int64_t i = 0; i < count; i++) std::memcpy(static_cast<char*>(p) + 4 * i, lanes + i, 4);
 #endif
 }
 
