@@ -20,6 +20,7 @@ from pypto_serving.types.step import FromWorker, StepPlan, StepResult, StopWorke
 log = logging.getLogger(__name__)
 
 SILENT_BEATS = 10
+HELD_UP_BEATS = 3
 STOP_PATIENCE_S = 1.0
 
 
@@ -62,7 +63,8 @@ class ProcessExecutor:
 
     A worker counts as lost when its control pipe closes, when an idle one is silent for ten heartbeats, when a step
     takes longer than `step_timeout_s`, or when loading shows no progress for `load_timeout_s`. Waits between lives
-    double; a completed step forgives earlier deaths.
+    double; a completed step forgives earlier deaths. `poll` wants to be called at least once a heartbeat; a longer gap
+    means that this process was stopped itself, during which a worker's silence proves nothing.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -80,6 +82,8 @@ class ProcessExecutor:
         self._fault: ChildFault | None = None
 
     def poll(self, now_s: float) -> list[Event]:
+        if now_s - self._now_s > HELD_UP_BEATS * self.config.faults.heartbeat_s:
+            self._heard_s = now_s
         self._now_s = now_s
         if self._gave_up:
             return []
