@@ -1,0 +1,64 @@
+"""A real worker process and its executor, whose clock the tests turn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pypto_serving.config import FaultConfig
+from pypto_serving.engine.executor import SILENT_BEATS, Event, ProcessExecutor, WorkerDown
+from pypto_serving.types.step import WorkerHello
+from tests.simulation import null_config
+
+HEARTBEAT_S = 60.0
+FAULTS = FaultConfig(heartbeat_s=HEARTBEAT_S, respawn_delay_s=0.01)
+
+
+class Clock:
+    """Seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now_s = time.monotonic()
+
+    def after(self, seconds: float) -> float:
+        self.now_s += seconds
+        return self.now_s
+
+
+@pytest.fixture
+def executor() -> Iterator[ProcessExecutor]:
+    executor = ProcessExecutor(null_config(num_blocks=20, faults=FAULTS, depth=1))
+    yield executor
+    executor.stop()
+
+
+def greeted(executor: ProcessExecutor, clock: Clock) -> int:
+    """Start a worker; returns its pid, stopped."""
+    while True:
+        for event in executor.poll(clock.now_s):
+            if isinstance(event, WorkerHello):
+                os.kill(event.pid, signal.SIGSTOP)
+                return event.pid
+
+
+def beats(executor: ProcessExecutor, clock: Clock, count: int) -> list[Event]:
+    return [event for _ in range(count) for event in executor.poll(clock.after(HEARTBEAT_S))]
+
+
+def test_a_worker_that_is_silent_for_long_is_lost(executor: ProcessExecutor) -> None:
+    greeted(executor, clock := Clock())
+    assert beats(executor, clock, SILENT_BEATS - 1) == []
+    (event,) = beats(executor, clock, 2)
+    assert isinstance(event, WorkerDown) and "silent" in event.reason
+
+
+def test_silence_while_the_core_itself_was_stopped_proves_nothing(executor: ProcessExecutor) -> None:
+    greeted(executor, clock := Clock())
+    assert executor.poll(clock.after(1000 * HEARTBEAT_S)) == []
+    assert beats(executor, clock, SILENT_BEATS - 1) == []
+    (event,) = beats(executor, clock, 2)
+    assert isinstance(event, WorkerDown)
