@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -140,8 +141,9 @@ def tcmalloc(env: Environment) -> None:
     if shutil.which("apt-get") and shutil.which("dpkg-deb"):
         folder = env.folder / "tcmalloc"
         folder.mkdir(exist_ok=True)
-        env.run("apt-get", "download", "libtcmalloc-minimal4", cwd=folder)
-        env.run("dpkg-deb", "-x", next(folder.glob("*.deb")), folder)
+        with contextlib.suppress(PeerError):
+            env.run("apt-get", "download", "libtcmalloc-minimal4", cwd=folder)
+            env.run("dpkg-deb", "-x", next(folder.glob("*.deb")), folder)
 
 
 def preloads(env: Environment) -> list[Path]:

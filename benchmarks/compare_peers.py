@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 
 VLLM, LLAMA, TRANSFORMERS, ZENTORCH = "0.32.0", "0.3.36", "5.23.0", "2.13.0.2"
 GIB = 1 << 30
-CPUS = len(os.sched_getaffinity(0))
+ALLOWED_CPUS = sorted(os.sched_getaffinity(0))
+CPUS = len(ALLOWED_CPUS)
 ALL = ("W1", "W2", "W3", "W4", "W5", "P99", "T1")
 OURS = "ours"
 
@@ -110,7 +111,10 @@ class Vllm:
         """Its arena is as large as it is told, and written at start."""
         space = 2 if checkpoint.small else 5
         flags = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
-        variables = {"VLLM_CPU_KVCACHE_SPACE": str(space), "VLLM_CPU_OMP_THREADS_BIND": f"0-{CPUS - 1}"}
+        variables = {
+            "VLLM_CPU_KVCACHE_SPACE": str(space),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, ALLOWED_CPUS)),
+        }
         preloads = install.preloads(self._env)
         shown = [f"{key}={value}" for key, value in variables.items()]
         shown.append(f"LD_PRELOAD={':'.join(path.name for path in preloads)}")

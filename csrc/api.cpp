@@ -47,22 +47,22 @@ namespace {
 
 class Packing final : public Job {
  public:
-  Packing(const Kernels* kernels, Pair* out, int32_t* offsets, const void* source, int stored, int64_t n, int64_t k,
-          int64_t offset, bool half)
-      : kernels_(kernels), out_(out), offsets_(offsets), source_(source), stored_(stored), n_(n), k_(k),
+  Packing(const Kernels* kernels, Pair* out, int32_t* compensation, const void* source, int stored, int64_t n,
+          int64_t k, int64_t offset, bool half)
+      : kernels_(kernels), out_(out), compensation_(compensation), source_(source), stored_(stored), n_(n), k_(k),
         offset_(offset), half_(half) {}
 
   void run(Member& member) override {
     Share share(member, (n_ + 15) / 16, 4);
     while (share.next())
       for (int64_t group = share.begin; group < share.end; group++)
-        kernels_->pack(out_, offsets_, source_, stored_, n_, k_, offset_, half_, group);
+        kernels_->pack(out_, compensation_, source_, stored_, n_, k_, offset_, half_, group);
   }
 
  private:
   const Kernels* kernels_;
   Pair* out_;
-  int32_t* offsets_;
+  int32_t* compensation_;
   const void* source_;
   int stored_;
   int64_t n_, k_, offset_;
@@ -71,9 +71,9 @@ class Packing final : public Job {
 
 }  // namespace
 
-API void pypto_pack(Engine* engine, Pair* out, int32_t* offsets, const void* source, int stored, int64_t n, int64_t k,
-                    int64_t offset, int half) {
-  Packing packing(engine->kernels, out, offsets, source, stored, n, k, offset, half != 0);
+API void pypto_pack(Engine* engine, Pair* out, int32_t* compensation, const void* source, int stored, int64_t n,
+                    int64_t k, int64_t offset, int half) {
+  Packing packing(engine->kernels, out, compensation, source, stored, n, k, offset, half != 0);
   engine->team.run(packing);
 }
 
@@ -132,10 +132,11 @@ API void pypto_quantize(Recording* r, const Routing* routing, const Pair* x, int
 }
 
 API void pypto_linear(Recording* r, const Pair* x, const float* x_scales, const Pair* weight, const float* scales,
-                      const int32_t* offsets, const float* bias, int64_t n, int64_t k, int rows, int finish, void* out) {
+                      const int32_t* compensation, const float* bias, int64_t n, int64_t k, int rows, int finish,
+                      void* out) {
   add(r, r->kernels().linear,
-      Linear{x, weight, x_scales, scales, offsets, bias, n, k, static_cast<Rows>(rows), static_cast<Finish>(finish),
-             out});
+      Linear{x, weight, x_scales, scales, compensation, bias, n, k, static_cast<Rows>(rows),
+             static_cast<Finish>(finish), out});
 }
 
 API void pypto_heads(Recording* r, const float* x, const float* weights, const float* cos, const float* sin, float eps,
@@ -167,12 +168,12 @@ API void pypto_gather(Recording* r, const Routing* routing, const Pair* x, int64
 }
 
 API void pypto_expert_linear(Recording* r, const Routing* routing, const Pair* x, const float* x_scales,
-                             const Pair* weight, const float* scales, const int32_t* offsets, int64_t n, int64_t k,
+                             const Pair* weight, const float* scales, const int32_t* compensation, int64_t n, int64_t k,
                              int finish, void* out) {
   add(r, r->kernels().expert_linear,
       ExpertLinear{routing,
-                   {x, weight, x_scales, scales, offsets, nullptr, n, k, Rows::kTokens, static_cast<Finish>(finish),
-                    out}});
+                   {x, weight, x_scales, scales, compensation, nullptr, n, k, Rows::kTokens,
+                    static_cast<Finish>(finish), out}});
 }
 
 API void pypto_combine(Recording* r, const Routing* routing, const float* y, int64_t width, float* x) {

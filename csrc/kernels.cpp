@@ -14,8 +14,8 @@
 namespace ISA {
 
 extern const pypto::Kernels kKernels = {
-    TEXT(ISA), kMaxRows, pack, embed, norm, quantize, linear, heads, attend, choose, sort, gather, expert_linear, combine,
-    sample, logprobs, read, compute<Pairs>, kRoundFlops, compute<Quads>, kRoundByteFlops,
+    TEXT(ISA), kMaxRows, pack, embed, norm, quantize, linear, heads, attend, choose, sort, gather, expert_linear,
+    combine, sample, logprobs, read, compute<Pairs>, kRoundFlops, compute<Quads>, kRoundByteFlops,
 };
 
 }  // namespace ISA

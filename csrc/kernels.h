@@ -114,7 +114,7 @@ enum class Finish : int32_t {
 struct Linear {
   const Pair *x, *weight;
   const float *x_scales, *scales;  // [rows] and [panels * 32], or null
-  const int32_t* offsets;          // [panels * 32], or null
+  const int32_t* compensation;     // [panels * 32], or null
   const float* bias;  // [panels * 32], or null
   int64_t n, k;
   Rows rows;
@@ -219,7 +219,7 @@ struct Limits {
 struct Kernels {
   const char* name;
   int rows;  // at most so many in a strip
-  void (*pack)(Pair* out, int32_t* offsets, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
+  void (*pack)(Pair* out, int32_t* compensation, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
                bool half, int64_t group);
   void (*embed)(const Embed&, const Step&, Member&);
   void (*norm)(const Norm&, const Step&, Member&);

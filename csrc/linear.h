@@ -45,25 +45,26 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
 // 32 bits each, in a row.
 INLINE int64_t words(const Linear& op) { return op.k / (op.scales ? Quads::kEach : Pairs::kEach); }
 
-// One panel times all strips. Of what is fetched, up to 4 rows nothing is fetched by us: there is little to do but read,
-// and the hardware follows the stream. A single larger strip fetches a little ahead of itself, into the next panel at
-// the end. Where several strips pass by, the panel stays in the second-level cache, and the first four of them fetch
-// the next panel, a part each, for as long as there is computed.
+// One panel times all strips. For up to 4 rows nothing is fetched by us: there is little to do but read, and the hardware
+// follows the stream. A single larger strip fetches a little ahead of itself, into the next panel at the end. Where
+// several strips pass by, the panel stays in the second-level cache, and the first four of them fetch the next panel, a
+// part each, for as long as there is computed.
 template <typename Kind>
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t pairs = op.k / Kind::kEach, panel_pairs = pairs * kPanel;
   const Pair* weight = op.weight + panel * panel_pairs;
-  const bool many = strips.count() > 1, fetches = strips.rows > 4 && (panel + 1) * kPanel < op.n;
+  const bool many = strips.count() > 1, last = (panel + 1) * kPanel >= op.n;
+  const bool fetches = strips.rows > 4 && !(many && last);
   const char* ahead = reinterpret_cast<const char*>(weight) + (many ? panel_pairs * 4 : kAheadBytes);
   const int64_t parts = min(strips.count(), 4), part_bytes = panel_pairs * 4 / parts;
   alignas(64) float tile[kMaxRows * kPanel];
-  const int32_t* offsets = op.offsets ? op.offsets + panel * kPanel : nullptr;
+  const int32_t* compensation = op.compensation ? op.compensation + panel * kPanel : nullptr;
   Stretch stretch{weight, weight + kLanes, pairs, {nullptr, nullptr}};
   for (int64_t strip = 0; strip < strips.count(); strip++) {
     stretch.ahead[0] = fetches && strip < parts ? ahead + strip * part_bytes : nullptr;
     stretch.ahead[1] = ahead + strip * part_bytes + 64;
     multiply<0, Kind>(strips.size(strip), {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile,
-                                           kPanel, false, offsets});
+                                           kPanel, false, compensation});
     finish_rows(op, panel, strips, strip, tile);
   }
 }
@@ -96,7 +97,7 @@ static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
     if (one.scales) {
       one.x_scales += first;
       one.scales += expert * panels * kPanel;
-      one.offsets += expert * panels * kPanel;
+      one.compensation += expert * panels * kPanel;
     }
     one.out = op.linear.finish == Finish::kGate
                   ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))
@@ -132,20 +133,21 @@ static void pack_rows(Pair* out, const void* source, int64_t n, int64_t k, int64
     for (int64_t lane = 0; lane < kLanes; lane++) {
       const int64_t i = (first + lane) * k + 2 * p;
       const bool exists = first + lane < n;
-      const bf16 low = exists ? stored_bf16<kStored>(source, i) : 0, high = exists ? stored_bf16<kStored>(source, i + 1) : 0;
+      const bf16 low = exists ? stored_bf16<kStored>(source, i) : 0;
+      const bf16 high = exists ? stored_bf16<kStored>(source, i + 1) : 0;
       out[p * kPanel + lane] = low | static_cast<Pair>(high) << 16;
     }
   }
 }
 
-// Sums begin with `offsets`, which take away what the 128 adds that every byte of the activations is too large by.
-static void pack_bytes(Pair* out, int32_t* offsets, const int8_t* source, int64_t n, int64_t k, int64_t first) {
-  for (int64_t lane = 0; lane < kLanes; lane++) offsets[lane] = 0;
+// Sums begin with `compensation`, which take away what the 128 adds that every byte of the activations is too large by.
+static void pack_bytes(Pair* out, int32_t* compensation, const int8_t* source, int64_t n, int64_t k, int64_t first) {
+  for (int64_t lane = 0; lane < kLanes; lane++) compensation[lane] = 0;
   for (int64_t q = 0; q < k / 4; q++) {
     for (int64_t lane = 0; lane < kLanes && first + lane < n; lane++) {
       const int8_t* bytes = source + (first + lane) * k + 4 * q;
       std::memcpy(out + q * kPanel + lane, bytes, 4);
-      offsets[lane] -= 128 * (bytes[0] + bytes[1] + bytes[2] + bytes[3]);
+      compensation[lane] -= 128 * (bytes[0] + bytes[1] + bytes[2] + bytes[3]);
     }
     for (int64_t lane = n - first; lane < kLanes; lane++) out[q * kPanel + lane] = 0;
   }
@@ -153,12 +155,12 @@ static void pack_bytes(Pair* out, int32_t* offsets, const int8_t* source, int64_
 
 // Rows [16 * group, 16 * group + 16) of a stored matrix [n, k] into half a panel; rows behind n become zeros. Output
 // offset + i stands for row i; where the matrix is `half` of panels that two matrices share, one panel's 16 outputs do.
-static void pack(Pair* out, int32_t* offsets, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
+static void pack(Pair* out, int32_t* compensation, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
                  bool half, int64_t group) {
   const int64_t first = group * kLanes, output = half ? group * kPanel + offset : offset + first;
   const int64_t words = k / (stored == kI8 ? 4 : 2);
   Pair* target = out + output / kPanel * words * kPanel + output % kPanel;
-  if (stored == kI8) return pack_bytes(target, offsets + output, static_cast<const int8_t*>(source), n, k, first);
+  if (stored == kI8) return pack_bytes(target, compensation + output, static_cast<const int8_t*>(source), n, k, first);
   if (stored == kBf16) return pack_rows<kBf16>(target, source, n, k, first);
   if (stored == kF32) return pack_rows<kF32>(target, source, n, k, first);
   return pack_rows<kF16>(target, source, n, k, first);

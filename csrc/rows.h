@@ -132,7 +132,7 @@ INLINE void quantize_row(const Pair* x, int64_t pairs, int64_t begin, int64_t en
     const Halves bytes = __builtin_convertvector(pair_bytes(pair(p), factor), Halves);
     std::memcpy(reinterpret_cast<char*>(out) + 2 * p, &bytes, 2 * min(kLanes, 2 * end - p));
   }
-  if (begin == 0) *scale = largest[0] / 127.0f;
+  if (scale) *scale = largest[0] / 127.0f;
 }
 
 // The same of several rows: a lane is a row.
@@ -146,16 +146,18 @@ INLINE void quantize_rows(const Pair* x, int64_t rows, int64_t pairs, int64_t be
     const Ints second = pair_bytes(load_some(x + (2 * q + 1) * rows, rows), factor);
     store_some(out + q * rows, first | second << 16, rows);
   }
-  if (begin == 0) store_some(scales, (Ints)((Floats)top / set1(127.0f)), rows);
+  if (scales) store_some(scales, (Ints)((Floats)top / set1(127.0f)), rows);
 }
 
+// Where `scales` is null, another member writes them.
 INLINE void quantize_strip(const Quantize& op, const Strips& strips, int64_t strip, int64_t above, int64_t begin,
-                           int64_t end) {
+                           int64_t end, float* scales) {
   const int64_t first = above + strips.start(strip), rows = strips.size(strip), pairs = op.k / 2;
   const Pair* x = op.x + first * pairs;
   Pair* out = op.out + first * (op.k / 4);
-  if (rows == 1) return quantize_row(x, pairs, begin, end, out, op.scales + first);
-  quantize_rows(x, rows, pairs, begin, end, out, op.scales + first);
+  if (scales) scales += first;
+  if (rows == 1) return quantize_row(x, pairs, begin, end, out, scales);
+  quantize_rows(x, rows, pairs, begin, end, out, scales);
 }
 
 static void quantize_experts(const Quantize& op, Member& member) {
@@ -164,7 +166,8 @@ static void quantize_experts(const Quantize& op, Member& member) {
   while (share.next()) {
     const int64_t expert = routing.active[share.begin], above = routing.starts[expert];
     const Strips strips{routing.starts[expert + 1] - above, kMaxRows};
-    for (int64_t strip = 0; strip < strips.count(); strip++) quantize_strip(op, strips, strip, above, 0, op.k / 4);
+    for (int64_t strip = 0; strip < strips.count(); strip++)
+      quantize_strip(op, strips, strip, above, 0, op.k / 4, op.scales);
   }
 }
 
@@ -175,7 +178,7 @@ static void quantize(const Quantize& op, const Step& step, Member& member) {
   Share share(member, strips.count() * parts.count, 1);
   while (share.next()) {
     const int64_t strip = share.begin / parts.count, part = share.begin % parts.count;
-    quantize_strip(op, strips, strip, 0, parts.begin(part), parts.end(part));
+    quantize_strip(op, strips, strip, 0, parts.begin(part), parts.end(part), part == 0 ? op.scales : nullptr);
   }
 }
 

@@ -36,7 +36,7 @@ struct Tile {
   float* c;  // [rows, ldc], 32 columns are written
   int64_t ldc;
   bool add;  // to what stands in c
-  const int32_t* offsets = nullptr;  // what sums of bytes begin with, for 32 columns
+  const int32_t* compensation = nullptr;  // what sums of bytes begin with, for 32 columns
 };
 
 // What is multiplied, 32 bits of the summed dimension at a time.
@@ -54,7 +54,7 @@ struct Quads {  // signed bytes of weights and unsigned ones of activations, sum
   using Sums = PairRegister;
   static constexpr int64_t kEach = 4;
   static ALWAYS_INLINE Sums begin(const Tile& t, int64_t, int64_t column) {
-    return load_register(reinterpret_cast<const Pair*>(t.offsets + column));
+    return load_register(reinterpret_cast<const Pair*>(t.compensation + column));
   }
   static ALWAYS_INLINE Sums add(Sums total, PairRegister weights, PairRegister x) {
     return dot_bytes(total, weights, x);

@@ -84,7 +84,7 @@ class SocketChannel(Generic[T]):
     def receive(self, timeout_s: float = 0.0) -> T | None:
         deadline_s = time.monotonic() + timeout_s if timeout_s > 0 else 0.0
         while (frame := self._next_frame()) is None:
-            if not self._read() and (self.gone or not self._wait(deadline_s)):
+            if not self._read() and not self._wait(deadline_s):
                 return None
         return self._decoder.decode(frame)
 
@@ -109,9 +109,12 @@ class SocketChannel(Generic[T]):
         return bool(data)
 
     def _wait(self, deadline_s: float) -> bool:
-        """Sleep until something arrives; False at the deadline."""
+        """Sleep until something arrives; False at the deadline. From a peer that is gone nothing will."""
         left_s = deadline_s - time.monotonic() if deadline_s else 0.0
         if left_s <= 0:
+            return False
+        if self.gone:
+            time.sleep(left_s)
             return False
         poller = select.poll()
         poller.register(self.socket, self.events)

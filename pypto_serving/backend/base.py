@@ -69,8 +69,8 @@ class StepInputs:
     context_lens [r]: tokens of row i after this step (last position + 1).
     slot_mapping[g] [t]: slot of each token in group g, block id * block_size + position % block_size, in source
         tokens; a tensor with ratio m writes row slot // m, for tokens with (position + 1) % m == 0 only.
-    block_tables[g] [r, n]: block ids in order of position; 0 is the null block, which may be written by padding
-        and must never be read.
+    block_tables[g] [r, n]: block ids in order of position, as many as the row's tokens need; what stands behind them is
+        left over from other rows. 0 is the null block, which may be written by padding and must never be read.
     logits_rows [s]: indices into the t tokens whose logits are wanted, at most one per row, in row order.
     fresh_blocks[g]: block ids handed out for this step whose old content is void.
     """

@@ -102,16 +102,19 @@ class AsyncEngine:
         await self._close(STOP_PATIENCE_S)
 
     async def _close(self, patience_s: float) -> None:
+        """Nothing is admitted from here on: what came later would reach no core."""
+        loop = asyncio.get_running_loop()
         child, self._child = self._child, None
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            loop.remove_reader(channel.socket.fileno())
+            loop.remove_writer(channel.socket.fileno())
         if child is not None:
-            asyncio.get_running_loop().remove_reader(child.pipe.fileno())
+            loop.remove_reader(child.pipe.fileno())
             await asyncio.to_thread(child.end, patience_s)
         if self._watcher is not None:
             self._watcher.cancel()
-        channel, self._channel = self._channel, None
         if channel is not None:
-            for forget in (asyncio.get_running_loop().remove_reader, asyncio.get_running_loop().remove_writer):
-                forget(channel.socket.fileno())
             channel.close()
 
     def _on_control(self) -> None:

@@ -60,7 +60,7 @@ class _Finish(enum.IntEnum):
 class Matrix:
     """Packed weights of matrices [n, k]: pairs of bfloat16, uint32 [panels of all * k / 2 * 32]; see csrc/kernels.h.
 
-    Where they are bytes, `words` are quads, [panels of all * k / 4 * 32], and there are `scales` and `offsets`,
+    Where they are bytes, `words` are quads, [panels of all * k / 4 * 32], and there are `scales` and `compensation`,
     [panels of all * 32].
     """
 
@@ -69,7 +69,7 @@ class Matrix:
     k: int
     bias: Float32Array | None = None
     scales: Float32Array | None = None
-    offsets: Int32Array | None = None
+    compensation: Int32Array | None = None
 
     @property
     def int8(self) -> bool:
@@ -178,11 +178,11 @@ def _allowed_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
-def _has_room(out: PairArray, stored: Stored, n: int, k: int, offsets: Int32Array | None) -> bool:
+def _has_room(out: PairArray, stored: Stored, n: int, k: int, compensation: Int32Array | None) -> bool:
     if stored != Stored.I8:
         return k % 2 == 0 and Matrix.size(n, k) <= out.size
     outputs = Matrix.outputs(n)
-    return k % 4 == 0 and outputs * k // 4 <= out.size and offsets is not None and outputs <= offsets.size
+    return k % 4 == 0 and outputs * k // 4 <= out.size and compensation is not None and outputs <= compensation.size
 
 
 def _address(array: Array | None) -> int | None:
@@ -226,16 +226,16 @@ class Engine:
         n: int,
         k: int,
         offset: int = 0,
-        offsets: Int32Array | None = None,
+        compensation: Int32Array | None = None,
     ) -> None:
         """Rows of a stored matrix [n, k] at address `source` become outputs `offset` on of packed `out`.
 
-        Those of bytes also fill `offsets`. Raises ValueError where the rows would not lie in whole half panels of
+        Those of bytes also fill `compensation`. Raises ValueError where the rows would not lie in whole half panels of
         `out`, or k is not whole words.
         """
-        if offset % _GATE_HALF or not _has_room(out, stored, offset + n, k, offsets):
+        if offset % _GATE_HALF or not _has_room(out, stored, offset + n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
-        self._lib.pypto_pack(self._handle, out.ctypes.data, _address(offsets), source, stored, n, k, offset, 0)
+        self._lib.pypto_pack(self._handle, out.ctypes.data, _address(compensation), source, stored, n, k, offset, 0)
 
     def pack_gate(
         self,
@@ -245,13 +245,13 @@ class Engine:
         n: int,
         k: int,
         half: int,
-        offsets: Int32Array | None = None,
+        compensation: Int32Array | None = None,
     ) -> None:
         """Rows of a stored matrix [n, k] become half 0 (gate) or 1 (up) of each panel of `out`; see `pack`."""
-        if n % _GATE_HALF or not _has_room(out, stored, 2 * n, k, offsets):
+        if n % _GATE_HALF or not _has_room(out, stored, 2 * n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into half of {out.size} words")
         offset = half * _GATE_HALF
-        self._lib.pypto_pack(self._handle, out.ctypes.data, _address(offsets), source, stored, n, k, offset, 1)
+        self._lib.pypto_pack(self._handle, out.ctypes.data, _address(compensation), source, stored, n, k, offset, 1)
 
     def read(self, out: Array, file: int, offset: int) -> NDArray[np.uint64]:
         """Fill `out` from `offset` on of an open file, and return its `hashes`; raises OSError."""
@@ -281,7 +281,7 @@ def _factors(x: Strips, matrix: Matrix) -> tuple[Array | None, ...]:
     words, x_scales = _parts(x)
     if (x_scales is None) == matrix.int8:
         raise ValueError("a product's activations and weights must both be bytes, or neither")
-    return words, x_scales, matrix.words, matrix.scales, matrix.offsets
+    return words, x_scales, matrix.words, matrix.scales, matrix.compensation
 
 
 class Recording:

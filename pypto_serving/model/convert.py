@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import INDEX_FILE, INT8, Checkpoint, fingerprint
+from pypto_serving.model.checkpoint import INDEX_FILE, INT8, SINGLE_FILE, Checkpoint, fingerprint
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.quantization import SECTION, Quantization, scale_name
 from pypto_serving.model.registry import load_config
@@ -66,8 +66,8 @@ def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
             tensors.require(model.tensors(), model.ignores)
             _Conversion(source, target, tensors, wanted, model.tied_embeddings).run()
     except OSError as error:
-        reason = f"{error.filename or target} cannot be written: {error.strerror}"
-        raise ModelError(f"{reason}; give the same command again to go on") from None
+        reason = f"{error.filename or target}: {error.strerror}"
+        raise ModelError(f"converting to {target} failed: {reason}; give the same command again to go on") from None
 
 
 class _Conversion:
@@ -86,7 +86,7 @@ class _Conversion:
         for file, names in files.items():
             self._write_file(self._target / file, names)
         self._copy_other_files()
-        if len(files) > 1:
+        if list(files) != [SINGLE_FILE]:
             _write(self._target / INDEX_FILE, _as_json(self._index(files)))
         _write(self._target / "config.json", _as_json(self._config()))
 
@@ -140,12 +140,13 @@ class _Conversion:
             scale = top / np.float32(127)
             scale[scale == 0] = 1
             scales[first : first + len(rows)] = scale
-            file.write(np.rint(np.divide(rows, scale[:, None], out=rows), out=rows).astype(np.int8).data)
+            numbers = np.rint(np.divide(rows, scale[:, None], out=rows), out=rows)
+            file.write(np.clip(numbers, -127, 127, out=rows).astype(np.int8).data)
         file.seek(start + places[scale_name(name)].begin)
         file.write(scales.data)
 
     def _chunks(self, name: str) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """(first row, whole rows in float32) of the source of `name`, over and over."""
+        """(first row, whole rows in float32) of the source of `name`, in order."""
         tensor = self._tensors[self._source_of(name)]
         rows, width = tensor.shape[0], math.prod(tensor.shape[1:])
         step = max(1, _CHUNK // width)
@@ -180,7 +181,8 @@ class _Conversion:
 def _claim(source: Path, target: Path) -> Iterator[None]:
     """Own `target` for the conversion of `source`; raises ModelError where it holds anything else."""
     state = target / STATE_FILE
-    what = _as_json({"format": Quantization.name, "source": _identity(source)})
+    identity = _identity(source)
+    what = _as_json({"format": Quantization.name, "source": identity})
     if target.exists() and not target.is_dir():
         raise ModelError(f"TARGET {target} is a file; give a folder that does not exist yet")
     if target.exists() and any(target.iterdir()) and not state.exists():
@@ -191,6 +193,8 @@ def _claim(source: Path, target: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ModelError(f"TARGET {target} is being written by another process") from None
+        if not (state.exists() and os.path.samestat(os.fstat(file.fileno()), state.stat())):
+            raise ModelError(f"TARGET {target} was finished by another process just now")
         # What a process that was killed at once left is empty.
         if (found := file.read()) and found != what:
             raise ModelError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
@@ -198,6 +202,9 @@ def _claim(source: Path, target: Path) -> Iterator[None]:
         file.write(what)
         _flush(file)
         yield
+        if _identity(source) != identity:
+            (target / "config.json").unlink()
+            raise ModelError(f"{source} changed meanwhile; delete {target} and convert again")
         state.unlink()
 
 
@@ -221,12 +228,16 @@ def _header(places: Mapping[str, _Place]) -> bytes:
 def _new_file(path: Path, size: int) -> Iterator[BinaryIO]:
     """A file of `size` bytes that gets its name when all is written and on disk. Room for it is taken first."""
     part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        if size:
-            os.posix_fallocate(file.fileno(), 0, size)
-        yield file
-        _flush(file)
-    part.rename(path)
+    try:
+        with part.open("wb") as file:
+            if size:
+                os.posix_fallocate(file.fileno(), 0, size)
+            yield file
+            _flush(file)
+        part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -93,15 +93,15 @@ class PackedWeights:
         fill: Callable[[Matrix], None],
         bias: NDArray[np.float32] | None = None,
     ) -> Matrix:
-        """`count` matrices [n, k] in one piece of memory: words, and of bytes, scales and offsets behind them."""
+        """`count` matrices [n, k] in one piece of memory: words, and of bytes, scales and compensation behind them."""
         outputs, int8 = Matrix.outputs(n, count), tensors[0].dtype == INT8
         words = outputs * k // (4 if int8 else 2)
 
         def view(memory: NDArray[np.uint32]) -> Matrix:
             if not int8:
                 return Matrix(memory, n, k, bias)
-            scales, offsets = memory[words:].reshape(2, outputs)
-            return Matrix(memory[:words], n, k, bias, scales.view(np.float32), offsets.view(np.int32))
+            scales, compensation = memory[words:].reshape(2, outputs)
+            return Matrix(memory[:words], n, k, bias, scales.view(np.float32), compensation.view(np.int32))
 
         scales = [self._tensors[scale_name(tensor.name)] for tensor in tensors] if int8 else []
         size = words + 2 * outputs if int8 else words
@@ -137,9 +137,9 @@ class PackedWeights:
         address, stored = self._address(tensor)
         n, k = tensor.shape
         if half is None:
-            self._engine.pack(room.words, address, stored, n, k, offset, room.offsets)
+            self._engine.pack(room.words, address, stored, n, k, offset, room.compensation)
         else:
-            self._engine.pack_gate(room.words, address, stored, n, k, half, room.offsets)
+            self._engine.pack_gate(room.words, address, stored, n, k, half, room.compensation)
         self._tensors.forget(tensor)
         if room.scales is not None:
             scales = self._read(scale_name(tensor.name))
@@ -168,7 +168,7 @@ def _nth(room: Matrix, i: int, count: int) -> Matrix:
         room,
         words=room.words[i * words : (i + 1) * words],
         scales=None if room.scales is None else room.scales[mine],
-        offsets=None if room.offsets is None else room.offsets[mine],
+        compensation=None if room.compensation is None else room.compensation[mine],
     )
 
 

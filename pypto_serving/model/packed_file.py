@@ -80,9 +80,9 @@ class PackedFile:
     def load(self, name: str, dtype: Any, size: int) -> NDArray[Any] | None:
         """The array `name` of `size` elements in memory of its own, or None if it is not here or damaged."""
         offset, entry = self._places.get(name, (0, None))
-        array = zeros(dtype, size)
-        if self._file is None or entry is None or entry.bytes != array.nbytes:
+        if self._file is None or entry is None or entry.bytes != np.dtype(dtype).itemsize * size:
             return None
+        array = zeros(dtype, size)
         try:
             if _digest(self._engine.read(array, self._file.fileno(), offset)) != entry.digest:
                 raise ValueError(f"{name} is damaged")

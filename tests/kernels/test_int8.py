@@ -65,8 +65,9 @@ def matrix_of(several: list[Weights], bias: Array | None = None) -> Matrix:
 
     words = np.concatenate([to_byte_panels(one.values) for one in several])
     scales = np.concatenate([padded(one.scales) for one in several])
-    offsets = np.concatenate([padded(-128 * one.values.astype(np.int32).sum(1, dtype=np.int32)) for one in several])
-    return Matrix(words, n, k, None if bias is None else padded(bias), scales, offsets)
+    sums = [one.values.sum(1, dtype=np.int32) for one in several]
+    compensation = np.concatenate([padded(-128 * each) for each in sums])
+    return Matrix(words, n, k, None if bias is None else padded(bias), scales, compensation)
 
 
 def quads_room(stage: Stage, rows: int, k: int) -> Quads:
@@ -235,7 +236,7 @@ def test_a_product_is_the_same_in_every_company(instruction_set: str, n: int, k:
 
 @pytest.mark.parametrize("tokens", [1, 2, 12, 13, 50])
 def test_experts(engine: Engine, tokens: int) -> None:
-    """Rows and their scales reach their experts; each expert multiplies with weights, scales and offsets of its own."""
+    """Rows and their scales reach their experts; each multiplies with weights, scales and compensation of its own."""
     for count, per_token in [(1, 1), (8, 2), (8, 8), (64, 6)]:
         rng = np.random.default_rng(count)
         entries, width, inner = tokens * per_token, 36, 48
@@ -269,12 +270,12 @@ def test_packing(engine: Engine, parts: list[int]) -> None:
     rng = np.random.default_rng(0)
     several = [Weights.random(rng, n, 36) for n in parts]
     whole = matrix_of([Weights(*(np.concatenate([getattr(w, f) for w in several]) for f in ("values", "scales")))])
-    words, offsets, offset = np.zeros_like(whole.words), np.zeros(Matrix.outputs(sum(parts)), np.int32), 0
+    words, compensation, offset = np.zeros_like(whole.words), np.zeros(Matrix.outputs(sum(parts)), np.int32), 0
     for weights in several:
         source = weights.values.ctypes.data
-        engine.pack(words, source, Stored.I8, len(weights.values), 36, offset, offsets)
+        engine.pack(words, source, Stored.I8, len(weights.values), 36, offset, compensation)
         offset += len(weights.values)
-    assert np.array_equal(words, whole.words) and np.array_equal(offsets, whole.offsets)
+    assert np.array_equal(words, whole.words) and np.array_equal(compensation, whole.compensation)
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 4), (48, 36), (128, 96)])
@@ -282,10 +283,10 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
     rng = np.random.default_rng(n)
     gate, up = Weights.random(rng, n, k), Weights.random(rng, n, k)
     whole = gate.interleaved(up).matrix()
-    words, offsets = np.zeros_like(whole.words), np.zeros(2 * n, np.int32)
+    words, compensation = np.zeros_like(whole.words), np.zeros(2 * n, np.int32)
     for half, weights in enumerate((gate, up)):
-        engine.pack_gate(words, weights.values.ctypes.data, Stored.I8, n, k, half, offsets)
-    assert np.array_equal(words, whole.words) and np.array_equal(offsets, whole.offsets)
+        engine.pack_gate(words, weights.values.ctypes.data, Stored.I8, n, k, half, compensation)
+    assert np.array_equal(words, whole.words) and np.array_equal(compensation, whole.compensation)
 
 
 @pytest.mark.parametrize(
@@ -293,9 +294,9 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
     [(32, 6, 0, 64, 32), (32, 4, 8, 64, 64), (33, 4, 0, 32, 64), (33, 4, 0, 64, 32), (1, 4, 16, 31, 32)],
 )
 def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: int, words: int, outputs: int) -> None:
-    source, out, offsets = np.zeros(256, np.int8), np.zeros(words, np.uint32), np.zeros(outputs, np.int32)
+    source, out, compensation = np.zeros(256, np.int8), np.zeros(words, np.uint32), np.zeros(outputs, np.int32)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
-        engine.pack(out, source.ctypes.data, Stored.I8, n, k, offset, offsets)
+        engine.pack(out, source.ctypes.data, Stored.I8, n, k, offset, compensation)
 
 
 def test_a_product_of_bytes_and_numbers_is_refused(engine: Engine) -> None:

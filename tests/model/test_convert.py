@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
+from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from pypto_serving.model.convert import STATE_FILE, convert_to_w8a8
 from pypto_serving.model.registry import load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
@@ -29,6 +31,7 @@ TOKENS = np.random.default_rng(0).integers(0, 256, 50)
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from pypto_serving.model.convert import convert_to_w8a8
 source, target, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def progress(*_):
@@ -152,6 +155,41 @@ def test_a_kill_before_anything_is_written(checkpoint: MakeCheckpoint, tmp_path:
     target.mkdir()
     (target / STATE_FILE).touch()
     assert contents(convert(checkpoint(), target)) == contents(convert(checkpoint(), tmp_path / "other"))
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+def test_a_single_file_that_has_an_index(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """The index says what the file is called, in the result as well."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint(), source)
+    single, file = source / SINGLE_FILE, "model-00001-of-00001.safetensors"
+    names = list(Checkpoint.open(source).tensors)
+    single.rename(source / file)
+    (source / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    target = convert(source, tmp_path / "target")
+    assert [path.name for path in target.glob("*.safetensors")] == [file]
+    assert np.array_equal(logits(target), logits(convert(checkpoint(), tmp_path / "plain")))
+
+
+def test_a_source_that_changes_meanwhile(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint(), source)
+    with pytest.raises(ModelError, match="changed meanwhile"):
+        convert_to_w8a8(source, tmp_path / "target", lambda *_: os.utime(source / SINGLE_FILE, (0, 0)))
+    assert not (tmp_path / "target" / "config.json").exists()
+
+
+def test_a_full_disk(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """What did not fit is taken away again, and the same command goes on."""
+    source, target = checkpoint(), tmp_path / "target"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        assert "go on" in refused(source, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(target.glob("*.part"))
+    assert contents(convert(source, target)) == contents(convert(source, tmp_path / "other"))
 
 
 def refused(source: Path, target: Path) -> str:

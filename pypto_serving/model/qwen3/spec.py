@@ -185,7 +185,7 @@ class Qwen3Config:
         )
 
     def _packed_bytes(self, dtype: str) -> int:
-        """Int8 weights have a scale and an offset, 4 bytes each, for every output."""
+        """Int8 weights have a scale and a compensation, 4 bytes each, for every output."""
         int8 = self.int8_weights()
         return sum(
             shape[0] * (shape[1] + 8) if name in int8 else math.prod(shape) * DTYPE_BYTES[dtype]
@@ -208,6 +208,8 @@ class Qwen3Config:
             return "the kernels share a key among at most 96 queries"
         if self.quantization is not None and self.hidden_size % 4:
             return f"int8 weights need a hidden_size that is a multiple of 4, not {self.hidden_size}"
+        if self.quantization is not None and max(self.hidden_size, *widths, self.num_heads * self.head_dim) >= 1 << 17:
+            return "sums of int8 products need sizes below 131,072"
         if self.hidden_size % 2 or any(width % 16 for width in widths):
             return f"the kernels need an even hidden_size and intermediate sizes that are multiples of 16, not {widths}"
         return ""
