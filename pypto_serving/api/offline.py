@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -166,8 +166,7 @@ class LLM:
         async def pump() -> None:
             try:
                 _, ids = await self._encode_chat(messages, None)
-                async for text in self._texts(ids, params):
-                    pieces.put(text)
+                await self._put_texts(ids, params, pieces.put)
                 pieces.put(None)
             except BaseException as error:
                 pieces.put(error)
@@ -237,18 +236,20 @@ class LLM:
     async def _generate(self, prompt: str | None, ids: list[int], params: SamplingParams) -> GenerationOutput:
         requests = self._requests(ids, params)
         sequences = {r.request_id: _Sequence(i, r, ids, self._service.tokenizer) for i, r in enumerate(requests)}
-        async for output in self._outputs(requests):
-            self._take(sequences[output.request_id], output)
+        await self._receive(requests, lambda output: self._take(sequences[output.request_id], output))
         done = list(sequences.values())
         num_cached = done[0].choice.num_cached
         return GenerationOutput(requests[0].request_id, prompt, ids, [s.result() for s in done], num_cached)
 
-    async def _texts(self, ids: list[int], params: SamplingParams) -> AsyncIterator[str]:
+    async def _put_texts(self, ids: list[int], params: SamplingParams, put: Callable[[str], None]) -> None:
         (request,) = self._requests(ids, self._fit(ids, params))
         sequence = _Sequence(0, request, ids, self._service.tokenizer)
-        async for output in self._outputs([request]):
+
+        def take(output: RequestOutput) -> None:
             if text := self._take(sequence, output):
-                yield text
+                put(text)
+
+        await self._receive([request], take)
 
     def _take(self, sequence: _Sequence, output: RequestOutput) -> str:
         """Add an output to its sequence; one that found its stop string is ended."""
@@ -257,17 +258,16 @@ class LLM:
             self._engine.abort([output.request_id])
         return text
 
-    async def _outputs(self, requests: Sequence[EngineRequest]) -> AsyncIterator[RequestOutput]:
-        """Outputs until every request ended; raises RequestFailedError for one that the engine gave up."""
-        stream = self._engine.submit(requests)
-        try:
-            async for outputs in stream:
-                for output in outputs:
-                    if output.fault is not None:
-                        raise RequestFailedError(output.fault.message, code=output.fault.code)
-                    yield output
-        finally:
-            await stream.aclose()
+    async def _receive(self, requests: Sequence[EngineRequest], take: Callable[[RequestOutput], object]) -> None:
+        """Hand over outputs until every request ended; raises RequestFailedError for one that the engine gave up."""
+
+        def take_all(outputs: list[RequestOutput]) -> None:
+            for output in outputs:
+                if output.fault is not None:
+                    raise RequestFailedError(output.fault.message, code=output.fault.code)
+                take(output)
+
+        await self._engine.submit(requests).deliver_to(take_all)
 
     def _requests(self, ids: list[int], params: SamplingParams) -> list[EngineRequest]:
         seed = (self._service.draw_seed() if params.seed is None else params.seed) & (2**64 - 1)

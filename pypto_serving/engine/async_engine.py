@@ -51,6 +51,7 @@ class AsyncEngine:
         self.ready: CoreReady | None = None
         self._on_progress = on_progress or (lambda phase, done, total: None)
         self._streams: dict[str, OutputStream] = {}
+        self._due: list[OutputStream] = []
         self._child: Child | None = None
         self._channel: SocketChannel[FromCore] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -168,6 +169,7 @@ class AsyncEngine:
         while channel is not None and (message := channel.receive()) is not None:
             self._heard_s = time.monotonic()
             self._take(message)
+        self._deliver()
         if channel is not None and channel.gone:
             asyncio.get_running_loop().remove_reader(channel.socket.fileno())
 
@@ -190,15 +192,24 @@ class AsyncEngine:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            stream.push(output)
+            if stream.push(output):
+                self._due.append(stream)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
                 self._finish_times = [*self._finish_times[-63:], time.monotonic()]
 
+    def _deliver(self) -> None:
+        """Streams get what was read at once, whatever number of steps it is from."""
+        due, self._due = self._due, []
+        for stream in due:
+            stream.deliver()
+
     def _fail_all(self, fault: RequestFault) -> None:
-        for request_id, stream in list(self._streams.items()):
-            stream.push(RequestOutput(request_id=request_id, finish_reason="error", fault=fault))
-        self._streams.clear()
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            if stream.push(RequestOutput(request_id=request_id, finish_reason="error", fault=fault)):
+                self._due.append(stream)
+        self._deliver()
 
     # Requests.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from pypto_serving.config import EngineConfig
-from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.engine.stream import OutputStream
+from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.stats import StepStats
 
 
@@ -35,11 +36,10 @@ class EngineClient(Protocol):
     def stats(self) -> StepStats:
         """The newest snapshot."""
 
-    def submit(self, requests: Sequence[EngineRequest]) -> AsyncIterator[list[RequestOutput]]:
-        """Admit all of `requests` or none; raises QueueFullError or UnavailableError at the call.
+    def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
+        """Admit all of `requests` or none; raises QueueFullError or UnavailableError.
 
-        Yields what waited since the last wake-up, in order per request, and ends once every request had its
-        finish_reason or fault. Closing the iterator aborts what is unfinished.
+        The last output of a request has its finish_reason, and a fault where the engine gave it up.
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:

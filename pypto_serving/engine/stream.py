@@ -3,61 +3,89 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from pypto_serving.types.request import RequestOutput
 
+Pause = Coroutine[Any, Any, None] | None
+"""What a consumer has to await before it takes more."""
+Take = Callable[[list[RequestOutput]], Pause]
+"""Takes all outputs that wait, in order."""
+
 
 class OutputStream:
-    """Async iterator over the outputs of some requests, everything that waits at once.
+    """The outputs of some requests, on their way from the engine to the one consumer that calls `deliver_to`.
 
-    Ends after the last output of every request. Closing it, or cancelling the task that waits on it, aborts what
-    is unfinished.
+    A consumer that keeps up is called within the engine's reader, without waking a task. What arrives while it does
+    not, or before it came, waits here and is taken at once.
     """
 
     def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]) -> None:
         self._unfinished = set(request_ids)
         self._abort = abort
         self._arrived: list[RequestOutput] = []
+        self._take: Take | None = None
+        self._pause: Pause = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def push(self, output: RequestOutput) -> None:
-        """Called by the engine for each output, in order."""
+    def push(self, output: RequestOutput) -> bool:
+        """Called by the engine for each output, in order; True where nothing waited, so that `deliver` is due."""
         if output.finish_reason is not None:
             self._unfinished.discard(output.request_id)
         self._arrived.append(output)
-        if self._waiter is not None:
-            self._wake()
+        return len(self._arrived) == 1
 
-    def _wake(self) -> None:
+    def deliver(self) -> None:
+        """Called by the engine once it pushed what it has; does nothing while the consumer is busy."""
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is None or waiter.done():
+            return
+        try:
+            self._hand_over()
+        except Exception as error:
+            waiter.set_exception(error)
+        else:
+            if self._pause is None and self._unfinished:
+                self._waiter = waiter
+            else:
+                waiter.set_result(None)
+
+    def _hand_over(self) -> None:
+        assert self._take is not None
+        arrived, self._arrived = self._arrived, []
+        self._pause = self._take(arrived)
+
+    async def deliver_to(self, take: Take) -> None:
+        """Hand everything to `take`; returns after the last output of every request, raises what `take` raises.
+
+        What is unfinished then, or when this is cancelled, is aborted.
+        """
+        self._take = take
+        try:
+            while self._arrived or self._unfinished:
+                if self._arrived:
+                    self._hand_over()
+                else:
+                    self._waiter = asyncio.get_running_loop().create_future()
+                    await self._waiter
+                if self._pause is not None:
+                    pause, self._pause = self._pause, None
+                    await pause
+        finally:
+            if self._pause is not None:
+                self._pause.close()
+            self.close()
 
     def forget(self, request_id: str) -> None:
         """Expect no more of a request that was aborted."""
         self._unfinished.discard(request_id)
-        self._wake()
+        waiter = self._waiter
+        if not self._unfinished and waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> list[RequestOutput]:
-        while not self._arrived:
-            if not self._unfinished:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    async def aclose(self) -> None:
-        """Abort what is unfinished; the iteration ends."""
+    def close(self) -> None:
+        """Abort what is unfinished. May be called more than once."""
         unfinished, self._unfinished = sorted(self._unfinished), set()
         if unfinished:
             self._abort(unfinished)
-        self._wake()

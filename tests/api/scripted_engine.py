@@ -6,12 +6,13 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from pypto_serving.config import EngineConfig
 from pypto_serving.engine.client import Health
+from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
 from pypto_serving.types.stats import StepStats
@@ -41,46 +42,45 @@ class Script:
 
 
 @dataclass
-class ScriptedStream:
-    """Iterator over portions of the outputs of several requests."""
+class Submission:
+    """Some requests whose outputs are pushed in random portions, and those of them that end later."""
 
-    engine: ScriptedEngine
+    stream: OutputStream
     waiting: dict[str, list[RequestOutput]]
     hanging: set[str]
     rng: random.Random
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __aiter__(self) -> ScriptedStream:
-        return self
-
-    async def __anext__(self) -> list[RequestOutput]:
-        await asyncio.sleep(0)
-        while True:
-            ready = [request_id for request_id, outputs in self.waiting.items() if outputs]
-            if ready:
-                return self.portion(ready)
-            if not self.hanging:
-                raise StopAsyncIteration
-            self.wake.clear()
-            await self.wake.wait()
+    async def play(self) -> None:
+        """Push everything."""
+        while ready := [request_id for request_id, outputs in self.waiting.items() if outputs]:
+            await asyncio.sleep(0)
+            for output in self.portion(ready):
+                self.stream.push(output)
+            self.stream.deliver()
 
     def portion(self, ready: list[str]) -> list[RequestOutput]:
         chosen = self.rng.sample(ready, self.rng.randint(1, len(ready)))
         taken = []
         for request_id in chosen:
-            outputs = self.waiting[request_id]
-            count = self.rng.randint(1, len(outputs))
+            outputs = self.waiting.get(request_id, [])
+            count = self.rng.randint(1, len(outputs)) if outputs else 0
             taken += outputs[:count]
             del outputs[:count]
         return taken
 
-    def drop(self, request_id: str) -> None:
-        self.waiting.pop(request_id, None)
-        self.hanging.discard(request_id)
-        self.wake.set()
+    def finish(self) -> None:
+        """Those that hang end with "stop"."""
+        for request_id in self.hanging:
+            self.stream.push(RequestOutput(request_id=request_id, finish_reason="stop"))
+        self.hanging.clear()
+        self.stream.deliver()
 
-    async def aclose(self) -> None:
-        self.engine.abort(list(self.waiting))
+    def drop(self, request_id: str) -> bool:
+        """True if it was not finished."""
+        left = bool(self.waiting.pop(request_id, None)) or request_id in self.hanging
+        self.hanging.discard(request_id)
+        self.stream.forget(request_id)
+        return left
 
 
 class ScriptedEngine:
@@ -95,46 +95,48 @@ class ScriptedEngine:
         self.state = Health(ok=True, status="ready", age_s=0.25)
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.played = 0
         self.changed = threading.Condition()
-        self.streams: list[ScriptedStream] = []
+        self.submissions: list[Submission] = []
 
     def health(self) -> Health:
         return self.state
 
-    def submit(self, requests: Sequence[EngineRequest]) -> ScriptedStream:
+    def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         if self.refusal is not None:
             raise self.refusal
         rng = random.Random(self.seed)
         scripts = {request.request_id: self.script(request) for request in requests}
         waiting = {r.request_id: list(outputs_of(r, scripts[r.request_id], rng)) for r in requests}
         hanging = {request_id for request_id, script in scripts.items() if script.hang}
-        stream = ScriptedStream(self, waiting, hanging, rng)
+        submission = Submission(OutputStream(list(scripts), self.abort), waiting, hanging, rng)
+        self.submissions.append(submission)
+        asyncio.get_running_loop().create_task(self._play(submission))
         with self.changed:
-            self.streams.append(stream)
             self.requests += requests
             self.changed.notify_all()
         self.stats = StepStats(ready=True, num_steps=len(self.requests), step_tokens=len(requests))
-        return stream
+        return submission.stream
+
+    async def _play(self, submission: Submission) -> None:
+        await submission.play()
+        with self.changed:
+            self.played += 1
+            self.changed.notify_all()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self.changed:
-            for stream in self.streams:
-                for request_id in request_ids:
-                    if request_id in stream.waiting and (stream.waiting[request_id] or request_id in stream.hanging):
-                        self.aborted.append(request_id)
-                    stream.drop(request_id)
+            for request_id in request_ids:
+                self.aborted += [request_id for submission in self.submissions if submission.drop(request_id)]
             self.changed.notify_all()
 
     def finish_hanging(self) -> None:
-        """End every hanging request with "stop". To be called in the event loop's thread."""
-        for stream in self.streams:
-            for request_id in stream.hanging:
-                stream.waiting[request_id].append(RequestOutput(request_id=request_id, finish_reason="stop"))
-            stream.hanging.clear()
-            stream.wake.set()
+        """End every hanging request. To be called in the event loop's thread."""
+        for submission in self.submissions:
+            submission.finish()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Block the calling thread until a submission or abort makes `condition` true."""
+        """Block the calling thread until a submission, its end or an abort makes `condition` true."""
         with self.changed:
             assert self.changed.wait_for(condition, WAIT_S), "the engine did not get there"
 

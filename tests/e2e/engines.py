@@ -64,11 +64,14 @@ async def answers(
     """All prompts at once; their output tokens in order. No request may fail."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     tokens: dict[str, list[int]] = {f"q{i}": [] for i in range(len(prompts))}
-    async for outputs in engine.submit(requests_of(prompts, wanted)):
+
+    def take(outputs: list[RequestOutput]) -> None:
         for output in outputs:
             assert output.fault is None, output.fault
             tokens[output.request_id] += unpack_ids(output.token_ids).tolist()
             on_output(output)
+
+    await engine.submit(requests_of(prompts, wanted)).deliver_to(take)
     return list(tokens.values())
 
 

@@ -59,10 +59,27 @@ def request(name: str, length: int = 10, max_tokens: int = 20) -> EngineRequest:
 
 async def collect(engine: AsyncEngine, *requests: EngineRequest) -> dict[str, list[RequestOutput]]:
     outputs: dict[str, list[RequestOutput]] = {r.request_id: [] for r in requests}
-    async for batch in engine.submit(requests):
+
+    def take(batch: list[RequestOutput]) -> None:
         for output in batch:
             outputs[output.request_id].append(output)
+
+    await engine.submit(requests).deliver_to(take)
     return outputs
+
+
+async def begun(engine: AsyncEngine, source: EngineRequest) -> tuple[asyncio.Task[None], list[RequestOutput]]:
+    """A task that collects the outputs of a request, of which the first has come."""
+    outputs: list[RequestOutput] = []
+    first = asyncio.Event()
+
+    def take(batch: list[RequestOutput]) -> None:
+        outputs.extend(batch)
+        first.set()
+
+    task = asyncio.create_task(engine.submit([source]).deliver_to(take))
+    await first.wait()
+    return task, outputs
 
 
 def answer(outputs: list[RequestOutput]) -> list[int]:
@@ -196,13 +213,13 @@ def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Any) -> None
 
 def test_a_core_that_dies_fails_its_requests_and_is_replaced() -> None:
     async def scenario(engine: AsyncEngine) -> None:
-        stream = engine.submit([request("q", 10, 200)])
-        first = await anext(stream)
-        assert first[0].token_ids
+        task, outputs = await begun(engine, request("q", 10, 200))
+        assert outputs[0].token_ids
         assert engine._child is not None and engine.ready is not None
         worker = psutil.Process(engine.ready.worker_pid)
         os.kill(engine._child.pid, signal.SIGKILL)
-        faults = [output.fault async for batch in stream for output in batch if output.fault]
+        await task
+        faults = [output.fault for output in outputs if output.fault]
         assert [fault.status for fault in faults] == [503]
         assert engine.health().status == "loading"
         psutil.wait_procs([worker], timeout=5)
@@ -241,9 +258,8 @@ def test_the_queue_is_bounded_and_admission_is_all_or_nothing() -> None:
 
 def test_a_closed_stream_frees_its_blocks() -> None:
     async def scenario(engine: AsyncEngine) -> None:
-        stream = engine.submit([request("q", 10, 240)])
-        await anext(stream)
-        await stream.aclose()
+        task, _ = await begun(engine, request("q", 10, 240))
+        task.cancel()
         await answers_are_right(engine, count=1, max_tokens=5)
         assert engine.stats.num_running == engine.stats.num_waiting == 0
         assert max(engine.stats.kv_usage) == 0
@@ -256,11 +272,12 @@ def test_stop_does_not_wait_for_a_step_that_hangs() -> None:
     faults = {"1": ["hang", 3]}
 
     async def scenario(engine: AsyncEngine) -> None:
-        stream = engine.submit([request("q", 10, 200)])
-        await anext(stream)
+        task, outputs = await begun(engine, request("q", 10, 200))
         started_s = asyncio.get_running_loop().time()
         await engine.stop()
         assert asyncio.get_running_loop().time() - started_s < 5
+        await task
+        assert outputs[-1].fault is not None
 
     slow = msgspec.structs.replace(QUICK, step_timeout_s=600.0)
     hanging = config(worker_module="tests.faulty_worker", backend_options={"faults": faults})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,12 +13,16 @@ import msgspec
 from pypto_serving.api.errors import EngineFaultError
 from pypto_serving.api.openai.choice import Choice, Delta
 from pypto_serving.api.service import Service
+from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import RequestError, RequestFailedError
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids
 
 logger = logging.getLogger("pypto_serving.api")
+
+Consume = Callable[[list[Delta]], Pause]
+"""Takes all deltas that wait, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class Prompt:
 
 
 class Generation:
-    """The choices of one request. Owned by the handler that made it, which must call `aclose`.
+    """The choices of one request. Owned by the handler that made it, which must call `close`.
 
     Choices are numbered prompt by prompt. Making one admits it: raises QueueFullError or UnavailableError.
     """
@@ -57,36 +61,31 @@ class Generation:
         """In the order of their index."""
         return list(self._choices.values())
 
-    async def deltas(self) -> list[Delta]:
-        """What came since the last call, at least one delta; [] once every choice has finished.
+    async def run(self, consume: Consume) -> None:
+        """Hand every delta to `consume`, those that came together at once, until every choice has finished.
 
-        Raises EngineFaultError where the engine gave up on one of them.
+        Raises EngineFaultError where the engine gave up on one of them, and what `consume` raises.
         """
-        while self._open:
-            try:
-                outputs = await anext(self._outputs)
-            except StopAsyncIteration:
-                raise RequestFailedError("the engine ended this request without an answer; send it again") from None
+
+        def take(outputs: list[RequestOutput]) -> Pause:
             now_s = time.monotonic()
             deltas = [delta for output in outputs if (delta := self._take(output, now_s)) is not None]
-            if deltas:
-                return deltas
-        return []
+            return consume(deltas) if deltas else None
 
-    async def aclose(self) -> None:
+        await self._outputs.deliver_to(take)
+        if self._open:
+            raise RequestFailedError("the engine ended this request without an answer; send it again")
+
+    def close(self) -> None:
         """End the request: what is unfinished is aborted. May be called more than once."""
         if self._closed:
             return
         self._closed = True
         unfinished = [choice for choice in self._choices.values() if choice.finish_reason is None]
-        try:
-            if unfinished:
-                self._abort(unfinished)
-            close = getattr(self._outputs, "aclose", None)
-            if close is not None:
-                await close()
-        finally:
-            self._service.admission.leave()
+        if unfinished:
+            self._count_aborted(unfinished)
+        self._outputs.close()
+        self._service.admission.leave()
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage object; the tokens of a prompt count once, however many choices it has."""
@@ -160,8 +159,7 @@ class Generation:
         e2e_s = now_s - self._arrival_s
         self._service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, output.timeline)
 
-    def _abort(self, unfinished: list[Choice]) -> None:
-        self._service.engine.abort([choice.request_id for choice in unfinished])
+    def _count_aborted(self, unfinished: list[Choice]) -> None:
         for choice in unfinished:
             self._service.metrics.observe_finish("abort", choice.num_prompt, choice.num_tokens, 0.0, None)
         tokens = sum(choice.num_tokens for choice in unfinished)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Generator
+from types import coroutine
 from typing import Any, Protocol
 
 import msgspec
@@ -16,6 +18,7 @@ from pypto_serving.api.errors import describe
 from pypto_serving.api.middleware import SERVER_SEND
 from pypto_serving.api.openai.choice import Delta, TokenEntry
 from pypto_serving.api.openai.generation import Generation
+from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import PyptoError
 
 logger = logging.getLogger("pypto_serving.api")
@@ -74,14 +77,17 @@ async def respond(
     except ClientDisconnect:
         return nobody_listens()
     finally:
-        await generation.aclose()
+        generation.close()
 
 
 async def _collect(generation: Generation) -> list[Output]:
     outputs = [Output(choice.index) for choice in generation.choices]
-    while deltas := await generation.deltas():
+
+    def add(deltas: list[Delta]) -> None:
         for delta in deltas:
             outputs[delta.index].add(delta)
+
+    await generation.run(add)
     return outputs
 
 
@@ -112,28 +118,57 @@ class EventStream(Response):
             if not self._started:
                 await nobody_listens()(scope, receive, send)
         finally:
-            await self._generation.aclose()
+            self._generation.close()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generation, form = self._generation, self._form
-        try:
-            deltas = await generation.deltas()
-        except PyptoError as error:
-            await describe(error).response(self._extra_headers)(scope, receive, send)
-            return
-        self._started = True
         write: Send = scope[SERVER_SEND]
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        body = form.opening()
+        event, opening = self._form.event, self._form.opening()
+
+        def pass_on(deltas: list[Delta]) -> Pause:
+            body = b"".join(map(event, deltas))
+            if not self._started:
+                return self._start(send, write, opening + body)
+            return begun(write({"type": "http.response.body", "body": body, "more_body": True}))
+
         try:
-            while deltas:
-                body += b"".join([form.event(delta) for delta in deltas])
-                await write({"type": "http.response.body", "body": body, "more_body": True})
-                body = b""
-                deltas = await generation.deltas()
-            body += form.usage_event(generation.usage()) + DONE
+            await self._generation.run(pass_on)
+            last = self._form.usage_event(self._generation.usage()) + DONE
         except Exception as error:
-            if not isinstance(error, PyptoError):
+            known = isinstance(error, PyptoError)
+            if not self._started and known:
+                return await describe(error).response(self._extra_headers)(scope, receive, send)
+            if not self._started:
+                raise
+            if not known:
                 logger.exception("a stream failed")
-            body += b"data: " + describe(error).payload() + b"\n\n"
-        await write({"type": "http.response.body", "body": body, "more_body": False})
+            last = b"data: " + describe(error).payload() + b"\n\n"
+        await write({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _start(self, send: Send, write: Send, body: bytes) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await write({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def begun(work: Awaitable[None]) -> Pause:
+    """Run `work` up to where it waits: None where it ended without, else the rest of it.
+
+    A server's `send` waits for slow clients only, so that most writes need no task.
+    """
+    steps = work.__await__()
+    try:
+        waits_for = next(steps)
+    except StopIteration:
+        return None
+    return _rest(waits_for, steps)
+
+
+async def _rest(waits_for: object, steps: Generator[Any, Any, None]) -> None:
+    await _resumed(waits_for, steps)
+
+
+@coroutine
+def _resumed(waits_for: object, steps: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
+    """The event loop is told what is waited for, as if the task had come there by itself."""
+    yield waits_for
+    yield from steps
