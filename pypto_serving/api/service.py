@@ -31,6 +31,7 @@ class Service:
         self.eos_token_ids = tuple(i for i in eos if 0 <= i < engine.config.vocab_size)
         self.model_name = serving.served_model_names[0]
         self.metrics = ServerMetrics(engine, self.model_name)
+        engine.on_stats = self.metrics.observe_step
         self.admission = Admission()
         self.created = int(time.time())
         self._seeds = random.Random(engine.config.seed)

@@ -48,6 +48,7 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> None:
         self.config = config
         self.stats = StepStats()
+        self.on_stats: Callable[[StepStats], None] = lambda stats: None
         self.ready: CoreReady | None = None
         self._on_progress = on_progress or (lambda phase, done, total: None)
         self._streams: dict[str, OutputStream] = {}
@@ -188,12 +189,14 @@ class AsyncEngine:
         if message.stats.num_steps > self.stats.num_steps:
             self._core_deaths = 0
         self.stats = message.stats
+        self.on_stats(message.stats)
+        stream_of, due = self._streams.get, self._due.append
         for output in message.outputs:
-            stream = self._streams.get(output.request_id)
+            stream = stream_of(output.request_id)
             if stream is None:
                 continue
             if stream.push(output):
-                self._due.append(stream)
+                due(stream)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
                 self._finish_times = [*self._finish_times[-63:], time.monotonic()]

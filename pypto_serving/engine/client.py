@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +26,12 @@ class Health:
 
 
 class EngineClient(Protocol):
-    """An engine as handlers see it. All methods are called in the event loop's thread."""
+    """An engine as handlers see it. All methods are called in the event loop's thread.
+
+    `on_stats` is called with every new snapshot.
+    """
+
+    on_stats: Callable[[StepStats], None]
 
     @property
     def config(self) -> EngineConfig:

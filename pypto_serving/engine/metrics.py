@@ -1,7 +1,7 @@
 """Prometheus metrics of one server: vLLM's names where vLLM has one, `pypto:` names for the rest.
 
 Gauges and counters of the engine are read from its newest snapshot when somebody scrapes; only histograms are
-observed while serving, at the cost of one bisection each.
+observed while serving, at the cost of one bisection each, the time between tokens by whoever hands them on.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class ServerMetrics(Collector):
         self._labels = [model_name]
         token_bounds = _token_bounds(engine.config.max_model_len)
         self._histograms = {name: Histogram(bounds or token_bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        self._first_token = self._histograms["vllm:time_to_first_token_seconds"]
-        self._next_token = self._histograms["vllm:inter_token_latency_seconds"]
+        self.first_token = self._histograms["vllm:time_to_first_token_seconds"]
+        self.next_token = self._histograms["vllm:inter_token_latency_seconds"]
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._responses: Counter[int] = Counter()
         self._last_step = engine.stats.num_steps
@@ -127,10 +127,8 @@ class ServerMetrics(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def observe_output(self, gap_s: float, first: bool) -> None:
-        """An output came `gap_s` after the one before it or, the first, after its request; counts its step once."""
-        (self._first_token if first else self._next_token).observe(gap_s)
-        stats = self._engine.stats
+    def observe_step(self, stats: StepStats) -> None:
+        """A new snapshot came, of which each step counts once."""
         if stats.num_steps != self._last_step:
             self._last_step = stats.num_steps
             self._histograms["vllm:iteration_tokens_total"].observe(stats.step_tokens)

@@ -21,11 +21,13 @@ class OutputStream:
     not, or before it came, waits here and is taken at once.
     """
 
+    __slots__ = ("_abort", "_arrived", "_pause", "_take", "_unfinished", "_waiter")
+
     def __init__(self, request_ids: Sequence[str], abort: Callable[[Sequence[str]], None]) -> None:
         self._unfinished = set(request_ids)
         self._abort = abort
         self._arrived: list[RequestOutput] = []
-        self._take: Take | None = None
+        self._take: Take
         self._pause: Pause = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -40,21 +42,18 @@ class OutputStream:
         """Called by the engine once it pushed what it has; does nothing while the consumer is busy."""
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
-            return
+            return  # deliver_to looks for itself
+        arrived, self._arrived = self._arrived, []
         try:
-            self._hand_over()
+            pause = self._take(arrived)
         except Exception as error:
             waiter.set_exception(error)
+            return
+        if pause is None and self._unfinished:
+            self._waiter = waiter
         else:
-            if self._pause is None and self._unfinished:
-                self._waiter = waiter
-            else:
-                waiter.set_result(None)
-
-    def _hand_over(self) -> None:
-        assert self._take is not None
-        arrived, self._arrived = self._arrived, []
-        self._pause = self._take(arrived)
+            self._pause = pause
+            waiter.set_result(None)
 
     async def deliver_to(self, take: Take) -> None:
         """Hand everything to `take`; returns after the last output of every request, raises what `take` raises.
@@ -65,7 +64,8 @@ class OutputStream:
         try:
             while self._arrived or self._unfinished:
                 if self._arrived:
-                    self._hand_over()
+                    arrived, self._arrived = self._arrived, []
+                    self._pause = take(arrived)
                 else:
                     self._waiter = asyncio.get_running_loop().create_future()
                     await self._waiter
@@ -73,6 +73,7 @@ class OutputStream:
                     pause, self._pause = self._pause, None
                     await pause
         finally:
+            del self._take
             if self._pause is not None:
                 self._pause.close()
             self.close()

@@ -6,6 +6,7 @@ Loading reads `tokenizer.json`, `tokenizer_config.json`, `generation_config.json
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from pypto_serving.errors import ModelError, RequestError
 
 REPLACEMENT = "\ufffd"
 LONG_TEXT_CHARS = 16_384
+WHOLE_TEXTS = 16_384
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -82,6 +84,8 @@ class Tokenizer:
         self._added = {i: token.content for i, token in added.items()}
         decoder = raw.decoder.__getstate__() if raw.decoder is not None else b""
         self._bytes_of = _byte_alphabet() if b'"ByteLevel"' in decoder else None
+        self._joins_bytes = decoder != b"" and json.loads(decoder)["type"] == "ByteLevel"
+        self.whole_text = functools.lru_cache(WHOLE_TEXTS)(self._whole_text)
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Tokenizer:
@@ -131,6 +135,14 @@ class Tokenizer:
             return bytes([int(byte[1], 16)])
         return token.replace("\u2581", " ").encode()
 
+    def _whole_text(self, token_id: int) -> str | None:
+        """The text of a token that is made of whole characters, so that it is the same beside any others; else None.
+
+        `whole_text` is this with a memory. Only byte-level decoders join tokens without looking at their neighbours.
+        """
+        text = self.raw.decode([token_id], skip_special_tokens=False) if self._joins_bytes else REPLACEMENT
+        return None if REPLACEMENT in text else text
+
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.raw.token_to_id(token)
@@ -172,10 +184,11 @@ class Detokenizer:
     CONTEXT = 6
     HELD_LIMIT = 16
     WINDOW = 16
-    __slots__ = ("_context", "_held", "_shown", "_silent", "_skip_special", "_stream", "_tokenizer")
+    __slots__ = ("_context", "_held", "_shown", "_silent", "_skip_special", "_stream", "_tokenizer", "_whole_text")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._whole_text = tokenizer.whole_text
         self._skip_special = skip_special_tokens
         self._silent = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._context: list[int] = []
@@ -189,6 +202,8 @@ class Detokenizer:
         """Text that became certain with this token, often "" for a part of a character."""
         if token_id in self._silent:
             return ""
+        if not self._held and (whole := self._whole_text(token_id)) is not None:
+            return whole
         self._held.append(token_id)
         if self._stream is None:
             return self._push_in_window()

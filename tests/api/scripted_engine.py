@@ -49,6 +49,7 @@ class Submission:
     waiting: dict[str, list[RequestOutput]]
     hanging: set[str]
     rng: random.Random
+    largest_portion: int
 
     async def play(self) -> None:
         """Push everything."""
@@ -63,7 +64,7 @@ class Submission:
         taken = []
         for request_id in chosen:
             outputs = self.waiting.get(request_id, [])
-            count = self.rng.randint(1, len(outputs)) if outputs else 0
+            count = self.rng.randint(1, min(len(outputs), self.largest_portion)) if outputs else 0
             taken += outputs[:count]
             del outputs[:count]
         return taken
@@ -89,8 +90,10 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig, script: Callable[[EngineRequest], Script]) -> None:
         self.config = config
         self.stats = StepStats(ready=True)
+        self.on_stats: Callable[[StepStats], None] = lambda stats: None
         self.script = script
         self.seed = 0
+        self.largest_portion = 1000
         self.refusal: Exception | None = None
         self.state = Health(ok=True, status="ready", age_s=0.25)
         self.requests: list[EngineRequest] = []
@@ -109,13 +112,14 @@ class ScriptedEngine:
         scripts = {request.request_id: self.script(request) for request in requests}
         waiting = {r.request_id: list(outputs_of(r, scripts[r.request_id], rng)) for r in requests}
         hanging = {request_id for request_id, script in scripts.items() if script.hang}
-        submission = Submission(OutputStream(list(scripts), self.abort), waiting, hanging, rng)
+        submission = Submission(OutputStream(list(scripts), self.abort), waiting, hanging, rng, self.largest_portion)
         self.submissions.append(submission)
         asyncio.get_running_loop().create_task(self._play(submission))
         with self.changed:
             self.requests += requests
             self.changed.notify_all()
         self.stats = StepStats(ready=True, num_steps=len(self.requests), step_tokens=len(requests))
+        self.on_stats(self.stats)
         return submission.stream
 
     async def _play(self, submission: Submission) -> None:

@@ -119,7 +119,7 @@ def test_a_disconnect_aborts_the_request(
     connection.close()
     engine.wait_for(lambda: len(engine.aborted) == 2)
     assert sorted(engine.aborted) == sorted(request.request_id for request in engine.requests)
-    server.call(lambda: None)
+    server.wait_idle()
     assert "aborted cmpl-" in caplog.text
 
 

@@ -63,8 +63,8 @@ def test_the_newest_snapshot_is_shown() -> None:
 
 def test_a_request_leaves_its_times() -> None:
     _, metrics = new_metrics()
-    metrics.observe_output(0.3, first=True)
-    metrics.observe_output(0.02, first=False)
+    metrics.first_token.observe(0.3)
+    metrics.next_token.observe(0.02)
     metrics.observe_finish("length", 10, 5, 4.5, Timeline(1.0, 1.5, 2.0, 4.0))
     metrics.observe_finish("abort", 10, 1, 9.0, None)
     found = scraped(metrics)
@@ -88,12 +88,9 @@ def test_a_request_leaves_its_times() -> None:
 
 
 def test_each_step_is_counted_once() -> None:
-    engine, metrics = new_metrics()
-    engine.stats = StepStats(num_steps=1, step_tokens=64)
-    metrics.observe_output(0.01, first=False)
-    metrics.observe_output(0.01, first=False)
-    engine.stats = StepStats(num_steps=2, step_tokens=8)
-    metrics.observe_output(0.01, first=False)
+    _, metrics = new_metrics()
+    for num_steps, step_tokens in ((1, 64), (1, 64), (2, 8)):
+        metrics.observe_step(StepStats(num_steps=num_steps, step_tokens=step_tokens))
     found = scraped(metrics)
     assert (found["vllm:iteration_tokens_total_count"], found["vllm:iteration_tokens_total_sum"]) == (2, 72)
 

@@ -19,7 +19,7 @@ from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.prompts import check_ids, encode_text, fit_max_tokens
 from pypto_serving.api.openai.respond import Output, respond
 from pypto_serving.api.openai.schemas import ChatBody, ChatMessage
-from pypto_serving.api.openai.sse import EventFrame
+from pypto_serving.api.openai.sse import EventFormat, encode
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS
@@ -35,7 +35,7 @@ async def create_chat_completion(request: Request) -> Response:
     prompt = await _prompt(service, body)
     generation = Generation(service, [prompt], "chatcmpl")
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    form = ChatFormat(generation.id, int(time.time()), model, usage, prompt.params.n)
+    form = ChatFormat(generation.id, int(time.time()), model, prompt.params.n, usage)
     return await respond(request, generation, form, bool(body.stream), ignored_header(ignored))
 
 
@@ -100,24 +100,22 @@ def _part_text(part: Any, where: str) -> str:
     raise RequestError(message, param=where, code="unsupported_content")
 
 
-class ChatFormat:
+class ChatFormat(EventFormat):
     """`chat.completion` objects and chunks; see Format."""
 
-    def __init__(self, chat_id: str, created: int, model: str, include_usage: bool, num_choices: int) -> None:
+    def __init__(self, chat_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
         self._base = {"id": chat_id, "object": "chat.completion", "created": created, "model": model}
-        self._frame = EventFrame({**self._base, "object": "chat.completion.chunk"}, include_usage)
+        base = {**self._base, "object": "chat.completion.chunk"}
+        super().__init__(base, num_choices, b',"delta":{"content":%b}', include_usage)
         self._num_choices = num_choices
 
     def opening(self) -> bytes:
         role = b',"delta":{"role":"assistant","content":""}'
-        return b"".join(self._frame.choice(i, role, None, None) for i in range(self._num_choices))
+        return b"".join(self.choice(i, role, None, None) for i in range(self._num_choices))
 
-    def event(self, delta: Delta) -> bytes:
-        content = b',"delta":{"content":' + msgspec.json.encode(delta.text) + b"}" if delta.text else b',"delta":{}'
-        return self._frame.choice(delta.index, content, chat_logprobs(delta.logprobs), delta.finish_reason)
-
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        return self._frame.usage(usage)
+    def rare_event(self, delta: Delta) -> bytes:
+        content = b',"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b',"delta":{}'
+        return self.choice(delta.index, content, chat_logprobs(delta.logprobs), delta.finish_reason)
 
     def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
         choices = [

@@ -13,6 +13,8 @@ from pypto_serving.types.request import RequestOutput, TokenLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import id_list
 
+ONE_ID = 4
+"""Bytes of one token id."""
 LOWEST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON lacks."""
 
@@ -27,7 +29,7 @@ class TokenEntry:
     offset: int
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What an engine output added to a choice; `logprobs` is None where the request asked for none."""
 
     index: int
@@ -37,7 +39,27 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Choice:
-    """Detokenises one sequence, matches its stop strings and counts. Owned by its Generation."""
+    """Detokenises one sequence, matches its stop strings and counts. Owned by its Generation.
+
+    `last_s` is when its last output came, for its owner to keep.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_entries",
+        "_min_tokens",
+        "_num_chars",
+        "_plain_text",
+        "_stops",
+        "_tokenizer",
+        "finish_reason",
+        "index",
+        "last_s",
+        "num_cached",
+        "num_prompt",
+        "num_tokens",
+        "request_id",
+    )
 
     def __init__(
         self,
@@ -50,6 +72,7 @@ class Choice:
         self.index = index
         self.request_id = request_id
         self.num_prompt = len(prompt)
+        self.last_s = 0.0
         self.num_tokens = 0
         self.num_cached = 0
         self.finish_reason: str | None = None
@@ -59,17 +82,27 @@ class Choice:
         self._stops = StopStrings(params.stop) if params.stop else None
         self._entries: list[TokenEntry] | None = None if params.logprobs is None else []
         self._num_chars = 0
+        plain = self._stops is None and self._entries is None
+        self._plain_text = self._detokenizer.push if plain and self._detokenizer is not None else None
 
     def take(self, output: RequestOutput) -> Delta | None:
         """Add an engine output; the delta to send, or None while there is nothing to show.
 
         Sets `finish_reason` with the last one; where a stop string was found the engine may not know yet.
         """
-        ids = id_list(output.token_ids)
-        reason = output.finish_reason
+        data, reason = output.token_ids, output.finish_reason
+        if output.num_cached_tokens > self.num_cached:
+            self.num_cached = output.num_cached_tokens
+        if self._plain_text is not None and reason is None and len(data) == ONE_ID:
+            self.num_tokens += 1
+            text = self._plain_text(int.from_bytes(data, "little"))
+            return Delta(self.index, text, None, None) if text else None
+        return self._take_any(id_list(data), output)
+
+    def _take_any(self, ids: Sequence[int], output: RequestOutput) -> Delta | None:
+        """Any number of tokens, the last ones, stop strings and log-probabilities."""
+        text, reason = "", output.finish_reason
         silent_at = len(ids) - 1 if reason == "stop" and ids and ids[-1] == output.stop_token_id else -1
-        self.num_cached = max(self.num_cached, output.num_cached_tokens)
-        text = ""
         for i, token_id in enumerate(ids):
             self.num_tokens += 1
             if self._entries is not None and output.logprobs is not None:

@@ -18,12 +18,10 @@ from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.prompts import encode_prompts, fit_max_tokens
 from pypto_serving.api.openai.respond import Output, respond
 from pypto_serving.api.openai.schemas import CompletionBody
-from pypto_serving.api.openai.sse import EventFrame
+from pypto_serving.api.openai.sse import EventFormat, encode
 from pypto_serving.api.service import Service
 
 DEFAULT_MAX_TOKENS = 16
-
-encode = msgspec.json.encode
 
 
 async def create_completion(request: Request) -> Response:
@@ -34,7 +32,7 @@ async def create_completion(request: Request) -> Response:
     prompts = await _prompts(service, body)
     generation = Generation(service, prompts, "cmpl")
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    form = CompletionFormat(generation.id, int(time.time()), model, usage)
+    form = CompletionFormat(generation.id, int(time.time()), model, len(generation.choices), usage)
     return await respond(request, generation, form, bool(body.stream), ignored_header(ignored))
 
 
@@ -49,23 +47,19 @@ async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
     return prompts
 
 
-class CompletionFormat:
+class CompletionFormat(EventFormat):
     """`text_completion` objects; see Format."""
 
-    def __init__(self, completion_id: str, created: int, model: str, include_usage: bool) -> None:
+    def __init__(self, completion_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
         self._base = {"id": completion_id, "object": "text_completion", "created": created, "model": model}
-        self._frame = EventFrame(self._base, include_usage)
+        super().__init__(self._base, num_choices, b',"text":%b', include_usage)
 
     def opening(self) -> bytes:
         return b""
 
-    def event(self, delta: Delta) -> bytes:
-        frame = self._frame
+    def rare_event(self, delta: Delta) -> bytes:
         middle = b',"text":' + encode(delta.text)
-        return frame.choice(delta.index, middle, completion_logprobs(delta.logprobs), delta.finish_reason)
-
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        return self._frame.usage(usage)
+        return self.choice(delta.index, middle, completion_logprobs(delta.logprobs), delta.finish_reason)
 
     def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
         choices = [

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -39,13 +40,27 @@ class Generation:
     Choices are numbered prompt by prompt. Making one admits it: raises QueueFullError or UnavailableError.
     """
 
+    __slots__ = (
+        "_arrival_s",
+        "_choices",
+        "_closed",
+        "_num_prompts",
+        "_observe_first",
+        "_observe_next",
+        "_open",
+        "_outputs",
+        "_service",
+        "id",
+    )
+
     def __init__(self, service: Service, prompts: Sequence[Prompt], kind: str) -> None:
         self.id = f"{kind}-{uuid.uuid4().hex}"
         self._service = service
         self._arrival_s = time.monotonic()
         self._num_prompts = len(prompts)
         self._choices: dict[str, Choice] = {}
-        self._last_s: dict[str, float] = {}
+        self._observe_first = service.metrics.first_token.observe
+        self._observe_next = service.metrics.next_token.observe
         requests = self._requests(prompts)
         service.admission.enter()
         try:
@@ -66,15 +81,27 @@ class Generation:
 
         Raises EngineFaultError where the engine gave up on one of them, and what `consume` raises.
         """
-
-        def take(outputs: list[RequestOutput]) -> Pause:
-            now_s = time.monotonic()
-            deltas = [delta for output in outputs if (delta := self._take(output, now_s)) is not None]
-            return consume(deltas) if deltas else None
-
-        await self._outputs.deliver_to(take)
+        await self._outputs.deliver_to(partial(self._take, consume))
         if self._open:
             raise RequestFailedError("the engine ended this request without an answer; send it again")
+
+    def _take(self, consume: Consume, outputs: list[RequestOutput]) -> Pause:
+        now_s = time.monotonic()
+        deltas: list[Delta] = []
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None or choice.finish_reason is not None:
+                continue
+            if output.token_ids:
+                (self._observe_next if choice.num_tokens else self._observe_first)(now_s - choice.last_s)
+                choice.last_s = now_s
+            delta = choice.take(output)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                self._finish(choice, output, now_s)
+            deltas.append(delta)
+        return consume(deltas) if deltas else None
 
     def close(self) -> None:
         """End the request: what is unfinished is aborted. May be called more than once."""
@@ -120,7 +147,9 @@ class Generation:
     ) -> EngineRequest:
         index = len(self._choices)
         request_id = f"{self.id}-{index}"
-        self._choices[request_id] = Choice(index, request_id, prompt.token_ids, params, self._service.tokenizer)
+        made = Choice(index, request_id, prompt.token_ids, params, self._service.tokenizer)
+        made.last_s = self._arrival_s
+        self._choices[request_id] = made
         return EngineRequest(
             request_id=request_id,
             token_ids=token_ids,
@@ -131,33 +160,18 @@ class Generation:
             arrival_s=self._arrival_s,
         )
 
-    def _take(self, output: RequestOutput, now_s: float) -> Delta | None:
-        choice = self._choices.get(output.request_id)
-        if choice is None or choice.finish_reason is not None:
-            return None
+    def _finish(self, choice: Choice, output: RequestOutput, now_s: float) -> None:
+        service = self._service
+        reason = choice.finish_reason if choice.finish_reason and output.fault is None else "error"
+        self._open -= 1
+        e2e_s = now_s - self._arrival_s
+        service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, output.timeline)
         if output.fault is not None:
-            self._finish(choice, "error", output, now_s)
             raise EngineFaultError(output.fault)
-        if output.token_ids:
-            last_s = self._last_s.get(output.request_id, self._arrival_s)
-            self._last_s[output.request_id] = now_s
-            self._service.metrics.observe_output(now_s - last_s, first=choice.num_tokens == 0)
-        delta = choice.take(output)
-        if delta is None or delta.finish_reason is None:
-            return delta
-        reason = delta.finish_reason
-        self._finish(choice, reason, output, now_s)
         if reason == "error":
             raise RequestFailedError("the engine failed on this request; send it again")
         if output.finish_reason is None:
-            self._service.engine.abort([choice.request_id])
-        return delta
-
-    def _finish(self, choice: Choice, reason: str, output: RequestOutput, now_s: float) -> None:
-        choice.finish_reason = reason
-        self._open -= 1
-        e2e_s = now_s - self._arrival_s
-        self._service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, output.timeline)
+            service.engine.abort([choice.request_id])
 
     def _count_aborted(self, unfinished: list[Choice]) -> None:
         for choice in unfinished:

@@ -125,7 +125,7 @@ class EventStream(Response):
         event, opening = self._form.event, self._form.opening()
 
         def pass_on(deltas: list[Delta]) -> Pause:
-            body = b"".join(map(event, deltas))
+            body = event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas))
             if not self._started:
                 return self._start(send, write, opening + body)
             return begun(write({"type": "http.response.body", "body": body, "more_body": True}))
@@ -164,7 +164,10 @@ def begun(work: Awaitable[None]) -> Pause:
 
 
 async def _rest(waits_for: object, steps: Generator[Any, Any, None]) -> None:
-    await _resumed(waits_for, steps)
+    try:
+        await _resumed(waits_for, steps)
+    finally:
+        steps.close()
 
 
 @coroutine

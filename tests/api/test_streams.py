@@ -1,0 +1,129 @@
+"""Clients of streams that read slowly, stall or leave, over real sockets that hold little."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from pypto_serving.api.openai.respond import begun
+from pypto_serving.engine.text import Tokenizer
+from pypto_serving.types.request import RequestFault
+from tests.api.checkpoint import TEXT
+from tests.api.running import RunningServer
+from tests.api.scripted_engine import Script
+
+PATH = "/v1/completions"
+NUM_TOKENS = 6000
+"""Many times what fits between a server and a client that does not read."""
+
+
+@pytest.fixture
+def narrow(start: Callable[..., RunningServer]) -> RunningServer:
+    """A server that hands its sockets few bytes at once, and whose engine makes one output at a time."""
+    server = start(config={"max_model_len": 2 * NUM_TOKENS})
+    server.server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    server.engine.largest_portion = 1
+    return server
+
+
+def stalled(server: RunningServer, script: Script) -> socket.socket:
+    """A client that has read nothing when the engine has made every token."""
+    server.engine.script = lambda request: script
+    connection = server.raw_post(PATH, {"prompt": "hello", "stream": True, "max_tokens": NUM_TOKENS})
+    server.engine.wait_for(lambda: server.engine.played == 1)
+    return connection
+
+
+def chunks_of(connection: socket.socket) -> list[bytes]:
+    """The chunks of a response, each a write of the server."""
+    with connection.makefile("rb") as response:
+        assert response.readline() == b"HTTP/1.1 200 OK\r\n"
+        while response.readline() != b"\r\n":
+            pass
+        chunks = []
+        while size := int(response.readline(), 16):
+            chunks.append(response.read(size))
+            response.readline()
+    return chunks
+
+
+def test_a_client_that_stalls_loses_nothing_and_gets_the_rest_at_once(
+    narrow: RunningServer, tokenizer: Tokenizer
+) -> None:
+    tokens = (tokenizer.encode(TEXT) * NUM_TOKENS)[:NUM_TOKENS]
+    with stalled(narrow, Script(tokens)) as connection:
+        chunks = chunks_of(connection)
+    *events, done, rest = b"".join(chunks).split(b"\n\n")
+    assert (done, rest) == (b"data: [DONE]", b"")
+    texts = [json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in events]
+    assert "".join(texts) == tokenizer.decode(tokens)
+    counts = [chunk.count(b"data: ") for chunk in chunks]
+    assert counts.count(1) > len(chunks) - 5, "while the sockets take them, outputs leave one by one"
+    assert max(counts) > NUM_TOKENS / 4
+
+
+def test_a_client_that_leaves_while_it_stalls_frees_its_request(narrow: RunningServer, tokenizer: Tokenizer) -> None:
+    tokens = (tokenizer.encode(TEXT) * NUM_TOKENS)[:NUM_TOKENS]
+    stalled(narrow, Script(tokens, hang=True)).close()
+    narrow.engine.wait_for(lambda: len(narrow.engine.aborted) == 1)
+    narrow.wait_idle()
+
+
+def test_a_fault_while_a_client_stalls_reaches_it(narrow: RunningServer, tokenizer: Tokenizer) -> None:
+    fault = RequestFault(500, "request_failed", "three workers died")
+    with stalled(narrow, Script((tokenizer.encode(TEXT) * NUM_TOKENS)[:NUM_TOKENS], fault=fault)) as connection:
+        last = chunks_of(connection)[-1]
+    assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "three workers died"
+
+
+def test_what_was_begun_by_hand_is_ended_by_a_task() -> None:
+    async def main() -> None:
+        gates, log = [asyncio.Event(), asyncio.Event()], []
+
+        async def write() -> None:
+            for number, gate in enumerate(gates):
+                log.append(number)
+                await gate.wait()
+            log.append(2)
+
+        rest = begun(write())
+        assert log == [0]
+        assert rest is not None
+        task = asyncio.create_task(rest)
+        for gate in gates:
+            gate.set()
+        await task
+        assert log == [0, 1, 2]
+        assert begun(write()) is None
+        assert log == [0, 1, 2] * 2
+
+    asyncio.run(main())
+
+
+def test_what_was_begun_and_is_not_ended_is_closed() -> None:
+    async def main() -> None:
+        gate, closed = asyncio.Event(), []
+
+        async def write() -> None:
+            try:
+                await gate.wait()
+            finally:
+                closed.append(True)
+
+        rest = begun(write())
+        assert rest is not None
+        rest.close()
+        del rest
+        assert closed == [True]
+        task = asyncio.ensure_future(begun(write()) or asyncio.sleep(0))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert closed == [True, True]
+
+    asyncio.run(main())
