@@ -179,7 +179,7 @@ class _Resolver:
         if self.model.quantization and (obstacle or given == "torch"):
             raise ConfigError(
                 f"the weights of {self.model.path} are int8 ({self.model.quantization}), which only the CPU kernels "
-                f"serve, but {obstacle or 'torch was chosen by ' + self.options.label('kernels')}"
+                f"serve, but {obstacle or 'torch was chosen by ' + self.options.label('kernels')}; change that"
             )
         if given in (None, "auto"):
             kernels = "torch" if obstacle else self.host.kernels[0]

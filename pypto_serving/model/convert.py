@@ -67,7 +67,9 @@ def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
             _Conversion(source, target, tensors, wanted, model.tied_embeddings).run()
     except OSError as error:
         reason = f"{error.filename or target}: {error.strerror}"
-        raise ModelError(f"converting to {target} failed: {reason}; give the same command again to go on") from None
+        raise ModelError(
+            f"converting to {target} failed: {reason}; once that is mended, the same command goes on"
+        ) from None
 
 
 class _Conversion:
@@ -184,9 +186,13 @@ def _claim(source: Path, target: Path) -> Iterator[None]:
     identity = _identity(source)
     what = _as_json({"format": Quantization.name, "source": identity})
     if target.exists() and not target.is_dir():
-        raise ModelError(f"TARGET {target} is a file; give a folder that does not exist yet")
+        raise ModelError(f"TARGET {target} is a file; give a folder that is empty or not there yet")
+    if (target / "config.json").exists() and not state.exists():
+        raise ModelError(
+            f"TARGET {target} is a complete checkpoint already; give a folder that is empty or not there yet"
+        )
     if target.exists() and any(target.iterdir()) and not state.exists():
-        raise ModelError(f"TARGET {target} is not empty; give a folder that does not exist yet")
+        raise ModelError(f"TARGET {target} is not empty; give a folder that is empty or not there yet")
     target.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(state, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         try:

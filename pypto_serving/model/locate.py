@@ -70,9 +70,9 @@ def locate_model(name: str | None) -> Path:
     if path.is_dir():
         return path.resolve()
     if path.exists():
-        raise ModelError(f"MODEL {name} is a file; give the folder that holds config.json")
+        raise ModelError(f"{name} is a file; give the folder that holds config.json")
     if not HUB_NAME.fullmatch(name):
-        raise ModelError(f"MODEL {name} does not exist; give an existing folder or a hub name such as owner/name")
+        raise ModelError(f"{name} does not exist; give an existing folder or a hub name such as owner/name")
     return _fetch(name)
 
 
@@ -85,11 +85,11 @@ def _fetch(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED_FILES))
     except GatedRepoError:
-        raise ModelError(f"MODEL {name} is gated; ask for access and run `hf auth login`, or {offline}") from None
+        raise ModelError(f"{name} is gated; ask for access and run `hf auth login`, or {offline}") from None
     except RepositoryNotFoundError:
-        raise ModelError(f"MODEL {name} is neither a folder here nor a model on the hub; {offline}") from None
+        raise ModelError(f"{name} is neither a folder here nor a model on the hub; {offline}") from None
     except Exception as error:
         raise ModelError(
-            f"MODEL {name} is no folder here, is not in the local cache, and cannot be fetched "
+            f"{name} is no folder here, is not in the local cache, and cannot be fetched "
             f"({type(error).__name__}); without network, {offline}"
         ) from error

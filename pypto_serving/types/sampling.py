@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             f"between 0 and {MAX_LOGPROBS}",
         )
         _require(len(self.stop) <= 16, "stop", len(self.stop), "at most 16 strings")
-        _require(all(self.stop), "stop", "''", "a list of non-empty strings")
+        _require(all(self.stop), "stop", "''", "a string or strings that are not empty")
         _require(
             all(0 <= i < 2**31 for i in self.stop_token_ids),
             "stop_token_ids",

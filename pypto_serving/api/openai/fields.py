@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class FieldRules:
 def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     if value is None or any(value == allowed for allowed in neutral):
         return
-    advice = f"leave it out or set it to {neutral[0]!r}" if neutral else "leave it out"
+    advice = f"leave it out or set it to {json.dumps(neutral[0])}" if neutral else "leave it out"
     raise RequestError(
         f"{name} = {brief(value)} is not supported by this server; {advice}",
         param=name,
