@@ -230,7 +230,7 @@ def test_hub_name_without_network_names_the_way_out(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pypto_serving", "check", "owner/name"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
     assert result.returncode == 3
-    assert result.stderr.startswith("error: MODEL owner/name is no folder here, is not in the local cache")
+    assert result.stderr.startswith("error: owner/name is no folder here, is not in the local cache")
     assert "give the folder of a local copy instead" in result.stderr
     assert result.stderr.count("\n") == 1
 
