@@ -55,7 +55,7 @@ BAD = [
     ({"prompt": "a", "n": True}, "n", "integer"),
     ({"prompt": "a", "seed": 2**64}, "seed", "64-bit"),
     ({"prompt": "a", "stop": [1]}, "stop", "list of strings"),
-    ({"prompt": "a", "stop": ""}, "stop", "non-empty"),
+    ({"prompt": "a", "stop": ""}, "stop", "not empty"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
     ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
     ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),

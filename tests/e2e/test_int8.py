@@ -60,7 +60,7 @@ def command_error(*arguments: str | Path) -> str:
 def test_errors_are_one_line(converted: Path, tmp_path: Path) -> None:
     assert "only the CPU kernels serve" in command_error("serve", converted, "--kernels", "torch")
     assert "quantised already" in command_error("convert", converted, tmp_path / "x", "--format", "w8a8")
-    assert "not empty" in command_error("convert", BUNDLED, converted, "--format", "w8a8")
+    assert "complete checkpoint already" in command_error("convert", BUNDLED, converted, "--format", "w8a8")
     assert "does not exist" in command_error("convert", tmp_path / "nothing", tmp_path / "x", "--format", "w8a8")
 
 
