@@ -121,7 +121,7 @@ class Backend(ABC):
         """The step's input buffers; a device backend returns shared or pinned memory."""
         return StepBuffers.in_host_memory(self.config.groups, self.config.limits)
 
-    def settle(self) -> None:  # noqa: B027 (most have nothing to do)
+    def pin_main_thread(self) -> None:  # noqa: B027 (most have nothing to do)
         """Called once by a worker process, whose main thread runs the prepared program and nothing else."""
 
     @abstractmethod

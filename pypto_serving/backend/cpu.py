@@ -49,9 +49,9 @@ class CpuBackend(Backend):
 
     _engine: Engine | None = None
 
-    def settle(self) -> None:
+    def pin_main_thread(self) -> None:
         if self._engine is not None:
-            self._engine.settle()
+            self._engine.pin_caller()
 
     def prepare(self, progress: Progress) -> Any:
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""

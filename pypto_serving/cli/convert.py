@@ -22,7 +22,10 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder with a checkpoint, or a hub name.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; made if missing.")],
     format: Annotated[
-        Format, typer.Option("--format", help="w8a8: int8 weights and activations, half the memory of bf16.")
+        Format,
+        typer.Option(
+            "--format", help="w8a8: int8 weights and activations in linear layers, half of their bytes in bf16."
+        ),
     ],
 ) -> None:
     """Write a checkpoint of bf16, f16 or f32 in another format; the same command goes on after an interruption."""

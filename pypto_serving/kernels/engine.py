@@ -208,7 +208,7 @@ class Engine:
         self.threads = threads
         self.caller_cpus = set(chosen[:1]) if len(chosen) == threads else set(chosen)
 
-    def settle(self) -> None:
+    def pin_caller(self) -> None:
         """Keep the calling thread, and those that it starts, off the CPUs that the engine's own threads keep to."""
         if self.caller_cpus:
             os.sched_setaffinity(0, self.caller_cpus)

@@ -2,7 +2,7 @@
 
 Format: https://github.com/vllm-project/compressed-tensors, as llm-compressor writes W8A8: the weight of a linear layer
 X is `X.weight`, int8 [n, k], times `X.weight_scale` [n, 1]; its inputs become int8 as well, each token with a scale of
-its own, when they are known.
+its own, while the model runs.
 """
 
 from __future__ import annotations

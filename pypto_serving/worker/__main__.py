@@ -25,7 +25,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     backend: Backend = BACKENDS.load(start.config.backend)(start.config)
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
-    backend.settle()
+    backend.pin_main_thread()
     runner = wrap(Runner(program, buffers))
     channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)
     greeting = hello(program, start.epoch, time.monotonic() - started_s)

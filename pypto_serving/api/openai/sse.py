@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from pypto_serving.api.openai.choice import Delta
 encode = msgspec.json.encode
 
 
-class EventFormat:
+class EventFormat(ABC):
     """Writes `{**base, "choices": [{"index": i, MIDDLE, "logprobs": ..., "finish_reason": ...}]}` events.
 
     `around_text` is MIDDLE where there is nothing but text, which %b stands for. With `include_usage` every event has
@@ -32,9 +33,9 @@ class EventFormat:
             return self._before[delta.index] + encode(delta.text) + self._after
         return self.rare_event(delta)
 
+    @abstractmethod
     def rare_event(self, delta: Delta) -> bytes:
         """The event of a delta with more than a text."""
-        raise NotImplementedError
 
     def choice(self, index: int, middle: bytes, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
         """Any event; `middle` is encoded JSON that begins with a comma."""
