@@ -1,0 +1,81 @@
+"""Tiers below the device, and the wires on which blocks are moved between them.
+
+All integer arrays are little-endian bytes: int32 for block ids, groups and slots, uint8 for flags; a key is 16 bytes.
+A slot is where a tier keeps one block of a group: an index in [0, num_slots[group]), lent by the engine core. Stores
+that find blocks by key alone (remote ones) ignore it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Tier = Literal["device", "host", "disk", "remote"]
+LOWER_TIERS: tuple[Tier, ...] = ("host", "disk", "remote")
+"""From fast to slow."""
+
+KEY_BYTES = 16
+
+
+class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier below the device. `num_slots[g]` blocks of group g fit; `place` is a folder or the URL of a store."""
+
+    tier: Tier
+    size_bytes: int
+    num_slots: tuple[int, ...]
+    place: str = ""
+
+
+class TransferJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Blocks to move between the device and `tier`, all at once: pieces i of `groups`, `blocks`, `slots` and `keys`.
+
+    `load` fills device blocks, `store` reads them. `find` moves nothing: it asks which keys the tier holds.
+    """
+
+    job_id: int
+    kind: Literal["load", "store", "find"]
+    tier: Tier
+    groups: bytes
+    blocks: bytes
+    slots: bytes
+    keys: bytes
+
+
+class Transfers(msgspec.Struct, frozen=True, array_like=True, tag="transfers"):
+    """Jobs, to be started after the plans sent before them."""
+
+    epoch: int
+    jobs: list[TransferJob]
+
+
+class TransferDone(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`done[i]` is 1 where piece i was moved, or found. `elapsed_s` counts from the moment the job was begun."""
+
+    job_id: int
+    done: bytes
+    num_bytes: int
+    elapsed_s: float
+
+
+class TransferReport(msgspec.Struct, frozen=True, array_like=True, tag="transferred"):
+    """Jobs that ended, sent by a worker that has no step to report them with."""
+
+    epoch: int
+    transfers: list[TransferDone]
+
+
+class TierInventory(msgspec.Struct, frozen=True, array_like=True):
+    """What a store holds at its start, least recently used first; `groups`, `slots`, `keys` as in a job.
+
+    A store that is not `writable`, for `reason`, only loads. `shared` is true where others may add blocks, so that
+    what is not in the inventory may still be found.
+    """
+
+    tier: Tier
+    groups: bytes = b""
+    slots: bytes = b""
+    keys: bytes = b""
+    writable: bool = True
+    shared: bool = False
+    reason: str = ""
