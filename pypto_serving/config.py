@@ -14,6 +14,7 @@ from pypto_serving.options import RULES, Options, flag
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
+from pypto_serving.types.tier import StorePolicy, TierConfig
 from pypto_serving.util import format_size
 
 __all__ = [
@@ -48,7 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that the engine core and its worker need. Sizes in bytes, lengths in tokens.
 
     `num_blocks[g]` counts the null block 0. `kernels` names the instruction set of the CPU kernels, or torch;
-    `packed_cache` is the folder that keeps the weights packed for them, or empty.
+    `packed_cache` is the folder that keeps the weights packed for them, or empty. `tiers` keep KV blocks below the
+    device; `kv_store` says when blocks go there.
     `backend_options` are read by the backend alone.
     """
 
@@ -70,6 +72,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0
     kernels: str = "torch"
     packed_cache: str = ""
+    tiers: tuple[TierConfig, ...] = ()
+    kv_store: StorePolicy = "through"
     log_level: str = "info"
     faults: FaultConfig = FaultConfig()
     worker_module: str = "pypto_serving.worker"

@@ -179,15 +179,17 @@ class Child:
     """A process started by `python -m module`, and our end of its control pipe.
 
     The child reads its configuration from the pipe, reports progress and faults over it, and ends when it is
-    closed; the end of the stream tells us at once that the child is gone. The child inherits `end`, under the same
-    number.
+    closed; the end of the stream tells us at once that the child is gone. The child inherits `ends`, which are closed
+    here, and the file descriptors `shared`, all under the same numbers.
     """
 
-    def __init__(self, module: str, start: msgspec.Struct, end: socket.socket) -> None:
+    def __init__(self, module: str, start: msgspec.Struct, *ends: socket.socket, shared: tuple[int, ...] = ()) -> None:
         self.pipe, theirs = socket.socketpair()
-        with theirs, end:
-            command, inherited = [sys.executable, "-m", module, str(theirs.fileno())], [theirs.fileno(), end.fileno()]
-            self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+        inherited = [theirs.fileno(), *(end.fileno() for end in ends), *shared]
+        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+        for end in (theirs, *ends):
+            end.close()
         self._buffer = b""
         self.gone = False
         with contextlib.suppress(OSError):

@@ -11,15 +11,19 @@ from pypto_serving.backend.base import StepBuffers
 from pypto_serving.backend.null import NullBackend, next_token, plain_groups
 from pypto_serving.config import EngineConfig
 from pypto_serving.engine.core import EngineCore
-from pypto_serving.engine.executor import Event, WorkerDown
+from pypto_serving.engine.executor import Event, HostMemory, WorkerDown
 from pypto_serving.ipc import MemoryChannel
+from pypto_serving.store.base import Store
+from pypto_serving.store.host import HostStore
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.request import AbortRequests, AddRequests, EngineRequest, FromCore, RequestOutput, ToCore
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.util import VirtualClock
 from pypto_serving.worker.runner import Runner, hello
+from pypto_serving.worker.transfer import Mover
 
 VOCAB_SIZE = 1000
 
@@ -46,7 +50,10 @@ def null_config(
 
 
 class InlineExecutor:
-    """Runs plans in the core's own thread, one per poll, on a runner that dies when told to."""
+    """Runs plans in the core's own thread, one per poll, on a runner that dies when told to.
+
+    Transfers are done after as many polls as `delay` says, in any order; host memory and `stores` outlive the runner.
+    """
 
     def __init__(self, config: EngineConfig, clock: VirtualClock) -> None:
         self.config = config
@@ -56,29 +63,58 @@ class InlineExecutor:
         self.num_deaths = 0
         self.num_forgiven = 0
         self.die_if: Callable[[StepPlan], bool] = lambda plan: False
+        self.delay: Callable[[], int] = lambda: 0
+        self.stores: dict[Tier, Store] = {}
+        self._host_memory = HostMemory(config)
         self._sent: list[StepPlan] = []
+        self._moving: list[tuple[int, int, TransferJob]] = []
+        self._completed_step = 0
         self._runner: Runner | None = None
 
     def poll(self, now_s: float) -> list[Event]:
         if self._runner is None:
             return [self._start()]
+        events: list[Event] = [self._move()] if self._moving else []
         if not self._sent:
-            return []
+            return events
         plan = self._sent.pop(0)
-        if self.die_if(plan):
-            return [self.kill()]
-        return [self._run(plan)]
+        return [*events, self.kill() if self.die_if(plan) else self._run(plan)]
+
+    def _move(self) -> TransferReport:
+        """Do the transfers whose time has come."""
+        done, left = [], []
+        for delay, after_step, job in self._moving:
+            if delay > 0 or (job.kind == "load" and after_step > self._completed_step):
+                left.append((delay - 1, after_step, job))
+                continue
+            pieces = self._mover.pieces(job)
+            worked = self._mover.move(job, pieces)
+            num_bytes = sum(piece.memory.nbytes for piece, ok in zip(pieces, worked, strict=True) if ok)
+            done.append(TransferDone(job.job_id, bytes(worked), num_bytes, 0.001))
+        self._moving = left
+        return TransferReport(self.epoch, done)
+
+    def transfer(self, transfers: Transfers) -> None:
+        self._moving += [(self.delay(), transfers.after_step, job) for job in transfers.jobs]
 
     def _start(self) -> Event:
         self.epoch += 1
         program = NullBackend(self.config).prepare(lambda phase, done, total: None)
         self._runner = Runner(program, StepBuffers.in_host_memory(self.config.groups, self.config.limits))
-        return hello(program, self.epoch, 0.0)
+        self._completed_step = 0
+        sizes = tuple(arena.shape[1] for arena in program.arenas)
+        for tier in self.config.tiers:
+            if tier.tier == "host":
+                self.stores["host"] = HostStore(self._host_memory.fd, sizes, tier.num_slots)
+        self._mover = Mover(program.arenas, self.stores)
+        inventories = tuple(store.inventory() for tier, store in self.stores.items() if tier != "host")
+        return hello(program, self.epoch, 0.0, inventories)
 
     def _run(self, plan: StepPlan) -> StepResult:
         assert self._runner is not None
         result = self._runner.execute(plan)
         self.clock.advance(result.elapsed_s)
+        self._completed_step = plan.step_id
         return result
 
     def kill(self) -> WorkerDown:
@@ -86,6 +122,7 @@ class InlineExecutor:
         self.num_deaths += 1
         self._runner = None
         self._sent.clear()
+        self._moving.clear()
         return WorkerDown("killed by the test")
 
     def send(self, plan: StepPlan) -> None:
@@ -146,7 +183,8 @@ class Simulation:
         """Turn until every request ended; then every owner must be clean."""
         for _ in range(max_turns):
             self.turn()
-            if not self.core.scheduler.has_work and self.prompts.keys() <= self.last.keys():
+            idle = self.core.scheduler.kv.tiers.is_idle(self.clock.now())
+            if idle and not self.core.scheduler.has_work and self.prompts.keys() <= self.last.keys():
                 break
         else:
             raise AssertionError(f"not finished after {max_turns} turns: {self.prompts.keys() - self.last.keys()}")

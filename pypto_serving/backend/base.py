@@ -104,6 +104,8 @@ class Program(Protocol):
     num_blocks: tuple[int, ...]
     limits: BackendLimits
     fingerprint: bytes
+    arenas: tuple[NDArray[np.uint8], ...]
+    """The KV pages of each group, uint8 [num_blocks, block_bytes]: all layers of a block lie together."""
     sampler: Sampler | None
     """Chooses tokens from the program's logits; without it, the worker does in numpy."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from pypto_serving.backend.base import Backend, Progress, StepInputs, StepOutput
 from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
@@ -26,6 +28,7 @@ class NativeProgram:
         self.model, self.sampler = model, NativeSampler(engine)
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
+        self.arenas = (model.pages.view(np.uint8).reshape(len(model.pages), -1),)
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Compute one step: write the K/V of its tokens, then return float32 logits of `inputs.logits_rows`.

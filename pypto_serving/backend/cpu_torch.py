@@ -38,6 +38,8 @@ class TorchProgram:
         self.model = model
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
+        pages = model.arena.pages[: self.num_blocks[0]].view(torch.uint8)
+        self.arenas = (pages.numpy().reshape(len(pages), -1),)
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Compute one step: write the K/V of its tokens, then return float32 logits of `inputs.logits_rows`."""

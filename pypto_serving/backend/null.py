@@ -8,6 +8,7 @@ or is noticed at once. Steps take virtual time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -76,7 +77,10 @@ def _token(digests: Sequence[int], vocab_size: int) -> int:
 
 
 class NullProgram:
-    """Pages as uint64 arrays, one value per row; page 0 is the null block. Owns nothing but these pages."""
+    """Pages as uint64 arrays, one value per row; page 0 is the null block. Owns nothing but these pages.
+
+    `_pages[g]` is [num_blocks, rows of all tensors], of which tensor i has the columns from `_columns[g][i]` on.
+    """
 
     sampler = None
 
@@ -89,10 +93,12 @@ class NullProgram:
         self._seconds_per_step = float(options.get("seconds_per_step", 0.0))
         self._seconds_per_token = float(options.get("seconds_per_token", 0.0))
         self._vocab_size = config.vocab_size
+        rows = [[group.block_size // tensor.ratio for tensor in group.tensors] for group in self.groups]
+        self._columns = [np.cumsum([0, *counts]).tolist() for counts in rows]
         self._pages = [
-            [np.full(n * (g.block_size // t.ratio), POISON) for t in g.tensors]
-            for g, n in zip(self.groups, self.num_blocks, strict=True)
+            np.full((blocks, sum(counts)), POISON) for blocks, counts in zip(self.num_blocks, rows, strict=True)
         ]
+        self.arenas = tuple(pages.view(np.uint8) for pages in self._pages)
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Write the rows of the step's tokens, then hash what every sampling row can read.
@@ -111,29 +117,33 @@ class NullProgram:
 
     def _poison(self, inputs: StepInputs) -> None:
         for g, blocks in enumerate(inputs.fresh_blocks):
-            for tensor, page in zip(self.groups[g].tensors, self._pages[g], strict=True):
-                page.reshape(-1, self.groups[g].block_size // tensor.ratio)[blocks] = POISON
+            self._pages[g][blocks] = POISON
 
     def _write(self, inputs: StepInputs) -> None:
         """Rows of rolling state and plain rows first: compressed entries are folded from them."""
         values = row_values(inputs.token_ids, inputs.positions)
         for g, group in enumerate(self.groups):
-            for tensor, page in zip(group.tensors, self._pages[g], strict=True):
+            for i, tensor in enumerate(group.tensors):
                 if tensor.ratio == 1:
-                    page[inputs.slot_mapping[g]] = values
+                    self._pages[g][self._place(g, i, inputs.slot_mapping[g])] = values
         for g, group in enumerate(self.groups):
-            for tensor, page in zip(group.tensors, self._pages[g], strict=True):
+            for i, tensor in enumerate(group.tensors):
                 if tensor.ratio > 1:
-                    self._write_entries(inputs, g, tensor, page)
+                    self._write_entries(inputs, g, i, tensor)
 
-    def _write_entries(self, inputs: StepInputs, g: int, tensor: KVTensorSpec, page: UInt64Array) -> None:
+    def _place(self, g: int, tensor: int, slots: Any) -> tuple[Any, Any]:
+        """Block and column of a tensor's rows that source tokens in `slots` have."""
+        block, offset = np.divmod(slots, self.groups[g].block_size)
+        return block, self._columns[g][tensor] + offset // self.groups[g].tensors[tensor].ratio
+
+    def _write_entries(self, inputs: StepInputs, g: int, i: int, tensor: KVTensorSpec) -> None:
         closing = np.flatnonzero((inputs.positions + 1) % tensor.ratio == 0)
         owners = np.searchsorted(inputs.query_start, closing, side="right") - 1
         source = next(i for i, group in enumerate(self.groups) if group.name == tensor.folded_from)
         for index, row in zip(closing, owners, strict=True):
             position = int(inputs.positions[index])
             rows = self._read(inputs, source, int(row), position - tensor.ratio + 1, position + 1)
-            page[inputs.slot_mapping[g][index] // tensor.ratio] = _fold(rows, tensor.ratio)[0]
+            self._pages[g][self._place(g, i, inputs.slot_mapping[g][index])] = _fold(rows, tensor.ratio)[0]
 
     def _next_token(self, inputs: StepInputs, row: int, position: int) -> int:
         digests = []
@@ -151,7 +161,7 @@ class NullProgram:
         positions = np.arange(start, end, ratio)
         blocks: Int32Array = inputs.block_tables[g][row, positions // group.block_size]
         slots = blocks * group.block_size + positions % group.block_size
-        values = self._pages[g][tensor][slots // ratio]
+        values = self._pages[g][self._place(g, tensor, slots)]
         if (blocks == 0).any() or (values == POISON).any():
             raise RuntimeError(f"group {group.name}: a row of positions [{start}, {end}) is read but not there")
         return values

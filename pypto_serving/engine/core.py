@@ -7,6 +7,7 @@ from pypto_serving.engine.executor import Event, Executor, GaveUp, WorkerDown
 from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Channel, ChildProgress
 from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.kv.tiers import TierManager
 from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.request import (
     AbortRequests,
@@ -22,6 +23,7 @@ from pypto_serving.types.request import (
 )
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.step import WorkerHello
+from pypto_serving.types.tier import TransferReport
 from pypto_serving.util import Clock
 
 
@@ -30,7 +32,12 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, api: Channel[ToCore], executor: Executor, clock: Clock) -> None:
         self.config = config
-        kv = KVCacheManager(config.groups, config.num_blocks, prefix_caching=config.enable_prefix_caching)
+        kv = KVCacheManager(
+            config.groups,
+            config.num_blocks,
+            prefix_caching=config.enable_prefix_caching,
+            tiers=TierManager(config.groups, config.tiers, config.kv_store),
+        )
         self.scheduler = Scheduler(config, kv)
         self.stopping = False
         self._api = api
@@ -80,6 +87,8 @@ class EngineCore:
             self._tell(now_s)
         elif isinstance(event, GaveUp):
             self._give_up(event, now_s)
+        elif isinstance(event, TransferReport):
+            self.scheduler.transferred(event.transfers, now_s)
         else:
             self._last_step_s = now_s
             self._outputs += self.scheduler.commit(event, now_s)
@@ -88,7 +97,7 @@ class EngineCore:
         try:
             if hello.groups != self.config.groups or hello.limits.depth < self.config.depth:
                 raise ConfigError("the worker's KV groups or limits are not those of the configuration")
-            self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint)
+            self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint, hello.tiers)
         except ConfigError as error:
             self._give_up(GaveUp(str(error), error.exit_code), self._clock.now())
             return
@@ -112,9 +121,12 @@ class EngineCore:
             plan, expired = self.scheduler.plan(now_s)
             self._outputs += expired
             if plan is None:
-                return
+                break
             self._checked = False
             self._executor.send(plan)
+        if transfers := self.scheduler.take_transfers(now_s):
+            self._checked = False
+            self._executor.transfer(transfers)
 
     def _report(self, now_s: float) -> None:
         """Send outputs at once, and a snapshot at least once a heartbeat; look for leaks when idle."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import select
 from collections import deque
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_USAGE
 from pypto_serving.ipc import Child, ChildFault, ChildProgress, SocketChannel
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import FromWorker, StepPlan, StepResult, StopWorker, WorkerHello
+from pypto_serving.types.tier import TransferReport, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class GaveUp:
     exit_code: int
 
 
-Event = WorkerHello | StepResult | ChildProgress | WorkerDown | GaveUp
+Event = WorkerHello | StepResult | TransferReport | ChildProgress | WorkerDown | GaveUp
 
 
 class Executor(Protocol):
@@ -51,11 +53,23 @@ class Executor(Protocol):
     def send(self, plan: StepPlan) -> None:
         """Hand a plan to the worker that said hello last."""
 
+    def transfer(self, transfers: Transfers) -> None:
+        """Hand blocks to be moved to the worker that said hello last."""
+
     def forgive(self) -> None:
         """The last death is explained by a request that was given up: it does not count."""
 
     def stop(self) -> None:
         """End the worker within a second or so."""
+
+
+class HostMemory:
+    """Owns the memory of the host tier, which lives as long as this process; `fd` is -1 without such a tier."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        has_tier = any(tier.tier == "host" for tier in config.tiers)
+        self.fd = os.memfd_create("pypto-kv") if has_tier else -1
+        self.shared = (self.fd,) if has_tier else ()
 
 
 class ProcessExecutor:
@@ -72,6 +86,8 @@ class ProcessExecutor:
         self.epoch = 0
         self._child: Child | None = None
         self._channel: SocketChannel[FromWorker] | None = None
+        self._transfers: SocketChannel[TransferReport] | None = None
+        self._host_memory = HostMemory(config)
         self._up = False
         self._gave_up = False
         self._deaths = 0
@@ -100,12 +116,15 @@ class ProcessExecutor:
     def _start(self) -> None:
         self.epoch += 1
         self._channel, end = SocketChannel.pair(FromWorker)
-        self._child = Child(self.config.worker_module, WorkerStart(self.config, end.fileno(), self.epoch), end)
+        self._transfers, transfers_end = SocketChannel.pair(TransferReport)
+        memory = self._host_memory
+        start = WorkerStart(self.config, end.fileno(), transfers_end.fileno(), memory.fd, self.epoch)
+        self._child = Child(self.config.worker_module, start, end, transfers_end, shared=memory.shared)
         self._heard_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 
     def _listen(self) -> list[Event]:
-        assert self._child is not None and self._channel is not None
+        assert self._child is not None and self._channel is not None and self._transfers is not None
         events: list[Event] = []
         for message in self._child.messages():
             self._heard_s = self._now_s
@@ -122,6 +141,8 @@ class ProcessExecutor:
                 self._sent_s.popleft()
                 self._deaths = 0
                 events.append(said)
+        while (report := self._transfers.receive()) is not None:
+            events.append(report)
         return events
 
     def _loss(self) -> str | None:
@@ -162,9 +183,10 @@ class ProcessExecutor:
 
     def _close(self, patience_s: float) -> int | None:
         code = self._child.end(patience_s) if self._child is not None else None
-        if self._channel is not None:
-            self._channel.close()
-        self._child = self._channel = None
+        for channel in (self._channel, self._transfers):
+            if channel is not None:
+                channel.close()
+        self._child = self._channel = self._transfers = None
         self._up = False
         self._sent_s.clear()
         return code
@@ -178,6 +200,10 @@ class ProcessExecutor:
         self._sent_s.append(self._now_s)
         self._channel.send(msgspec.structs.replace(plan, epoch=self.epoch))
 
+    def transfer(self, transfers: Transfers) -> None:
+        assert self._transfers is not None
+        self._transfers.send(msgspec.structs.replace(transfers, epoch=self.epoch))
+
     def stop(self) -> None:
         if self._channel is not None:
             self._channel.send(StopWorker())
@@ -187,7 +213,8 @@ class ProcessExecutor:
     def wait(self, api: SocketChannel[Any], timeout_s: float) -> None:
         """Sleep until the API, the worker or its control pipe has something, or the time is over."""
         poller = select.poll()
-        channels = [channel for channel in (api, self._channel) if channel is not None and not channel.gone]
+        ours: tuple[SocketChannel[Any] | None, ...] = (api, self._channel, self._transfers)
+        channels = [channel for channel in ours if channel is not None and not channel.gone]
         for channel in channels:
             poller.register(channel.socket, channel.events)
         if self._child is not None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
 from pypto_serving.kv.prefix import KeyChain, root_key
+from pypto_serving.kv.sequence import SequenceState
+from pypto_serving.kv.tiers import TierManager, Wanted
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.tier import Tier, TierInventory, TransferDone
 from pypto_serving.util import ceil_div
+
+CHECKPOINT_TOKENS = 2048
+"""Beside the ends of prompts and turns, tails of window and state groups are kept every so many tokens."""
 
 BlockIds = tuple[list[int], ...]
 """Block ids per group, in order of position."""
@@ -18,7 +25,7 @@ BlockIds = tuple[list[int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the cache holds of a request: `num_tokens` can be taken over now, from the device."""
+    """What the device holds of a request: its first `num_tokens` can be taken over now."""
 
     num_tokens: int
 
@@ -26,31 +33,12 @@ class Match:
 NO_MATCH = Match(0)
 
 
-class _Sequence:
-    """Tables and keys of one request. `live_from[g]`, `published[g]` are block indices, monotonic while it runs.
-
-    Up to `capacity` tokens nothing needs to be reserved, and before `due` computed tokens a commit has nothing to do.
-    """
-
-    __slots__ = ("capacity", "chains", "due", "live_from", "published", "tables")
-
-    def __init__(self, chains: list[KeyChain]) -> None:
-        self.chains = chains
-        self.clear()
-
-    def clear(self) -> None:
-        self.tables: list[list[int]] = [[] for _ in self.chains]
-        self.live_from = [0] * len(self.chains)
-        self.published = [0] * len(self.chains)
-        self.capacity = 0
-        self.due = 0
-
-
 class KVCacheManager:
     """Owns the block tables of all requests; block i of a table holds tokens [i * B, (i + 1) * B).
 
     Blocks before `KVCacheGroupSpec.first_needed` are given back at commit and leave a null entry. A request's life:
-    match* → reserve → (reserve | commit)* → release → ... → forget. Nothing here does I/O or reads a clock.
+    (match | fetch)* → reserve → (reserve | commit)* → release → ... → forget. Nothing here does I/O or reads a clock.
+    `tiers` decides about the tiers below the device.
     """
 
     def __init__(
@@ -60,14 +48,16 @@ class KVCacheManager:
         *,
         prefix_caching: bool = True,
         fingerprint: bytes = b"",
+        tiers: TierManager | None = None,
     ) -> None:
         self.groups = groups
         self.prefix_caching = prefix_caching
-        self.fingerprint = fingerprint
-        self._pools = [BlockPool(count) for count in num_blocks]
-        self._sequences: dict[str, _Sequence] = {}
+        self.tiers = tiers or TierManager(groups, ())
+        self._sequences: dict[str, SequenceState] = {}
         self._nothing: BlockIds = tuple([] for _ in groups)
         self._history_first = sorted(range(len(groups)), key=lambda g: not groups[g].keeps_history)
+        self._tail_groups = [g for g, group in enumerate(groups) if not group.keeps_history]
+        self.open(num_blocks, fingerprint)
 
     def match(self, request_id: str, tokens: array[int], cache_salt: str = "") -> Match:
         """Longest prefix of `tokens` that every group accepts, at most all but one token. Changes no block.
@@ -75,19 +65,37 @@ class KVCacheManager:
         Each group shrinks the candidate by its own rule until none objects.
         """
         sequence = self._sequence(request_id, cache_salt)
+        if sequence.filled:
+            return Match(sequence.filled)
         if not self.prefix_caching:
             return NO_MATCH
         self._extend_keys(sequence, tokens)
-        candidate, agreed = len(tokens) - 1, -1
+        return Match(self._longest(sequence, len(tokens) - 1, 0))
+
+    def _longest(self, sequence: SequenceState, limit: int, depth: int) -> int:
+        """Tokens, at most `limit`, that the device and the first `depth` tiers hold."""
+        candidate, agreed = limit, -1
         while candidate != agreed:
             agreed = candidate
             for g in self._history_first:
-                candidate = self._longest_accepted(g, sequence.chains[g].keys, candidate)
-        return Match(candidate)
+                candidate = self._longest_accepted(g, sequence.chains[g].keys, candidate, self._finder(g, depth))
+        return candidate
 
-    def _longest_accepted(self, g: int, keys: list[bytes], limit: int) -> int:
-        """Largest n <= limit at which group g can resume."""
-        group, find = self.groups[g], self._pools[g].find
+    def _finder(self, g: int, depth: int) -> Callable[[bytes], object | None]:
+        """Tells where a block of group g is, None for nowhere."""
+        find, tiers = self._pools[g].find, self.tiers
+        if depth == 0:
+            return find
+
+        def find_below(key: bytes) -> object | None:
+            block_id = find(key)
+            return tiers.find(g, key, depth) if block_id is None else block_id
+
+        return find_below
+
+    def _longest_accepted(self, g: int, keys: list[bytes], limit: int, find: Callable[[bytes], object | None]) -> int:
+        """Largest n <= limit at which group g can resume with the blocks that `find` finds."""
+        group = self.groups[g]
         size = group.block_size
         last = min(limit // size, len(keys))
         if group.keeps_history:
@@ -102,6 +110,114 @@ class KVCacheManager:
                 break
             last = missing
         return last * size
+
+    # From lower tiers.
+
+    def fetch(self, request_id: str, num_tokens: int, match: Match) -> bool:
+        """Begin to load what lower tiers hold of a request of `num_tokens` tokens beyond `match`, if that pays.
+
+        True: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
+        """
+        sequence, depth = self._sequences[request_id], len(self.tiers.tiers)
+        if not depth or sequence.filled or not self.prefix_caching:
+            return False
+        if not sequence.asked:
+            sequence.asked = True
+            if self.tiers.ask(request_id, self._unknown(sequence, num_tokens - 1)):
+                return True
+        while depth and (fetched := self._longest(sequence, num_tokens - 1, depth)) > match.num_tokens:
+            lacking = self._lacking(sequence, fetched)
+            if self.tiers.joins(request_id, lacking):
+                return True
+            if self.tiers.worth(fetched - match.num_tokens, self._bytes_by_tier(lacking)):
+                return self._fill(request_id, sequence, fetched)
+            depth -= 1
+        return False
+
+    def _needed(self, g: int, num_tokens: int) -> range:
+        """Blocks of group g that resuming at `num_tokens`, a multiple of its block size, needs."""
+        end = num_tokens // self.groups[g].block_size
+        return range(min(end, self.groups[g].first_needed(num_tokens) // self.groups[g].block_size), end)
+
+    def _lacking(self, sequence: SequenceState, num_tokens: int) -> list[tuple[int, bytes]]:
+        """Blocks that the device lacks to resume at `num_tokens`."""
+        return [
+            (g, sequence.chains[g].keys[i])
+            for g in range(len(self.groups))
+            for i in self._needed(g, num_tokens)
+            if self._pools[g].find(sequence.chains[g].keys[i]) is None
+        ]
+
+    def _unknown(self, sequence: SequenceState, limit: int) -> list[tuple[int, bytes]]:
+        """Blocks of the first `limit` tokens that are in no tier as far as we know; tails at checkpoints only."""
+        depth = len(self.tiers.tiers)
+        wanted = [(g, i) for g in self._history_first for i in range(limit // self.groups[g].block_size)]
+        if self._tail_groups:
+            wanted = [(g, i) for g, i in wanted if self.groups[g].keeps_history]
+            for end in {self._aligned(n) for n in (*range(CHECKPOINT_TOKENS, limit, CHECKPOINT_TOKENS), limit)}:
+                wanted += [(g, i) for g in self._tail_groups for i in self._needed(g, end)]
+        keys = [(g, sequence.chains[g].keys[i]) for g, i in wanted if i < len(sequence.chains[g].keys)]
+        return [(g, key) for g, key in keys if self._finder(g, depth)(key) is None]
+
+    def _bytes_by_tier(self, blocks: Sequence[tuple[int, bytes]]) -> Counter[Tier]:
+        sizes: Counter[Tier] = Counter()
+        for g, key in blocks:
+            tier = self.tiers.find(g, key, len(self.tiers.tiers))
+            if tier is not None:
+                sizes[tier.config.tier] += self.groups[g].block_bytes
+        return sizes
+
+    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int) -> bool:
+        """Give a request the blocks of its first `num_tokens` tokens and have the missing ones loaded, if they fit."""
+        held = []
+        for g, pool in enumerate(self._pools):
+            found = [pool.find(sequence.chains[g].keys[i]) for i in self._needed(g, num_tokens)]
+            if sum(1 for block_id in found if block_id is None or pool.is_free(block_id)) > pool.num_free:
+                return False
+            held.append(found)
+        wanted: list[Wanted] = []
+        for g, (found, pool) in enumerate(zip(held, self._pools, strict=True)):
+            needed, keys = self._needed(g, num_tokens), sequence.chains[g].keys
+            pool.share(block_id for block_id in found if block_id is not None)
+            fresh = iter(pool.allocate(found.count(None)))
+            blocks = [next(fresh) if block_id is None else block_id for block_id in found]
+            wanted += [Wanted(g, blocks[i - needed.start], keys[i]) for i in needed if found[i - needed.start] is None]
+            sequence.tables[g] = [NULL_BLOCK] * needed.start + blocks
+            sequence.live_from[g], sequence.published[g] = needed.start, needed.stop
+        self._set_capacity(sequence)
+        sequence.filled = sequence.checkpoint = num_tokens
+        self._note_sources(sequence, held, wanted)
+        self.tiers.load(request_id, wanted, num_tokens - sequence.sources["device"])
+        return True
+
+    def _note_sources(self, sequence: SequenceState, held: list[list[int | None]], wanted: list[Wanted]) -> None:
+        """Where the tokens of a fill come from, by the blocks of a group that keeps history."""
+        g = self._history_first[0]
+        size = self.groups[g].block_size
+        for piece in wanted:
+            tier = self.tiers.find(g, piece.key, len(self.tiers.tiers)) if piece.group == g else None
+            if tier is not None:
+                sequence.sources[tier.config.tier] += size
+        sequence.sources["device"] = sequence.filled - sequence.sources.total()
+
+    def transferred(self, done: TransferDone, now_s: float) -> list[str]:
+        """A transfer ended: take in its blocks. Returns the requests that need not wait any longer."""
+        ended = self.tiers.take_done(done, now_s)
+        for request_id, complete in ended:
+            if not complete:
+                self.release(request_id)
+        return [request_id for request_id, _ in ended]
+
+    def holds_fill(self, request_id: str) -> bool:
+        """Whether a waiting request holds blocks that were loaded for it."""
+        return bool(self._sequences[request_id].filled)
+
+    def sources(self, request_id: str, match: Match) -> Counter[Tier]:
+        """From which tiers the tokens of `match` came."""
+        sources = self._sequences[request_id].sources
+        return sources if sources else Counter({"device": match.num_tokens})
+
+    # Growth.
 
     def reserve(self, request_id: str, num_tokens: int, match: Match = NO_MATCH) -> BlockIds | None:
         """Grow the tables to hold `num_tokens` tokens in every group, or return None and change nothing.
@@ -122,11 +238,14 @@ class KVCacheManager:
             if missing[g] + revived > pool.num_free:
                 return None
         added = tuple(self._append(g, sequence, shared[g], missing[g]) for g in range(len(self.groups)))
-        tables = zip(self.groups, sequence.tables, strict=True)
-        sequence.capacity = min(len(table) * group.block_size for group, table in tables)
+        self._set_capacity(sequence)
         return added
 
-    def _shared_blocks(self, g: int, sequence: _Sequence, num_tokens: int) -> list[int]:
+    def _set_capacity(self, sequence: SequenceState) -> None:
+        tables = zip(self.groups, sequence.tables, strict=True)
+        sequence.capacity = min(len(table) * group.block_size for group, table in tables)
+
+    def _shared_blocks(self, g: int, sequence: SequenceState, num_tokens: int) -> list[int]:
         """Table entries of group g that a match of `num_tokens` gives: null before what is needed."""
         if num_tokens == 0 or sequence.tables[g]:
             return []
@@ -137,7 +256,7 @@ class KVCacheManager:
         assert None not in blocks, f"the match of {num_tokens} tokens no longer holds in group {group.name}"
         return [NULL_BLOCK] * first + [b for b in blocks if b is not None]
 
-    def _append(self, g: int, sequence: _Sequence, shared: list[int], missing: int) -> list[int]:
+    def _append(self, g: int, sequence: SequenceState, shared: list[int], missing: int) -> list[int]:
         pool = self._pools[g]
         pool.share(b for b in shared if b != NULL_BLOCK)
         added = shared + pool.allocate(max(0, missing))
@@ -153,6 +272,7 @@ class KVCacheManager:
         for g, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
             shared = self._shared_blocks(g, sequence, match.num_tokens)
             in_use = sum(1 for block_id in shared if block_id != NULL_BLOCK and not pool.is_free(block_id))
+            in_use += len(sequence.tables[g]) - sequence.live_from[g]
             needed = group.max_live_blocks(num_tokens, step_tokens) - in_use
             if needed + int(pool.num_blocks * spare) > pool.num_free:
                 return False
@@ -167,27 +287,65 @@ class KVCacheManager:
             self._extend_keys(sequence, tokens)
             for g in range(len(self.groups)):
                 self._publish(g, sequence, num_computed)
+            if self._tail_groups:
+                self._pass_checkpoint(sequence, num_computed)
         for g, group in enumerate(self.groups):
             if not group.keeps_history:
                 self._drop_before(g, sequence, group.first_needed(num_computed) // group.block_size)
         sequence.due = min(self._due(g, sequence, num_computed) for g in range(len(self.groups)))
 
-    def _due(self, g: int, sequence: _Sequence, num_computed: int) -> int:
+    def _due(self, g: int, sequence: SequenceState, num_computed: int) -> int:
         """Computed tokens at which group g has a block to publish or may have one to drop."""
         group = self.groups[g]
         if not group.keeps_history:
             return num_computed + 1
         return (sequence.published[g] + 1) * group.block_size if self.prefix_caching else sys.maxsize
 
-    def _publish(self, g: int, sequence: _Sequence, num_computed: int) -> None:
+    def _publish(self, g: int, sequence: SequenceState, num_computed: int) -> None:
         keys, table = sequence.chains[g].keys, sequence.tables[g]
         end = min(num_computed // self.groups[g].block_size, len(keys))
         for i in range(sequence.published[g], end):
             if table[i] != NULL_BLOCK:
                 self._pools[g].publish(table[i], keys[i])
+                if self.tiers.tiers and self.groups[g].keeps_history:
+                    self._pools[g].keep(table[i])
         sequence.published[g] = max(sequence.published[g], end)
 
-    def _drop_before(self, g: int, sequence: _Sequence, index: int) -> None:
+    def _aligned(self, num_tokens: int) -> int:
+        """Largest position <= `num_tokens` at which a block ends in every group."""
+        agreed = -1
+        while num_tokens != agreed:
+            agreed = num_tokens
+            for group in self.groups:
+                num_tokens = num_tokens // group.block_size * group.block_size
+        return num_tokens
+
+    def _pass_checkpoint(self, sequence: SequenceState, num_computed: int) -> None:
+        """Hold the tails of the last possible checkpoint; keep them in lower tiers if it is one of every so many."""
+        position, passed = self._aligned(num_computed), sequence.checkpoint
+        if position <= passed:
+            return
+        sequence.checkpoint = position
+        for g in self._tail_groups:
+            needed, table = self._needed(g, position), sequence.tables[g]
+            tail = [block_id for block_id in table[needed.start : needed.stop] if block_id != NULL_BLOCK]
+            self._pools[g].share(tail)
+            self._pools[g].free(sequence.tails[g])
+            sequence.tails[g] = tail
+        if position // CHECKPOINT_TOKENS > passed // CHECKPOINT_TOKENS:
+            self._keep_tails(sequence)
+
+    def _keep_tails(self, sequence: SequenceState) -> None:
+        if self.tiers.tiers:
+            for pool, tail in zip(self._pools, sequence.tails, strict=True):
+                for block_id in tail:
+                    pool.keep(block_id)
+
+    def keep_checkpoint(self, request_id: str) -> None:
+        """A prompt is computed to its end: its last checkpoint is worth resuming at."""
+        self._keep_tails(self._sequences[request_id])
+
+    def _drop_before(self, g: int, sequence: SequenceState, index: int) -> None:
         table, start = sequence.tables[g], sequence.live_from[g]
         index = min(index, len(table))
         if index > start:
@@ -196,11 +354,17 @@ class KVCacheManager:
             sequence.live_from[g] = index
 
     def release(self, request_id: str) -> None:
-        """Give back all blocks of a request in every group; it may reserve again. Unknown ids are ignored."""
+        """Give back all blocks of a request in every group; it may reserve again. Unknown ids are ignored.
+
+        Its last checkpoint is kept in lower tiers.
+        """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
+        self.tiers.abandon(request_id)
+        self._keep_tails(sequence)
         for g, pool in enumerate(self._pools):
+            pool.free(sequence.tails[g])
             pool.free(sequence.tables[g][sequence.live_from[g] :])
         sequence.clear()
 
@@ -209,11 +373,12 @@ class KVCacheManager:
         self.release(request_id)
         self._sequences.pop(request_id, None)
 
-    def open(self, num_blocks: tuple[int, ...], fingerprint: bytes) -> None:
-        """A new device life: `num_blocks` empty blocks per group, nothing cached, all requests without blocks."""
+    def open(self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory] = ()) -> None:
+        """A new device life: `num_blocks` empty blocks per group, all requests without blocks, and what stores hold."""
         self.fingerprint = fingerprint
         self._pools = [BlockPool(count) for count in num_blocks]
         self._sequences.clear()
+        self.tiers.open(self._pools, inventories)
 
     def usage(self) -> tuple[float, ...]:
         """Share of each group's blocks that requests hold, in [0, 1]."""
@@ -240,16 +405,19 @@ class KVCacheManager:
                 live = sequence.tables[g][sequence.live_from[g] :]
                 assert NULL_BLOCK not in live, f"null block inside the live part of group {self.groups[g].name}"
                 references.update(live)
+                references.update(sequence.tails[g])
+            references.update(self.tiers.references(g))
             pool.check(references)
+        self.tiers.check()
 
-    def _sequence(self, request_id: str, cache_salt: str) -> _Sequence:
+    def _sequence(self, request_id: str, cache_salt: str) -> SequenceState:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             chains = [KeyChain(group, root_key(group, self.fingerprint, cache_salt)) for group in self.groups]
-            sequence = self._sequences[request_id] = _Sequence(chains)
+            sequence = self._sequences[request_id] = SequenceState(chains)
         return sequence
 
-    def _extend_keys(self, sequence: _Sequence, tokens: array[int]) -> None:
+    def _extend_keys(self, sequence: SequenceState, tokens: array[int]) -> None:
         with memoryview(tokens) as view, view.cast("B") as data:
             for chain in sequence.chains:
                 chain.extend(data)

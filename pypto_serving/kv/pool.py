@@ -1,4 +1,4 @@
-"""BlockPool: owner of the blocks of one KV group."""
+"""BlockPool: owner of the blocks of one KV group in one tier."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ NULL_BLOCK = 0
 
 
 class Block:
-    """One allocation unit. A block with a key holds published content and stays findable while it is free."""
+    """One allocation unit. A block with a key holds published content and stays findable while it is free.
 
-    __slots__ = ("key", "ref_count")
+    A block that is `kept` is to be stored in lower tiers once nobody refers to it.
+    """
+
+    __slots__ = ("kept", "key", "ref_count")
 
     def __init__(self) -> None:
         self.ref_count = 0
         self.key: bytes | None = None
+        self.kept = False
 
 
 class BlockPool:
     """Owns every Block of one group: who refers to it, what it holds, and which free one is used next.
 
     Free blocks form one queue, evicted from its front: blocks without content first, then published ones, least
-    recently used first. Block 0 is the null block; it is never handed out.
+    recently used first. Block 0 is the null block; it is never handed out. `released` are the free blocks that are
+    kept and came free since somebody took them from there, the longest ago first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,6 +36,8 @@ class BlockPool:
         self._blocks = [Block() for _ in range(num_blocks)]
         self._by_key: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self.released: OrderedDict[int, None] = OrderedDict()
+        self.num_evicted = 0
 
     @property
     def num_blocks(self) -> int:
@@ -42,9 +49,9 @@ class BlockPool:
         return len(self._free)
 
     @property
-    def num_cached(self) -> int:
-        """Free blocks whose content can still be found."""
-        return sum(1 for block_id in self._by_key.values() if block_id in self._free)
+    def num_published(self) -> int:
+        """Blocks whose content can be found, in use or not."""
+        return len(self._by_key)
 
     def find(self, key: bytes) -> int | None:
         """Id of the block that holds `key`. Does not change the pool."""
@@ -59,6 +66,7 @@ class BlockPool:
             block = self._blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
+                self.released.pop(block_id, None)
             block.ref_count += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -85,6 +93,8 @@ class BlockPool:
                 self._free[block_id] = None
                 if block.key is None:
                     self._free.move_to_end(block_id, last=False)
+                elif block.kept:
+                    self.released[block_id] = None
 
     def publish(self, block_id: int, key: bytes) -> None:
         """Make a complete block findable. A key that another block already holds stays with that one."""
@@ -94,12 +104,44 @@ class BlockPool:
         block.key = key
         self._by_key[key] = block_id
 
+    def keep(self, block_id: int) -> None:
+        """Have a published block stored in lower tiers once it is free, or now if it is."""
+        block = self._blocks[block_id]
+        if block.key is not None and not block.kept:
+            block.kept = True
+            if block.ref_count == 0:
+                self.released[block_id] = None
+
+    def key(self, block_id: int) -> bytes | None:
+        """What a block holds, if it is published."""
+        return self._blocks[block_id].key
+
+    def touch(self, block_id: int) -> None:
+        """A free block was of use: it is evicted last."""
+        if block_id in self._free:
+            self._free.move_to_end(block_id)
+
+    def fill(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Free blocks without content hold `keys`, of which the first is evicted first."""
+        for block_id, key in zip(block_ids, keys, strict=True):
+            if block_id in self._free and self._blocks[block_id].key is None and key not in self._by_key:
+                self.publish(block_id, key)
+                self._free.move_to_end(block_id)
+
+    def drop(self, block_id: int) -> None:
+        """Forget what a block holds: it turned out to be damaged, or was cleared."""
+        self._forget(block_id)
+        if block_id in self._free:
+            self._free.move_to_end(block_id, last=False)
+
     def _forget(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if block.key is not None:
-            if self._by_key.get(block.key) == block_id:
-                del self._by_key[block.key]
+            del self._by_key[block.key]
             block.key = None
+            block.kept = False
+            self.num_evicted += 1
+            self.released.pop(block_id, None)
 
     def check(self, references: dict[int, int]) -> None:
         """Assert that reference counts equal `references`, and that free + in use is everything."""
@@ -112,4 +154,5 @@ class BlockPool:
             if block.key is not None:
                 assert self._by_key.get(block.key) == block_id, f"the key of block {block_id} finds another block"
         assert all(self._blocks[b].key == key for key, b in self._by_key.items())
+        assert all(b in self._free and self._blocks[b].kept and self._blocks[b].key for b in self.released)
         assert NULL_BLOCK not in references

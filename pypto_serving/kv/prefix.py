@@ -5,9 +5,9 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.tier import KEY_BYTES
 from pypto_serving.util import hash128
 
-KEY_BYTES = 16
 TOKEN_BYTES = 4
 
 

@@ -45,6 +45,7 @@ def finished(request: Request, reason: str, fault: RequestFault | None, now_s: f
         finish_reason=reason,
         stop_token_id=last if stopped_by_id else None,
         num_cached_tokens=max(0, request.num_cached_tokens),
+        cached_by_tier=request.cached_by_tier,
         timeline=request.timeline(now_s),
         fault=fault,
     )

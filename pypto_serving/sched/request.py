@@ -17,6 +17,7 @@ LOWEST_TEMPERATURE = 1e-5
 
 class Status(enum.Enum):
     WAITING = "waiting"
+    WAITING_FOR_KV = "waiting_for_kv"
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -38,6 +39,7 @@ class Request:
     """
 
     __slots__ = (
+        "cached_by_tier",
         "first_token_s",
         "id",
         "last_step",
@@ -75,6 +77,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_placeholders = 0
         self.num_cached_tokens = -1
+        self.cached_by_tier: tuple[int, ...] = ()
         self.num_preemptions = 0
         self.last_step = 0
         self.strikes = 0

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
-
-import msgspec
 
 from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
-from pypto_serving.kv.manager import BlockIds, KVCacheManager, Match
+from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import outputs
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
+from pypto_serving.sched.step import Counters, Scheduled, Step
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import NewRow, RowLogprobs, StepPlan, StepResult
+from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 ALONE_STRIKES = 2
@@ -26,46 +25,6 @@ SPARE_BLOCKS = 0.01
 
 _ORDER = attrgetter("order")
 _LEAST_RECENT = attrgetter("last_step", "order")
-
-
-class Scheduled(msgspec.Struct, frozen=True):
-    """Tokens [start, start + count) of a request's life, in one step; `samples` when they reach its last token."""
-
-    request: Request
-    life: int
-    start: int
-    count: int
-    samples: bool
-
-
-@dataclass(slots=True)
-class Step:
-    """A plan in the making, then in flight."""
-
-    step_id: int
-    budget: int
-    scheduled: list[Scheduled] = field(default_factory=list)
-    requests: set[str] = field(default_factory=set)
-    preempted: set[str] = field(default_factory=set)
-    short_of_blocks: bool = False
-    new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[list[int]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start; `max_step_rows` is the largest batch seen."""
-
-    num_steps: int = 0
-    step_tokens: int = 0
-    step_rows: int = 0
-    max_step_rows: int = 0
-    num_preemptions: int = 0
-    num_solo_steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
 
 
 class Scheduler:
@@ -82,19 +41,24 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: dict[str, Request] = {}
+        self._loading: dict[str, Request] = {}
+        self._loaded: dict[str, Request] = {}
         self._in_flight: deque[Step] = deque()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._dropped_rows: list[int] = []
         self._num_arrived = 0
         self._num_planned = 0
+        self._last_writer = 0
         self._suspects: set[str] = set()
         self._require_room(config.num_blocks)
 
-    def worker_ready(self, num_blocks: tuple[int, ...], fingerprint: bytes) -> None:
-        """A worker offers empty KV pools. Raises ConfigError when they cannot hold the longest request."""
-        assert not self._running and not self._in_flight
+    def worker_ready(
+        self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory] = ()
+    ) -> None:
+        """A worker offers empty KV pools and what its stores hold. Raises ConfigError if they are too small."""
+        assert not self._running and not self._in_flight and not self._loading
         self._require_room(num_blocks)
-        self.kv.open(num_blocks, fingerprint)
+        self.kv.open(num_blocks, fingerprint, inventories)
 
     def _require_room(self, available: tuple[int, ...]) -> None:
         config, step_tokens = self.config, self.config.max_num_batched_tokens * self.config.depth
@@ -140,6 +104,8 @@ class Scheduler:
         """The one way out of the registry: rows, blocks, queues and the entry itself are given back."""
         self._leave(request)
         self._waiting.remove(request)
+        self._loading.pop(request.id, None)
+        self._loaded.pop(request.id, None)
         self._suspects.discard(request.id)
         request.status = Status.FINISHED
         self.kv.forget(request.id)
@@ -167,6 +133,7 @@ class Scheduler:
 
     def plan(self, now_s: float) -> tuple[StepPlan | None, list[RequestOutput]]:
         """Decide one step: its plan, or None if nothing can run, and last outputs of requests that timed out."""
+        self._last_writer = self._in_flight[-1].step_id if self._in_flight else 0
         expired = [
             self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
             for request in self._waiting.take_expired(now_s)
@@ -230,11 +197,12 @@ class Scheduler:
             return
         blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         while blocks is None:
-            victim = self._victim(step, request, anyone)
-            if victim is None:
-                step.short_of_blocks = True
-                return
-            self._preempt(step, victim)
+            if not self._release_loaded():
+                victim = self._victim(step, request, anyone)
+                if victim is None:
+                    step.short_of_blocks = True
+                    return
+                self._preempt(step, victim)
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         for pairs, added in zip(step.new_blocks, blocks, strict=True):
             for block_id in added:
@@ -267,6 +235,14 @@ class Scheduler:
         step.preempted.add(victim.id)
         self._back_to_waiting(victim)
 
+    def _release_loaded(self) -> bool:
+        """Take the blocks of a waiting request that were loaded for it; False if there is none."""
+        if not self._loaded:
+            return False
+        request_id, _ = self._loaded.popitem()
+        self.kv.release(request_id)
+        return True
+
     def _enter(self, step: Step, request: Request, count: int) -> None:
         start = request.num_computed_tokens
         request.num_computed_tokens += count
@@ -287,29 +263,54 @@ class Scheduler:
 
     def _admit(self, step: Step, request: Request, now_s: float) -> bool:
         match = self.kv.match(request.id, request.tokens, request.source.cache_salt)
-        count = self._chunk(step, request.num_tokens - match.num_tokens)
-        if count == 0:
-            return False
         spare = SPARE_BLOCKS if self._running else 0.0
         step_tokens = self.config.max_num_batched_tokens * self.config.depth
         if not self.kv.fits(request.id, match, request.num_tokens, step_tokens, spare):
             return False
-        blocks = self.kv.reserve(request.id, match.num_tokens + count, match)
-        if blocks is None:
+        if not self._suspects and self.kv.fetch(request.id, request.num_tokens, match):
+            self._wait_for_kv(request)
+            return True
+        count = self._chunk(step, request.num_tokens - match.num_tokens)
+        if count == 0 or self.kv.reserve(request.id, match.num_tokens + count, match) is None:
             return False
-        self._start(step, request, match, blocks, now_s)
+        self._start(step, request, match, now_s)
         self._enter(step, request, count)
         return True
 
-    def _start(self, step: Step, request: Request, match: Match, blocks: BlockIds, now_s: float) -> None:
+    def _wait_for_kv(self, request: Request) -> None:
+        """Others run while blocks of a waiting request are loaded."""
+        self._waiting.remove(request)
+        request.status = Status.WAITING_FOR_KV
+        self._loading[request.id] = request
+
+    def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
+        """Transfers ended: requests that waited for them may start."""
+        for transfer in done:
+            for request_id in self.kv.transferred(transfer, now_s):
+                request = self._loading.pop(request_id, None)
+                if request is not None:
+                    request.status = Status.WAITING
+                    self._waiting.push(request)
+                    if self.kv.holds_fill(request_id):
+                        self._loaded[request_id] = request
+
+    def take_transfers(self, now_s: float) -> Transfers | None:
+        """What is to be moved between tiers now. Steps planned before may still write to blocks given up since."""
+        jobs = self.kv.tiers.take_jobs(now_s)
+        return Transfers(0, self._last_writer, jobs) if jobs else None
+
+    def _start(self, step: Step, request: Request, match: Match, now_s: float) -> None:
         """Give a waiting request a row and take over what the cache holds of it."""
         self._waiting.remove(request)
+        self._loaded.pop(request.id, None)
         request.status = Status.RUNNING
         request.row = self._free_rows.pop()
         request.num_committed = request.num_computed_tokens = match.num_tokens
         self._running[request.id] = request
         if request.num_cached_tokens < 0:
+            sources = self.kv.sources(request.id, match)
             request.num_cached_tokens = match.num_tokens
+            request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
             request.scheduled_s = now_s
             self.counters.prefix_queries += request.prompt_len
             self.counters.prefix_hits += match.num_tokens
@@ -320,7 +321,7 @@ class Scheduler:
                 token_ids=request.tokens.tobytes(),
                 prompt_len=request.prompt_len,
                 num_computed=match.num_tokens,
-                blocks=tuple(pack_ids(ids) for ids in blocks),
+                blocks=tuple(pack_ids(ids) for ids in self.kv.table(request.id)),
                 sampling=request.row_sampling(),
             )
         )
@@ -373,6 +374,7 @@ class Scheduler:
             raise RuntimeError(f"result of step {result.step_id} where step {step.step_id} was due")
         sampled = dict(zip(unpack_ids(result.rows).tolist(), unpack_ids(result.token_ids).tolist(), strict=True))
         logprobs = {entry.row: entry for entry in result.logprobs}
+        self._measure(step, result)
         added = []
         for entry in step.scheduled:
             request = entry.request
@@ -384,10 +386,18 @@ class Scheduler:
                 added.append(self._append(request, sampled[request.row], values, now_s))
         return added
 
+    def _measure(self, step: Step, result: StepResult) -> None:
+        """How fast prompts are computed, from steps that are mostly prompt."""
+        num_tokens = sum(entry.count for entry in step.scheduled)
+        if num_tokens > 2 * len(step.scheduled):
+            self.kv.tiers.prefill_rate.add(num_tokens, result.elapsed_s)
+
     def _advance(self, entry: Scheduled) -> None:
         request = entry.request
         request.num_committed = entry.start + entry.count
         self.kv.commit(request.id, request.tokens, request.num_committed)
+        if entry.start < request.prompt_len <= request.num_committed:
+            self.kv.keep_checkpoint(request.id)
         if request.strikes and request.num_committed >= request.suspect_end:
             request.strikes = 0
             self._suspects.discard(request.id)
@@ -412,8 +422,10 @@ class Scheduler:
         crashed = self._in_flight[0].scheduled if self._in_flight else []
         struck = [entry for entry in crashed if entry.life == entry.request.life and entry.request.row >= 0]
         self._in_flight.clear()
-        for request in list(self._running.values()):
+        for request in [*self._running.values(), *self._loading.values()]:
             self._back_to_waiting(request)
+        self._loading.clear()
+        self._loaded.clear()
         self._dropped_rows.clear()
         return [output for entry in struck if (output := self._strike(entry, now_s)) is not None]
 
@@ -456,7 +468,8 @@ class Scheduler:
         """Assert that rows, queues, registry and KV agree."""
         rows = [request.row for request in self._running.values()]
         assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), "rows leaked"
-        assert len(self._requests) == len(self._running) + len(self._waiting), "a request is in no queue"
+        queued = len(self._running) + len(self._waiting) + len(self._loading)
+        assert len(self._requests) == queued, "a request is in no queue"
         assert len(self.kv) <= len(self._requests), "the KV manager remembers finished requests"
         assert self._suspects <= self._requests.keys()
         for request in self._running.values():

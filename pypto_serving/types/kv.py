@@ -92,9 +92,12 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(t.layers) * (self.block_size // t.ratio) * t.row_bytes for t in self.tensors)
 
     def max_live_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Most blocks a request of `num_tokens` holds at once when up to `step_tokens` are computed uncommitted."""
+        """Most blocks a request of `num_tokens` holds at once when up to `step_tokens` are computed uncommitted.
+
+        Beside what it reads, that is the tail at which the latest checkpoint can be resumed.
+        """
         total = -(-num_tokens // self.block_size)
         if self.keeps_history:
             return total
         live = self.window - 1 if self.kind == "sliding_window" else self.period - 1 + self.overlap
-        return min(total, -(-(live + step_tokens) // self.block_size) + 1)
+        return min(total, -(-(live + step_tokens) // self.block_size) + 1 + -(-live // self.block_size))

@@ -75,7 +75,10 @@ class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """What one committed step added to a request. `finish_reason` is set in the last one only."""
+    """What one committed step added to a request. `finish_reason` is set in the last one only.
+
+    So is `cached_by_tier`: how many of the cached tokens came from each of `types.tier.TIERS`.
+    """
 
     request_id: str
     token_ids: bytes = b""
@@ -83,6 +86,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     finish_reason: str | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    cached_by_tier: tuple[int, ...] = ()
     timeline: Timeline | None = None
     fault: RequestFault | None = None
 

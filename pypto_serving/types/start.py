@@ -8,10 +8,15 @@ from pypto_serving.config import EngineConfig
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """`channel` is the inherited file descriptor of the channel to the core; `epoch` numbers this worker life."""
+    """Inherited file descriptors are numbers: of the channels to the core, for steps and for transfers.
+
+    `host_memory` is the memory of the host tier, -1 without one. `epoch` numbers this worker life.
+    """
 
     config: EngineConfig
     channel: int
+    transfers: int
+    host_memory: int
     epoch: int
 
 

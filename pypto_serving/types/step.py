@@ -10,6 +10,7 @@ import msgspec
 
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.tier import TierInventory
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -83,7 +84,7 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A worker's first message: what is true now that its program is prepared."""
+    """A worker's first message: what is true now that its program is prepared, and what its stores hold."""
 
     epoch: int
     pid: int
@@ -93,6 +94,7 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     fingerprint: bytes
     load_s: float
     partitions: int = 1
+    tiers: tuple[TierInventory, ...] = ()
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):

@@ -12,10 +12,13 @@ from typing import Literal
 import msgspec
 
 Tier = Literal["device", "host", "disk", "remote"]
-LOWER_TIERS: tuple[Tier, ...] = ("host", "disk", "remote")
+TIERS: tuple[Tier, ...] = ("device", "host", "disk", "remote")
 """From fast to slow."""
 
 KEY_BYTES = 16
+
+StorePolicy = Literal["through", "eviction"]
+"""When a block that nobody uses is stored in lower tiers: soon, or when it is about to be evicted."""
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +46,10 @@ class TransferJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Transfers(msgspec.Struct, frozen=True, array_like=True, tag="transfers"):
-    """Jobs, to be started after the plans sent before them."""
+    """Jobs. One that loads begins when step `after_step` is done: until then, steps may write to its blocks."""
 
     epoch: int
+    after_step: int
     jobs: list[TransferJob]
 
 
@@ -59,7 +63,7 @@ class TransferDone(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TransferReport(msgspec.Struct, frozen=True, array_like=True, tag="transferred"):
-    """Jobs that ended, sent by a worker that has no step to report them with."""
+    """Jobs that ended."""
 
     epoch: int
     transfers: list[TransferDone]

@@ -8,13 +8,17 @@ import time
 from collections.abc import Callable
 
 from pypto_serving.backend import BACKENDS
-from pypto_serving.backend.base import Backend
+from pypto_serving.backend.base import Backend, Program
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent, SocketChannel
+from pypto_serving.store.base import Store
+from pypto_serving.store.host import HostStore
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import ToWorker
+from pypto_serving.types.tier import Tier, Transfers
 from pypto_serving.worker.loop import serve
 from pypto_serving.worker.runner import PlanExecutor, Runner, hello
+from pypto_serving.worker.transfer import Mover, TransferServer
 
 Wrap = Callable[[Runner], PlanExecutor]
 
@@ -27,9 +31,24 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     program = backend.prepare(parent.progress)
     backend.pin_main_thread()
     runner = wrap(Runner(program, buffers))
+    stores = open_stores(program, start)
+    tiers = tuple(store.inventory() for tier, store in stores.items() if tier != "host")
+    greeting = hello(program, start.epoch, time.monotonic() - started_s, tiers)
     channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)
-    greeting = hello(program, start.epoch, time.monotonic() - started_s)
-    serve(channel, greeting, runner, start.config.faults.heartbeat_s)
+    own: SocketChannel[Transfers] = SocketChannel(socket.socket(fileno=start.transfers), Transfers)
+    transfers = TransferServer(own, Mover(program.arenas, stores), start.epoch)
+    serve(channel, greeting, runner, start.config.faults.heartbeat_s, transfers.step_done)
+    transfers.close()
+
+
+def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
+    """The stores that the configuration names."""
+    stores: dict[Tier, Store] = {}
+    sizes = tuple(arena.shape[1] for arena in program.arenas)
+    for tier in start.config.tiers:
+        if tier.tier == "host":
+            stores["host"] = HostStore(start.host_memory, sizes, tier.num_slots)
+    return stores
 
 
 def main(wrap: Wrap = lambda runner: runner) -> int:

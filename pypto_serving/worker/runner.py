@@ -10,6 +10,7 @@ import numpy as np
 
 from pypto_serving.backend.base import Int32Array, Program, StepBuffers, StepOutput
 from pypto_serving.types.step import RowLogprobs, StepPlan, StepResult, WorkerHello
+from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import PackedStep, RowBatch
 from pypto_serving.worker.plain import PlainSampler
@@ -20,8 +21,8 @@ class PlanExecutor(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
-def hello(program: Program, epoch: int, load_s: float) -> WorkerHello:
-    """What this worker tells the core about its program."""
+def hello(program: Program, epoch: int, load_s: float, tiers: tuple[TierInventory, ...] = ()) -> WorkerHello:
+    """What this worker tells the core about its program and its stores."""
     return WorkerHello(
         epoch=epoch,
         pid=os.getpid(),
@@ -30,6 +31,7 @@ def hello(program: Program, epoch: int, load_s: float) -> WorkerHello:
         limits=program.limits,
         fingerprint=program.fingerprint,
         load_s=load_s,
+        tiers=tiers,
     )
 
 

@@ -1,0 +1,113 @@
+"""LowerTier: what the engine core knows of one tier below the device."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pypto_serving.kv.pool import BlockPool
+from pypto_serving.kv.rate import Rate
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory
+from pypto_serving.types.tokens import unpack_ids
+
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+
+GroupKey = tuple[int, bytes]
+"""A block by group and key."""
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Totals since the start. `lost` blocks were evicted above before they could be stored here."""
+
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    load_s: float = 0.0
+    store_s: float = 0.0
+    num_loaded: int = 0
+    num_stored: int = 0
+    num_failed: int = 0
+    num_lost: int = 0
+    num_refused: int = 0
+    saved_s: float = 0.0
+
+
+class LowerTier:
+    """Owns the pools of one tier, one per group, what waits to be stored there, and how fast it was.
+
+    Slot i of a group is block i + 1 of its pool. A store that fails is left alone for a second, then two, up to a
+    minute. `storing` and `loading` are the bytes on their way.
+    """
+
+    def __init__(self, config: TierConfig, groups: tuple[KVCacheGroupSpec, ...]) -> None:
+        self.config = config
+        self.groups = groups
+        self.load_rate, self.store_rate = Rate(), Rate()
+        self.counters = TierCounters()
+        self.backlog: OrderedDict[GroupKey, None] = OrderedDict()
+        self.storing: set[GroupKey] = set()
+        self.storing_bytes = self.loading_bytes = 0
+        self.num_stores = 0
+        self.retry_s = 0.0
+        self._retry_after_s = FIRST_RETRY_S
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Hold nothing, be writable, and know of nothing on its way."""
+        self.pools = [BlockPool(max(1, slots) + 1) for slots in self.config.num_slots]
+        self.writable, self.shared, self.reason = True, False, ""
+        self.backlog.clear()
+        self.storing.clear()
+        self.storing_bytes = self.loading_bytes = self.num_stores = 0
+
+    def open(self, inventory: TierInventory) -> None:
+        """Take over what a store says it holds."""
+        self.forget_all()
+        self.writable, self.shared, self.reason = inventory.writable, inventory.shared, inventory.reason
+        groups, slots = unpack_ids(inventory.groups), unpack_ids(inventory.slots) + 1
+        keys = inventory.keys
+        for g, pool in enumerate(self.pools):
+            mine = (groups == g).nonzero()[0]
+            held = [keys[i : i + KEY_BYTES] for i in (mine * KEY_BYTES).tolist()]
+            pool.fill(slots[mine].tolist(), held)
+
+    def find(self, g: int, key: bytes) -> int | None:
+        """The pool's block that holds `key`."""
+        return self.pools[g].find(key)
+
+    def learn(self, found: Sequence[GroupKey]) -> None:
+        """Others have stored these."""
+        for g, key in found:
+            pool = self.pools[g]
+            if pool.find(key) is None and pool.num_free:
+                block_ids = pool.allocate(1)
+                pool.publish(block_ids[0], key)
+                pool.free(block_ids)
+
+    def failed(self, now_s: float) -> None:
+        """Nothing of a job could be stored."""
+        self.retry_s = now_s + self._retry_after_s
+        self._retry_after_s = min(2 * self._retry_after_s, LAST_RETRY_S)
+
+    def succeeded(self) -> None:
+        self._retry_after_s = FIRST_RETRY_S
+
+    def accepts(self, now_s: float) -> bool:
+        """Whether blocks may be stored here now."""
+        return self.writable and now_s >= self.retry_s
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that fit, over all groups."""
+        return sum(self.config.num_slots)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that can be found, over all groups."""
+        return sum(pool.num_published for pool in self.pools)
+
+    @property
+    def num_evicted(self) -> int:
+        return sum(pool.num_evicted for pool in self.pools)

@@ -1,0 +1,49 @@
+"""SequenceState: what the KVCacheManager knows of one request."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pypto_serving.kv.prefix import KeyChain
+from pypto_serving.types.tier import Tier
+
+
+class SequenceState:
+    """Tables and keys of one request. `live_from[g]`, `published[g]` are block indices, monotonic while it runs.
+
+    Up to `capacity` tokens nothing needs to be reserved, and before `due` computed tokens a commit has nothing to do.
+    `checkpoint` is the last position, at the end of a block in all groups, that was computed; `tails[g]` are the blocks
+    of window and state groups that resuming there needs, which it holds beside its tables. `filled` tokens were, or are
+    being, loaded into its tables before it runs, of which `sources` came from where. `asked` is set once shared tiers
+    were asked for its blocks.
+    """
+
+    __slots__ = (
+        "asked",
+        "capacity",
+        "chains",
+        "checkpoint",
+        "due",
+        "filled",
+        "live_from",
+        "published",
+        "sources",
+        "tables",
+        "tails",
+    )
+
+    def __init__(self, chains: list[KeyChain]) -> None:
+        self.chains = chains
+        self.asked = False
+        self.clear()
+
+    def clear(self) -> None:
+        self.tables: list[list[int]] = [[] for _ in self.chains]
+        self.live_from = [0] * len(self.chains)
+        self.published = [0] * len(self.chains)
+        self.capacity = 0
+        self.due = 0
+        self.checkpoint = 0
+        self.tails: list[list[int]] = [[] for _ in self.chains]
+        self.filled = 0
+        self.sources: Counter[Tier] = Counter()

@@ -1,0 +1,380 @@
+"""TierManager: owner of Leases; decides which blocks go down, come back, and are forgotten below the device."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pypto_serving.kv.lower import GroupKey, LowerTier
+from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
+from pypto_serving.kv.rate import Rate
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.tier import TIERS, StorePolicy, Tier, TierConfig, TierInventory, TransferDone, TransferJob
+from pypto_serving.types.tokens import pack_ids
+
+TransferKind = Literal["load", "store", "find"]
+
+MAX_STORES = 2
+"""Jobs that store in one tier at once."""
+MAX_STORE_BYTES = 32 << 20
+"""Bytes of one of them, if it is of several blocks."""
+MAX_PINNED = 0.25
+"""Share of a device pool that stores may keep from being used."""
+EVICTION_MARGIN = 0.1
+"""With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
+MAX_LOADING_BYTES = 1 << 30
+"""Bytes on their way up from one tier, beyond which no further load is begun."""
+
+
+class LeaseState(enum.Enum):
+    """Of a lease: decided; handed over, so that somebody writes; somebody may still write what nobody wants; done."""
+
+    PREPARING = "preparing"
+    FILLING = "filling"
+    QUARANTINED = "quarantined"
+    RELEASED = "released"
+
+
+class Moved(NamedTuple):
+    """One block of a lease: device block and, in the tier's pool, its place."""
+
+    group: int
+    block: int
+    place: int
+    key: bytes
+
+
+@dataclass(slots=True)
+class Lease:
+    """Blocks of both sides that a transfer holds one reference to each, until it is done."""
+
+    job_id: int
+    kind: TransferKind
+    tier: LowerTier
+    moved: list[Moved]
+    num_bytes: int
+    fill: Fill | None
+    state: LeaseState = LeaseState.PREPARING
+
+
+@dataclass(slots=True)
+class Fill:
+    """What a request waits for: leases, that spare computing `num_tokens`. `waiters` want some of the same blocks."""
+
+    request_id: str
+    num_tokens: int
+    num_leases: int = 0
+    failed: bool = False
+    abandoned: bool = False
+    waiters: list[str] = field(default_factory=list)
+
+
+class Wanted(NamedTuple):
+    """A device block to be filled with the content that `key` names."""
+
+    group: int
+    block: int
+    key: bytes
+
+
+class TierManager:
+    """Owns the tiers below the device, the Leases on their way, and the fills that requests wait for.
+
+    Works on the device's pools, which the KVCacheManager owns: it refers to blocks while they are moved, and publishes
+    them when they are filled. Takes no clock: times and speeds come as arguments.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[KVCacheGroupSpec, ...],
+        configs: Iterable[TierConfig],
+        policy: StorePolicy = "through",
+    ) -> None:
+        self.groups = groups
+        self.policy = policy
+        self.tiers = [LowerTier(config, groups) for config in configs]
+        self.tiers.sort(key=lambda tier: TIERS.index(tier.config.tier))
+        self.prefill_rate = Rate()
+        self._device: list[BlockPool] = []
+        self._leases: dict[int, Lease] = {}
+        self._fills: dict[str, Fill] = {}
+        self._filling: dict[GroupKey, Fill] = {}
+        self._outbox: list[TransferJob] = []
+        self._num_jobs = 0
+
+    def open(self, device: list[BlockPool], inventories: Sequence[TierInventory] = ()) -> None:
+        """A new worker life with empty device pools. Host memory still holds what it held, but for what was moving."""
+        self._device = device
+        for lease in self._leases.values():
+            for moved in lease.moved if lease.tier.config.tier == "host" else ():
+                lease.tier.pools[moved.group].free([moved.place])
+        for tier in self.tiers:
+            tier.storing.clear()
+            tier.storing_bytes = tier.loading_bytes = tier.num_stores = 0
+        self._leases.clear()
+        self._fills.clear()
+        self._filling.clear()
+        self._outbox.clear()
+        for inventory in inventories:
+            for tier in self.tiers:
+                if tier.config.tier == inventory.tier:
+                    tier.open(inventory)
+
+    # What is where.
+
+    def find(self, g: int, key: bytes, depth: int) -> LowerTier | None:
+        """The fastest of the first `depth` tiers that holds a block."""
+        for tier in self.tiers[:depth]:
+            if tier.find(g, key) is not None:
+                return tier
+        return None
+
+    def worth(self, num_tokens: int, tier_bytes: Counter[Tier]) -> bool:
+        """Whether loading `tier_bytes` is expected to be faster than computing `num_tokens` again."""
+        load_s = 0.0
+        for tier in self.tiers:
+            num_bytes = tier_bytes[tier.config.tier]
+            if num_bytes and tier.loading_bytes > MAX_LOADING_BYTES:
+                return False
+            if num_bytes:
+                load_s = max(load_s, tier.load_rate.seconds(num_bytes + tier.loading_bytes))
+        if load_s < self.prefill_rate.seconds(num_tokens) or not self.prefill_rate.measured:
+            return True
+        for tier in self.tiers:
+            if tier_bytes[tier.config.tier]:
+                tier.load_rate.refuse()
+                tier.counters.num_refused += 1
+        return False
+
+    # Up.
+
+    def joins(self, request_id: str, wanted: Iterable[GroupKey]) -> bool:
+        """Whether another fill brings one of these blocks; then `request_id` is named when it ends."""
+        fill = next((fill for pair in wanted if (fill := self._filling.get(pair)) is not None), None)
+        if fill is not None:
+            fill.waiters.append(request_id)
+        return fill is not None
+
+    def load(self, request_id: str, wanted: Sequence[Wanted], num_tokens: int) -> None:
+        """Fill device blocks, to which the caller refers, from the fastest tier that has each."""
+        fill = self._fills[request_id] = Fill(request_id, num_tokens)
+        parts: dict[Tier, list[Moved]] = {}
+        for g, block, key in wanted:
+            tier = self.find(g, key, len(self.tiers))
+            assert tier is not None, "a block that no tier holds cannot be loaded"
+            place = tier.find(g, key)
+            assert place is not None
+            parts.setdefault(tier.config.tier, []).append(Moved(g, block, place, key))
+            self._filling[g, key] = fill
+        for tier in self.tiers:
+            if moved := parts.get(tier.config.tier):
+                self._lease("load", tier, moved, fill)
+
+    def ask(self, request_id: str, wanted: Sequence[GroupKey]) -> bool:
+        """Ask tiers that others fill too what they hold; False if there is nothing to ask."""
+        shared = [tier for tier in self.tiers if tier.shared]
+        if not shared or not wanted:
+            return False
+        fill = self._fills[request_id] = Fill(request_id, 0)
+        for tier in shared:
+            self._lease("find", tier, [Moved(g, NULL_BLOCK, NULL_BLOCK, key) for g, key in wanted], fill)
+        return True
+
+    def abandon(self, request_id: str) -> None:
+        """A request waits no longer; blocks on their way are let go, and can be found, when they have arrived."""
+        fill = self._fills.pop(request_id, None)
+        if fill is None:
+            return
+        fill.abandoned = True
+        for lease in self._leases.values():
+            if lease.fill is fill:
+                lease.state = LeaseState.QUARANTINED
+
+    # Down.
+
+    def plan_stores(self, now_s: float) -> None:
+        """Begin to store what came free on the device, as far as the tiers keep up."""
+        for g, pool in enumerate(self._device):
+            self._take_released(g, pool, now_s)
+        for tier in self.tiers:
+            while tier.backlog and tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier):
+                pass
+
+    def _take_released(self, g: int, pool: BlockPool, now_s: float) -> None:
+        """Put released blocks in the backlogs of tiers that lack them; where they are known, they were of use."""
+        left = 0 if self.policy == "through" else pool.num_free - int(pool.num_blocks * EVICTION_MARGIN)
+        while len(pool.released) > max(0, left):
+            block_id, _ = pool.released.popitem(last=False)
+            key = pool.key(block_id)
+            assert key is not None
+            for tier in self.tiers:
+                place = tier.find(g, key)
+                if place is not None:
+                    tier.pools[g].touch(place)
+                elif tier.writable and (g, key) not in tier.storing:
+                    tier.backlog[g, key] = None
+
+    def _store(self, tier: LowerTier) -> bool:
+        """Begin one job from the backlog of a tier; False if there is nothing to store or no room."""
+        moved: list[Moved] = []
+        num_bytes, pinned = 0, Counter[int]()
+        while tier.backlog:
+            (g, key), _ = tier.backlog.popitem(last=False)
+            block, pool, device = self._device[g].find(key), tier.pools[g], self._device[g]
+            if block is None:
+                tier.counters.num_lost += 1
+                continue
+            if tier.find(g, key) is not None or (g, key) in tier.storing:
+                continue
+            over = moved and num_bytes + self.groups[g].block_bytes > MAX_STORE_BYTES
+            if over or not pool.num_free or pinned[g] > device.num_free * MAX_PINNED:
+                tier.backlog[g, key] = None
+                tier.backlog.move_to_end((g, key), last=False)
+                break
+            device.share([block])
+            moved.append(Moved(g, block, pool.allocate(1)[0], key))
+            num_bytes += self.groups[g].block_bytes
+            pinned[g] += 1
+        if moved:
+            tier.storing.update((piece.group, piece.key) for piece in moved)
+            tier.num_stores += 1
+            self._lease("store", tier, moved)
+        return bool(moved)
+
+    # Leases.
+
+    def _lease(self, kind: TransferKind, tier: LowerTier, moved: list[Moved], fill: Fill | None = None) -> None:
+        """Begin a transfer for `fill`, or one that stores blocks to which it has the references already."""
+        self._num_jobs += 1
+        num_bytes = 0 if kind == "find" else sum(self.groups[piece.group].block_bytes for piece in moved)
+        lease = Lease(self._num_jobs, kind, tier, moved, num_bytes, fill)
+        if fill is not None:
+            fill.num_leases += 1
+        if kind == "load":
+            tier.loading_bytes += num_bytes
+            for piece in moved:
+                self._device[piece.group].share([piece.block])
+                tier.pools[piece.group].share([piece.place])
+        elif kind == "store":
+            tier.storing_bytes += num_bytes
+        self._leases[lease.job_id] = lease
+        self._outbox.append(
+            TransferJob(
+                job_id=lease.job_id,
+                kind=kind,
+                tier=tier.config.tier,
+                groups=pack_ids([piece.group for piece in moved]),
+                blocks=pack_ids([piece.block for piece in moved]),
+                slots=pack_ids([piece.place - 1 for piece in moved]),
+                keys=b"".join(piece.key for piece in moved),
+            )
+        )
+
+    def take_jobs(self, now_s: float) -> list[TransferJob]:
+        """Jobs to hand to the worker now."""
+        self.plan_stores(now_s)
+        jobs, self._outbox = self._outbox, []
+        for job in jobs:
+            lease = self._leases[job.job_id]
+            if lease.state is LeaseState.PREPARING:
+                lease.state = LeaseState.FILLING
+        return jobs
+
+    def take_done(self, done: TransferDone, now_s: float) -> list[tuple[str, bool]]:
+        """A transfer ended; returns who waited for it, and whether each got all that it waited for."""
+        lease = self._leases.pop(done.job_id)
+        if lease.kind == "store":
+            self._stored(lease, done, now_s)
+            return []
+        if lease.kind == "find":
+            held = [(piece.group, piece.key) for piece, ok in zip(lease.moved, done.done, strict=True) if ok]
+            lease.tier.learn(held)
+        else:
+            self._loaded(lease, done)
+        lease.state = LeaseState.RELEASED
+        return self._ended(lease, all(done.done) or lease.kind == "find", done.elapsed_s)
+
+    def _stored(self, lease: Lease, done: TransferDone, now_s: float) -> None:
+        tier = lease.tier
+        tier.storing_bytes -= lease.num_bytes
+        tier.num_stores -= 1
+        for piece, ok in zip(lease.moved, done.done, strict=True):
+            tier.storing.discard((piece.group, piece.key))
+            if ok:
+                tier.pools[piece.group].publish(piece.place, piece.key)
+            tier.pools[piece.group].free([piece.place])
+        for piece in reversed(lease.moved):
+            self._device[piece.group].free([piece.block])
+        num_done = sum(done.done)
+        tier.counters.num_stored += num_done
+        tier.counters.num_failed += len(done.done) - num_done
+        tier.counters.stored_bytes += done.num_bytes
+        tier.counters.store_s += done.elapsed_s
+        if num_done:
+            tier.store_rate.add(done.num_bytes, done.elapsed_s)
+            tier.succeeded()
+        else:
+            tier.failed(now_s)
+        lease.state = LeaseState.RELEASED
+
+    def _loaded(self, lease: Lease, done: TransferDone) -> None:
+        tier = lease.tier
+        tier.loading_bytes -= lease.num_bytes
+        for piece, ok in zip(lease.moved, done.done, strict=True):
+            self._filling.pop((piece.group, piece.key), None)
+            if ok:
+                self._device[piece.group].publish(piece.block, piece.key)
+                self._device[piece.group].keep(piece.block)
+            elif tier.find(piece.group, piece.key) == piece.place:
+                tier.pools[piece.group].drop(piece.place)
+            tier.pools[piece.group].free([piece.place])
+        for piece in reversed(lease.moved):
+            self._device[piece.group].free([piece.block])
+        num_done = sum(done.done)
+        tier.counters.num_loaded += num_done
+        tier.counters.num_failed += len(done.done) - num_done
+        tier.counters.loaded_bytes += done.num_bytes
+        tier.counters.load_s += done.elapsed_s
+        if num_done:
+            tier.load_rate.add(done.num_bytes, done.elapsed_s)
+
+    def _ended(self, lease: Lease, ok: bool, elapsed_s: float) -> list[tuple[str, bool]]:
+        """Names who waited, when the last lease of a fill has ended."""
+        fill = lease.fill
+        assert fill is not None
+        fill.num_leases -= 1
+        fill.failed |= not ok
+        if fill.num_leases:
+            return []
+        waiters = [(request_id, True) for request_id in fill.waiters]
+        if fill.abandoned:
+            return waiters
+        del self._fills[fill.request_id]
+        if fill.num_tokens and not fill.failed and self.prefill_rate.measured:
+            lease.tier.counters.saved_s += self.prefill_rate.seconds(fill.num_tokens) - elapsed_s
+        return [(fill.request_id, not fill.failed), *waiters]
+
+    # Views.
+
+    def is_idle(self, now_s: float) -> bool:
+        """Whether nothing moves and nothing waits to be stored where it can be."""
+        return not self._leases and not any(tier.backlog for tier in self.tiers if tier.accepts(now_s))
+
+    def references(self, g: int) -> Counter[int]:
+        """Device blocks of group g that leases refer to."""
+        moving = (lease for lease in self._leases.values() if lease.kind != "find")
+        return Counter(piece.block for lease in moving for piece in lease.moved if piece.group == g)
+
+    def check(self) -> None:
+        """Assert in every tier and group: free + held + in use = total, and references equal those of leases."""
+        for tier in self.tiers:
+            moving = [lease for lease in self._leases.values() if lease.tier is tier and lease.kind != "find"]
+            for g, pool in enumerate(tier.pools):
+                pool.check(Counter(piece.place for lease in moving for piece in lease.moved if piece.group == g))
+            assert tier.storing_bytes == sum(lease.num_bytes for lease in moving if lease.kind == "store")
+            assert tier.loading_bytes == sum(lease.num_bytes for lease in moving if lease.kind == "load")
+        moving_to = {(piece.group, piece.key) for lease in self._leases.values() for piece in lease.moved}
+        assert self._filling.keys() <= moving_to, "a block is said to come, but nothing brings it"

@@ -1,0 +1,154 @@
+"""Moves blocks between the arenas of a device and the stores below it, beside the steps."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pypto_serving.ipc import SocketChannel
+from pypto_serving.store.base import BlockBytes, Piece, Store
+from pypto_serving.types.tier import KEY_BYTES, Tier, TransferDone, TransferJob, TransferReport, Transfers
+from pypto_serving.types.tokens import unpack_ids
+
+LOAD_THREADS: dict[Tier, int] = {"host": 1, "disk": 4, "remote": 2}
+"""Threads that load from a tier at once; one more stores in it."""
+
+
+class Mover:
+    """Knows where blocks lie: `arenas[g]`, uint8 [num_blocks, block_bytes], and the stores."""
+
+    def __init__(self, arenas: Sequence[BlockBytes], stores: Mapping[Tier, Store]) -> None:
+        self.arenas = arenas
+        self.stores = stores
+
+    def pieces(self, job: TransferJob) -> list[Piece]:
+        """The parts of a job."""
+        groups, blocks, slots = (unpack_ids(part).tolist() for part in (job.groups, job.blocks, job.slots))
+        return [
+            Piece(g, slots[i], job.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], self.arenas[g][blocks[i]])
+            for i, g in enumerate(groups)
+        ]
+
+    def move(self, job: TransferJob, pieces: Sequence[Piece]) -> list[bool]:
+        """Do some pieces of a job; which of them worked."""
+        store = self.stores[job.tier]
+        if job.kind == "find":
+            return store.find([piece.key for piece in pieces])
+        return store.load(pieces) if job.kind == "load" else store.store(pieces)
+
+
+class RunningJob:
+    """A job in parts, which threads do in any order. Changed under `lock`."""
+
+    def __init__(self, job: TransferJob, pieces: Sequence[Piece], num_parts: int) -> None:
+        self.job = job
+        self.pieces = pieces
+        self.num_parts = max(1, min(num_parts, len(pieces)))
+        self.done = bytearray(len(pieces))
+        self.started_s = time.monotonic()
+        self.lock = threading.Lock()
+        self._left = self.num_parts
+
+    def part(self, number: int) -> slice:
+        """Pieces of part `number`."""
+        size = len(self.pieces)
+        return slice(size * number // self.num_parts, size * (number + 1) // self.num_parts)
+
+    def finish(self, part: slice, worked: Sequence[bool]) -> TransferDone | None:
+        """Take in a part; the result of the whole job after the last one."""
+        with self.lock:
+            self.done[part] = bytes(worked)
+            self._left -= 1
+            if self._left:
+                return None
+        moved = zip(self.pieces, self.done, strict=True)
+        num_bytes = 0 if self.job.kind == "find" else sum(piece.memory.nbytes for piece, done in moved if done)
+        return TransferDone(self.job.job_id, bytes(self.done), num_bytes, time.monotonic() - self.started_s)
+
+
+class TransferServer:
+    """Owns the threads of a worker's transfers; takes jobs from a channel of its own and reports over it.
+
+    Loads of a message wait for its `after_step`. One thread talks; for each tier some load and one stores.
+    """
+
+    def __init__(self, channel: SocketChannel[Transfers], mover: Mover, epoch: int) -> None:
+        self._channel = channel
+        self._mover = mover
+        self._epoch = epoch
+        self._loaders = {tier: ThreadPoolExecutor(LOAD_THREADS[tier], f"load-{tier}") for tier in mover.stores}
+        self._storers = {tier: ThreadPoolExecutor(1, f"store-{tier}") for tier in mover.stores}
+        self._completed_step = 0
+        self._waiting: deque[tuple[int, TransferJob]] = deque()
+        self._done: deque[TransferDone] = deque()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="transfers", daemon=True)
+        self._thread.start()
+
+    def step_done(self, step_id: int) -> None:
+        """Called by the worker's main thread after each step."""
+        self._completed_step = step_id
+        if self._waiting:
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while not self._closing and not self._channel.gone:
+            poller.register(self._channel.socket, self._channel.events)
+            if any(fd == self._wake for fd, _ in poller.poll()):
+                os.eventfd_read(self._wake)
+            while (message := self._channel.receive()) is not None:
+                self._take(message)
+            while self._waiting and self._waiting[0][0] <= self._completed_step:
+                self._start(self._waiting.popleft()[1])
+            self._report()
+
+    def _take(self, message: Transfers) -> None:
+        for job in message.jobs:
+            if job.kind == "load":
+                self._waiting.append((message.after_step, job))
+            else:
+                self._start(job)
+
+    def _start(self, job: TransferJob) -> None:
+        loads = job.kind == "load"
+        running = RunningJob(job, self._mover.pieces(job), LOAD_THREADS[job.tier] if loads else 1)
+        pool = self._storers[job.tier] if job.kind == "store" else self._loaders[job.tier]
+        for number in range(running.num_parts):
+            pool.submit(self._do, running, running.part(number))
+
+    def _do(self, running: RunningJob, part: slice) -> None:
+        try:
+            pieces = running.pieces[part]
+            worked = self._mover.move(running.job, pieces)
+        except BaseException:
+            os._exit(1)
+        done = running.finish(part, worked)
+        if done is not None:
+            self._done.append(done)
+            os.eventfd_write(self._wake, 1)
+
+    def _report(self) -> None:
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        if done:
+            self._channel.send(TransferReport(self._epoch, done))
+        self._channel.flush()
+
+    def close(self) -> None:
+        """Let what was begun end, and close the stores."""
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        for pool in (*self._loaders.values(), *self._storers.values()):
+            pool.shutdown(cancel_futures=True)
+        for store in self._mover.stores.values():
+            store.close()
