@@ -87,10 +87,8 @@ class InlineExecutor:
             if delay > 0 or (job.kind == "load" and after_step > self._completed_step):
                 left.append((delay - 1, after_step, job))
                 continue
-            pieces = self._mover.pieces(job)
-            worked = self._mover.move(job, pieces)
-            num_bytes = sum(piece.memory.nbytes for piece, ok in zip(pieces, worked, strict=True) if ok)
-            done.append(TransferDone(job.job_id, bytes(worked), num_bytes, 0.001))
+            worked = self._mover.move(job, self._mover.pieces(job))
+            done.append(TransferDone(job.job_id, bytes(worked), 0.001))
         self._moving = left
         return TransferReport(self.epoch, done)
 

@@ -241,6 +241,15 @@ class KVCacheManager:
         self._set_capacity(sequence)
         return added
 
+    def will_fit(self, request_id: str, num_tokens: int) -> bool:
+        """Whether a request can grow to `num_tokens` once blocks that are being stored in lower tiers are free."""
+        sequence = self._sequences[request_id]
+        return all(
+            ceil_div(num_tokens, group.block_size) - len(sequence.tables[g])
+            <= self._pools[g].num_free + self.tiers.num_coming_free(g)
+            for g, group in enumerate(self.groups)
+        )
+
     def _set_capacity(self, sequence: SequenceState) -> None:
         tables = zip(self.groups, sequence.tables, strict=True)
         sequence.capacity = min(len(table) * group.block_size for group, table in tables)

@@ -112,6 +112,9 @@ class BlockPool:
             if block.ref_count == 0:
                 self.released[block_id] = None
 
+    def num_references(self, block_id: int) -> int:
+        return self._blocks[block_id].ref_count
+
     def key(self, block_id: int) -> bytes | None:
         """What a block holds, if it is published."""
         return self._blocks[block_id].key

@@ -22,7 +22,7 @@ MAX_STORES = 2
 MAX_STORE_BYTES = 32 << 20
 """Bytes of one of them, if it is of several blocks."""
 MAX_PINNED = 0.25
-"""Share of a device pool that stores may keep from being used."""
+"""Share of the free device blocks that a job keeps from being used until they are stored."""
 EVICTION_MARGIN = 0.1
 """With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
 MAX_LOADING_BYTES = 1 << 30
@@ -49,7 +49,11 @@ class Moved(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """Blocks of both sides that a transfer holds one reference to each, until it is done."""
+    """Blocks of both sides that a transfer holds one reference to each, until it is done.
+
+    `moved` is in order of position for loads, and the other way round, as blocks come free, for stores: the front of a
+    sequence is let go last, and so evicted last.
+    """
 
     job_id: int
     kind: TransferKind
@@ -198,15 +202,33 @@ class TierManager:
     def plan_stores(self, now_s: float) -> None:
         """Begin to store what came free on the device, as far as the tiers keep up."""
         for g, pool in enumerate(self._device):
-            self._take_released(g, pool, now_s)
+            spare = pool.num_free - int(pool.num_blocks * EVICTION_MARGIN)
+            self._take_released(g, 0 if self.policy == "through" else max(0, spare))
         for tier in self.tiers:
-            while tier.backlog and tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier):
+            while tier.backlog and tier.num_stores < MAX_STORES and tier.accepts(now_s):
+                if not self._store(tier, MAX_PINNED):
+                    break
+
+    def demote(self, now_s: float) -> None:
+        """Begin to store all that came free just now, because it is about to be evicted."""
+        for g in range(len(self._device)):
+            self._take_released(g, 0)
+        for tier in self.tiers:
+            while tier.backlog and tier.accepts(now_s) and self._store(tier, 1.0):
                 pass
 
-    def _take_released(self, g: int, pool: BlockPool, now_s: float) -> None:
-        """Put released blocks in the backlogs of tiers that lack them; where they are known, they were of use."""
-        left = 0 if self.policy == "through" else pool.num_free - int(pool.num_blocks * EVICTION_MARGIN)
-        while len(pool.released) > max(0, left):
+    def num_coming_free(self, g: int) -> int:
+        """Blocks of group g that nobody uses once they are stored."""
+        pool = self._device[g]
+        storing = (lease for lease in self._leases.values() if lease.kind == "store")
+        return sum(
+            1 for lease in storing for piece in lease.moved if piece.group == g and pool.num_references(piece.block) == 1
+        )
+
+    def _take_released(self, g: int, left: int) -> None:
+        """Put released blocks, all but `left`, in the backlogs of tiers that lack them; known ones were of use."""
+        pool = self._device[g]
+        while len(pool.released) > left:
             block_id, _ = pool.released.popitem(last=False)
             key = pool.key(block_id)
             assert key is not None
@@ -217,8 +239,11 @@ class TierManager:
                 elif tier.writable and (g, key) not in tier.storing:
                     tier.backlog[g, key] = None
 
-    def _store(self, tier: LowerTier) -> bool:
-        """Begin one job from the backlog of a tier; False if there is nothing to store or no room."""
+    def _store(self, tier: LowerTier, max_pinned: float) -> bool:
+        """Begin one job from the backlog of a tier; False if there is nothing to store or no room.
+
+        It keeps at most the share `max_pinned` of free device blocks from being used.
+        """
         moved: list[Moved] = []
         num_bytes, pinned = 0, Counter[int]()
         while tier.backlog:
@@ -230,7 +255,7 @@ class TierManager:
             if tier.find(g, key) is not None or (g, key) in tier.storing:
                 continue
             over = moved and num_bytes + self.groups[g].block_bytes > MAX_STORE_BYTES
-            if over or not pool.num_free or pinned[g] > device.num_free * MAX_PINNED:
+            if over or not pool.num_free or pinned[g] > device.num_free * max_pinned:
                 tier.backlog[g, key] = None
                 tier.backlog.move_to_end((g, key), last=False)
                 break
@@ -306,15 +331,14 @@ class TierManager:
             if ok:
                 tier.pools[piece.group].publish(piece.place, piece.key)
             tier.pools[piece.group].free([piece.place])
-        for piece in reversed(lease.moved):
             self._device[piece.group].free([piece.block])
-        num_done = sum(done.done)
+        num_done, num_bytes = sum(done.done), self._num_bytes(lease, done)
         tier.counters.num_stored += num_done
         tier.counters.num_failed += len(done.done) - num_done
-        tier.counters.stored_bytes += done.num_bytes
+        tier.counters.stored_bytes += num_bytes
         tier.counters.store_s += done.elapsed_s
         if num_done:
-            tier.store_rate.add(done.num_bytes, done.elapsed_s)
+            tier.store_rate.add(num_bytes, done.elapsed_s)
             tier.succeeded()
         else:
             tier.failed(now_s)
@@ -330,16 +354,21 @@ class TierManager:
                 self._device[piece.group].keep(piece.block)
             elif tier.find(piece.group, piece.key) == piece.place:
                 tier.pools[piece.group].drop(piece.place)
-            tier.pools[piece.group].free([piece.place])
         for piece in reversed(lease.moved):
+            tier.pools[piece.group].free([piece.place])
             self._device[piece.group].free([piece.block])
-        num_done = sum(done.done)
+        num_done, num_bytes = sum(done.done), self._num_bytes(lease, done)
         tier.counters.num_loaded += num_done
         tier.counters.num_failed += len(done.done) - num_done
-        tier.counters.loaded_bytes += done.num_bytes
+        tier.counters.loaded_bytes += num_bytes
         tier.counters.load_s += done.elapsed_s
         if num_done:
-            tier.load_rate.add(done.num_bytes, done.elapsed_s)
+            tier.load_rate.add(num_bytes, done.elapsed_s)
+
+    def _num_bytes(self, lease: Lease, done: TransferDone) -> int:
+        """Bytes of the pieces that were moved."""
+        pieces = zip(lease.moved, done.done, strict=True)
+        return sum(self.groups[piece.group].block_bytes for piece, ok in pieces if ok)
 
     def _ended(self, lease: Lease, ok: bool, elapsed_s: float) -> list[tuple[str, bool]]:
         """Names who waited, when the last lease of a fill has ended."""

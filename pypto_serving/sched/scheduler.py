@@ -138,8 +138,10 @@ class Scheduler:
             self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
             for request in self._waiting.take_expired(now_s)
         ]
+        self.kv.tiers.plan_stores(now_s)
         step = Step(
             self._num_planned + 1,
+            now_s,
             self.config.max_num_batched_tokens,
             new_blocks=[[] for _ in self.kv.groups],
         )
@@ -197,12 +199,9 @@ class Scheduler:
             return
         blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         while blocks is None:
-            if not self._release_loaded():
-                victim = self._victim(step, request, anyone)
-                if victim is None:
-                    step.short_of_blocks = True
-                    return
-                self._preempt(step, victim)
+            if not self._find_blocks(step, request, count, anyone):
+                step.short_of_blocks = True
+                return
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         for pairs, added in zip(step.new_blocks, blocks, strict=True):
             for block_id in added:
@@ -228,12 +227,24 @@ class Scheduler:
         return max(candidates, key=_ORDER, default=None)
 
     def _preempt(self, step: Step, victim: Request) -> None:
-        """Take all blocks of a request; it resumes later by computing prompt and output again."""
+        """Take all blocks of a request. It resumes later, with what a tier holds of it, by computing the rest again."""
         assert victim.id not in step.requests
         self.counters.num_preemptions += 1
         victim.num_preemptions += 1
         step.preempted.add(victim.id)
         self._back_to_waiting(victim)
+        self.kv.tiers.demote(step.now_s)
+
+    def _find_blocks(self, step: Step, request: Request, count: int, anyone: bool) -> bool:
+        """Take blocks from somebody for `request`; False if there is nobody, or enough will come free soon."""
+        if self._release_loaded():
+            return True
+        if self.kv.will_fit(request.id, request.num_computed_tokens + count):
+            return False
+        victim = self._victim(step, request, anyone)
+        if victim is not None:
+            self._preempt(step, victim)
+        return victim is not None
 
     def _release_loaded(self) -> bool:
         """Take the blocks of a waiting request that were loaded for it; False if there is none."""

@@ -25,6 +25,7 @@ class Step:
     """A plan in the making, then in flight."""
 
     step_id: int
+    now_s: float
     budget: int
     scheduled: list[Scheduled] = field(default_factory=list)
     requests: set[str] = field(default_factory=set)

@@ -58,7 +58,6 @@ class TransferDone(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     job_id: int
     done: bytes
-    num_bytes: int
     elapsed_s: float
 
 

@@ -66,9 +66,7 @@ class RunningJob:
             self._left -= 1
             if self._left:
                 return None
-        moved = zip(self.pieces, self.done, strict=True)
-        num_bytes = 0 if self.job.kind == "find" else sum(piece.memory.nbytes for piece, done in moved if done)
-        return TransferDone(self.job.job_id, bytes(self.done), num_bytes, time.monotonic() - self.started_s)
+        return TransferDone(self.job.job_id, bytes(self.done), time.monotonic() - self.started_s)
 
 
 class TransferServer:
