@@ -9,12 +9,12 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import HostFacts
-from pypto_serving.memory import BackendDefaults, MemoryPlan, MemoryPlanner
+from pypto_serving.memory import BackendDefaults, MemoryPlan, MemoryPlanner, plan_tier, tier_slots
 from pypto_serving.options import RULES, Options, flag
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
-from pypto_serving.types.tier import StorePolicy, TierConfig
+from pypto_serving.types.tier import StorePolicy, Tier, TierConfig
 from pypto_serving.util import format_size
 
 __all__ = [
@@ -127,6 +127,9 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts) -> Resolved:
     return _Resolver(options, model, host).resolve()
 
 
+DISK_BYTES = 16 << 30
+REMOTE_BYTES, REMOTE_BLOCKS = 1 << 40, 1 << 16
+"""What the engine core remembers of a remote store, which has a size of its own."""
 WEIGHT_BYTES_PER_THREAD = 32 << 20
 BACKEND_DEFAULTS = {"cpu": BackendDefaults(depth=2), "null": BackendDefaults(simulated=True)}
 
@@ -150,6 +153,10 @@ class _Resolver:
         self.record("max_model_len", model_len, reason)
         memory, reason = planner.plan(model_len)
         self.record("kv_memory", format_size(memory.kv_bytes), reason)
+        tiers = self._tiers(backend, planner.host_bytes)
+        sized = [tier for tier in tiers if tier.tier != "remote"]
+        lower = tuple(group for tier in sized for group in plan_tier(self.model.kv_groups, tier))
+        memory = msgspec.structs.replace(memory, lower=lower)
         engine = EngineConfig(
             backend=backend,
             max_num_seqs=max_num_seqs,
@@ -158,6 +165,8 @@ class _Resolver:
             depth=defaults.depth,
             kernels=kernels,
             packed_cache=self._packed_cache(kernels),
+            tiers=tiers,
+            kv_store=self.pick("kv_store", "through", "default: once nobody uses them"),
             **self._model(),
             **self._batching(backend, planner.step_tokens(model_len)),
             **self._process(),
@@ -213,6 +222,45 @@ class _Resolver:
             folder = ""
         self.record("packed_cache", folder or False, reason)
         return folder
+
+    def _tiers(self, backend: str, host_bytes: int) -> tuple[TierConfig, ...]:
+        """Where KV blocks are kept below the device."""
+        options = self.options
+        off = "default: off" if backend != "cpu" else "off, because the device's memory is host memory; see kv-memory"
+        shown = format_size(host_bytes) if host_bytes else False
+        self.record("kv_host_memory", shown, self._origin_or("kv_host_memory", off))
+        self.record("kv_disk", options.kv_disk or False, self._origin_or("kv_disk", "default: off"))
+        self.record("kv_remote", options.kv_remote or False, self._origin_or("kv_remote", "default: off"))
+        disk_bytes = options.kv_disk_size or DISK_BYTES
+        self.record("kv_disk_size", format_size(disk_bytes), self._origin_or("kv_disk_size", "default"))
+        if options.kv_disk_size and not options.kv_disk:
+            raise ConfigError(f"{options.label('kv_disk_size')} needs a folder; give --kv-disk too, or drop it")
+        tiers = []
+        if host_bytes:
+            tiers.append(self._tier("host", "kv_host_memory", host_bytes))
+        if options.kv_disk:
+            tiers.append(self._tier("disk", "kv_disk_size", disk_bytes, options.kv_disk))
+        if options.kv_remote:
+            tiers.append(self._tier("remote", "kv_remote", REMOTE_BYTES, options.kv_remote))
+        if tiers and options.prefix_caching is False:
+            raise ConfigError(
+                "tiers of the KV cache find blocks by prefix, but prefix caching is off; drop one of them"
+            )
+        return tuple(tiers)
+
+    def _tier(self, tier: Tier, option: str, size_bytes: int, place: str = "") -> TierConfig:
+        groups = self.model.kv_groups
+        slots = tier_slots(groups, size_bytes)
+        if tier == "remote":
+            slots = tuple(min(count, REMOTE_BLOCKS) for count in slots)
+        for group, count in zip(groups, slots, strict=True):
+            if group.keeps_history and count == 0:
+                block = format_size(group.block_bytes)
+                raise ConfigError(
+                    f"{self.options.label(option)} is {format_size(size_bytes)}, too little for a block of KV group "
+                    f"{group.name}, which has {block}; give more"
+                )
+        return TierConfig(tier=tier, size_bytes=size_bytes, num_slots=slots, place=place)
 
     def _threads(self) -> tuple[int, str]:
         """One per CPU; but sharing an operation takes longer than doing it alone where there is little to read."""

@@ -8,6 +8,7 @@ Every group holds the same number of slots for sequences of `max_model_len` toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -15,8 +16,9 @@ import msgspec
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import HostFacts
 from pypto_serving.options import MAX_KV_BYTES, Options
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.tier import TierConfig
 from pypto_serving.util import format_size
 
 PROCESS_BYTES = 512 << 20
@@ -53,14 +55,18 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Source tokens that the usable blocks hold."""
-        return (self.num_blocks - 1) * self.block_tokens
+        """Source tokens that the usable blocks hold; on the device, one is the null block."""
+        return (self.num_blocks - (self.tier == "device")) * self.block_tokens
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where `available_bytes` go. `num_sequences`: sequences of full length that fit at once."""
+    """Where `available_bytes` go. `num_sequences`: sequences of full length that fit at once.
+
+    `lower` are the groups in tiers below the device, of which host memory is taken from `available_bytes` too.
+    """
 
     groups: tuple[GroupPlan, ...]
+    lower: tuple[GroupPlan, ...] = ()
     weight_bytes: int
     workspace_bytes: int
     available_bytes: int
@@ -71,7 +77,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.workspace_bytes + self.kv_bytes
+        return self.weight_bytes + self.workspace_bytes + self.kv_bytes + self.host_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the host tier."""
+        return sum(group.total_bytes for group in self.lower if group.tier == "host")
 
     @property
     def num_sequences(self) -> float:
@@ -113,6 +124,45 @@ def plan_groups(
         )
 
     return tuple(plan(group) for group in groups)
+
+
+def tier_slots(groups: Sequence[KVCacheGroupSpec], size_bytes: int) -> tuple[int, ...]:
+    """Blocks of each group that a lower tier of `size_bytes` keeps: history of N tokens, and tails for N tokens.
+
+    Tails of window and state groups are kept at checkpoints, which are counted twice as often as they come in one
+    sequence, because each prompt and turn ends with one too. A block takes a multiple of 4096 bytes.
+    """
+    step = math.lcm(*(group.block_size for group in groups))
+
+    def tail(group: KVCacheGroupSpec) -> int:
+        return max(
+            (end - group.first_needed(end) // group.block_size * group.block_size) // group.block_size
+            for end in range(step, 9 * step, step)
+        )
+
+    def per_token(group: KVCacheGroupSpec) -> float:
+        return 1 / group.block_size if group.keeps_history else 2 * tail(group) / CHECKPOINT_TOKENS
+
+    strides = [-(-group.block_bytes // 4096) * 4096 for group in groups]
+    num_tokens = size_bytes / sum(per_token(group) * stride for group, stride in zip(groups, strides, strict=True))
+    return tuple(int(num_tokens * per_token(group)) for group in groups)
+
+
+def plan_tier(groups: Sequence[KVCacheGroupSpec], tier: TierConfig) -> tuple[GroupPlan, ...]:
+    """What each group gets in a lower tier."""
+    return tuple(
+        GroupPlan(
+            name=group.name,
+            kind=group.kind,
+            tier=tier.tier,
+            num_layers=len({layer for tensor in group.tensors for layer in tensor.layers}),
+            block_tokens=group.block_size,
+            block_bytes=group.block_bytes,
+            num_blocks=slots,
+            live_blocks=0,
+        )
+        for group, slots in zip(groups, tier.num_slots, strict=True)
+    )
 
 
 def largest(fits: Callable[[int], bool], high: int) -> int:
@@ -159,6 +209,7 @@ class MemoryPlanner:
         self.max_num_seqs = max_num_seqs
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if defaults.simulated else model.weight_bytes
+        self.host_bytes = self._host_bytes()
 
     def step_tokens(self, model_len: int) -> int:
         """The token budget of a step."""
@@ -219,7 +270,14 @@ class MemoryPlanner:
         """Bytes that weights and workspace leave for KV."""
         if self.defaults.simulated:
             return MAX_KV_BYTES
-        return self.available_bytes - self.weight_bytes - self._workspace(model_len)
+        return self.available_bytes - self.weight_bytes - self._workspace(model_len) - self.host_bytes
+
+    def _host_bytes(self) -> int:
+        """Bytes of the host tier."""
+        given = self.options.kv_host_memory
+        if given is None:
+            return 0
+        return int(given * self.available_bytes) if isinstance(given, float) else given
 
     def _kv_limit(self, model_len: int) -> int:
         """Bytes that KV may take, null blocks included."""
@@ -247,7 +305,8 @@ class MemoryPlanner:
         """Refuse what not even the shortest sequence leaves room for."""
         room, free = self._room(2), format_size(self.available_bytes)
         weights, workspace = format_size(self.weight_bytes), format_size(self._workspace(2))
-        taken = f"weights take {weights} and the workspace {workspace} of {free} free"
+        host = f", the host tier {format_size(self.host_bytes)}" if self.host_bytes else ""
+        taken = f"weights take {weights}{host} and the workspace {workspace} of {free} free"
         if room <= 0:
             raise ConfigError(f"too little memory: {taken}; {self._how_to_shrink()}")
         asked = self._kv_limit(2)
@@ -258,6 +317,8 @@ class MemoryPlanner:
             )
 
     def _how_to_shrink(self) -> str:
+        if self.host_bytes:
+            return "lower --kv-host-memory"
         if self.weight_bytes < self.available_bytes:
             return "lower --max-num-batched-tokens or --max-num-seqs, or free memory"
         smaller = "give --dtype bfloat16, " if self.model.dtype == "float32" else ""

@@ -156,6 +156,21 @@ class Memory:
         return int(number)
 
 
+@dataclass(frozen=True)
+class Size:
+    """A size, kept as int bytes."""
+
+    allowed: str = "a size such as 20GiB, or a number of bytes"
+
+    def parse(self, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError
+        number = int(_number(value))
+        if not 1 <= number <= MAX_KV_BYTES:
+            raise ValueError
+        return number
+
+
 def _number(value: int | float | str) -> float:
     if not isinstance(value, str):
         return value
@@ -184,6 +199,11 @@ RULES: dict[str, Rule] = {
     "block_size": PowerOfTwo(1, 1024),
     "kv_memory": Memory(),
     "prefix_caching": Switch(),
+    "kv_host_memory": Memory(),
+    "kv_disk": Text(),
+    "kv_disk_size": Size(),
+    "kv_remote": Text(),
+    "kv_store": Choice(("through", "eviction")),
     "host": Text(),
     "port": Whole(0, 65535),
     "api_key": Text(),
@@ -219,6 +239,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None = None
     kv_memory: int | float | None = None
     prefix_caching: bool | None = None
+    kv_host_memory: int | float | None = None
+    kv_disk: str | None = None
+    kv_disk_size: int | None = None
+    kv_remote: str | None = None
+    kv_store: str | None = None
     host: str | None = None
     port: int | None = None
     api_key: str | None = None

@@ -24,7 +24,8 @@ from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.client import EngineClient
 from pypto_serving.engine.metrics import CONTENT_TYPE
-from pypto_serving.errors import PyptoError
+from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.types.tier import TIERS
 
 
 class Application(FastAPI):
@@ -64,6 +65,7 @@ def _add_routes(app: FastAPI) -> None:
         ("/metrics", metrics),
     ):
         app.add_api_route(path, reader, methods=["GET"], response_model=None)
+    app.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"], response_model=None)
     app.add_api_route("/health", health, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
@@ -73,6 +75,17 @@ async def health(request: Request) -> Response:
     state = service.health()
     body = {"status": state.status, "detail": state.detail, "last_step_age_s": round(state.age_s, 3)}
     return Response(msgspec.json.encode(body), 200 if state.ok else 503, media_type="application/json")
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget cached blocks: of all tiers, or of those that the query names, as `?tier=device&tier=host`."""
+    service: Service = request.app.state.service
+    names = request.query_params.getlist("tier")
+    for name in names:
+        if name not in TIERS:
+            raise RequestError(f"the tier is {name[:200]!r}, but must be one of {', '.join(TIERS)}", param="tier")
+    service.engine.clear_cache([tier for tier in TIERS if not names or tier in names])
+    return Response()
 
 
 async def show_version(request: Request) -> Response:

@@ -60,6 +60,22 @@ FLAGS = (
         "Tokens per KV block, a power of two; the CPU kernels need at least 32. (default: 32)",
     ),
     Flag("prefix_caching", KV, "", "Reuse the KV of prompts that begin alike. (default: on)"),
+    Flag(
+        "kv_host_memory",
+        KV,
+        "SIZE",
+        "Keep KV blocks that leave the device in host memory too: 2GiB, or 0.3 of what is free. (default: off)",
+    ),
+    Flag("kv_disk", KV, "DIR", "Keep KV blocks on disk too, also for later starts. (default: off)"),
+    Flag("kv_disk_size", KV, "SIZE", "Size that DIR may have. (default: 16GiB)"),
+    Flag("kv_remote", KV, "URL", "Keep KV blocks in a store that replicas share: mooncake://HOST:PORT. (default: off)"),
+    Flag(
+        "kv_store",
+        KV,
+        "WHEN",
+        "When blocks go to those: through, once nobody uses them, or eviction, when the device is about to need their "
+        "place. (default: through)",
+    ),
     Flag("backend", DEVICE, "NAME", "cpu, or null (no model, for tests). (default: cpu)", "--device"),
     Flag(
         "kernels",

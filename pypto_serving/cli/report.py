@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from pypto_serving.config import Resolved
-from pypto_serving.memory import GroupPlan, MemoryPlan
+from pypto_serving.memory import GroupPlan
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import format_size
 
@@ -34,11 +34,12 @@ def as_json(resolved: Resolved, model: ModelSpec, sampling: dict[str, Any]) -> s
         "memory": {
             "groups": [
                 msgspec.structs.asdict(g) | {"total_bytes": g.total_bytes, "num_tokens": g.num_tokens}
-                for g in memory.groups
+                for g in (*memory.groups, *memory.lower)
             ],
             "weight_bytes": memory.weight_bytes,
             "workspace_bytes": memory.workspace_bytes,
             "kv_bytes": memory.kv_bytes,
+            "host_bytes": memory.host_bytes,
             "total_bytes": memory.total_bytes,
             "available_bytes": memory.available_bytes,
             "num_sequences": round(memory.num_sequences, 2),
@@ -52,15 +53,20 @@ def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Itera
     facts = f"{_count(model.num_parameters)} parameters, {model.num_layers} layers{weights}"
     yield "Model", [f"{model.architecture}, {facts}"]
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
-    yield "Memory plan", _memory_lines(resolved.memory, resolved.engine.max_model_len)
+    yield "Memory plan", _memory_lines(resolved)
 
 
-def _memory_lines(plan: MemoryPlan, model_len: int) -> Iterable[str]:
+def _memory_lines(resolved: Resolved) -> Iterable[str]:
+    plan, model_len = resolved.memory, resolved.engine.max_model_len
     head = ("KV group", "kind", "tier", "layers", "tokens/block", "bytes/block", "blocks", "memory", "tokens held")
-    yield from columns([head, *map(_group_row, plan.groups)])
+    yield from columns([head, *map(_group_row, (*plan.groups, *plan.lower))])
+    for tier in resolved.engine.tiers:
+        if tier.tier == "remote":
+            yield f"remote tier {tier.place}, as large as it is"
+    host = f" + host tier {format_size(plan.host_bytes)}" if plan.host_bytes else ""
     yield (
         f"weights {format_size(plan.weight_bytes)} + workspace {format_size(plan.workspace_bytes)} + "
-        f"KV {format_size(plan.kv_bytes)} = {format_size(plan.total_bytes)} of "
+        f"KV {format_size(plan.kv_bytes)}{host} = {format_size(plan.total_bytes)} of "
         f"{format_size(plan.available_bytes)} free"
     )
     yield f"room for {plan.num_sequences:.4g} sequences of {model_len} tokens at once"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import time
 
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import ProcessExecutor
@@ -13,6 +14,9 @@ from pypto_serving.ipc import Parent, SocketChannel
 from pypto_serving.types.request import ToCore
 from pypto_serving.types.start import CoreStart
 from pypto_serving.util import MonotonicClock
+
+FLUSH_S = 3.0
+"""The longest time that blocks on their way to lower tiers delay the end."""
 
 
 def run(start: CoreStart) -> None:
@@ -29,6 +33,10 @@ def run(start: CoreStart) -> None:
             if core.stopping:
                 break
             executor.wait(channel, start.config.faults.heartbeat_s)
+        deadline_s = time.monotonic() + FLUSH_S
+        while not core.at_rest and (left_s := deadline_s - time.monotonic()) > 0:
+            executor.wait(channel, left_s)
+            core.turn()
     finally:
         executor.stop()
     channel.close(linger_s=1.0)

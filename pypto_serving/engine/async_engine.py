@@ -18,6 +18,7 @@ from pypto_serving.ipc import Child, ChildFault, SocketChannel
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,
+    ClearCache,
     CoreFailed,
     CoreOutputs,
     CoreProgress,
@@ -30,11 +31,12 @@ from pypto_serving.types.request import (
 )
 from pypto_serving.types.start import CoreStart
 from pypto_serving.types.stats import StepStats
+from pypto_serving.types.tier import Tier
 
 log = logging.getLogger(__name__)
 
 SILENT_BEATS = 10
-STOP_PATIENCE_S = 3.0
+STOP_PATIENCE_S = 6.0
 MAX_CORE_RESPAWNS = 3
 
 
@@ -252,6 +254,9 @@ class AsyncEngine:
             self._streams.pop(request_id).forget(request_id)
         if known:
             self._send(AbortRequests(known))
+
+    def clear_cache(self, tiers: Sequence[Tier]) -> None:
+        self._send(ClearCache(tuple(tiers)))
 
     def _send(self, message: msgspec.Struct) -> None:
         channel = self._channel

@@ -10,6 +10,7 @@ from pypto_serving.config import EngineConfig
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.stats import StepStats
+from pypto_serving.types.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,9 @@ class EngineClient(Protocol):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more; unknown and finished ids are ignored."""
+
+    def clear_cache(self, tiers: Sequence[Tier]) -> None:
+        """Forget cached blocks of some tiers."""
 
     def health(self) -> Health:
         """Progress, not existence: see Health."""

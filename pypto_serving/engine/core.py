@@ -12,6 +12,7 @@ from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,
+    ClearCache,
     CoreFailed,
     CoreOutputs,
     CoreProgress,
@@ -25,6 +26,8 @@ from pypto_serving.types.stats import StepStats
 from pypto_serving.types.step import WorkerHello
 from pypto_serving.types.tier import TransferReport
 from pypto_serving.util import Clock
+
+SHUTTING_DOWN = RequestFault(503, "unavailable", "the server is shutting down")
 
 
 class EngineCore:
@@ -69,7 +72,10 @@ class EngineCore:
             self._outputs += [output for output in refused if output is not None]
         elif isinstance(message, AbortRequests):
             self._outputs += self.scheduler.abort(message.request_ids)
+        elif isinstance(message, ClearCache):
+            self.scheduler.kv.clear(message.tiers)
         elif isinstance(message, ShutdownCore):
+            self._outputs += self.scheduler.fail_all(SHUTTING_DOWN, self._clock.now())
             self.stopping = True
 
     def _handle(self, event: Event, now_s: float) -> None:
@@ -168,7 +174,13 @@ class EngineCore:
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             kv_usage=self.scheduler.kv.usage(),
+            tiers=tuple(tier.stats() for tier in self.scheduler.kv.tiers.tiers),
         )
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is lost by ending now: no block is on its way down, nor could be."""
+        return not self._ready or self.scheduler.kv.tiers.is_idle(self._clock.now())
 
     def check(self) -> None:
         """Assert that nothing leaked in any owner."""

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from pypto_serving.engine.client import EngineClient
 from pypto_serving.types.request import Timeline
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.stats import StepStats, TierStats
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -79,6 +79,29 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "vllm:request_prompt_tokens": ("Prompt tokens of a finished request.", None),
     "vllm:request_generation_tokens": ("Output tokens of a finished request.", None),
     "vllm:iteration_tokens_total": ("Tokens computed per engine step.", None),
+}
+
+
+_TIER_GAUGES = {
+    "writable": "1 while blocks can be stored in a tier.",
+    "num_blocks": "Blocks that fit in a tier.",
+    "held_blocks": "Blocks that a tier holds.",
+    "queued_bytes": "Bytes on their way to or from a tier.",
+    "backlog_blocks": "Blocks that wait to be stored in a tier.",
+}
+_TIER_COUNTERS = {
+    "hit_tokens": "Prompt tokens that came from a tier.",
+    "loaded_blocks": "Blocks loaded from a tier.",
+    "loaded_bytes": "Bytes loaded from a tier.",
+    "load_s": "Time that loads from a tier took, one after the other.",
+    "stored_blocks": "Blocks stored in a tier.",
+    "stored_bytes": "Bytes stored in a tier.",
+    "store_s": "Time that stores in a tier took, one after the other.",
+    "evicted_blocks": "Blocks that a tier gave up for others.",
+    "failed_blocks": "Blocks that could not be moved.",
+    "lost_blocks": "Blocks evicted from the device before a tier could take them.",
+    "refused_fills": "Loads not begun because computing was expected to be faster.",
+    "saved_s": "Computing time spared by loads from a tier, less their own.",
 }
 
 
@@ -167,6 +190,7 @@ class ServerMetrics(Collector):
         stats = self._engine.stats
         yield from self._gauges(stats)
         yield from self._counters(stats)
+        yield from self._tiers(stats.tiers)
         yield self._counter("vllm:request_success", "Finished requests.", self._finished.items(), "finished_reason")
         statuses = ((str(status), count) for status, count in sorted(self._responses.items()))
         yield self._counter("pypto:http_responses", "HTTP responses by status.", statuses, "status")
@@ -213,6 +237,16 @@ class ServerMetrics(Collector):
             ("pypto:engine_steps", "Engine steps.", stats.num_steps),
         ):
             yield self._counter(name, help_text, [("", value)])
+
+    def _tiers(self, tiers: Sequence[TierStats]) -> Iterator[Metric]:
+        for field, help_text in _TIER_GAUGES.items():
+            family = GaugeMetricFamily(f"pypto:kv_tier_{field}", help_text, labels=["model_name", "tier"])
+            for tier in tiers:
+                family.add_metric([*self._labels, tier.tier], float(getattr(tier, field)))
+            yield family
+        for field, help_text in _TIER_COUNTERS.items():
+            name = "pypto:kv_tier_" + field.removesuffix("_s") + ("_seconds" if field.endswith("_s") else "")
+            yield self._counter(name, help_text, [(tier.tier, getattr(tier, field)) for tier in tiers], "tier")
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=["model_name"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pypto_serving.kv.pool import BlockPool
 from pypto_serving.kv.rate import Rate
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.stats import TierStats
 from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory
 from pypto_serving.types.tokens import unpack_ids
 
@@ -20,17 +21,18 @@ GroupKey = tuple[int, bytes]
 
 @dataclass(slots=True)
 class TierCounters:
-    """Totals since the start. `lost` blocks were evicted above before they could be stored here."""
+    """Totals since the start; see TierStats."""
 
+    hit_tokens: int = 0
+    loaded_blocks: int = 0
     loaded_bytes: int = 0
-    stored_bytes: int = 0
     load_s: float = 0.0
+    stored_blocks: int = 0
+    stored_bytes: int = 0
     store_s: float = 0.0
-    num_loaded: int = 0
-    num_stored: int = 0
-    num_failed: int = 0
-    num_lost: int = 0
-    num_refused: int = 0
+    failed_blocks: int = 0
+    lost_blocks: int = 0
+    refused_fills: int = 0
     saved_s: float = 0.0
 
 
@@ -98,16 +100,26 @@ class LowerTier:
         """Whether blocks may be stored here now."""
         return self.writable and now_s >= self.retry_s
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that fit, over all groups."""
-        return sum(self.config.num_slots)
-
-    @property
-    def num_held(self) -> int:
-        """Blocks that can be found, over all groups."""
-        return sum(pool.num_published for pool in self.pools)
-
-    @property
-    def num_evicted(self) -> int:
-        return sum(pool.num_evicted for pool in self.pools)
+    def stats(self) -> TierStats:
+        """One snapshot."""
+        counters = self.counters
+        return TierStats(
+            tier=self.config.tier,
+            writable=self.writable,
+            num_blocks=sum(self.config.num_slots),
+            held_blocks=sum(pool.num_published for pool in self.pools),
+            queued_bytes=self.loading_bytes + self.storing_bytes,
+            backlog_blocks=len(self.backlog),
+            hit_tokens=counters.hit_tokens,
+            loaded_blocks=counters.loaded_blocks,
+            loaded_bytes=counters.loaded_bytes,
+            load_s=counters.load_s,
+            stored_blocks=counters.stored_blocks,
+            stored_bytes=counters.stored_bytes,
+            store_s=counters.store_s,
+            evicted_blocks=sum(pool.num_evicted for pool in self.pools),
+            failed_blocks=counters.failed_blocks,
+            lost_blocks=counters.lost_blocks,
+            refused_fills=counters.refused_fills,
+            saved_s=counters.saved_s,
+        )

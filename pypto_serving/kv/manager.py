@@ -5,19 +5,16 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
 from pypto_serving.kv.prefix import KeyChain, root_key
 from pypto_serving.kv.sequence import SequenceState
 from pypto_serving.kv.tiers import TierManager, Wanted
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec
 from pypto_serving.types.tier import Tier, TierInventory, TransferDone
 from pypto_serving.util import ceil_div
-
-CHECKPOINT_TOKENS = 2048
-"""Beside the ends of prompts and turns, tails of window and state groups are kept every so many tokens."""
 
 BlockIds = tuple[list[int], ...]
 """Block ids per group, in order of position."""
@@ -388,6 +385,13 @@ class KVCacheManager:
         self._pools = [BlockPool(count) for count in num_blocks]
         self._sequences.clear()
         self.tiers.open(self._pools, inventories)
+
+    def clear(self, tiers: Collection[Tier]) -> None:
+        """Forget cached blocks of some tiers. Running requests keep what they use; nobody else finds it."""
+        self.tiers.clear(tiers)
+        if "device" in tiers:
+            for pool in self._pools:
+                pool.drop_all()
 
     def usage(self) -> tuple[float, ...]:
         """Share of each group's blocks that requests hold, in [0, 1]."""

@@ -137,6 +137,11 @@ class BlockPool:
         if block_id in self._free:
             self._free.move_to_end(block_id, last=False)
 
+    def drop_all(self) -> None:
+        """Forget what all blocks hold, those in use too."""
+        for block_id in list(self._by_key.values()):
+            self.drop(block_id)
+
     def _forget(self, block_id: int) -> None:
         block = self._blocks[block_id]
         if block.key is not None:

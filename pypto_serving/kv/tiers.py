@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pypto_serving.kv.lower import GroupKey, LowerTier
 from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
 from pypto_serving.kv.rate import Rate
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.tier import TIERS, StorePolicy, Tier, TierConfig, TierInventory, TransferDone, TransferJob
+from pypto_serving.types.tier import (
+    TIERS,
+    StorePolicy,
+    Tier,
+    TierConfig,
+    TierInventory,
+    TransferDone,
+    TransferJob,
+    TransferKind,
+)
 from pypto_serving.types.tokens import pack_ids
-
-TransferKind = Literal["load", "store", "find"]
 
 MAX_STORES = 2
 """Jobs that store in one tier at once."""
@@ -52,7 +59,7 @@ class Lease:
     """Blocks of both sides that a transfer holds one reference to each, until it is done.
 
     `moved` is in order of position for loads, and the other way round, as blocks come free, for stores: the front of a
-    sequence is let go last, and so evicted last.
+    sequence is let go last, and so evicted last. What a `void` lease brings is not published: it was to be forgotten.
     """
 
     job_id: int
@@ -62,6 +69,7 @@ class Lease:
     num_bytes: int
     fill: Fill | None
     state: LeaseState = LeaseState.PREPARING
+    void: bool = False
 
 
 @dataclass(slots=True)
@@ -150,7 +158,7 @@ class TierManager:
         for tier in self.tiers:
             if tier_bytes[tier.config.tier]:
                 tier.load_rate.refuse()
-                tier.counters.num_refused += 1
+                tier.counters.refused_fills += 1
         return False
 
     # Up.
@@ -220,10 +228,9 @@ class TierManager:
     def num_coming_free(self, g: int) -> int:
         """Blocks of group g that nobody uses once they are stored."""
         pool = self._device[g]
-        storing = (lease for lease in self._leases.values() if lease.kind == "store")
-        return sum(
-            1 for lease in storing for piece in lease.moved if piece.group == g and pool.num_references(piece.block) == 1
-        )
+        storing = (lease.moved for lease in self._leases.values() if lease.kind == "store")
+        mine = (piece.block for moved in storing for piece in moved if piece.group == g)
+        return sum(1 for block in mine if pool.num_references(block) == 1)
 
     def _take_released(self, g: int, left: int) -> None:
         """Put released blocks, all but `left`, in the backlogs of tiers that lack them; known ones were of use."""
@@ -250,7 +257,7 @@ class TierManager:
             (g, key), _ = tier.backlog.popitem(last=False)
             block, pool, device = self._device[g].find(key), tier.pools[g], self._device[g]
             if block is None:
-                tier.counters.num_lost += 1
+                tier.counters.lost_blocks += 1
                 continue
             if tier.find(g, key) is not None or (g, key) in tier.storing:
                 continue
@@ -314,6 +321,8 @@ class TierManager:
         if lease.kind == "store":
             self._stored(lease, done, now_s)
             return []
+        if lease.kind == "clear":
+            return []
         if lease.kind == "find":
             held = [(piece.group, piece.key) for piece, ok in zip(lease.moved, done.done, strict=True) if ok]
             lease.tier.learn(held)
@@ -328,13 +337,13 @@ class TierManager:
         tier.num_stores -= 1
         for piece, ok in zip(lease.moved, done.done, strict=True):
             tier.storing.discard((piece.group, piece.key))
-            if ok:
+            if ok and not lease.void:
                 tier.pools[piece.group].publish(piece.place, piece.key)
             tier.pools[piece.group].free([piece.place])
             self._device[piece.group].free([piece.block])
         num_done, num_bytes = sum(done.done), self._num_bytes(lease, done)
-        tier.counters.num_stored += num_done
-        tier.counters.num_failed += len(done.done) - num_done
+        tier.counters.stored_blocks += num_done
+        tier.counters.failed_blocks += len(done.done) - num_done
         tier.counters.stored_bytes += num_bytes
         tier.counters.store_s += done.elapsed_s
         if num_done:
@@ -349,7 +358,7 @@ class TierManager:
         tier.loading_bytes -= lease.num_bytes
         for piece, ok in zip(lease.moved, done.done, strict=True):
             self._filling.pop((piece.group, piece.key), None)
-            if ok:
+            if ok and not lease.void:
                 self._device[piece.group].publish(piece.block, piece.key)
                 self._device[piece.group].keep(piece.block)
             elif tier.find(piece.group, piece.key) == piece.place:
@@ -358,8 +367,8 @@ class TierManager:
             tier.pools[piece.group].free([piece.place])
             self._device[piece.group].free([piece.block])
         num_done, num_bytes = sum(done.done), self._num_bytes(lease, done)
-        tier.counters.num_loaded += num_done
-        tier.counters.num_failed += len(done.done) - num_done
+        tier.counters.loaded_blocks += num_done
+        tier.counters.failed_blocks += len(done.done) - num_done
         tier.counters.loaded_bytes += num_bytes
         tier.counters.load_s += done.elapsed_s
         if num_done:
@@ -386,6 +395,17 @@ class TierManager:
             lease.tier.counters.saved_s += self.prefill_rate.seconds(fill.num_tokens) - elapsed_s
         return [(fill.request_id, not fill.failed), *waiters]
 
+    def clear(self, tier_names: Collection[Tier]) -> None:
+        """Forget what some lower tiers hold, and have their stores forget it. What is on its way is not published."""
+        for lease in self._leases.values():
+            lease.void |= "device" in tier_names or lease.tier.config.tier in tier_names
+        for tier in self.tiers:
+            if tier.config.tier in tier_names:
+                tier.backlog.clear()
+                for pool in tier.pools:
+                    pool.drop_all()
+                self._lease("clear", tier, [])
+
     # Views.
 
     def is_idle(self, now_s: float) -> bool:
@@ -394,13 +414,15 @@ class TierManager:
 
     def references(self, g: int) -> Counter[int]:
         """Device blocks of group g that leases refer to."""
-        moving = (lease for lease in self._leases.values() if lease.kind != "find")
+        moving = (lease for lease in self._leases.values() if lease.kind in ("load", "store"))
         return Counter(piece.block for lease in moving for piece in lease.moved if piece.group == g)
 
     def check(self) -> None:
         """Assert in every tier and group: free + held + in use = total, and references equal those of leases."""
         for tier in self.tiers:
-            moving = [lease for lease in self._leases.values() if lease.tier is tier and lease.kind != "find"]
+            moving = [
+                lease for lease in self._leases.values() if lease.tier is tier and lease.kind in ("load", "store")
+            ]
             for g, pool in enumerate(tier.pools):
                 pool.check(Counter(piece.place for lease in moving for piece in lease.moved if piece.group == g))
             assert tier.storing_bytes == sum(lease.num_bytes for lease in moving if lease.kind == "store")

@@ -320,6 +320,8 @@ class Scheduler:
         self._running[request.id] = request
         if request.num_cached_tokens < 0:
             sources = self.kv.sources(request.id, match)
+            for tier in self.kv.tiers.tiers:
+                tier.counters.hit_tokens += sources[tier.config.tier]
             request.num_cached_tokens = match.num_tokens
             request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
             request.scheduled_s = now_s

@@ -46,5 +46,8 @@ class Store(Protocol):
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks could be loaded by key, as far as that can be told without reading them."""
 
+    def clear(self) -> None:
+        """Forget everything."""
+
     def close(self) -> None:
         """Let go of files and connections; what `store` answered for stays."""

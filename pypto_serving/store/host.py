@@ -51,5 +51,8 @@ class HostStore:
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         return [False] * len(keys)
 
+    def clear(self) -> None:
+        """Nothing is found here by key."""
+
     def close(self) -> None:
         """The memory is the parent's."""

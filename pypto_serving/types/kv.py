@@ -11,6 +11,9 @@ from pypto_serving.errors import ConfigError
 
 GroupKind = Literal["full", "sliding_window", "compressed", "rolling_state"]
 
+CHECKPOINT_TOKENS = 2048
+"""Beside the ends of prompts and turns, tails of window and state groups are kept every so many tokens."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
 
 

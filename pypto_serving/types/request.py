@@ -6,6 +6,7 @@ import msgspec
 
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
+from pypto_serving.types.tier import Tier
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -37,11 +38,17 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     request_ids: list[str]
 
 
+class ClearCache(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
+    """Forgets cached blocks of some tiers."""
+
+    tiers: tuple[Tier, ...]
+
+
 class ShutdownCore(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
-    """Stops the core at once; its worker ends with it."""
+    """Ends all requests, and the core with its worker once blocks on their way to lower tiers are stored."""
 
 
-ToCore = AddRequests | AbortRequests | ShutdownCore
+ToCore = AddRequests | AbortRequests | ClearCache | ShutdownCore
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

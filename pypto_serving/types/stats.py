@@ -4,6 +4,36 @@ from __future__ import annotations
 
 import msgspec
 
+from pypto_serving.types.tier import Tier
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """One tier below the device. Blocks are counted over all KV groups; totals grow from the start of the core.
+
+    `hit_tokens` prompt tokens came from here. `queued_bytes` are on their way up or down, `backlog_blocks` wait to be
+    stored. `failed_blocks` could not be moved, `lost_blocks` were evicted above before they were stored, and
+    `refused_fills` would have taken longer than computing. `saved_s`: computing time less loading time.
+    """
+
+    tier: Tier
+    writable: bool
+    num_blocks: int
+    held_blocks: int
+    queued_bytes: int
+    backlog_blocks: int
+    hit_tokens: int
+    loaded_blocks: int
+    loaded_bytes: int
+    load_s: float
+    stored_blocks: int
+    stored_bytes: int
+    store_s: float
+    evicted_blocks: int
+    failed_blocks: int
+    lost_blocks: int
+    refused_fills: int
+    saved_s: float
+
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """Counters grow from the start of the core; times are seconds of the host's monotonic clock.
@@ -28,3 +58,4 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     prefix_queries: int = 0
     prefix_hits: int = 0
     kv_usage: tuple[float, ...] = ()
+    tiers: tuple[TierStats, ...] = ()

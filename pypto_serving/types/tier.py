@@ -30,14 +30,18 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
 
 
+TransferKind = Literal["load", "store", "find", "clear"]
+
+
 class TransferJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Blocks to move between the device and `tier`, all at once: pieces i of `groups`, `blocks`, `slots` and `keys`.
 
-    `load` fills device blocks, `store` reads them. `find` moves nothing: it asks which keys the tier holds.
+    `load` fills device blocks, `store` reads them. `find` moves nothing: it asks which keys the tier holds;
+    `clear`, without blocks, has it forget all.
     """
 
     job_id: int
-    kind: Literal["load", "store", "find"]
+    kind: TransferKind
     tier: Tier
     groups: bytes
     blocks: bytes

@@ -39,6 +39,9 @@ class Mover:
         store = self.stores[job.tier]
         if job.kind == "find":
             return store.find([piece.key for piece in pieces])
+        if job.kind == "clear":
+            store.clear()
+            return []
         return store.load(pieces) if job.kind == "load" else store.store(pieces)
 
 
@@ -118,7 +121,7 @@ class TransferServer:
     def _start(self, job: TransferJob) -> None:
         loads = job.kind == "load"
         running = RunningJob(job, self._mover.pieces(job), LOAD_THREADS[job.tier] if loads else 1)
-        pool = self._storers[job.tier] if job.kind == "store" else self._loaders[job.tier]
+        pool = self._storers[job.tier] if job.kind in ("store", "clear") else self._loaders[job.tier]
         for number in range(running.num_parts):
             pool.submit(self._do, running, running.part(number))
 

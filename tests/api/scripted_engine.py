@@ -16,6 +16,7 @@ from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
 from pypto_serving.types.stats import StepStats
+from pypto_serving.types.tier import Tier
 from pypto_serving.types.tokens import pack_ids
 
 WAIT_S = 20.0
@@ -98,6 +99,7 @@ class ScriptedEngine:
         self.state = Health(ok=True, status="ready", age_s=0.25)
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
+        self.cleared: list[tuple[Tier, ...]] = []
         self.played = 0
         self.changed = threading.Condition()
         self.submissions: list[Submission] = []
@@ -127,6 +129,9 @@ class ScriptedEngine:
         with self.changed:
             self.played += 1
             self.changed.notify_all()
+
+    def clear_cache(self, tiers: Sequence[Tier]) -> None:
+        self.cleared.append(tuple(tiers))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with self.changed:
@@ -168,6 +173,7 @@ def outputs_of(request: EngineRequest, script: Script, rng: random.Random) -> li
                 finish_reason="error" if script.fault else script.finish,
                 fault=script.fault,
                 stop_token_id=script.stop_token_id,
+                cached_by_tier=(script.cached, 0, 0, 0),
                 timeline=Timeline(arrival_s=1.0, scheduled_s=1.5, first_token_s=2.0, finished_s=4.0),
             )
         )
@@ -187,6 +193,7 @@ def merge_finish(outputs: list[RequestOutput], script: Script) -> list[RequestOu
         stop_token_id=script.stop_token_id,
         timeline=end.timeline,
         num_cached_tokens=last.num_cached_tokens,
+        cached_by_tier=end.cached_by_tier,
     )
     return [*head, merged]
 

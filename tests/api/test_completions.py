@@ -166,7 +166,10 @@ def test_logprobs_zero_shows_the_sampled_token_only(server: RunningServer) -> No
 def test_cached_tokens_are_always_reported(server: RunningServer, tokenizer: Tokenizer) -> None:
     server.engine.script = lambda request: Script(tokenizer.encode("fox"), cached=16)
     usage = server.post(PATH, {"prompt": "a", "n": 3}).json()["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert usage["prompt_tokens_details"] == {
+        "cached_tokens": 16,
+        "cached_tokens_by_tier": {"device": 16, "host": 0, "disk": 0, "remote": 0},
+    }
     assert usage["prompt_tokens"] == 1
     assert usage["total_tokens"] == 1 + 3 * len(tokenizer.encode("fox"))
 

@@ -244,3 +244,11 @@ def test_websockets_find_nothing(server: RunningServer) -> None:
 
     asyncio.run(server.app(scope, receive, send))  # type: ignore[arg-type]
     assert sent[0]["type"] == "websocket.close"
+
+
+def test_the_prefix_cache_is_reset_by_tier(server: RunningServer) -> None:
+    assert server.post("/reset_prefix_cache", {}).status_code == 200
+    assert server.post("/reset_prefix_cache?tier=device&tier=disk", {}).status_code == 200
+    assert server.engine.cleared == [("device", "host", "disk", "remote"), ("device", "disk")]
+    answer = server.post("/reset_prefix_cache?tier=tape", {})
+    assert answer.status_code == 400 and "tape" in answer.text

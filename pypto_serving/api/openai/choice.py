@@ -52,6 +52,7 @@ class Choice:
         "_plain_text",
         "_stops",
         "_tokenizer",
+        "cached_by_tier",
         "finish_reason",
         "index",
         "last_s",
@@ -75,6 +76,7 @@ class Choice:
         self.last_s = 0.0
         self.num_tokens = 0
         self.num_cached = 0
+        self.cached_by_tier: tuple[int, ...] = ()
         self.finish_reason: str | None = None
         self._min_tokens = params.min_tokens
         self._tokenizer = tokenizer
@@ -102,6 +104,7 @@ class Choice:
     def _take_any(self, ids: Sequence[int], output: RequestOutput) -> Delta | None:
         """Any number of tokens, the last ones, stop strings and log-probabilities."""
         text, reason = "", output.finish_reason
+        self.cached_by_tier = output.cached_by_tier or self.cached_by_tier
         silent_at = len(ids) - 1 if reason == "stop" and ids and ids[-1] == output.stop_token_id else -1
         for i, token_id in enumerate(ids):
             self.num_tokens += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import RequestError, RequestFailedError
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tier import TIERS, Tier
 from pypto_serving.types.tokens import pack_ids
 
 logger = logging.getLogger("pypto_serving.api")
@@ -124,7 +125,10 @@ class Generation:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in prompts)},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(choice.num_cached for choice in prompts),
+                "cached_tokens_by_tier": _sum_by_tier(choice.cached_by_tier for choice in prompts),
+            },
         }
 
     def _requests(self, prompts: Sequence[Prompt]) -> list[EngineRequest]:
@@ -178,3 +182,9 @@ class Generation:
             self._service.metrics.observe_finish("abort", choice.num_prompt, choice.num_tokens, 0.0, None)
         tokens = sum(choice.num_tokens for choice in unfinished)
         logger.info("aborted %s: %d unfinished choices after %d output tokens", self.id, len(unfinished), tokens)
+
+
+def _sum_by_tier(counts: Iterable[tuple[int, ...]]) -> dict[Tier, int]:
+    """Tokens by tier, over prompts that have ended; one that has not counts nothing."""
+    totals = [sum(column) for column in zip(*(entry for entry in counts if entry), strict=True)]
+    return dict(zip(TIERS, totals or [0] * len(TIERS), strict=True))

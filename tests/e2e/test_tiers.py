@@ -1,0 +1,42 @@
+"""Tiers below the device, through a real server: the same answers, hits by tier in the usage, and in the metrics."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+
+def complete(server: Server, prompt: list[int], max_tokens: int = 8) -> tuple[str, dict[str, Any]]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]["prompt_tokens_details"]
+    return answer.json()["choices"][0]["text"], usage["cached_tokens_by_tier"]
+
+
+def test_a_prefix_comes_back_from_host_memory_even_after_a_worker_died() -> None:
+    rng = random.Random(1)
+    prompt = rng.choices(range(32, 127), k=400)
+    others = [rng.choices(range(32, 127), k=1000) for _ in range(3)]
+    options = ("--kv-memory", "2.5MiB", "--max-model-len", "1200", "--kv-host-memory", "64MiB")
+    with Server(*options) as server:
+        first, cached = complete(server, prompt)
+        assert cached == {"device": 0, "host": 0, "disk": 0, "remote": 0}
+        for other in others:
+            complete(server, other)
+        again, cached = complete(server, prompt)
+        assert again == first
+        assert cached["host"] == 384 and cached["device"] == 0
+        assert server.metric("pypto:kv_tier_hit_tokens_total") == 384
+        server.worker().kill()
+        after, cached = complete(server, prompt)
+        assert after == first
+        assert cached["host"] == 384
+        assert server.http.post("/reset_prefix_cache").status_code == 200
+        assert complete(server, prompt)[1] == {"device": 0, "host": 0, "disk": 0, "remote": 0}
