@@ -237,7 +237,7 @@ class Scheduler:
 
     def _find_blocks(self, step: Step, request: Request, count: int, anyone: bool) -> bool:
         """Take blocks from somebody for `request`; False if there is nobody, or enough will come free soon."""
-        if self._release_loaded():
+        if self._release_loaded(request):
             return True
         if self.kv.will_fit(request.id, request.num_computed_tokens + count):
             return False
@@ -246,13 +246,13 @@ class Scheduler:
             self._preempt(step, victim)
         return victim is not None
 
-    def _release_loaded(self) -> bool:
-        """Take the blocks of a waiting request that were loaded for it; False if there is none."""
-        if not self._loaded:
-            return False
-        request_id, _ = self._loaded.popitem()
-        self.kv.release(request_id)
-        return True
+    def _release_loaded(self, beneficiary: Request) -> bool:
+        """Take the blocks that were loaded for another waiting request; False if there is none."""
+        others = [request_id for request_id in self._loaded if request_id != beneficiary.id]
+        if others:
+            del self._loaded[others[-1]]
+            self.kv.release(others[-1])
+        return bool(others)
 
     def _enter(self, step: Step, request: Request, count: int) -> None:
         start = request.num_computed_tokens
@@ -276,8 +276,9 @@ class Scheduler:
         match = self.kv.match(request.id, request.tokens, request.source.cache_salt)
         spare = SPARE_BLOCKS if self._running else 0.0
         step_tokens = self.config.max_num_batched_tokens * self.config.depth
-        if not self.kv.fits(request.id, match, request.num_tokens, step_tokens, spare):
-            return False
+        while not self.kv.fits(request.id, match, request.num_tokens, step_tokens, spare):
+            if self._running or self._loading or not self._release_loaded(request):
+                return False
         if not self._suspects and self.kv.fetch(request.id, request.num_tokens, match):
             self._wait_for_kv(request)
             return True

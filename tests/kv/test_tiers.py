@@ -115,3 +115,24 @@ def test_the_schedules_meet_hits_in_every_tier(kind: str) -> None:
     found = hits(simulation)
     assert found["device"] > 0 and found["host"] > 0, found
     assert simulation.counters.num_preemptions > 0
+
+
+def test_requests_with_loaded_blocks_do_not_lock_each_other_out() -> None:
+    """Several waiting requests held what was loaded for them, and none of them had room for the rest."""
+    rng = random.Random("plain eviction 13 x")
+    simulation = tiered(
+        "plain", kv_store="eviction", depth=rng.choice((1, 2, 3)), max_num_batched_tokens=rng.choice((16, 64, 300))
+    )
+    churn(simulation, rng, num_requests=30, deaths=rng.choice((0.0, 0.02)), aborts=0.1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", GROUP_SETS)
+@pytest.mark.parametrize("policy", ["through", "eviction"])
+def test_a_thousand_schedules(kind: str, policy: str) -> None:
+    for seed in range(400):
+        rng = random.Random(f"{kind} {policy} {seed} soak")
+        simulation = tiered(
+            kind, kv_store=policy, depth=rng.choice((1, 2, 3)), max_num_batched_tokens=rng.choice((16, 64, 300))
+        )
+        churn(simulation, rng, num_requests=30, deaths=rng.choice((0.0, 0.02)), aborts=0.1)
