@@ -10,7 +10,7 @@ import msgspec
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import HostFacts
 from pypto_serving.memory import BackendDefaults, MemoryPlan, MemoryPlanner, plan_tier, tier_slots
-from pypto_serving.options import RULES, Options, flag
+from pypto_serving.options import MAX_PORT, RULES, Options, flag
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
@@ -50,7 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `num_blocks[g]` counts the null block 0. `kernels` names the instruction set of the CPU kernels, or torch;
     `packed_cache` is the folder that keeps the weights packed for them, or empty. `tiers` keep KV blocks below the
-    device; `kv_store` says when blocks go there.
+    device; `kv_store` says when blocks go there. KV events go to the ZeroMQ endpoints `kv_events` and
+    `kv_events_replay`, or nowhere where those are empty.
     `backend_options` are read by the backend alone.
     """
 
@@ -74,6 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     packed_cache: str = ""
     tiers: tuple[TierConfig, ...] = ()
     kv_store: StorePolicy = "through"
+    kv_events: str = ""
+    kv_events_replay: str = ""
     log_level: str = "info"
     faults: FaultConfig = FaultConfig()
     worker_module: str = "pypto_serving.worker"
@@ -169,6 +172,7 @@ class _Resolver:
             kv_store=self.pick("kv_store", "through", "default: once nobody uses them"),
             **self._model(),
             **self._batching(backend, planner.step_tokens(model_len)),
+            **self._events(),
             **self._process(),
         )
         server = self._server()
@@ -293,6 +297,33 @@ class _Resolver:
             "enable_prefix_caching": self.pick("prefix_caching", True, "default"),
             "max_queued_requests": self.pick("max_queued_requests", 4096, "default"),
         }
+
+    def _events(self) -> dict[str, Any]:
+        """Where KV events go, with replay at the next port unless the user says where."""
+        endpoint, replay = self.options.kv_events or "", self.options.kv_events_replay or ""
+        if replay and not endpoint:
+            raise ConfigError(f"{self.options.label('kv_events_replay')} needs --kv-events; give it, or drop this")
+        if endpoint and self.options.prefix_caching is False:
+            label = self.options.label("kv_events")
+            raise ConfigError(
+                f"{label} tells what the prefix cache holds, which is off; drop it or --no-prefix-caching"
+            )
+        self.record("kv_events", endpoint or False, self._origin_or("kv_events", "default"))
+        reason = self._origin_or("kv_events_replay", "beside kv-events" if endpoint else "default")
+        if endpoint and not replay:
+            replay = self._next_port(endpoint)
+        self.record("kv_events_replay", replay or False, reason)
+        return {"kv_events": endpoint, "kv_events_replay": replay}
+
+    def _next_port(self, endpoint: str) -> str:
+        address, _, port = endpoint.rpartition(":")
+        if endpoint.startswith("ipc:"):
+            return endpoint + ".replay"
+        if port in ("*", "0"):
+            return endpoint
+        if int(port) == MAX_PORT:
+            raise ConfigError(f"{self.options.label('kv_events')} is {endpoint}, so give --kv-events-replay as well")
+        return f"{address}:{int(port) + 1}"
 
     def _process(self) -> dict[str, Any]:
         step_timeout_s = self.pick("step_timeout", FaultConfig().step_timeout_s, "default")

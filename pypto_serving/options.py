@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
+MAX_PORT = 65535
 
 
 class Rule(Protocol):
@@ -138,6 +140,19 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class Endpoint:
+    """An address that ZeroMQ can bind."""
+
+    allowed: str = "a ZeroMQ endpoint such as tcp://127.0.0.1:5557, tcp://127.0.0.1:* or ipc:///run/kv"
+
+    def parse(self, value: object) -> str:
+        found = re.fullmatch(r"ipc://\S+|tcp://(?:\[\S+\]|[^\s:]+):(\*|[0-9]{1,5})", Text().parse(value))
+        if found is None or (found[1] not in (None, "*") and int(found[1]) > MAX_PORT):
+            raise ValueError
+        return found[0]
+
+
+@dataclass(frozen=True)
 class Memory:
     """A size, kept as int bytes, or a fraction in (0, 1), kept as float."""
 
@@ -204,8 +219,10 @@ RULES: dict[str, Rule] = {
     "kv_disk_size": Size(),
     "kv_remote": Text(),
     "kv_store": Choice(("through", "eviction")),
+    "kv_events": Endpoint(),
+    "kv_events_replay": Endpoint(),
     "host": Text(),
-    "port": Whole(0, 65535),
+    "port": Whole(0, MAX_PORT),
     "api_key": Text(),
     "max_queued_requests": Whole(1, 1_000_000),
     "drain_timeout": Seconds(86400, zero=True),
@@ -244,6 +261,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_size: int | None = None
     kv_remote: str | None = None
     kv_store: str | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
     host: str | None = None
     port: int | None = None
     api_key: str | None = None

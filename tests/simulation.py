@@ -11,6 +11,7 @@ from pypto_serving.backend.base import StepBuffers
 from pypto_serving.backend.null import NullBackend, next_token, plain_groups
 from pypto_serving.config import EngineConfig
 from pypto_serving.engine.core import EngineCore
+from pypto_serving.engine.events import EventPublisher
 from pypto_serving.engine.executor import Event, HostMemory, WorkerDown
 from pypto_serving.ipc import MemoryChannel
 from pypto_serving.store.base import Store
@@ -138,12 +139,12 @@ class InlineExecutor:
 class Simulation:
     """A core, its executor and a client that remembers all outputs."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, publisher: EventPublisher | None = None) -> None:
         self.config = config
         self.clock = VirtualClock(1.0)
         self.executor = InlineExecutor(config, self.clock)
         self.client, core_end = MemoryChannel.pair(FromCore, ToCore)
-        self.core = EngineCore(config, core_end, self.executor, self.clock)
+        self.core = EngineCore(config, core_end, self.executor, self.clock, publisher)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.last: dict[str, RequestOutput] = {}
         self.prompts: dict[str, list[int]] = {}

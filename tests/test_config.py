@@ -380,3 +380,41 @@ def test_kernels_that_cannot_serve_are_refused_by_name() -> None:
         make_resolved(model, WITH_KERNELS, kernels="avx512")
     with pytest.raises(ConfigError, match="--kernels is avx2, but it is odd; change that, or drop it"):
         make_resolved(make_model(needs_torch="it is odd"), WITH_KERNELS, kernels="avx2")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "replay"),
+    [
+        ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"),
+        ("tcp://*:5557", "tcp://*:5558"),
+        ("tcp://[::1]:7", "tcp://[::1]:8"),
+        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
+        ("ipc:///run/kv", "ipc:///run/kv.replay"),
+    ],
+)
+def test_missed_kv_events_are_asked_for_at_the_next_port(endpoint: str, replay: str) -> None:
+    resolved = make_resolved(kv_events=endpoint)
+    assert (resolved.engine.kv_events, resolved.engine.kv_events_replay) == (endpoint, replay)
+    chosen = make_resolved(kv_events=endpoint, kv_events_replay="tcp://127.0.0.1:1").engine
+    assert (chosen.kv_events, chosen.kv_events_replay) == (endpoint, "tcp://127.0.0.1:1")
+
+
+def test_kv_events_are_off_by_default() -> None:
+    engine = make_resolved().engine
+    assert (engine.kv_events, engine.kv_events_replay) == ("", "")
+
+
+@pytest.mark.parametrize("endpoint", ["5557", "tcp://127.0.0.1", "tcp://a:65536", "udp://a:1", "tcp://a b:1", "ipc://"])
+def test_an_endpoint_that_cannot_be_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-events is .*, but must be a ZeroMQ endpoint such as tcp://"):
+        make_resolved(kv_events=endpoint)
+
+
+def test_kv_events_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-events-replay needs --kv-events"):
+        make_resolved(kv_events_replay="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="--kv-events tells what the prefix cache holds, which is off"):
+        make_resolved(kv_events="tcp://127.0.0.1:1", prefix_caching=False)
+    with pytest.raises(ConfigError, match="so give --kv-events-replay as well"):
+        make_resolved(kv_events="tcp://127.0.0.1:65535")

@@ -76,6 +76,14 @@ FLAGS = (
         "When blocks go to those: through, once nobody uses them, or eviction, when the device is about to need their "
         "place. (default: through)",
     ),
+    Flag(
+        "kv_events",
+        KV,
+        "ENDPOINT",
+        "Tell routers what the cache holds, in vLLM's format, at a ZeroMQ endpoint such as tcp://127.0.0.1:5557. "
+        "(default: off)",
+    ),
+    Flag("kv_events_replay", KV, "ENDPOINT", "Where routers ask for events they missed. (default: the next port)"),
     Flag("backend", DEVICE, "NAME", "cpu, or null (no model, for tests). (default: cpu)", "--device"),
     Flag(
         "kernels",

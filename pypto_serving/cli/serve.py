@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -130,7 +130,7 @@ async def _announce(
     port = await bound
     await engine.wait_ready()
     progress.close()
-    line = {
+    line: dict[str, Any] = {
         "event": "ready",
         "url": server_url(server.host, port),
         "port": port,
@@ -138,6 +138,8 @@ async def _announce(
         "model": list(server.served_model_names),
         "ready_s": round(time.monotonic() - STARTED_S, 3),
     }
+    if engine.ready is not None and engine.ready.kv_events is not None:
+        line["kv_events"], line["kv_events_replay"] = engine.ready.kv_events
     typer.echo(json.dumps(line))
     sys.stdout.flush()
 

@@ -6,7 +6,9 @@ import logging
 import socket
 import sys
 import time
+from typing import TYPE_CHECKING
 
+from pypto_serving.config import EngineConfig
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import ProcessExecutor
 from pypto_serving.errors import EXIT_OK, PyptoError
@@ -17,6 +19,8 @@ from pypto_serving.util import MonotonicClock
 
 FLUSH_S = 3.0
 """The longest time that blocks on their way to lower tiers delay the end."""
+if TYPE_CHECKING:
+    from pypto_serving.engine.events import EventPublisher
 
 
 def run(start: CoreStart) -> None:
@@ -26,8 +30,9 @@ def run(start: CoreStart) -> None:
     )
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)
     executor = ProcessExecutor(start.config)
+    publisher = open_publisher(start.config)
     try:
-        core = EngineCore(start.config, channel, executor, MonotonicClock())
+        core = EngineCore(start.config, channel, executor, MonotonicClock(), publisher)
         while True:
             core.turn()
             if core.stopping:
@@ -39,7 +44,18 @@ def run(start: CoreStart) -> None:
             core.turn()
     finally:
         executor.stop()
+        if publisher is not None:
+            publisher.close()
     channel.close(linger_s=1.0)
+
+
+def open_publisher(config: EngineConfig) -> EventPublisher | None:
+    """The publisher of KV events, where they are asked for; nobody else loads ZeroMQ."""
+    if not config.kv_events:
+        return None
+    from pypto_serving.engine.events import EventPublisher
+
+    return EventPublisher(config.groups, config.kv_events, config.kv_events_replay)
 
 
 def main() -> int:

@@ -183,6 +183,9 @@ class AsyncEngine:
             self._on_progress(message.phase, message.done, message.total)
         elif isinstance(message, CoreReady):
             self.ready = message
+            if message.kv_events is not None:  # another core takes the same ports
+                endpoint, replay = message.kv_events
+                self.config = msgspec.structs.replace(self.config, kv_events=endpoint, kv_events_replay=replay)
             self._wake.set()
         elif isinstance(message, CoreFailed):
             self._die(message.message, message.exit_code)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pypto_serving.config import EngineConfig
 from pypto_serving.engine.executor import Event, Executor, GaveUp, WorkerDown
 from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Channel, ChildProgress
+from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.sched.scheduler import Scheduler
@@ -28,20 +31,32 @@ from pypto_serving.types.tier import TransferReport
 from pypto_serving.util import Clock
 
 SHUTTING_DOWN = RequestFault(503, "unavailable", "the server is shutting down")
+if TYPE_CHECKING:
+    from pypto_serving.engine.events import EventPublisher
 
 
 class EngineCore:
     """Owns the scheduler and the KV manager. Works over any channel and executor, one `turn()` at a time."""
 
-    def __init__(self, config: EngineConfig, api: Channel[ToCore], executor: Executor, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        api: Channel[ToCore],
+        executor: Executor,
+        clock: Clock,
+        publisher: EventPublisher | None = None,
+    ) -> None:
         self.config = config
+        events = None if publisher is None else EventLog()
         kv = KVCacheManager(
             config.groups,
             config.num_blocks,
             prefix_caching=config.enable_prefix_caching,
-            tiers=TierManager(config.groups, config.tiers, config.kv_store),
+            tiers=TierManager(config.groups, config.tiers, config.kv_store, events),
+            events=events,
         )
         self.scheduler = Scheduler(config, kv)
+        self._publisher = publisher
         self.stopping = False
         self._api = api
         self._executor = executor
@@ -64,6 +79,8 @@ class EngineCore:
             self._handle(event, now_s)
         if self._ready:
             self._plan_ahead(now_s)
+        if self._publisher is not None and (kv_events := self.scheduler.kv.take_events()):
+            self._publisher.publish(kv_events, now_s)
         self._report(now_s)
 
     def _take(self, message: ToCore) -> None:
@@ -111,7 +128,8 @@ class EngineCore:
         self._epoch = hello.epoch
         self._last_step_s = self._clock.now()
         self._tell(self._last_step_s)
-        self._api.send(CoreReady(hello.epoch, hello.pid, hello.num_blocks, hello.load_s))
+        endpoints = (self._publisher.endpoint, self._publisher.replay_endpoint) if self._publisher else None
+        self._api.send(CoreReady(hello.epoch, hello.pid, hello.num_blocks, hello.load_s, endpoints))
 
     def _give_up(self, event: GaveUp, now_s: float) -> None:
         """The replica is at fault: every request ends with the reason, and so does the core."""

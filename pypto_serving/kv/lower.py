@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pypto_serving.kv.events import EventLog, pool_events
 from pypto_serving.kv.pool import BlockPool
 from pypto_serving.kv.rate import Rate
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -43,8 +44,11 @@ class LowerTier:
     minute. `storing` and `loading` are the bytes on their way.
     """
 
-    def __init__(self, config: TierConfig, groups: tuple[KVCacheGroupSpec, ...]) -> None:
+    def __init__(
+        self, config: TierConfig, groups: tuple[KVCacheGroupSpec, ...], events: EventLog | None = None
+    ) -> None:
         self.config = config
+        self._events = events
         self.groups = groups
         self.load_rate, self.store_rate = Rate(), Rate()
         self.counters = TierCounters()
@@ -58,7 +62,11 @@ class LowerTier:
 
     def forget_all(self) -> None:
         """Hold nothing, be writable, and know of nothing on its way."""
-        self.pools = [BlockPool(max(1, slots) + 1) for slots in self.config.num_slots]
+        tier, events = self.config.tier, self._events
+        if events is not None:
+            events.cleared(tier)
+        slots = enumerate(self.config.num_slots)
+        self.pools = [BlockPool(max(1, count) + 1, pool_events(events, tier, g)) for g, count in slots]
         self.writable, self.shared, self.reason = True, False, ""
         self.backlog.clear()
         self.storing.clear()

@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from pypto_serving.kv.events import EventLog, pool_events
 from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
 from pypto_serving.kv.prefix import KeyChain, root_key
 from pypto_serving.kv.sequence import SequenceState
 from pypto_serving.kv.tiers import TierManager, Wanted
+from pypto_serving.types.events import KVEvent
 from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec
 from pypto_serving.types.tier import Tier, TierInventory, TransferDone
 from pypto_serving.util import ceil_div
@@ -35,7 +37,7 @@ class KVCacheManager:
 
     Blocks before `KVCacheGroupSpec.first_needed` are given back at commit and leave a null entry. A request's life:
     (match | fetch)* → reserve → (reserve | commit)* → release → ... → forget. Nothing here does I/O or reads a clock.
-    `tiers` decides about the tiers below the device.
+    `tiers` decides about the tiers below the device; `events`, which it shares, notes what happens to cached blocks.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class KVCacheManager:
         prefix_caching: bool = True,
         fingerprint: bytes = b"",
         tiers: TierManager | None = None,
+        events: EventLog | None = None,
     ) -> None:
         self.groups = groups
+        self._events = events
         self.prefix_caching = prefix_caching
         self.tiers = tiers or TierManager(groups, ())
         self._sequences: dict[str, SequenceState] = {}
@@ -67,6 +71,9 @@ class KVCacheManager:
         if not self.prefix_caching:
             return NO_MATCH
         self._extend_keys(sequence, tokens)
+        if self._events is not None and self._events.num_unknown:
+            for g in range(len(self.groups)):
+                self._describe(g, sequence, tokens, range(len(sequence.chains[g].keys)))
         return Match(self._longest(sequence, len(tokens) - 1, 0))
 
     def _longest(self, sequence: SequenceState, limit: int, depth: int) -> int:
@@ -292,7 +299,7 @@ class KVCacheManager:
         if self.prefix_caching:
             self._extend_keys(sequence, tokens)
             for g in range(len(self.groups)):
-                self._publish(g, sequence, num_computed)
+                self._publish(g, sequence, tokens, num_computed)
             if self._tail_groups:
                 self._pass_checkpoint(sequence, num_computed)
         for g, group in enumerate(self.groups):
@@ -307,7 +314,7 @@ class KVCacheManager:
             return num_computed + 1
         return (sequence.published[g] + 1) * group.block_size if self.prefix_caching else sys.maxsize
 
-    def _publish(self, g: int, sequence: SequenceState, num_computed: int) -> None:
+    def _publish(self, g: int, sequence: SequenceState, tokens: array[int], num_computed: int) -> None:
         keys, table = sequence.chains[g].keys, sequence.tables[g]
         end = min(num_computed // self.groups[g].block_size, len(keys))
         for i in range(sequence.published[g], end):
@@ -315,7 +322,18 @@ class KVCacheManager:
                 self._pools[g].publish(table[i], keys[i])
                 if self.tiers.tiers and self.groups[g].keeps_history:
                     self._pools[g].keep(table[i])
+        if self._events is not None:
+            self._describe(g, sequence, tokens, range(sequence.published[g], end))
         sequence.published[g] = max(sequence.published[g], end)
+
+    def _describe(self, g: int, sequence: SequenceState, tokens: array[int], blocks: range) -> None:
+        """Say what is in those blocks of a request that a tier holds, where that is not known."""
+        keys, size, events = sequence.chains[g].keys, self.groups[g].block_size, self._events
+        assert events is not None
+        for i in blocks:
+            if events.lacks(g, keys[i]):
+                content = tokens[i * size : (i + 1) * size].tobytes()
+                events.describe(g, keys[i], (keys[i - 1] if i else b"", content, sequence.salted))
 
     def _aligned(self, num_tokens: int) -> int:
         """Largest position <= `num_tokens` at which a block ends in every group."""
@@ -382,7 +400,9 @@ class KVCacheManager:
     def open(self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory] = ()) -> None:
         """A new device life: `num_blocks` empty blocks per group, all requests without blocks, and what stores hold."""
         self.fingerprint = fingerprint
-        self._pools = [BlockPool(count) for count in num_blocks]
+        if self._events is not None:
+            self._events.cleared("device")
+        self._pools = [BlockPool(count, pool_events(self._events, "device", g)) for g, count in enumerate(num_blocks)]
         self._sequences.clear()
         self.tiers.open(self._pools, inventories)
 
@@ -392,6 +412,10 @@ class KVCacheManager:
         if "device" in tiers:
             for pool in self._pools:
                 pool.drop_all()
+
+    def take_events(self) -> list[KVEvent]:
+        """What happened to cached blocks since the last call, in order."""
+        return [] if self._events is None else self._events.take()
 
     def usage(self) -> tuple[float, ...]:
         """Share of each group's blocks that requests hold, in [0, 1]."""
@@ -427,7 +451,7 @@ class KVCacheManager:
         sequence = self._sequences.get(request_id)
         if sequence is None:
             chains = [KeyChain(group, root_key(group, self.fingerprint, cache_salt)) for group in self.groups]
-            sequence = self._sequences[request_id] = SequenceState(chains)
+            sequence = self._sequences[request_id] = SequenceState(chains, salted=bool(cache_salt))
         return sequence
 
     def _extend_keys(self, sequence: SequenceState, tokens: array[int]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from pypto_serving.kv.events import PoolEvents
+
 NULL_BLOCK = 0
 
 
@@ -27,10 +29,11 @@ class BlockPool:
 
     Free blocks form one queue, evicted from its front: blocks without content first, then published ones, least
     recently used first. Block 0 is the null block; it is never handed out. `released` are the free blocks that are
-    kept and came free since somebody took them from there, the longest ago first.
+    kept and came free since somebody took them from there, the longest ago first. `events` is told what is published
+    and forgotten.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: PoolEvents | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has none to hand out; it needs at least 2")
         self._blocks = [Block() for _ in range(num_blocks)]
@@ -38,6 +41,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self.released: OrderedDict[int, None] = OrderedDict()
         self.num_evicted = 0
+        self._events = events
 
     @property
     def num_blocks(self) -> int:
@@ -103,6 +107,8 @@ class BlockPool:
             return
         block.key = key
         self._by_key[key] = block_id
+        if self._events is not None:
+            self._events.held(key)
 
     def keep(self, block_id: int) -> None:
         """Have a published block stored in lower tiers once it is free, or now if it is."""
@@ -146,6 +152,8 @@ class BlockPool:
         block = self._blocks[block_id]
         if block.key is not None:
             del self._by_key[block.key]
+            if self._events is not None:
+                self._events.gone(block.key)
             block.key = None
             block.kept = False
             self.num_evicted += 1

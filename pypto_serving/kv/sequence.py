@@ -15,7 +15,7 @@ class SequenceState:
     `checkpoint` is the last position, at the end of a block in all groups, that was computed; `tails[g]` are the blocks
     of window and state groups that resuming there needs, which it holds beside its tables. `filled` tokens were, or are
     being, loaded into its tables before it runs, of which `sources` came from where. `asked` is set once shared tiers
-    were asked for its blocks.
+    were asked for its blocks. `salted` blocks are not told to those who follow the cache.
     """
 
     __slots__ = (
@@ -27,13 +27,15 @@ class SequenceState:
         "filled",
         "live_from",
         "published",
+        "salted",
         "sources",
         "tables",
         "tails",
     )
 
-    def __init__(self, chains: list[KeyChain]) -> None:
+    def __init__(self, chains: list[KeyChain], salted: bool = False) -> None:
         self.chains = chains
+        self.salted = salted
         self.asked = False
         self.clear()
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.lower import GroupKey, LowerTier
 from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
 from pypto_serving.kv.rate import Rate
@@ -104,10 +105,11 @@ class TierManager:
         groups: tuple[KVCacheGroupSpec, ...],
         configs: Iterable[TierConfig],
         policy: StorePolicy = "through",
+        events: EventLog | None = None,
     ) -> None:
         self.groups = groups
         self.policy = policy
-        self.tiers = [LowerTier(config, groups) for config in configs]
+        self.tiers = [LowerTier(config, groups, events) for config in configs]
         self.tiers.sort(key=lambda tier: TIERS.index(tier.config.tier))
         self.prefill_rate = Rate()
         self._device: list[BlockPool] = []

@@ -112,12 +112,16 @@ class CoreProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress")
 
 
 class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """A worker took up its work. `num_blocks` per KV group, `epoch` counts worker lives from 1."""
+    """A worker took up its work. `num_blocks` per KV group, `epoch` counts worker lives from 1.
+
+    `kv_events` are the endpoints that events and their replay are bound to, if they are.
+    """
 
     epoch: int
     worker_pid: int
     num_blocks: tuple[int, ...]
     load_s: float
+    kv_events: tuple[str, str] | None = None
 
 
 class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
