@@ -13,6 +13,7 @@ from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent, SocketChannel
 from pypto_serving.store.base import Store
 from pypto_serving.store.host import HostStore
+from pypto_serving.store.remote import open_remote
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import ToWorker
 from pypto_serving.types.tier import Tier, Transfers
@@ -48,6 +49,8 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
     for tier in start.config.tiers:
         if tier.tier == "host":
             stores["host"] = HostStore(start.host_memory, sizes, tier.num_slots)
+        elif tier.tier == "remote":
+            stores["remote"] = open_remote(tier.place, program.fingerprint, sizes)
     return stores
 
 

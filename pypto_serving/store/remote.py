@@ -1,0 +1,322 @@
+"""The remote tier: blocks in a pool of Mooncake Store that many replicas share. Whatever fails there is a miss.
+
+An object is a block: all layers of a block lie together. Pools move objects of 256 KiB and more at full speed; smaller
+blocks (of short blocks, or groups with little state) work the same way, and several times slower for each byte.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import logging
+import mmap
+import os
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Literal
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.ipc import Child, ChildFault, SocketChannel
+from pypto_serving.store.base import BlockBytes, Piece
+from pypto_serving.store.checksum import DIGEST_BYTES, digest
+from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
+from pypto_serving.types.tier import TierInventory
+from pypto_serving.util import Clock, MonotonicClock, ceil_div, parse_size
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 50051
+LANE_BYTES = 8 << 20
+"""Most that one request moves, unless a single block is larger."""
+MAX_NAMES = 4096
+ALIGNMENT = 4096
+REQUEST_TIMEOUT_S = 2.0
+JOIN_TIMEOUT_S = 10.0
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+UNREACHABLE = -800
+"""Mooncake's codes from here down are about connections, those above about objects."""
+
+PARAMETERS = ("metadata_server", "protocol", "device", "local_hostname", "segment_size")
+LaneName = Literal["up", "down"]
+
+
+def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> RemoteStore:
+    """The store behind `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` computed under `fingerprint`.
+
+    Raises ConfigError for a URL that makes no sense and where Mooncake is not installed; a pool that cannot be reached
+    is no error.
+    """
+    address = parse_address(url)
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(f"{url} needs Mooncake; install pypto-serving[mooncake]")
+    return RemoteStore(address, fingerprint, block_bytes)
+
+
+def parse_address(url: str) -> PoolAddress:
+    """What a URL says. Raises ConfigError that names the URL and what is wrong with it."""
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port or DEFAULT_PORT
+        given = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        segment_bytes = parse_size(given.get("segment_size", "0"))
+    except ValueError as error:
+        raise ConfigError(f"{url} is no address of a pool: {error}") from None
+    if parts.scheme != "mooncake" or not host or parts.path.strip("/"):
+        raise ConfigError(f"{url} is no address of a pool; write mooncake://HOST:PORT")
+    for name in given:
+        if name not in PARAMETERS:
+            raise ConfigError(f"{url} has an unknown parameter {name}; there are: {', '.join(PARAMETERS)}")
+    return PoolAddress(
+        master=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        metadata_server=given.get("metadata_server", "P2PHANDSHAKE"),
+        protocol=given.get("protocol", "tcp"),
+        device=given.get("device", ""),
+        local_hostname=given.get("local_hostname") or own_address(host),
+        segment_bytes=segment_bytes,
+    )
+
+
+def own_address(host: str) -> str:
+    """The address of this machine from which `host` is reached; sends nothing."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(ipaddress.ip_address(probe.getsockname()[0]))
+    except OSError:
+        return socket.gethostname()
+
+
+class Lane:
+    """One channel to the pool's process, with its part of the shared memory; used by whoever holds `lock`."""
+
+    def __init__(self, memory: BlockBytes, start: int) -> None:
+        self.lock = threading.Lock()
+        self.memory = memory
+        self.start = start
+        self.channel: SocketChannel[PoolReply] | None = None
+
+    def ask(self, request: PoolRequest) -> list[int] | None:
+        """Mooncake's codes, or None when no answer came in time."""
+        channel = self.channel
+        if channel is None:
+            return None
+        channel.send(request)
+        reply = await_message(channel, REQUEST_TIMEOUT_S)
+        return None if reply is None else reply.codes
+
+
+class PoolProcess:
+    """One life of the process that has joined, or tries to join, the pool."""
+
+    def __init__(self, address: PoolAddress, lanes: Sequence[Lane], memory: int, num_bytes: int, now_s: float) -> None:
+        pairs = [SocketChannel.pair(PoolReply) for _ in lanes]
+        start = PoolStart(address, tuple(end.fileno() for _, end in pairs), memory, num_bytes)
+        self._child = Child("pypto_serving.store.mooncake", start, *(end for _, end in pairs), shared=(memory,))
+        self.channels = [channel for channel, _ in pairs]
+        self.joined = False
+        self._deadline_s = now_s + JOIN_TIMEOUT_S
+
+    def fault(self, now_s: float) -> str | None:
+        """Why it is of no use any more; None while it is, or may still be. Sets `joined`."""
+        said = self._child.messages()
+        for message in said:
+            if isinstance(message, ChildFault):
+                return message.message
+        self.joined |= bool(said)
+        if self._child.gone:
+            return "its client ended unexpectedly"
+        return "its master does not answer" if not self.joined and now_s > self._deadline_s else None
+
+    def end(self) -> None:
+        """Afterwards nothing writes to the memory. Who waits for an answer notices; channels close with their users."""
+        self._child.end(0)
+
+
+class RemoteStore:
+    """Owns the process that talks to the pool, and the memory they share.
+
+    Objects are `pypto/FINGERPRINT/KEY`, a key being one group's; their content is a block and a digest over key and
+    block. A request that is not answered in 2 s, or that Mooncake could not send, ends the process; another one is
+    started after a wait that doubles up to a minute. Until it has joined, everything is a miss at once.
+    """
+
+    def __init__(
+        self, address: PoolAddress, fingerprint: bytes, block_bytes: Sequence[int], clock: Clock | None = None
+    ) -> None:
+        self.address = address
+        self._prefix = f"pypto/{fingerprint.hex()}/"
+        self._strides = [ceil_div(size + DIGEST_BYTES, ALIGNMENT) * ALIGNMENT for size in block_bytes]
+        self._clock = clock or MonotonicClock()
+        lane_bytes = max(LANE_BYTES, *self._strides)
+        self._num_bytes = 2 * lane_bytes
+        self._memory_fd = os.memfd_create("pypto-pool")
+        os.ftruncate(self._memory_fd, self._num_bytes)
+        memory = np.frombuffer(mmap.mmap(self._memory_fd, self._num_bytes), dtype=np.uint8)
+        self._lanes: dict[LaneName, Lane] = {
+            "up": Lane(memory[:lane_bytes], 0),
+            "down": Lane(memory[lane_bytes:], lane_bytes),
+        }
+        self._state = threading.Lock()
+        self._process: PoolProcess | None = None
+        self._up: bool | None = None
+        self._closed = False
+        self._retry_s, self._wait_s = 0.0, FIRST_RETRY_S
+        self._is_up()
+
+    # The seam.
+
+    def inventory(self) -> TierInventory:
+        """Nothing is known of a pool before it is asked."""
+        return TierInventory("remote", shared=True)
+
+    def store(self, pieces: Sequence[Piece]) -> list[bool]:
+        done: list[bool] = []
+        for part in self._parts(pieces):
+            done += self._store(part)
+        return done
+
+    def load(self, pieces: Sequence[Piece]) -> list[bool]:
+        done: list[bool] = []
+        for part in self._parts(pieces):
+            done += self._load(part)
+        return done
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        found: list[bool] = []
+        for first in range(0, len(keys), MAX_NAMES):
+            names = [self._name(key) for key in keys[first : first + MAX_NAMES]]
+            with self._lanes["up"].lock:
+                codes = self._ask("up", PoolRequest("find", names, [], []))
+            found += [code == 1 for code in codes]
+        return found
+
+    def clear(self) -> None:
+        """Removes what was computed under this fingerprint, other replicas' blocks too, if the pool is in reach."""
+        with self._lanes["down"].lock:
+            self._ask("down", PoolRequest("clear", [self._prefix], [], []))
+
+    def close(self) -> None:
+        with self._state:
+            self._closed = True
+            if self._process is not None:
+                self._process.end()
+                self._process = None
+
+    # One request each.
+
+    def _parts(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
+        """Pieces that fit a lane together."""
+        parts: list[list[Piece]] = []
+        room = 0
+        for piece in pieces:
+            stride = self._strides[piece.group]
+            if not parts or stride > room:
+                parts.append([])
+                room = len(self._lanes["up"].memory)
+            parts[-1].append(piece)
+            room -= stride
+        return parts
+
+    def _store(self, pieces: Sequence[Piece]) -> list[bool]:
+        lane = self._lanes["down"]
+        if not self._is_up():
+            return [False] * len(pieces)
+        with lane.lock:
+            request, places = self._request("put", lane, pieces)
+            for piece, place in zip(pieces, places, strict=True):
+                place[:-DIGEST_BYTES] = piece.memory
+                place[-DIGEST_BYTES:] = np.frombuffer(digest(piece.key, place[:-DIGEST_BYTES]), dtype=np.uint8)
+            return [code == 0 for code in self._ask("down", request)]
+
+    def _load(self, pieces: Sequence[Piece]) -> list[bool]:
+        lane = self._lanes["up"]
+        with lane.lock:
+            request, places = self._request("get", lane, pieces)
+            codes = self._ask("up", request)
+            return [
+                code == len(place) and self._take(piece, place)
+                for piece, place, code in zip(pieces, places, codes, strict=True)
+            ]
+
+    def _take(self, piece: Piece, place: BlockBytes) -> bool:
+        content = place[:-DIGEST_BYTES]
+        if digest(piece.key, content) != place[-DIGEST_BYTES:].tobytes():
+            return False
+        np.copyto(piece.memory, content)
+        return True
+
+    def _request(
+        self, kind: Literal["put", "get"], lane: Lane, pieces: Sequence[Piece]
+    ) -> tuple[PoolRequest, list[BlockBytes]]:
+        """A request, and the parts of the lane's memory that hold its objects."""
+        offsets = np.cumsum([0, *(self._strides[piece.group] for piece in pieces)]).tolist()[:-1]
+        sizes = [len(piece.memory) + DIGEST_BYTES for piece in pieces]
+        places = [lane.memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
+        names = [self._name(piece.key) for piece in pieces]
+        return PoolRequest(kind, names, [lane.start + offset for offset in offsets], sizes), places
+
+    def _name(self, key: bytes) -> str:
+        return self._prefix + key.hex()
+
+    # The process.
+
+    def _ask(self, lane: LaneName, request: PoolRequest) -> list[int]:
+        """Codes of a request, all of them UNREACHABLE where the pool is. The caller holds the lane's lock."""
+        codes = None
+        if self._is_up():
+            process = self._process
+            codes = self._lanes[lane].ask(request)
+            if codes is None:
+                self._lose(process, "it does not answer")
+            elif codes and all(code <= UNREACHABLE for code in codes):
+                self._lose(process, f"it cannot be reached (code {codes[0]})")
+            else:
+                self._succeed()
+        return [UNREACHABLE] * len(request.names) if codes is None else codes
+
+    def _is_up(self) -> bool:
+        """Whether requests can be sent; starts the process when it is time. Never waits."""
+        with self._state:
+            now_s = self._clock.now()
+            if self._process is None:
+                if self._closed or now_s < self._retry_s:
+                    return False
+                self._start(now_s)
+            assert self._process is not None
+            fault = self._process.fault(now_s)
+            if fault is not None:
+                self._end(fault)
+            return self._process is not None and self._process.joined
+
+    def _start(self, now_s: float) -> None:
+        lanes = list(self._lanes.values())
+        self._process = PoolProcess(self.address, lanes, self._memory_fd, self._num_bytes, now_s)
+        for lane, channel in zip(lanes, self._process.channels, strict=True):
+            lane.channel = channel
+
+    def _succeed(self) -> None:
+        self._wait_s = FIRST_RETRY_S
+        if not self._up:
+            self._up = True
+            log.info("remote tier: the pool at %s is in reach", self.address.master)
+
+    def _lose(self, process: PoolProcess | None, reason: str) -> None:
+        """A request failed; another thread may have noticed first."""
+        with self._state:
+            if process is not None and process is self._process:
+                self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        assert self._process is not None
+        self._process.end()
+        self._process = None
+        self._retry_s = self._clock.now() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LAST_RETRY_S)
+        if self._up is not False:
+            self._up = False
+            log.warning("remote tier: the pool at %s is out of reach: %s; going without", self.address.master, reason)
