@@ -45,9 +45,15 @@ class _Choice(msgspec.Struct):
         return self.delta is not None and bool(self.delta.tool_calls)
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+    cached_tokens_by_tier: dict[str, int] | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -57,10 +63,11 @@ class _Chunk(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """One entry of GET /v1/models; `vocab_size` where the server tells it."""
+    """One entry of GET /v1/models; `vocab_size` and `max_model_len` where the server tells them."""
 
     id: str
     vocab_size: int | None = None
+    max_model_len: int | None = None
 
 
 class _ModelList(msgspec.Struct):
@@ -131,8 +138,15 @@ class StreamParser:
         if chunk.choices:
             self._choice(chunk.choices[0], now_s)
         if chunk.usage is not None:
-            self._record.prompt_tokens = chunk.usage.prompt_tokens or self._record.prompt_tokens
-            self._record.output_tokens = chunk.usage.completion_tokens or self._record.output_tokens
+            self._usage(chunk.usage)
+
+    def _usage(self, usage: _Usage) -> None:
+        record, details = self._record, usage.prompt_tokens_details
+        record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
+        record.output_tokens = usage.completion_tokens or record.output_tokens
+        if details is not None:
+            record.cached_tokens = details.cached_tokens
+            record.cached_by_tier = details.cached_tokens_by_tier or {}
 
     def _choice(self, choice: _Choice, now_s: float) -> None:
         record, text = self._record, choice.visible_text()

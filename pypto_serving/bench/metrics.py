@@ -17,11 +17,17 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.bench.options import Metric, Reporting
+from pypto_serving.types.tier import LOWER_TIERS, Tier
+
+TIERS: tuple[Tier, ...] = ("device", *LOWER_TIERS)
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What the client saw of one request; seconds. It failed exactly when `error` is not empty."""
+    """What the client saw of one request; seconds. It failed exactly when `error` is not empty.
+
+    `cached_tokens` is None where the server does not tell, and `cached_by_tier` empty.
+    """
 
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -31,6 +37,8 @@ class RequestRecord:
     itls_s: list[float] = field(default_factory=list)
     text: str = ""
     error: str = ""
+    cached_tokens: int | None = None
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
 
     @property
     def tpot_s(self) -> float | None:
@@ -63,6 +71,21 @@ def summarize(records: Sequence[RequestRecord], duration_s: float, reporting: Re
     for metric in reporting.metrics:
         result |= statistics_ms(metric, _values_s(metric, good), reporting.percentiles)
     return result
+
+
+def summarize_cache(records: Sequence[RequestRecord]) -> dict[str, Any]:
+    """Prompt tokens that came from the KV cache, and their share of all prompt tokens: in all, and by tier if known."""
+    good = [r for r in records if not r.error]
+    prompt_tokens = sum(r.prompt_tokens for r in good)
+    known = [r.cached_tokens for r in good if r.cached_tokens is not None]
+    tiers = [tier for tier in TIERS if any(tier in r.cached_by_tier for r in good)]
+    by_tier = {tier: sum(r.cached_by_tier.get(tier, 0) for r in good) for tier in tiers}
+    return {
+        "total_cached_tokens": sum(known) if known else None,
+        "hit_rate": sum(known) / prompt_tokens if known else None,
+        "cached_tokens_by_tier": by_tier,
+        "hit_rate_by_tier": {tier: tokens / prompt_tokens for tier, tokens in by_tier.items()},
+    }
 
 
 def details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:

@@ -39,6 +39,10 @@ _HEAD_ROWS = (
     ("Peak concurrent requests:", "max_concurrent_requests", ".2f"),
     ("Total token throughput (tok/s):", "total_token_throughput", ".2f"),
 )
+_HIT_RATE_BOUNDS = (
+    ("LRU cache of this size", "lru_hit_rate"),
+    ("Infinite cache", "infinite_hit_rate"),
+)
 _OPTIONAL_ROWS = ("max_concurrency", "request_rate", "request_goodput")
 _LATENCY_KEY = re.compile(rf"(mean|median|p[\d.]+)_({'|'.join(METRICS)})_ms")
 _HIGHER_IS_BETTER = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")
@@ -75,10 +79,15 @@ class Saving:
         return path
 
 
+def timestamp() -> str:
+    """Now, as results and their file names say it."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
 def settings(target: Target, traffic: Traffic, model: str, tokenizer: str | None) -> dict[str, Any]:
     """The part of a result that says what was run."""
     result = {
-        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "date": timestamp(),
         "backend": target.backend,
         "model_id": model,
         "tokenizer_id": tokenizer,
@@ -108,7 +117,22 @@ def render(result: Mapping[str, Any]) -> str:
                 metric = match[2]
                 lines.append(f"{_HEADINGS[metric]:-^{_WIDTH}}")
             lines.append(_row(f"{match[1].capitalize()} {metric.upper()} (ms):", value, ".2f"))
-    return "\n".join([*lines, "=" * _WIDTH])
+    return "\n".join([*lines, *_cache_lines(result), "=" * _WIDTH])
+
+
+def _cache_lines(result: Mapping[str, Any]) -> list[str]:
+    """What came from the KV cache, for results that say so."""
+    if "hit_rate" not in result:
+        return []
+    rates = {"Hit rate": result["hit_rate"]}
+    rates |= {f"  from {tier}": rate for tier, rate in result["hit_rate_by_tier"].items()}
+    rates |= {label: result[key] for label, key in _HIT_RATE_BOUNDS if key in result}
+    percents = {label: None if rate is None else rate * 100 for label, rate in rates.items()}
+    return [
+        f"{'KV Cache':-^{_WIDTH}}",
+        _row("Cached prompt tokens:", result["total_cached_tokens"], "d"),
+        *(_row(f"{label} (%):", value, ".2f") for label, value in percents.items()),
+    ]
 
 
 def failure_lines(records: Sequence[RequestRecord]) -> list[str]:
@@ -149,23 +173,33 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 def plot_comparison(a: Mapping[str, Any], b: Mapping[str, Any], path: Path) -> None:
     """Write a bar chart of B relative to A in per cent; raises ConfigError, also without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; install it: pip install matplotlib") from None
     left, right = comparable(a), comparable(b)
     changes = {k: change for k in left if (change := _change(left[k], right.get(k))) is not None}
-    figure = Figure(figsize=(9, 1 + 0.3 * len(changes)), layout="constrained")
+    figure = new_figure(9, 1 + 0.3 * len(changes))
     axes = figure.add_subplot()
     colors = ["tab:green" if _is_better(key, change) else "tab:red" for key, change in changes.items()]
     axes.barh(list(changes), [change * 100 for change in changes.values()], color=colors)
     axes.invert_yaxis()
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_xlabel("change from A to B (%)")
+    save_figure(figure, path)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, sizes in inches; raises ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; install it: pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure in the format of the file's suffix; raises ConfigError."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}; name an image file to write, such as compare.png") from None
+        raise ConfigError(f"--plot {path}: {error}; name an image file to write, such as plot.png") from None
 
 
 def _row(label: str, value: float | None, style: str) -> str:

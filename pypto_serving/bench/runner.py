@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,15 @@ class Outcome:
     warnings: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The records in order, how long it took until the last one, and what it cost the client."""
+
+    records: list[RequestRecord]
+    duration_s: float
+    load: ClientLoad
+
+
 Send = Callable[[bytes, int | None], Awaitable[RequestRecord]]
 """Sends an encoded request; knows the number of prompt tokens, or None."""
 Advance = Callable[[], None]
@@ -91,22 +100,18 @@ async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
     target, traffic = benchmark.target, benchmark.traffic
     card, vocabulary = await _resolve(benchmark)
     prompts = _prompts(benchmark, vocabulary)
-    _raise_open_file_limit()
     client = ApiClient(replace(target, ignore_eos=target.ignore_eos or benchmark.dataset.synthetic), card.id)
     try:
         requests = [(client.encode(prompt), prompt.input_len) for prompt in prompts]
         measured, extra = requests[: traffic.num_prompts], requests[traffic.num_prompts :]
         warm = await send_all(client.send, extra, np.zeros(len(extra)), traffic.max_concurrency)
-        start_s = time.perf_counter()
-        async with watch_client() as load:
-            records = await send_all(client.send, measured, arrival_times_s(traffic), traffic.max_concurrency, advance)
-            duration_s = time.perf_counter() - start_s
+        seen = await measure(client.send, measured, arrival_times_s(traffic), traffic.max_concurrency, advance)
     finally:
         client.close()
     result = settings(target, traffic, card.id, str(benchmark.tokenizer) if benchmark.tokenizer else None)
-    result |= summarize(records, duration_s, benchmark.reporting)
-    result |= load.to_result()
-    return Outcome(records, result, [*_warm_up_warnings(warm), *filter(None, [load.warning()])])
+    result |= summarize(seen.records, seen.duration_s, benchmark.reporting)
+    result |= seen.load.to_result()
+    return Outcome(seen.records, result, [*_warm_up_warnings(warm), *filter(None, [seen.load.warning()])])
 
 
 def arrival_times_s(traffic: Traffic) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -127,14 +132,33 @@ def arrival_times_s(traffic: Traffic) -> np.ndarray[Any, np.dtype[np.float64]]:
     return times
 
 
+async def measure(
+    send: Send,
+    requests: Iterable[tuple[bytes, int | None]],
+    arrivals_s: np.ndarray[Any, np.dtype[np.float64]],
+    max_concurrency: int | None,
+    advance: Advance,
+) -> Measured:
+    """`send_all`, and how busy the client was with it."""
+    start_s = time.perf_counter()
+    async with watch_client() as load:
+        records = await send_all(send, requests, arrivals_s, max_concurrency, advance)
+        duration_s = time.perf_counter() - start_s
+    return Measured(records, duration_s, load)
+
+
 async def send_all(
     send: Send,
-    requests: Sequence[tuple[bytes, int | None]],
+    requests: Iterable[tuple[bytes, int | None]],
     arrivals_s: np.ndarray[Any, np.dtype[np.float64]],
     max_concurrency: int | None,
     advance: Advance = lambda: None,
 ) -> list[RequestRecord]:
-    """Send each request at its arrival time, or once fewer than `max_concurrency` fly; records in order."""
+    """Send each request at its arrival time, or once fewer than `max_concurrency` fly; records in order.
+
+    A request is taken from `requests` before its arrival is waited for, so making it then costs no time that counts.
+    """
+    _raise_open_file_limit()
     slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
     async def one(request: bytes, prompt_tokens: int | None) -> RequestRecord:

@@ -1,25 +1,32 @@
-"""`bench serve` and `bench compare`: the command line of the load generator."""
+"""The commands of `bench`; `serve` and `compare` here: the command line of the load generator."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.cli.bench_common import (
+    check_shared,
+    flag,
+    is_given,
+    one_line_errors,
+    report_outcome,
+    request_progress,
+    server_url,
+)
+from pypto_serving.cli.bench_trace import trace
+from pypto_serving.errors import ConfigError
 
 if TYPE_CHECKING:
     from pypto_serving.bench.datasets import Dataset
     from pypto_serving.bench.options import RampUp
-    from pypto_serving.bench.report import Saving
     from pypto_serving.bench.runner import Benchmark, Outcome
 
 bench_app = typer.Typer(help="Measure a running server.", no_args_is_help=True)
+bench_app.command()(trace)
 
 DatasetName = Literal["random", "prefix_repetition", "custom"]
 _DATASET_OPTIONS = {
@@ -87,7 +94,7 @@ def serve(
     """
     from pypto_serving.bench import datasets, options, report, runner
 
-    with _one_line_errors():
+    with one_line_errors():
         _check_combinations(context, dataset_name)
         dataset: Dataset
         match dataset_name:
@@ -109,7 +116,7 @@ def serve(
                 dataset = datasets.FileData(path=dataset_path or Path(), output_len=custom_output_len)
         benchmark = runner.Benchmark(
             target=options.Target(
-                base_url=(base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}").rstrip("/"),
+                base_url=server_url(base_url, host, port),
                 backend=backend,
                 endpoint=endpoint,
                 model=model,
@@ -143,7 +150,7 @@ def serve(
             metadata=options.parse_metadata(metadata or []),
         )
         saving.check(benchmark.reporting)
-        _report(_run(benchmark), saving if save_result else None)
+        report_outcome(_run(benchmark), saving if save_result else None)
 
 
 @bench_app.command()
@@ -155,48 +162,25 @@ def compare(
     """Show two results of `bench serve` (or of `vllm bench serve`) side by side."""
     from pypto_serving.bench import report
 
-    with _one_line_errors():
+    with one_line_errors():
         left, right = report.load_result(a), report.load_result(b)
         typer.echo(report.render_comparison(left, right))
         if plot is not None:
             report.plot_comparison(left, right, plot)
 
 
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except PyptoError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
-
-
 def _check_combinations(context: typer.Context, dataset_name: DatasetName) -> None:
     """Refuse options that would have no effect next to the others."""
-    given = [name for name in context.params if _is_given(context, name)]
+    given = [name for name in context.params if is_given(context, name)]
     for other, prefixes in _DATASET_OPTIONS.items():
         for name in given:
             if other != dataset_name and name.startswith(prefixes):
                 raise ConfigError(
-                    f"{_flag(name)} belongs to --dataset-name {other}, but that is {dataset_name}; drop one"
+                    f"{flag(name)} belongs to --dataset-name {other}, but that is {dataset_name}; drop one"
                 )
     if dataset_name == "custom" and "dataset_path" not in given:
         raise ConfigError("--dataset-name custom needs --dataset-path FILE.jsonl")
-    if "base_url" in given and (clash := {"host", "port"}.intersection(given)):
-        raise ConfigError(f"--base-url already names the server; drop {_flag(min(clash))}")
-    if "save_result" not in given:
-        for name in ("save_detailed", "result_dir", "result_filename", "metadata"):
-            if name in given:
-                raise ConfigError(f"{_flag(name)} has no effect without --save-result; add it")
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    check_shared(given)
 
 
 def _ramp_up(
@@ -212,29 +196,9 @@ def _ramp_up(
 
 
 def _run(benchmark: Benchmark) -> Outcome:
-    """Run with a progress bar on a terminal's stderr."""
     import uvloop
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
     from pypto_serving.bench.runner import run
 
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, refresh_per_second=2, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("requests", total=benchmark.traffic.num_prompts)
-        return uvloop.run(run(benchmark, lambda: progress.advance(task)))
-
-
-def _report(outcome: Outcome, saving: Saving | None) -> None:
-    """Print table, failures and warnings; save; exit with 1 if nothing succeeded."""
-    from pypto_serving.bench import metrics, report
-
-    typer.echo(report.render(outcome.result))
-    for line in [*report.failure_lines(outcome.records), *(f"warning: {w}" for w in outcome.warnings)]:
-        typer.echo(line, err=True)
-    if saving is not None:
-        extra = metrics.details(outcome.records) if saving.detailed else {}
-        typer.echo(f"saved {saving.write(outcome.result | extra)}", err=True)
-    if not outcome.result["completed"]:
-        raise typer.Exit(1)
+    with request_progress(benchmark.traffic.num_prompts) as advance:
+        return uvloop.run(run(benchmark, advance))

@@ -1,0 +1,184 @@
+"""Runs of a trace, against a server or in virtual time, and what they report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.bench.client import ApiClient, ModelCard, find_model
+from pypto_serving.bench.datasets import Prompt
+from pypto_serving.bench.metrics import RequestRecord, summarize, summarize_cache
+from pypto_serving.bench.options import Reporting, Target, require_int
+from pypto_serving.bench.report import timestamp
+from pypto_serving.bench.runner import Advance, Outcome, measure
+from pypto_serving.bench.simulator import Machine, Simulator
+from pypto_serving.bench.traces import Trace, load_trace, lru_hits
+from pypto_serving.errors import ConfigError
+from pypto_serving.util import parse_size
+
+_REPORTING = Reporting(percentiles=(90.0, 99.0))
+SWEPT = ("device", "host", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Which part of which trace, how large and how fast; `seed` makes the tokens."""
+
+    path: Path
+    scale: Fraction = Fraction(1)
+    requests: int | None = None
+    duration_s: float | None = None
+    speedup: float = 1.0
+    seed: int = 0
+
+    def load(self) -> Trace:
+        """Raises ConfigError."""
+        require_int("--seed", self.seed, 0)
+        return load_trace(self.path).head(self.requests, self.duration_s).scaled(self.scale).faster(self.speedup)
+
+    def settings(self, trace: Trace) -> dict[str, Any]:
+        """The part of a result that says what was replayed."""
+        count, last_s = len(trace.requests), trace.requests[-1].arrival_s
+        return {
+            "date": timestamp(),
+            "trace": self.path.name,
+            "scale": str(self.scale),
+            "speedup": self.speedup,
+            "seed": self.seed,
+            "trace_block_size": trace.block_size,
+            "num_prompts": count,
+            "request_rate": count / last_s if last_s else "inf",
+            "max_concurrency": None,
+        }
+
+
+async def replay(
+    source: Source, trace: Trace, target: Target, vocab_size: int | None, advance: Advance = lambda: None
+) -> Outcome:
+    """Send the requests of `trace` to a server at the trace's times, whatever it does with the earlier ones.
+
+    Raises ServerError or ConfigError before the first request: the server cannot be asked, or its window is too small.
+    """
+    card = await find_model(target)
+    _require_window(source, trace, card)
+    vocab_size = _vocabulary(card, vocab_size)
+    client = ApiClient(replace(target, ignore_eos=True), card.id)
+    arrivals_s = np.array([request.arrival_s for request in trace.requests])
+    try:
+        seen = await measure(client.send, _encoded(client, trace, source.seed, vocab_size), arrivals_s, None, advance)
+    finally:
+        client.close()
+    result = source.settings(trace) | {"backend": target.backend, "model_id": card.id}
+    result |= _summary(trace, seen.records, seen.duration_s, 1) | seen.load.to_result()
+    return Outcome(seen.records, result, list(filter(None, [seen.load.warning()])))
+
+
+def _encoded(client: ApiClient, trace: Trace, seed: int, vocab_size: int) -> Iterator[tuple[bytes, int]]:
+    """Requests one by one: all of them at once may be larger than memory."""
+    for request in trace.requests:
+        ids = trace.token_ids(request, seed, vocab_size).tolist()
+        yield client.encode(Prompt(ids, request.input_len, request.output_len)), request.input_len
+
+
+def _vocabulary(card: ModelCard, given: int | None) -> int:
+    if given is not None:
+        require_int("--vocab-size", given, 1)
+        return given
+    if card.vocab_size is None:
+        raise ConfigError("the server does not tell the size of its vocabulary: give --vocab-size N")
+    return card.vocab_size
+
+
+def _require_window(source: Source, trace: Trace, card: ModelCard) -> None:
+    if card.max_model_len is None or trace.longest <= card.max_model_len:
+        return
+    scale = source.scale
+    while trace.longest * scale > card.max_model_len * source.scale:
+        scale /= 2
+    raise ConfigError(
+        f"the longest request has {trace.longest} tokens, the server's window is {card.max_model_len}: "
+        f"give --scale {scale}, or a server with a larger --max-model-len"
+    )
+
+
+def simulate(source: Source, trace: Trace, machine: Machine, advance: Advance = lambda: None) -> Outcome:
+    """Serve `trace` in virtual time; raises ConfigError for a machine that cannot."""
+    start_s = time.perf_counter()
+    simulated = Simulator(trace, machine, source.seed).run(advance)
+    result = source.settings(trace) | machine_settings(machine)
+    result |= _summary(trace, simulated.records, simulated.duration_s, machine.block_size)
+    hits = lru_hits(trace, machine.num_tokens, machine.block_size)
+    result |= {
+        "lru_hit_rate": sum(hits) / trace.prompt_tokens,
+        "num_steps": simulated.num_steps,
+        "num_preemptions": simulated.num_preemptions,
+        "real_duration": time.perf_counter() - start_s,
+    }
+    return Outcome(simulated.records, result, [])
+
+
+def machine_settings(machine: Machine) -> dict[str, Any]:
+    """The part of a result that says what was simulated."""
+    return {
+        "backend": "virtual",
+        "model_id": None,
+        "block_size": machine.block_size,
+        "device_tokens": machine.device_tokens,
+        "host_tokens": machine.host_tokens,
+        "disk_tokens": machine.disk_tokens,
+        "max_num_seqs": machine.max_num_seqs,
+        "max_num_batched_tokens": machine.max_num_batched_tokens,
+        "step_seconds": machine.time.step_s,
+        "token_seconds": machine.time.token_s,
+        "row_seconds": machine.time.row_s,
+    }
+
+
+def _summary(trace: Trace, records: Sequence[RequestRecord], duration_s: float, block_size: int) -> dict[str, Any]:
+    bound = lru_hits(trace, float("inf"), block_size)
+    result = summarize(records, duration_s, _REPORTING) | summarize_cache(records)
+    return result | {"infinite_hit_rate": sum(bound) / trace.prompt_tokens}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The sizes in tokens that one tier takes in turn, the others keeping theirs."""
+
+    tier: str
+    sizes: tuple[int, ...]
+
+    def machines(self, machine: Machine) -> list[Machine]:
+        """`machine` with each of the sizes."""
+        changes: list[dict[str, Any]] = [{f"{self.tier}_tokens": size} for size in self.sizes]
+        return [replace(machine, **change) for change in changes]
+
+
+def parse_sweep(text: str) -> Sweep:
+    """`device=1M,4M,16M`; raises ConfigError."""
+    tier, equals, sizes = text.partition("=")
+    if tier not in SWEPT or not equals:
+        raise ConfigError(f"--sweep must be TIER=SIZE,SIZE,... with a tier of {', '.join(SWEPT)}; got {text!r}")
+    return Sweep(tier=tier, sizes=tuple(parse_tokens("--sweep", size) for size in sizes.split(",")))
+
+
+def parse_tokens(option: str, text: str) -> int:
+    """`1000000`, `1M` or `1Mi` as a number of tokens; raises ConfigError."""
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ConfigError(f"{option} must be a number of tokens such as 500000, 4M or 1Mi; got {text!r}") from None
+
+
+def run_sweep(
+    source: Source, trace: Trace, machines: Sequence[Machine], advance: Callable[[], None] = lambda: None
+) -> list[Outcome]:
+    """One simulation for each machine; all are checked before the first one runs."""
+    for machine in machines:
+        machine.engine_config(trace.longest)
+    return [simulate(source, trace, machine, advance) for machine in machines]

@@ -1,0 +1,242 @@
+"""Virtual time: the real scheduler and KV manager serve a trace on a machine that is only a time model.
+
+There is no worker, no backend and no KV: a step takes as long as `TimeModel` says, and samples tokens that no other
+request and no other position has, so that an output is shared with nothing but the request's own continuation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.bench.metrics import RequestRecord
+from pypto_serving.bench.options import require_int, require_positive
+from pypto_serving.bench.runner import Advance
+from pypto_serving.bench.traces import Trace, TraceRequest
+from pypto_serving.config import EngineConfig
+from pypto_serving.errors import ConfigError
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.sched.scheduler import Scheduler
+from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.tier import Tier, TierConfig
+from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.util import ceil_div
+
+PROMPT_VOCABULARY = 150_000
+"""Prompts are made of ids below this, outputs of ids from it on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeModel:
+    """A step of n tokens in r rows takes `step_s + n * token_s + r * row_s` seconds.
+
+    The defaults are the line through two steps of Qwen3-0.6B in docs/benchmarks.md, 24 ms for one token and 1,484 ms
+    for 512; it gives 44 ms for 8 rows (44 measured) and 112 ms for 32 (124 measured).
+    """
+
+    step_s: float = 0.021
+    token_s: float = 0.00286
+    row_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive("--step-seconds", self.step_s)
+        for option, value in (("--token-seconds", self.token_s), ("--row-seconds", self.row_s)):
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{option} must be a finite number, 0 or above, got {value}")
+
+    def elapsed_s(self, num_tokens: int, num_rows: int) -> float:
+        return self.step_s + num_tokens * self.token_s + num_rows * self.row_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A replica to simulate: how many tokens each tier holds, and the scheduler's limits; 0 tokens: no such tier."""
+
+    block_size: int
+    device_tokens: int
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    time: TimeModel = TimeModel()
+
+    def __post_init__(self) -> None:
+        require_int("--block-size", self.block_size, 1)
+        require_int("--device-tokens", self.device_tokens, self.block_size)
+        require_int("--host-tokens", self.host_tokens, 0)
+        require_int("--disk-tokens", self.disk_tokens, 0)
+        require_int("--max-num-seqs", self.max_num_seqs, 1)
+        require_int("--max-num-batched-tokens", self.max_num_batched_tokens, 2)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all tiers."""
+        return self.device_tokens + self.host_tokens + self.disk_tokens
+
+    @property
+    def group(self) -> KVCacheGroupSpec:
+        """Keys and values of full history, with the bytes of Qwen3-0.6B in bfloat16: 112 KiB for a token."""
+        rows = KVTensorSpec(name="kv", layers=tuple(range(28)), dtype="bfloat16", row_shape=(2 * 8 * 128,))
+        return KVCacheGroupSpec(name="kv", kind="full", tensors=(rows,), block_size=self.block_size)
+
+    @property
+    def tiers(self) -> tuple[TierConfig, ...]:
+        """Tiers below the device."""
+        sizes: tuple[tuple[Tier, int], ...] = (("host", self.host_tokens), ("disk", self.disk_tokens))
+        block_bytes = self.group.block_bytes
+        return tuple(
+            TierConfig(tier=tier, size_bytes=num_slots * block_bytes, num_slots=(num_slots,))
+            for tier, size in sizes
+            if (num_slots := size // self.block_size)
+        )
+
+    def engine_config(self, max_model_len: int) -> EngineConfig:
+        """For requests of up to `max_model_len` tokens; raises ConfigError when one does not fit on the device."""
+        needed = ceil_div(max_model_len, self.block_size)
+        num_blocks = self.device_tokens // self.block_size
+        if needed > num_blocks:
+            raise ConfigError(
+                f"--device-tokens {self.device_tokens}: the longest request has {max_model_len} tokens; "
+                f"give at least {needed * self.block_size}"
+            )
+        if self.tiers:
+            raise ConfigError(f"--{self.tiers[0].tier}-tokens: there is no tier below the device yet; leave it out")
+        return EngineConfig(
+            model="",
+            backend="",
+            dtype="bfloat16",
+            vocab_size=PROMPT_VOCABULARY,
+            groups=(self.group,),
+            num_blocks=(num_blocks + 1,),
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """Records in the order of the trace; `duration_s` is virtual."""
+
+    records: list[RequestRecord]
+    duration_s: float
+    num_steps: int
+    num_preemptions: int
+
+
+class VirtualWorker:
+    """Stands in for a worker: owns of each row what a plan leaves unsaid, and makes its tokens up.
+
+    A request's tokens are `seed`, `seed + 1`, ...: whoever adds requests gives each a range of its own.
+    """
+
+    def __init__(self, max_num_seqs: int, time: TimeModel) -> None:
+        self._time = time
+        self._missing: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+        self._next_token: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """A row samples when the step computes its last known token."""
+        for new in plan.new_rows:
+            num_tokens = len(new.token_ids) // 4
+            self._missing[new.row] = num_tokens - new.num_computed
+            self._next_token[new.row] = new.sampling.seed + num_tokens - new.prompt_len
+        rows, counts = unpack_ids(plan.rows), unpack_ids(plan.num_tokens)
+        self._missing[rows] -= counts
+        sampling = rows[self._missing[rows] == 0]
+        tokens = self._next_token[sampling]
+        self._next_token[sampling] += 1
+        self._missing[sampling] += 1
+        return StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            rows=pack_ids(sampling),
+            token_ids=pack_ids(tokens),
+            logprobs=[],
+            elapsed_s=self._time.elapsed_s(int(counts.sum()), len(rows)),
+        )
+
+
+class Simulator:
+    """Owner of one replica in virtual time. `run` serves the trace once; requests arrive at the trace's times."""
+
+    def __init__(self, trace: Trace, machine: Machine, seed: int = 0) -> None:
+        config = machine.engine_config(trace.longest)
+        self._trace = trace
+        self._seed = seed
+        self._scheduler = Scheduler(config, KVCacheManager(config.groups, config.num_blocks))
+        self._worker = VirtualWorker(machine.max_num_seqs, machine.time)
+        self._records: list[RequestRecord] = []
+        self._next_token = PROMPT_VOCABULARY
+        self._now_s = 0.0
+
+    def run(self, advance: Advance = lambda: None) -> Simulated:
+        """Calls `advance` once per finished request."""
+        while len(self._records) < len(self._trace.requests) or self._scheduler.has_work:
+            self._take_arrivals()
+            plan, _ = self._scheduler.plan(self._now_s)
+            if plan is None:
+                self._now_s = self._next_event_s()
+                continue
+            result = self._worker.run(plan)
+            self._now_s += result.elapsed_s
+            for output in self._scheduler.commit(result, self._now_s):
+                self._take_output(output)
+                if output.finish_reason:
+                    advance()
+        self._scheduler.check()
+        counters = self._scheduler.counters
+        return Simulated(
+            records=self._records,
+            duration_s=self._now_s,
+            num_steps=counters.num_steps,
+            num_preemptions=counters.num_preemptions,
+        )
+
+    def _next_event_s(self) -> float:
+        """When something can happen that a scheduler with nothing to run waits for."""
+        assert len(self._records) < len(self._trace.requests), (
+            "the scheduler runs nothing, and nothing will change that"
+        )
+        return self._trace.requests[len(self._records)].arrival_s
+
+    def _take_arrivals(self) -> None:
+        """Add the requests that have arrived by now; their prompts are made only here."""
+        requests = self._trace.requests
+        while len(self._records) < len(requests):
+            request = requests[len(self._records)]
+            if request.arrival_s > self._now_s:
+                return
+            self._add(request)
+
+    def _add(self, request: TraceRequest) -> None:
+        refused = self._scheduler.add(
+            EngineRequest(
+                request_id=str(len(self._records)),
+                token_ids=pack_ids(self._trace.token_ids(request, self._seed, PROMPT_VOCABULARY)),
+                params=SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True),
+                seed=self._next_token,
+                arrival_s=request.arrival_s,
+            )
+        )
+        assert refused is None, refused
+        self._next_token += request.output_len
+        self._records.append(RequestRecord(prompt_tokens=request.input_len, start_s=request.arrival_s))
+
+    def _take_output(self, output: RequestOutput) -> None:
+        """Every output has one token, the first one what was cached."""
+        record = self._records[int(output.request_id)]
+        latency_s = self._now_s - record.start_s
+        if record.output_tokens:
+            record.itls_s.append(latency_s - record.latency_s)
+        else:
+            record.ttft_s = latency_s
+            record.cached_tokens = output.num_cached_tokens
+            record.cached_by_tier = {"device": output.num_cached_tokens}
+        record.latency_s = latency_s
+        record.output_tokens += 1

@@ -1,0 +1,109 @@
+"""Replays of a trace as a table and as plots: hit rate by tier and time to first token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.bench.metrics import TIERS, RequestRecord
+from pypto_serving.bench.report import new_figure, save_figure
+from pypto_serving.bench.traces import Trace, lru_hits
+
+_COLORS = {"device": "tab:blue", "host": "tab:green", "disk": "tab:orange", "remote": "tab:red", "cache": "tab:blue"}
+_WINDOWS = 60
+
+
+def render_sweep(tier: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """One line per size: hit rates by tier, those of an LRU cache as large and of an infinite one, latencies."""
+    tiers = [name for name in TIERS if any(name in r["hit_rate_by_tier"] for r in results)]
+    shown = tiers if len(tiers) > 1 else []
+    head = [f"{tier} tokens", "hit rate", *shown, "LRU", "infinite", "median TTFT s", "p99 TTFT s", "output tok/s"]
+    rows = [head]
+    for result in results:
+        rates = [result["hit_rate"], *(result["hit_rate_by_tier"].get(name, 0.0) for name in shown)]
+        rates += [result["lru_hit_rate"], result["infinite_hit_rate"]]
+        ttfts = [_seconds(result[key]) for key in ("median_ttft_ms", "p99_ttft_ms")]
+        size = format_tokens(result[f"{tier}_tokens"])
+        rows.append([size, *(f"{rate:.1%}" for rate in rates), *ttfts, f"{result['output_throughput']:.0f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+
+def format_tokens(count: int) -> str:
+    """`4M` for 4,000,000; numbers that are no multiple of 1,000 stay as they are."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size and count % (size // 1000 or 1) == 0:
+            return f"{count / size:g}{unit}"
+    return str(count)
+
+
+def _seconds(value_ms: float | None) -> str:
+    return "n/a" if value_ms is None else f"{value_ms / 1e3:.3g}"
+
+
+def plot_sweep(tier: str, results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Hit rate by tier, with both bounds, above time to first token; over the size. Raises ConfigError."""
+    figure = new_figure(8, 6)
+    rates, ttfts = figure.subplots(2, 1, sharex=True)
+    places = range(len(results))
+    base = np.zeros(len(results))
+    for name in TIERS:
+        share = np.array([r["hit_rate_by_tier"].get(name, 0.0) for r in results]) * 100
+        if share.any():
+            rates.bar(places, share, 0.6, base, color=_COLORS[name], label=name)
+            base += share
+    rates.plot(places, [r["lru_hit_rate"] * 100 for r in results], "ko--", label="LRU cache of this size")
+    rates.axhline(results[0]["infinite_hit_rate"] * 100, color="black", linewidth=0.8, label="infinite cache")
+    rates.set_ylabel("prompt tokens from cache (%)")
+    rates.legend()
+    for key, style in (("median_ttft_ms", "o-"), ("p99_ttft_ms", "s--")):
+        ttfts.plot(places, [r[key] / 1e3 for r in results], style, label=key.split("_")[0])
+    ttfts.set_yscale("log")
+    ttfts.set_ylabel("time to first token (s)")
+    ttfts.set_xlabel(f"{tier} tier (tokens)")
+    ttfts.set_xticks(places, [format_tokens(r[f"{tier}_tokens"]) for r in results])
+    ttfts.legend()
+    save_figure(figure, path)
+
+
+def plot_run(trace: Trace, records: Sequence[RequestRecord], path: Path) -> None:
+    """Hit rate by tier and time to first token over the time of arrival, in windows. Raises ConfigError."""
+    figure = new_figure(9, 6)
+    rates, ttfts = figure.subplots(2, 1, sharex=True)
+    arrivals_s = np.array([request.arrival_s for request in trace.requests])
+    edges_s = np.linspace(0, arrivals_s[-1], _WINDOWS + 1)
+    windows = np.clip(np.searchsorted(edges_s, arrivals_s, side="right") - 1, 0, _WINDOWS - 1)
+    good = np.array([not record.error for record in records])
+    prompts = np.array([request.input_len for request in trace.requests])
+    series = _cached(records)
+    shares = [_share(windows[good], cached[good], prompts[good]) for cached in series.values()]
+    colors = [_COLORS[name] for name in series]
+    rates.stackplot(edges_s[:-1], shares, labels=list(series), colors=colors, step="post")
+    bound = _share(windows, np.array(lru_hits(trace, float("inf"))), prompts)
+    rates.step(edges_s[:-1], bound, "k", where="post", linewidth=0.8, label="infinite cache")
+    rates.set_ylabel("prompt tokens from cache (%)")
+    rates.legend()
+    ttfts.plot(arrivals_s[good], [r.ttft_s for r in records if not r.error], ".", markersize=3)
+    ttfts.set_yscale("log")
+    ttfts.set_ylabel("time to first token (s)")
+    ttfts.set_xlabel("arrival (s)")
+    save_figure(figure, path)
+
+
+def _cached(records: Sequence[RequestRecord]) -> dict[str, np.ndarray[Any, Any]]:
+    """Cached tokens of each record, by tier where the server tells."""
+    tiers = [tier for tier in TIERS if any(tier in record.cached_by_tier for record in records)]
+    if not tiers:
+        return {"cache": np.array([record.cached_tokens or 0 for record in records])}
+    return {tier: np.array([record.cached_by_tier.get(tier, 0) for record in records]) for tier in tiers}
+
+
+def _share(
+    windows: np.ndarray[Any, Any], parts: np.ndarray[Any, Any], wholes: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Per cent of the sum of `parts` in that of `wholes`, in each window; 0 where nothing is."""
+    part, whole = (np.bincount(windows, values, _WINDOWS) for values in (parts, wholes))
+    return 100 * part / np.maximum(whole, 1)

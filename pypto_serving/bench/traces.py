@@ -1,0 +1,190 @@
+"""Request traces in Mooncake's format: loading, taking a part, scaling, and token ids with exactly the trace's reuse.
+
+A line is a JSON object: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, `hash_ids` with one
+id for every 512 prompt tokens, the last of which may be cut. Equal ids mean equal tokens behind an equal prefix
+(Qin et al., Mooncake, FAST 2025).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.bench.options import require_int, require_positive
+from pypto_serving.errors import ConfigError
+from pypto_serving.types.tokens import Int32Array
+from pypto_serving.util import ceil_div
+
+TRACE_BLOCK = 512
+"""Prompt tokens per hash id in a file."""
+EXCERPT = Path(__file__).parents[1] / "assets" / "traces" / "mooncake_conversation_200.jsonl"
+"""The first 200 requests of Mooncake's conversation trace."""
+_MAX_BLOCK_BITS = 20
+
+
+class _Line(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class TraceRequest(msgspec.Struct, frozen=True, gc=False):
+    """One request; seconds after the first one, lengths in tokens, both at least 1."""
+
+    arrival_s: float
+    input_len: int
+    output_len: int
+    hash_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """Requests in order of arrival, each with one hash id for every `block_size` prompt tokens."""
+
+    requests: tuple[TraceRequest, ...]
+    block_size: int = TRACE_BLOCK
+
+    @property
+    def longest(self) -> int:
+        """Prompt and output tokens of the longest request."""
+        return max(r.input_len + r.output_len for r in self.requests)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(r.input_len for r in self.requests)
+
+    def head(self, count: int | None, duration_s: float | None) -> Trace:
+        """The first `count` requests, of those that arrive within the first `duration_s` seconds."""
+        if count is not None:
+            require_int("--requests", count, 1)
+        if duration_s is not None:
+            require_positive("--duration", duration_s)
+        limit_s = float("inf") if duration_s is None else duration_s
+        return replace(self, requests=tuple(r for r in self.requests[:count] if r.arrival_s < limit_s))
+
+    def scaled(self, scale: Fraction) -> Trace:
+        """All lengths times `scale`, rounded up, and the same hash ids over blocks of as many tokens fewer or more.
+
+        Raises ConfigError unless a block becomes a whole number of tokens.
+        """
+        size = self.block_size * scale
+        if size.denominator != 1 or not 1 <= size < 1 << _MAX_BLOCK_BITS:
+            raise ConfigError(f"--scale {scale} makes blocks of {float(size):g} tokens; choose a multiple of 1/512")
+        requests = tuple(
+            TraceRequest(r.arrival_s, _times(r.input_len, scale), _times(r.output_len, scale), r.hash_ids)
+            for r in self.requests
+        )
+        return Trace(requests=requests, block_size=size.numerator)
+
+    def faster(self, speedup: float) -> Trace:
+        """The same requests with the time between arrivals divided by `speedup`."""
+        require_positive("--speedup", speedup)
+        return replace(
+            self, requests=tuple(msgspec.structs.replace(r, arrival_s=r.arrival_s / speedup) for r in self.requests)
+        )
+
+    def token_ids(self, request: TraceRequest, seed: int, vocab_size: int) -> Int32Array:
+        """The prompt, int32 [input_len]: token i of a block is a hash of (seed, hash id, i), below `vocab_size`."""
+        blocks = np.array(request.hash_ids, dtype=np.uint64)[:, None] << np.uint64(_MAX_BLOCK_BITS)
+        counters: NDArray[np.uint64] = blocks | np.arange(self.block_size, dtype=np.uint64)
+        counters += _mix(np.array([seed], dtype=np.uint64))
+        ids = (_mix(counters) % np.uint64(vocab_size)).astype(np.int32)
+        return ids.reshape(-1)[: request.input_len]
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's step and finaliser (Steele, Lea, Flood 2014): as a function of a counter, a one-to-one hash."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _times(length: int, scale: Fraction) -> int:
+    return ceil_div(length * scale.numerator, scale.denominator)
+
+
+def parse_scale(text: str) -> Fraction:
+    """`1/16` or `0.0625` as an exact number above 0; raises ConfigError."""
+    try:
+        scale = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"--scale must be a number or a fraction such as 1/16, got {text!r}") from None
+    if scale <= 0:
+        raise ConfigError(f"--scale must be above 0, got {text}")
+    return scale
+
+
+def load_trace(path: Path) -> Trace:
+    """All requests of a file in Mooncake's format; raises ConfigError that names the first bad line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror}; name a readable JSONL file") from None
+    requests: list[TraceRequest] = []
+    start_ms = last_ms = 0.0
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        parsed = _parse(f"trace {path}, line {number}", line)
+        if not requests:
+            start_ms = last_ms = parsed.timestamp
+        if parsed.timestamp < last_ms:
+            raise ConfigError(f"trace {path}, line {number}: timestamp {parsed.timestamp:g} is before that of the last")
+        last_ms = parsed.timestamp
+        arrival_s = (last_ms - start_ms) / 1e3
+        output_len = max(1, parsed.output_length)
+        requests.append(TraceRequest(arrival_s, parsed.input_length, output_len, tuple(parsed.hash_ids)))
+    if not requests:
+        raise ConfigError(f"trace {path} is empty; it needs at least one request")
+    return Trace(requests=tuple(requests))
+
+
+def _parse(where: str, line: bytes) -> _Line:
+    try:
+        parsed = msgspec.json.decode(line, type=_Line)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    require_int(f"{where}: input_length", parsed.input_length, 1)
+    require_int(f"{where}: output_length", parsed.output_length, 0)
+    wanted = ceil_div(parsed.input_length, TRACE_BLOCK)
+    if len(parsed.hash_ids) != wanted:
+        raise ConfigError(
+            f"{where}: {len(parsed.hash_ids)} hash_ids for an input_length of {parsed.input_length}; "
+            f"with one per {TRACE_BLOCK} tokens there must be {wanted}"
+        )
+    if not 0 <= min(parsed.hash_ids) <= max(parsed.hash_ids) < 1 << 63 - _MAX_BLOCK_BITS:
+        raise ConfigError(f"{where}: hash_ids must lie in [0, 2^{63 - _MAX_BLOCK_BITS})")
+    return parsed
+
+
+def lru_hits(trace: Trace, capacity: float, block_size: int = 1) -> list[int]:
+    """For each request the prompt tokens that an LRU cache of `capacity` tokens holds, one request after the other.
+
+    The bound for an engine that keeps prompts in blocks of `block_size` tokens: all tokens of a prompt but one count at
+    most, in whole blocks. Outputs take no room, and what is in use needs none. `capacity` may be infinite.
+    """
+    limits = [request.input_len - 1 for request in trace.requests]
+    runs = [blocks * trace.block_size for blocks in _lru_runs(trace, capacity)]
+    return [min(run, limit) // block_size * block_size for run, limit in zip(runs, limits, strict=True)]
+
+
+def _lru_runs(trace: Trace, capacity: float) -> Iterator[int]:
+    """For each request the number of its blocks, from the first one on, that the cache holds when it comes."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    for request in trace.requests:
+        run = next((i for i, h in enumerate(request.hash_ids) if h not in cache), len(request.hash_ids))
+        for hash_id in request.hash_ids:
+            cache[hash_id] = None
+            cache.move_to_end(hash_id)
+        while len(cache) * trace.block_size > capacity:
+            cache.popitem(last=False)
+        yield run

@@ -1,0 +1,79 @@
+"""What the commands of `bench` share: errors, progress, and how an outcome is shown and saved."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import typer
+
+from pypto_serving.errors import ConfigError, PyptoError
+
+if TYPE_CHECKING:
+    from pypto_serving.bench.report import Saving
+    from pypto_serving.bench.runner import Outcome
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Errors meant for the user end the command with one line and their exit code."""
+    try:
+        yield
+    except PyptoError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the user wrote the option."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def flag(name: str) -> str:
+    """`--max-num-seqs` for `max_num_seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def server_url(base_url: str | None, host: str, port: int) -> str:
+    """Where the server is, without a slash at the end."""
+    return (base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}").rstrip("/")
+
+
+def check_shared(given: Sequence[str]) -> None:
+    """Refuse options of server and result file that would have no effect next to the others."""
+    if "base_url" in given and (clash := {"host", "port"}.intersection(given)):
+        raise ConfigError(f"--base-url already names the server; drop {flag(min(clash))}")
+    if "save_result" not in given:
+        for name in ("save_detailed", "result_dir", "result_filename", "metadata"):
+            if name in given:
+                raise ConfigError(f"{flag(name)} has no effect without --save-result; add it")
+
+
+@contextlib.contextmanager
+def request_progress(total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on a terminal's stderr; yields what to call once per finished request."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, refresh_per_second=2, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda: progress.advance(task)
+
+
+def report_outcome(outcome: Outcome, saving: Saving | None) -> None:
+    """Print table, failures and warnings; save; exit with 1 if nothing succeeded."""
+    from pypto_serving.bench import metrics, report
+
+    typer.echo(report.render(outcome.result))
+    for line in [*report.failure_lines(outcome.records), *(f"warning: {w}" for w in outcome.warnings)]:
+        typer.echo(line, err=True)
+    if saving is not None:
+        extra = metrics.details(outcome.records) if saving.detailed else {}
+        typer.echo(f"saved {saving.write(outcome.result | extra)}", err=True)
+    if not outcome.result["completed"]:
+        raise typer.Exit(1)

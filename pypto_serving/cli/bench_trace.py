@@ -1,0 +1,204 @@
+"""`bench trace`: replay a trace of requests, against a server or in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pypto_serving.cli.bench_common import (
+    check_shared,
+    flag,
+    is_given,
+    one_line_errors,
+    report_outcome,
+    request_progress,
+    server_url,
+)
+from pypto_serving.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pypto_serving.bench.options import Target
+    from pypto_serving.bench.replay import Source, Sweep
+    from pypto_serving.bench.report import Saving
+    from pypto_serving.bench.runner import Outcome
+    from pypto_serving.bench.simulator import Machine
+    from pypto_serving.bench.traces import Trace
+
+SERVER, VIRTUAL, RESULT = "Against a server", "In virtual time", "Result"
+_SERVER_OPTIONS = ("base_url", "host", "port", "model", "vocab_size", "timeout")
+_VIRTUAL_OPTIONS = (
+    "sweep",
+    "device_tokens",
+    "host_tokens",
+    "disk_tokens",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "step_seconds",
+    "token_seconds",
+    "row_seconds",
+)
+
+
+def trace(
+    context: typer.Context,
+    path: Annotated[
+        Path | None,
+        typer.Argument(metavar="TRACE", help="JSONL file in Mooncake's format. (default: 200 requests of Mooncake's)"),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(help="Replay the first so many requests only.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Replay the first so many seconds of the trace only.")] = None,
+    scale: Annotated[str, typer.Option(help="Multiply all lengths, such as 1/16; reuse stays exact.")] = "1",
+    speedup: Annotated[float, typer.Option(help="Divide the time between arrivals.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts' tokens.")] = 0,
+    base_url: Annotated[
+        str | None, typer.Option(help="Server, instead of --host and --port.", rich_help_panel=SERVER)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Server host.", rich_help_panel=SERVER)] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.", rich_help_panel=SERVER)] = 8000,
+    model: Annotated[
+        str | None, typer.Option(help="Model name; default: the server's first.", rich_help_panel=SERVER)
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Token ids are below this; default: the server's.", rich_help_panel=SERVER)
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.", rich_help_panel=SERVER)] = 3600.0,
+    virtual: Annotated[
+        bool,
+        typer.Option("--virtual", help="Drive our own scheduler and KV manager instead.", rich_help_panel=VIRTUAL),
+    ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="TIER=SIZE,...", help="One run per size, as device=1M,4M.", rich_help_panel=VIRTUAL),
+    ] = None,
+    device_tokens: Annotated[
+        str, typer.Option(metavar="TOKENS", help="KV cache on the device.", rich_help_panel=VIRTUAL)
+    ] = "1M",
+    host_tokens: Annotated[
+        str, typer.Option(metavar="TOKENS", help="KV cache in host memory.", rich_help_panel=VIRTUAL)
+    ] = "0",
+    disk_tokens: Annotated[
+        str, typer.Option(metavar="TOKENS", help="KV cache on disk.", rich_help_panel=VIRTUAL)
+    ] = "0",
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per KV block; default: the trace's.", rich_help_panel=VIRTUAL)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.", rich_help_panel=VIRTUAL)] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Token budget of one step.", rich_help_panel=VIRTUAL)
+    ] = 512,
+    step_seconds: Annotated[float, typer.Option(help="Time of a step, plus:", rich_help_panel=VIRTUAL)] = 0.021,
+    token_seconds: Annotated[float, typer.Option(help="for each of its tokens,", rich_help_panel=VIRTUAL)] = 0.00286,
+    row_seconds: Annotated[float, typer.Option(help="and for each request in it.", rich_help_panel=VIRTUAL)] = 0.0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw hit rates and TTFT into this image.", rich_help_panel=RESULT)
+    ] = None,
+    save_result: Annotated[
+        bool, typer.Option("--save-result", help="Write the result as JSON.", rich_help_panel=RESULT)
+    ] = False,
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="Add what each request saw.", rich_help_panel=RESULT)
+    ] = False,
+    result_dir: Annotated[Path, typer.Option(help="Folder of the result file.", rich_help_panel=RESULT)] = Path(),
+    result_filename: Annotated[
+        str | None, typer.Option(help="Name of the result file.", rich_help_panel=RESULT)
+    ] = None,
+) -> None:
+    """Replay a trace with its arrivals and its reuse of prefixes; report KV cache hits beside TTFT and throughput.
+
+    Against a server, OPENAI_API_KEY, if set, is sent as bearer token. With --virtual nothing is computed: a step takes
+    as long as --step-seconds, --token-seconds and --row-seconds say. Exits with 1 if no request succeeded.
+    """
+    from pypto_serving.bench import options, replay, report, simulator, traces
+
+    with one_line_errors():
+        _check_combinations(context, virtual)
+        source = replay.Source(
+            path=path or traces.EXCERPT,
+            scale=traces.parse_scale(scale),
+            requests=requests,
+            duration_s=duration,
+            speedup=speedup,
+            seed=seed,
+        )
+        loaded = source.load()
+        saving = report.Saving(
+            directory=result_dir,
+            file=result_filename or f"trace-{source.path.stem}-{report.timestamp()}.json",
+            detailed=save_detailed,
+            metadata={},
+        )
+        saving.check(options.Reporting())
+        kept = saving if save_result else None
+        if not virtual:
+            target = options.Target(base_url=server_url(base_url, host, port), model=model, timeout_s=timeout)
+            _show(loaded, _replay(source, loaded, target, vocab_size), kept, plot)
+            return
+        machine = simulator.Machine(
+            block_size=loaded.block_size if block_size is None else block_size,
+            device_tokens=replay.parse_tokens("--device-tokens", device_tokens),
+            host_tokens=replay.parse_tokens("--host-tokens", host_tokens),
+            disk_tokens=replay.parse_tokens("--disk-tokens", disk_tokens),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            time=simulator.TimeModel(step_s=step_seconds, token_s=token_seconds, row_s=row_seconds),
+        )
+        if sweep is None:
+            _show(loaded, _simulate(source, loaded, machine), kept, plot)
+        else:
+            _sweep(source, loaded, machine, replay.parse_sweep(sweep), kept, plot)
+
+
+def _check_combinations(context: typer.Context, virtual: bool) -> None:
+    """Refuse options that would have no effect next to the others."""
+    given = [name for name in context.params if is_given(context, name)]
+    for name in given:
+        if virtual and name in _SERVER_OPTIONS:
+            raise ConfigError(f"{flag(name)} is about a server, and --virtual uses none; drop one")
+        if not virtual and name in _VIRTUAL_OPTIONS:
+            raise ConfigError(f"{flag(name)} has no effect on a server; add --virtual")
+    if "sweep" in given and "save_detailed" in given:
+        raise ConfigError("--save-detailed keeps the requests of one run, and --sweep makes several; drop one")
+    check_shared(given)
+
+
+def _replay(source: Source, loaded: Trace, target: Target, vocab_size: int | None) -> Outcome:
+    import uvloop
+
+    from pypto_serving.bench.replay import replay
+
+    with request_progress(len(loaded.requests)) as advance:
+        return uvloop.run(replay(source, loaded, target, vocab_size, advance))
+
+
+def _simulate(source: Source, loaded: Trace, machine: Machine) -> Outcome:
+    from pypto_serving.bench.replay import simulate
+
+    with request_progress(len(loaded.requests)) as advance:
+        return simulate(source, loaded, machine, advance)
+
+
+def _show(loaded: Trace, outcome: Outcome, saving: Saving | None, plot: Path | None) -> None:
+    from pypto_serving.bench.trace_report import plot_run
+
+    if plot is not None and outcome.result["completed"]:
+        plot_run(loaded, outcome.records, plot)
+    report_outcome(outcome, saving)
+
+
+def _sweep(
+    source: Source, loaded: Trace, machine: Machine, sweep: Sweep, saving: Saving | None, plot: Path | None
+) -> None:
+    from pypto_serving.bench import replay, trace_report
+
+    machines = sweep.machines(machine)
+    with request_progress(len(loaded.requests) * len(machines)) as advance:
+        outcomes = replay.run_sweep(source, loaded, machines, advance)
+    results = [outcome.result for outcome in outcomes]
+    typer.echo(trace_report.render_sweep(sweep.tier, results))
+    if plot is not None:
+        trace_report.plot_sweep(sweep.tier, results, plot)
+    if saving is not None:
+        typer.echo(f"saved {saving.write({'swept': sweep.tier, 'results': results})}", err=True)
