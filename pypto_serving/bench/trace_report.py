@@ -10,10 +10,12 @@ import numpy as np
 
 from pypto_serving.bench.metrics import TIERS, RequestRecord
 from pypto_serving.bench.report import new_figure, save_figure
+from pypto_serving.bench.runner import Outcome
 from pypto_serving.bench.traces import Trace, lru_hits
 
 _COLORS = {"device": "tab:blue", "host": "tab:green", "disk": "tab:orange", "remote": "tab:red", "cache": "tab:blue"}
-_WINDOWS = 60
+
+Values = np.ndarray[Any, Any]
 
 
 def render_sweep(tier: str, results: Sequence[Mapping[str, Any]]) -> str:
@@ -33,10 +35,10 @@ def render_sweep(tier: str, results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def format_tokens(count: int) -> str:
-    """`4M` for 4,000,000; numbers that are no multiple of 1,000 stay as they are."""
+    """`4M` for 4,000,000, `1048.576k` for 1,048,576: no digit is lost."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= size and count % (size // 1000 or 1) == 0:
-            return f"{count / size:g}{unit}"
+        if count >= size and count % (size // 1000) == 0:
+            return f"{count / size:.10g}{unit}"
     return str(count)
 
 
@@ -58,42 +60,53 @@ def plot_sweep(tier: str, results: Sequence[Mapping[str, Any]], path: Path) -> N
     rates.plot(places, [r["lru_hit_rate"] * 100 for r in results], "ko--", label="LRU cache of this size")
     rates.axhline(results[0]["infinite_hit_rate"] * 100, color="black", linewidth=0.8, label="infinite cache")
     rates.set_ylabel("prompt tokens from cache (%)")
-    rates.legend()
+    rates.legend(loc="upper left")
     for key, style in (("median_ttft_ms", "o-"), ("p99_ttft_ms", "s--")):
         ttfts.plot(places, [r[key] / 1e3 for r in results], style, label=key.split("_")[0])
-    ttfts.set_yscale("log")
-    ttfts.set_ylabel("time to first token (s)")
+    _log_seconds(ttfts)
     ttfts.set_xlabel(f"{tier} tier (tokens)")
     ttfts.set_xticks(places, [format_tokens(r[f"{tier}_tokens"]) for r in results])
     ttfts.legend()
     save_figure(figure, path)
 
 
-def plot_run(trace: Trace, records: Sequence[RequestRecord], path: Path) -> None:
-    """Hit rate by tier and time to first token over the time of arrival, in windows. Raises ConfigError."""
+def plot_run(trace: Trace, outcome: Outcome, path: Path) -> None:
+    """Hit rate by tier, of requests that arrived after each other, and time to first token. Raises ConfigError."""
     figure = new_figure(9, 6)
     rates, ttfts = figure.subplots(2, 1, sharex=True)
     arrivals_s = np.array([request.arrival_s for request in trace.requests])
-    edges_s = np.linspace(0, arrivals_s[-1], _WINDOWS + 1)
-    windows = np.clip(np.searchsorted(edges_s, arrivals_s, side="right") - 1, 0, _WINDOWS - 1)
-    good = np.array([not record.error for record in records])
     prompts = np.array([request.input_len for request in trace.requests])
-    series = _cached(records)
-    shares = [_share(windows[good], cached[good], prompts[good]) for cached in series.values()]
-    colors = [_COLORS[name] for name in series]
-    rates.stackplot(edges_s[:-1], shares, labels=list(series), colors=colors, step="post")
-    bound = _share(windows, np.array(lru_hits(trace, float("inf"))), prompts)
-    rates.step(edges_s[:-1], bound, "k", where="post", linewidth=0.8, label="infinite cache")
+    good = np.array([not record.error for record in outcome.records])
+    windows = np.arange(len(prompts)) * _num_windows(len(prompts)) // len(prompts)
+    starts_s = arrivals_s[np.flatnonzero(np.diff(windows, prepend=-1))]
+    series = _cached(outcome.records)
+    shares = [_share(windows, cached * good, prompts * good) for cached in series.values()]
+    rates.stackplot(starts_s, shares, labels=list(series), colors=[_COLORS[name] for name in series], step="post")
+    bound = _share(windows, np.array(lru_hits(trace, float("inf"), outcome.result.get("block_size", 1))), prompts)
+    rates.step(starts_s, bound, "k", where="post", linewidth=0.8, label="infinite cache")
     rates.set_ylabel("prompt tokens from cache (%)")
-    rates.legend()
-    ttfts.plot(arrivals_s[good], [r.ttft_s for r in records if not r.error], ".", markersize=3)
-    ttfts.set_yscale("log")
-    ttfts.set_ylabel("time to first token (s)")
+    rates.legend(loc="upper left")
+    ttfts.plot(arrivals_s[good], [r.ttft_s for r in outcome.records if not r.error], ".", markersize=3)
+    _log_seconds(ttfts)
     ttfts.set_xlabel("arrival (s)")
     save_figure(figure, path)
 
 
-def _cached(records: Sequence[RequestRecord]) -> dict[str, np.ndarray[Any, Any]]:
+def _num_windows(num_requests: int) -> int:
+    """So many that each has ten requests, at most 60."""
+    return max(1, min(60, num_requests // 10))
+
+
+def _log_seconds(axes: Any) -> None:
+    from matplotlib.ticker import LogFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter())
+    axes.set_ylabel("time to first token (s)")
+
+
+def _cached(records: Sequence[RequestRecord]) -> dict[str, Values]:
     """Cached tokens of each record, by tier where the server tells."""
     tiers = [tier for tier in TIERS if any(tier in record.cached_by_tier for record in records)]
     if not tiers:
@@ -101,9 +114,7 @@ def _cached(records: Sequence[RequestRecord]) -> dict[str, np.ndarray[Any, Any]]
     return {tier: np.array([record.cached_by_tier.get(tier, 0) for record in records]) for tier in tiers}
 
 
-def _share(
-    windows: np.ndarray[Any, Any], parts: np.ndarray[Any, Any], wholes: np.ndarray[Any, Any]
-) -> np.ndarray[Any, Any]:
+def _share(windows: Values, parts: Values, wholes: Values) -> Values:
     """Per cent of the sum of `parts` in that of `wholes`, in each window; 0 where nothing is."""
-    part, whole = (np.bincount(windows, values, _WINDOWS) for values in (parts, wholes))
+    part, whole = np.bincount(windows, parts), np.bincount(windows, wholes)
     return 100 * part / np.maximum(whole, 1)

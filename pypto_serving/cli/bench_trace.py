@@ -184,7 +184,7 @@ def _show(loaded: Trace, outcome: Outcome, saving: Saving | None, plot: Path | N
     from pypto_serving.bench.trace_report import plot_run
 
     if plot is not None and outcome.result["completed"]:
-        plot_run(loaded, outcome.records, plot)
+        plot_run(loaded, outcome, plot)
     report_outcome(outcome, saving)
 
 

@@ -50,7 +50,7 @@ class Exchange:
         piece = {"delta": {"content": text}} if self.chat else {"text": text}
         return sse({"choices": [{"index": 0, **piece, "finish_reason": finish_reason}]})
 
-    async def stream(self, *, usage: bool = True) -> None:
+    async def stream(self, *, usage: bool = True, cached: dict[str, Any] | None = None) -> None:
         """`output_len` chunks, the last of which finishes; then usage and [DONE]."""
         await self.start()
         if self.chat:
@@ -58,7 +58,9 @@ class Exchange:
         for i in range(self.output_len):
             await self.write(self.chunk(f"t{i} ", "length" if i == self.output_len - 1 else None))
         if usage:
-            tokens = {"prompt_tokens": 7, "completion_tokens": self.output_len}
+            tokens: dict[str, Any] = {"prompt_tokens": 7, "completion_tokens": self.output_len}
+            if cached is not None:
+                tokens |= {"prompt_tokens": len(self.body["prompt"]), "prompt_tokens_details": cached}
             await self.write(sse({"choices": [], "usage": tokens}))
         await self.write(b"data: [DONE]\n\n", more=False)
 
@@ -68,6 +70,16 @@ class Modes:
 
     async def ok(self, x: Exchange) -> None:
         await x.stream()
+
+    async def cached(self, x: Exchange) -> None:
+        """A quarter of the prompt comes from the cache."""
+        await x.stream(cached={"cached_tokens": len(x.body["prompt"]) // 4})
+
+    async def cached_in_tiers(self, x: Exchange) -> None:
+        """A quarter comes from the device, a quarter from disk."""
+        quarter = len(x.body["prompt"]) // 4
+        tiers = {"device": quarter, "host": 0, "disk": quarter}
+        await x.stream(cached={"cached_tokens": 2 * quarter, "cached_tokens_by_tier": tiers})
 
     async def no_usage(self, x: Exchange) -> None:
         await x.stream(usage=False)

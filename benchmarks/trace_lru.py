@@ -1,0 +1,60 @@
+"""The hit rates that an LRU cache of 512-token blocks reaches on a trace in Mooncake's format; no code of the engine.
+
+    python benchmarks/trace_lru.py mooncake_conversation.jsonl 1M 4M 16M
+
+Requests come one after the other, in the order of the file; N tokens are N // 512 blocks. A request hits its blocks
+from the first one up to the first that is not cached; then all of its blocks become the most recent ones, in order.
+Outputs take no room, and nothing is pinned while it is used.
+
+| column | hits are                                           | of                                   |
+|--------|----------------------------------------------------|--------------------------------------|
+| blocks | blocks; a partial last one counts like a whole one | all blocks                           |
+| tokens | tokens of whole blocks, but for a prompt's last    | all prompt tokens: what an engine    |
+|        | token, which must be computed for its logits       | with blocks of 512 tokens can reach  |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+BLOCK = 512
+UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def hit_rates(requests: list[dict[str, Any]], capacity: float) -> tuple[float, float]:
+    """Shares of blocks and of tokens that hit in a cache of `capacity` tokens, which may be infinite."""
+    cache: OrderedDict[int, None] = OrderedDict()
+    hit_blocks = hit_tokens = 0
+    for request in requests:
+        ids = request["hash_ids"]
+        hits = 0
+        while hits < len(ids) and ids[hits] in cache:
+            hits += 1
+        hit_blocks += hits
+        hit_tokens += min(hits, (request["input_length"] - 1) // BLOCK) * BLOCK
+        for block in ids:
+            cache.pop(block, None)
+            cache[block] = None
+        while len(cache) > capacity // BLOCK:
+            cache.popitem(last=False)
+    num_blocks = sum(len(request["hash_ids"]) for request in requests)
+    return hit_blocks / num_blocks, hit_tokens / sum(request["input_length"] for request in requests)
+
+
+def main(path: str, *sizes: str) -> None:
+    """Print a table with a line for each size and one for an infinite cache."""
+    requests = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    print(f"{'cache':>8}  {'blocks':>6}  {'tokens':>6}")
+    for size in (*sizes, "infinite"):
+        capacity = math.inf if size == "infinite" else float(size.rstrip("kMG")) * UNITS.get(size[-1], 1)
+        blocks, tokens = hit_rates(requests, capacity)
+        print(f"{size:>8}  {blocks:>6.1%}  {tokens:>6.1%}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
