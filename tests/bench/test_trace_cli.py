@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -117,7 +118,8 @@ def test_a_sweep_is_one_table_and_one_file(tmp_path):
     result = invoke(*VIRTUAL[:-2], "--sweep", "device=20k,1M", *where)
     assert result.exit_code == 0, result.output
     head, *rows = result.stdout.splitlines()
-    assert head.split("  ")[-5:] == ["LRU", "infinite", "median TTFT s", "p99 TTFT s", "output tok/s"]
+    columns = ["device tokens", "hit rate", "LRU", "infinite", "median TTFT s", "p99 TTFT s", "output tok/s"]
+    assert [name.strip() for name in re.split("  +", head)] == columns
     assert [row.split()[0] for row in rows] == ["20k", "1M"]
     saved = json.loads((tmp_path / "r.json").read_text())
     assert [r["device_tokens"] for r in saved["results"]] == [20_000, 1_000_000]
