@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.bench.options import Metric, Reporting
-from pypto_serving.types.tier import LOWER_TIERS, Tier
-
-TIERS: tuple[Tier, ...] = ("device", *LOWER_TIERS)
+from pypto_serving.types.tier import TIERS
 
 
 @dataclass(slots=True)

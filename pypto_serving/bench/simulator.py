@@ -1,11 +1,13 @@
 """Virtual time: the real scheduler and KV manager serve a trace on a machine that is only a time model.
 
-There is no worker, no backend and no KV: a step takes as long as `TimeModel` says, and samples tokens that no other
-request and no other position has, so that an output is shared with nothing but the request's own continuation.
+There is no worker, no backend and no KV: a step takes as long as `TimeModel` says, a transfer between tiers as long as
+`VirtualTransfers` says. Steps sample tokens that no other request and no other position has, so that an output is
+shared with nothing but the request's own continuation.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +17,17 @@ from pypto_serving.bench.metrics import RequestRecord
 from pypto_serving.bench.options import require_int, require_positive
 from pypto_serving.bench.runner import Advance
 from pypto_serving.bench.traces import Trace, TraceRequest
+from pypto_serving.bench.transfers import VirtualTransfers
 from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.kv.tiers import TierManager
 from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import StepPlan, StepResult
-from pypto_serving.types.tier import Tier, TierConfig
+from pypto_serving.types.tier import TIERS, Tier, TierConfig
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.util import ceil_div
 
@@ -46,7 +50,7 @@ class TimeModel:
     def __post_init__(self) -> None:
         require_positive("--step-seconds", self.step_s)
         for option, value in (("--token-seconds", self.token_s), ("--row-seconds", self.row_s)):
-            if not 0 <= value < float("inf"):
+            if not 0 <= value < math.inf:
                 raise ConfigError(f"{option} must be a finite number, 0 or above, got {value}")
 
     def elapsed_s(self, num_tokens: int, num_rows: int) -> float:
@@ -68,8 +72,8 @@ class Machine:
     def __post_init__(self) -> None:
         require_int("--block-size", self.block_size, 1)
         require_int("--device-tokens", self.device_tokens, self.block_size)
-        require_int("--host-tokens", self.host_tokens, 0)
-        require_int("--disk-tokens", self.disk_tokens, 0)
+        require_int("--host-tokens", self.host_tokens, self.block_size if self.host_tokens > 0 else 0)
+        require_int("--disk-tokens", self.disk_tokens, self.block_size if self.disk_tokens > 0 else 0)
         require_int("--max-num-seqs", self.max_num_seqs, 1)
         require_int("--max-num-batched-tokens", self.max_num_batched_tokens, 2)
 
@@ -88,12 +92,9 @@ class Machine:
     def tiers(self) -> tuple[TierConfig, ...]:
         """Tiers below the device."""
         sizes: tuple[tuple[Tier, int], ...] = (("host", self.host_tokens), ("disk", self.disk_tokens))
+        slots = [(tier, size // self.block_size) for tier, size in sizes if size]
         block_bytes = self.group.block_bytes
-        return tuple(
-            TierConfig(tier=tier, size_bytes=num_slots * block_bytes, num_slots=(num_slots,))
-            for tier, size in sizes
-            if (num_slots := size // self.block_size)
-        )
+        return tuple(TierConfig(tier=tier, size_bytes=n * block_bytes, num_slots=(n,)) for tier, n in slots)
 
     def engine_config(self, max_model_len: int) -> EngineConfig:
         """For requests of up to `max_model_len` tokens; raises ConfigError when one does not fit on the device."""
@@ -104,8 +105,6 @@ class Machine:
                 f"--device-tokens {self.device_tokens}: the longest request has {max_model_len} tokens; "
                 f"give at least {needed * self.block_size}"
             )
-        if self.tiers:
-            raise ConfigError(f"--{self.tiers[0].tier}-tokens: there is no tier below the device yet; leave it out")
         return EngineConfig(
             model="",
             backend="",
@@ -116,6 +115,7 @@ class Machine:
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            tiers=self.tiers,
         )
 
 
@@ -169,7 +169,11 @@ class Simulator:
         config = machine.engine_config(trace.longest)
         self._trace = trace
         self._seed = seed
-        self._scheduler = Scheduler(config, KVCacheManager(config.groups, config.num_blocks))
+        tiers = TierManager(config.groups, config.tiers, config.kv_store)
+        self._scheduler = Scheduler(config, KVCacheManager(config.groups, config.num_blocks, tiers=tiers))
+        self._transfers = VirtualTransfers()
+        self._block_bytes = machine.group.block_bytes
+        self._tiers: tuple[Tier, ...] = ("device", *(tier.tier for tier in config.tiers))
         self._worker = VirtualWorker(machine.max_num_seqs, machine.time)
         self._records: list[RequestRecord] = []
         self._next_token = PROMPT_VOCABULARY
@@ -180,11 +184,12 @@ class Simulator:
         while len(self._records) < len(self._trace.requests) or self._scheduler.has_work:
             self._take_arrivals()
             plan, _ = self._scheduler.plan(self._now_s)
+            self._begin_transfers()
             if plan is None:
-                self._now_s = self._next_event_s()
+                self._move_to(self._next_event_s())
                 continue
             result = self._worker.run(plan)
-            self._now_s += result.elapsed_s
+            self._move_to(self._now_s + result.elapsed_s)
             for output in self._scheduler.commit(result, self._now_s):
                 self._take_output(output)
                 if output.finish_reason:
@@ -200,10 +205,25 @@ class Simulator:
 
     def _next_event_s(self) -> float:
         """When something can happen that a scheduler with nothing to run waits for."""
-        assert len(self._records) < len(self._trace.requests), (
-            "the scheduler runs nothing, and nothing will change that"
-        )
-        return self._trace.requests[len(self._records)].arrival_s
+        requests, arrived = self._trace.requests, len(self._records)
+        event_s = min(self._transfers.next_s, requests[arrived].arrival_s if arrived < len(requests) else math.inf)
+        assert event_s < math.inf, "the scheduler runs nothing, and nothing will change that"
+        return event_s
+
+    def _move_to(self, end_s: float) -> None:
+        """Let time pass; transfers that end meanwhile are taken in, and may begin others, at once."""
+        while self._transfers.next_s <= end_s:
+            self._now_s = self._transfers.next_s
+            self._scheduler.transferred(self._transfers.due(self._now_s), self._now_s)
+            self._begin_transfers()
+        self._now_s = end_s
+
+    def _begin_transfers(self) -> None:
+        """Start what the tiers want moved. With one step at a time no load has to wait for an earlier step."""
+        transfers = self._scheduler.take_transfers(self._now_s)
+        for job in transfers.jobs if transfers else ():
+            num_blocks = len(unpack_ids(job.blocks))
+            self._transfers.submit(job, num_blocks * self._block_bytes, self._now_s)
 
     def _take_arrivals(self) -> None:
         """Add the requests that have arrived by now; their prompts are made only here."""
@@ -229,14 +249,16 @@ class Simulator:
         self._records.append(RequestRecord(prompt_tokens=request.input_len, start_s=request.arrival_s))
 
     def _take_output(self, output: RequestOutput) -> None:
-        """Every output has one token, the first one what was cached."""
+        """Every output has one token; the last one says what was cached."""
         record = self._records[int(output.request_id)]
         latency_s = self._now_s - record.start_s
         if record.output_tokens:
             record.itls_s.append(latency_s - record.latency_s)
         else:
             record.ttft_s = latency_s
-            record.cached_tokens = output.num_cached_tokens
-            record.cached_by_tier = {"device": output.num_cached_tokens}
         record.latency_s = latency_s
         record.output_tokens += 1
+        if output.finish_reason:
+            tokens = dict(zip(TIERS, output.cached_by_tier, strict=True))
+            record.cached_tokens = output.num_cached_tokens
+            record.cached_by_tier = {tier: tokens[tier] for tier in self._tiers}

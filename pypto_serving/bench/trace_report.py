@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.bench.metrics import TIERS, RequestRecord
+from pypto_serving.bench.metrics import RequestRecord
 from pypto_serving.bench.report import new_figure, save_figure
 from pypto_serving.bench.runner import Outcome
 from pypto_serving.bench.traces import Trace, lru_hits
+from pypto_serving.types.tier import TIERS
 
 _COLORS = {"device": "tab:blue", "host": "tab:green", "disk": "tab:orange", "remote": "tab:red", "cache": "tab:blue"}
 

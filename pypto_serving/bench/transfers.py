@@ -51,7 +51,7 @@ class VirtualTransfers:
         self._free_s[lane] = end_s
         flags = (b"\0" if job.kind == "find" else b"\1") * (len(job.groups) // _INT32_BYTES)
         self._num_submitted += 1
-        done = TransferDone(job.job_id, flags, moved, elapsed_s)
+        done = TransferDone(job.job_id, flags, elapsed_s)
         heapq.heappush(self._pending, (end_s, self._num_submitted, done))
 
     def due(self, now_s: float) -> list[TransferDone]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
 from fractions import Fraction
 
 import pytest
 
 from pypto_serving.bench.simulator import PROMPT_VOCABULARY, Machine, Simulator, TimeModel
 from pypto_serving.bench.traces import EXCERPT, Trace, TraceRequest, load_trace, lru_hits
+from pypto_serving.bench.transfers import SPEEDS
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.tokens import unpack_ids
 
@@ -108,18 +110,40 @@ def test_tiers_become_slots_per_group():
     assert machine().tiers == ()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"host_tokens": 400}, "--host-tokens: there is no tier below the device yet"),
-        ({"disk_tokens": 400}, "--disk-tokens: there is no tier below the device yet"),
-        ({"device_tokens": 20}, "--device-tokens 20: the longest request has 23 tokens; give at least 24"),
-    ],
-)
-def test_a_machine_that_cannot_serve_the_trace_is_refused(changes, message):
-    with pytest.raises(ConfigError) as raised:
-        Simulator(trace_of((0.0, 20, 3, (0, 1, 2, 3, 4))), machine(**changes))
-    assert message in str(raised.value)
+def test_a_prompt_comes_back_from_host_memory():
+    """The second request takes all but one of the first one's blocks; the third finds three of them in host memory."""
+    first, second = (20, 1, (0, 1, 2, 3, 4)), (36, 1, tuple(range(10, 19)))
+    trace = trace_of((0.0, *first), (100.0, *second), (200.0, *first))
+    alone, tiered = (Simulator(trace, machine(device_tokens=40, host_tokens=n)).run() for n in (0, 400))
+    assert [r.cached_by_tier for r in alone.records] == [{"device": 0}, {"device": 0}, {"device": 4}]
+    assert tiered.records[2].cached_by_tier == {"device": 4, "host": 12}
+    assert tiered.records[2].cached_tokens == 16
+    speed, num_bytes = SPEEDS["host"], 3 * machine().group.block_bytes
+    assert tiered.records[2].ttft_s == pytest.approx(speed.latency_s + num_bytes / speed.bytes_per_s + 1.14)
+
+
+def test_tiers_change_when_tokens_come_but_not_which():
+    """Conversations that go on in random order, each with the prompt before and two more blocks."""
+    order, turns = random.Random(0).choices(range(20), k=80), Counter()
+    requests = []
+    for i, conversation in enumerate(order):
+        turns[conversation] += 1
+        ids = tuple(range(100 * conversation, 100 * conversation + 2 * turns[conversation]))
+        requests.append((10.0 * i, 4 * len(ids), 2, ids))
+    tokens, rates = [], []
+    for sizes in ({}, {"host_tokens": 300}, {"host_tokens": 200, "disk_tokens": 1000}):
+        simulator = Watched(trace_of(*requests), machine(device_tokens=100, **sizes))
+        records = simulator.run().records
+        assert all(sum(r.cached_by_tier.values()) == r.cached_tokens for r in records)
+        tokens.append(simulator.tokens)
+        rates.append(sum(r.cached_tokens for r in records))
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert rates[0] < rates[1] < rates[2]
+
+
+def test_a_device_too_small_for_the_longest_request_is_refused():
+    with pytest.raises(ConfigError, match="--device-tokens 20: the longest request has 23 tokens; give at least 24"):
+        Simulator(trace_of((0.0, 20, 3, (0, 1, 2, 3, 4))), machine(device_tokens=20))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +151,8 @@ def test_a_machine_that_cannot_serve_the_trace_is_refused(changes, message):
     [
         lambda: machine(block_size=0),
         lambda: machine(device_tokens=3),
+        lambda: machine(host_tokens=3),
+        lambda: machine(disk_tokens=-1),
         lambda: machine(max_num_seqs=0),
         lambda: machine(max_num_batched_tokens=1),
         lambda: TimeModel(step_s=0.0),

@@ -126,6 +126,15 @@ def test_a_sweep_is_one_table_and_one_file(tmp_path):
     assert saved["results"][1]["hit_rate"] == pytest.approx(saved["results"][1]["infinite_hit_rate"], abs=0.002)
 
 
+def test_a_sweep_of_a_lower_tier_shows_both():
+    result = invoke("--virtual", "--scale", "1/16", "--device-tokens", "20k", "--sweep", "host=0,200k")
+    assert result.exit_code == 0, result.output
+    head, *rows = result.stdout.splitlines()
+    assert [name.strip() for name in re.split("  +", head)][:4] == ["host tokens", "hit rate", "device", "host"]
+    assert [row.split()[0] for row in rows] == ["0", "200k"]
+    assert rows[0].split()[3] == "0.0%" != rows[1].split()[3]
+
+
 def test_plots(server, path, tmp_path):
     pytest.importorskip("matplotlib")
     assert replay(server, path, "cached_in_tiers", "--plot", tmp_path / "server.svg").exit_code == 0
@@ -150,7 +159,7 @@ def test_plots(server, path, tmp_path):
         (("--virtual", "--model", "m"), "--model is about a server, and --virtual uses none"),
         (("--virtual", "--device-tokens", "much"), "--device-tokens must be a number of tokens"),
         (("--virtual", "--device-tokens", "1k"), "give at least"),
-        (("--virtual", "--host-tokens", "1M"), "--host-tokens: there is no tier below the device yet"),
+        (("--virtual", "--host-tokens", "1"), "--host-tokens must be at least 512, got 1"),
         (("--virtual", "--sweep", "device=1M,1k"), "give at least"),
         (("--virtual", "--sweep", "tape=1M"), "--sweep must be TIER=SIZE,SIZE,..."),
         (("--virtual", "--sweep", "device=1M", "--save-result", "--save-detailed"), "--sweep makes several"),

@@ -31,7 +31,7 @@ def test_a_job_takes_latency_and_bytes(transfers):
     transfers.submit(job(1), 50, 10.0)
     assert transfers.next_s == 11.0
     assert transfers.due(10.99) == []
-    assert transfers.due(11.0) == [TransferDone(1, b"\1\1", 50, 1.0)]
+    assert transfers.due(11.0) == [TransferDone(1, b"\1\1", 1.0)]
     assert transfers.next_s == math.inf
 
 
@@ -58,7 +58,7 @@ def test_jobs_that_end_together_come_in_order(transfers):
 
 def test_nothing_is_found(transfers):
     transfers.submit(job(1, kind="find", pieces=3), 0, 0.0)
-    assert transfers.due(0.5) == [TransferDone(1, b"\0\0\0", 0, 0.5)]
+    assert transfers.due(0.5) == [TransferDone(1, b"\0\0\0", 0.5)]
 
 
 def test_a_tier_without_speed_is_an_error(transfers):
