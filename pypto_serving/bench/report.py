@@ -40,7 +40,7 @@ _HEAD_ROWS = (
     ("Total token throughput (tok/s):", "total_token_throughput", ".2f"),
 )
 _HIT_RATE_BOUNDS = (
-    ("LRU cache of this size", "lru_hit_rate"),
+    ("LRU cache of all tiers' size", "lru_hit_rate"),
     ("Infinite cache", "infinite_hit_rate"),
 )
 _OPTIONAL_ROWS = ("max_concurrency", "request_rate", "request_goodput")

@@ -58,7 +58,7 @@ def plot_sweep(tier: str, results: Sequence[Mapping[str, Any]], path: Path) -> N
         if share.any():
             rates.bar(places, share, 0.6, base, color=_COLORS[name], label=name)
             base += share
-    rates.plot(places, [r["lru_hit_rate"] * 100 for r in results], "ko--", label="LRU cache of this size")
+    rates.plot(places, [r["lru_hit_rate"] * 100 for r in results], "ko--", label="LRU cache of all tiers' size")
     rates.axhline(results[0]["infinite_hit_rate"] * 100, color="black", linewidth=0.8, label="infinite cache")
     rates.set_ylabel("prompt tokens from cache (%)")
     rates.legend(loc="upper left")

@@ -107,7 +107,7 @@ def test_virtual_time_needs_no_server(tmp_path):
     result = invoke(*VIRTUAL, *where)
     assert result.exit_code == 0, result.output
     assert "Successful requests:                     30" in result.stdout
-    assert "  from device (%):" in result.stdout and "LRU cache of this size (%):" in result.stdout
+    assert "  from device (%):" in result.stdout and "LRU cache of all tiers' size (%):" in result.stdout
     saved = json.loads((tmp_path / "r.json").read_text())
     assert saved["backend"] == "virtual" and saved["device_tokens"] == 20_000 and saved["block_size"] == 32
     assert 0 < saved["hit_rate"] <= saved["infinite_hit_rate"]
