@@ -132,6 +132,8 @@ def trace(
         )
         saving.check(options.Reporting())
         kept = saving if save_result else None
+        if plot is not None:
+            report.new_figure(1, 1)  # better no run than one that ends without its plot
         if not virtual:
             target = options.Target(base_url=server_url(base_url, host, port), model=model, timeout_s=timeout)
             _show(loaded, _replay(source, loaded, target, vocab_size), kept, plot)
@@ -183,9 +185,9 @@ def _simulate(source: Source, loaded: Trace, machine: Machine) -> Outcome:
 def _show(loaded: Trace, outcome: Outcome, saving: Saving | None, plot: Path | None) -> None:
     from pypto_serving.bench.trace_report import plot_run
 
-    if plot is not None and outcome.result["completed"]:
-        plot_run(loaded, outcome, plot)
     report_outcome(outcome, saving)
+    if plot is not None:
+        plot_run(loaded, outcome, plot)
 
 
 def _sweep(
@@ -198,7 +200,7 @@ def _sweep(
         outcomes = replay.run_sweep(source, loaded, machines, advance)
     results = [outcome.result for outcome in outcomes]
     typer.echo(trace_report.render_sweep(sweep.tier, results))
-    if plot is not None:
-        trace_report.plot_sweep(sweep.tier, results, plot)
     if saving is not None:
         typer.echo(f"saved {saving.write({'swept': sweep.tier, 'results': results})}", err=True)
+    if plot is not None:
+        trace_report.plot_sweep(sweep.tier, results, plot)
