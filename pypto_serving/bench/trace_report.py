@@ -108,8 +108,8 @@ def _log_seconds(axes: Any) -> None:
 
 
 def _cached(records: Sequence[RequestRecord]) -> dict[str, Values]:
-    """Cached tokens of each record, by tier where the server tells."""
-    tiers = [tier for tier in TIERS if any(tier in record.cached_by_tier for record in records)]
+    """Cached tokens of each record, by tier where something came from one."""
+    tiers = [tier for tier in TIERS if any(record.cached_by_tier.get(tier) for record in records)]
     if not tiers:
         return {"cache": np.array([record.cached_tokens or 0 for record in records])}
     return {tier: np.array([record.cached_by_tier.get(tier, 0) for record in records]) for tier in tiers}

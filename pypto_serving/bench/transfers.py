@@ -6,9 +6,8 @@ import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
-from pypto_serving.types.tier import Tier, TransferDone, TransferJob
+from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferKind
 
 _INT32_BYTES = 4
 
@@ -38,7 +37,7 @@ class VirtualTransfers:
 
     def __init__(self, speeds: Mapping[Tier, TierSpeed] = SPEEDS) -> None:
         self._speeds = speeds
-        self._free_s: dict[tuple[Tier, Literal["load", "store", "find"]], float] = {}
+        self._free_s: dict[tuple[Tier, TransferKind], float] = {}
         self._pending: list[tuple[float, int, TransferDone]] = []
         self._num_submitted = 0
 
