@@ -1,0 +1,276 @@
+"""DiskStore: blocks in slots of large files on a local disk. It lasts: what is stored is there after a restart.
+
+A call of `store` empties the records of its slots, writes the blocks, waits for the disk, and only then writes the new
+records, so that after a kill at any point a record stands for a whole block. Every load verifies key and content.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pypto_serving.store.base import Piece, Store
+from pypto_serving.store.checksum import digest
+from pypto_serving.store.faults import FULL, Faults, reason_of
+from pypto_serving.store.files import FileStore
+from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable, make_room
+from pypto_serving.store.index import SlotTable
+from pypto_serving.store.mounts import is_shared
+from pypto_serving.store.slab import Slab
+from pypto_serving.types.tier import TierInventory
+from pypto_serving.util import Clock, MonotonicClock, format_size
+
+log = logging.getLogger(__name__)
+
+TOUCHED_AT_ONCE = 1024
+"""Loads whose stamps are written together; a kill forgets that these were used, nothing else."""
+
+
+def open_disk(
+    folder: str | Path, fingerprint: bytes, block_bytes: tuple[int, ...], num_slots: tuple[int, ...], size_bytes: int
+) -> Store:
+    """The store for `folder`: slots on a local disk, a file for each block on a file system that hosts share.
+
+    Raises ConfigError if nothing can be kept there.
+    """
+    if is_shared(Path(folder)):
+        return FileStore(folder, fingerprint, block_bytes, num_slots)
+    return DiskStore(folder, fingerprint, block_bytes, num_slots, size_bytes)
+
+
+class DiskStore:
+    """Owner of a fingerprint's folder of slots, or a reader of what another process owns.
+
+    `block_bytes[g]` bytes in each of `num_slots[g]` slots; all folders in the user's that are not in use take at most
+    `size_bytes` together with this one. Nothing may be called while or after `close` runs.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        fingerprint: bytes,
+        block_bytes: tuple[int, ...],
+        num_slots: tuple[int, ...],
+        size_bytes: int,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        """Raises ConfigError if nothing can be kept in `folder`."""
+        self._root, self._size_bytes = Path(folder), size_bytes
+        self._faults = Faults(f"disk tier in {folder}", log, clock or MonotonicClock())
+        self._lock = threading.Lock()
+        self._tables: list[SlotTable] = []
+        self._slabs: list[Slab] = []
+        self._folder: Folder | None = None
+        self._reason = ""
+        meta = Meta(FORMAT, "slots", fingerprint.hex(), block_bytes)
+        try:
+            self._folder = Folder(self._root, meta)
+            self._writable, self._reason = self._folder.writable, self._folder.reason
+            self._open(self._folder, block_bytes, num_slots)
+        except (OSError, Unusable) as error:
+            self._close_files()
+            self._become_reader(error)
+        if not self._writable:
+            self._faults.say("reader", f"blocks are not added: {self._reason}")
+        self._stamps = itertools.count(1 + max((table.last_stamp() for table in self._tables), default=0))
+
+    def _open(self, folder: Folder, block_bytes: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
+        damaged, writable = 0, folder.writable
+        for group, (size, count) in enumerate(zip(block_bytes, num_slots, strict=True)):
+            self._tables.append(SlotTable(folder.path / f"g{group}.index", group, size, count, writable=writable))
+            self._slabs.append(Slab(folder.path, group, size, count, writable=writable))
+        for table, slab in zip(self._tables, self._slabs, strict=True):
+            lost = table.drop_from(slab.without_room(table.entries().slots))
+            damaged += table.num_damaged + lost
+        if damaged and writable:
+            self._faults.say("damaged", f"{damaged} blocks were damaged or cut off, and are forgotten")
+        if writable:
+            self._make_room(0)
+
+    def inventory(self) -> TierInventory:
+        """What is kept, least recently used first; where two slots hold one key, the one used last."""
+        with self._lock:
+            entries = [table.entries() for table in self._tables]
+        if not entries:
+            return TierInventory(tier="disk", writable=False, reason=self._reason)
+        groups = np.repeat(np.arange(len(entries), dtype="<i4"), [len(e.slots) for e in entries])
+        slots = np.concatenate([e.slots for e in entries]).astype("<i4")
+        keys = np.concatenate([e.keys for e in entries])
+        newest_first = np.argsort(np.concatenate([e.stamps for e in entries]), kind="stable")[::-1]
+        _, first = np.unique(keys.view(np.uint64)[newest_first, 0], return_index=True)
+        order = newest_first[np.sort(first)][::-1]
+        return TierInventory(
+            tier="disk",
+            groups=groups[order].tobytes(),
+            slots=slots[order].tobytes(),
+            keys=keys[order].tobytes(),
+            writable=self._writable,
+            reason=self._reason,
+        )
+
+    def store(self, pieces: Sequence[Piece]) -> list[bool]:
+        """See `Store`. One thread at a time."""
+        if not self._writable:
+            return [False] * len(pieces)
+        try:
+            self._empty(pieces)
+            stored = [self._write(piece) for piece in pieces]
+            self._keep([piece for piece, done in zip(pieces, stored, strict=True) if done])
+        except OSError as error:
+            self._forget(pieces)
+            self._become_reader(error)
+            return [False] * len(pieces)
+        return stored
+
+    def _empty(self, pieces: Sequence[Piece]) -> None:
+        """Forget, for certain, what the slots hold."""
+        with self._lock:
+            held = {piece.group for piece in pieces if self._tables[piece.group].drop(piece.slot)}
+            self._flush()
+        for group in held:
+            self._tables[group].sync()
+
+    def _write(self, piece: Piece) -> bool:
+        """Write one block. False without room; raises OSError for what will not pass."""
+        try:
+            if not self._has_room(piece):
+                return False
+            self._slabs[piece.group].write(piece.slot, piece.memory)
+            return True
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._faults.full(error)
+            return False
+
+    def _has_room(self, piece: Piece) -> bool:
+        slab = self._slabs[piece.group]
+        if slab.has_room(piece.slot):
+            return True
+        if not self._faults.may_try():
+            return False
+        taken = sum(slab.allocated_bytes for slab in self._slabs)
+        growth = slab.growth(piece.slot, self._size_bytes - taken)
+        if taken + growth > self._size_bytes:
+            self._faults.say("limit", f"the slots take more than {format_size(self._size_bytes)}; some stay empty")
+            return False
+        self._make_room(growth)
+        slab.grow(piece.slot, growth)
+        self._faults.found_room()
+        return True
+
+    def _make_room(self, growth: int) -> None:
+        """Let folders of other models give way to `growth` bytes more of this one."""
+        assert self._folder is not None
+        taken = sum(slab.allocated_bytes for slab in self._slabs)
+        try:
+            deleted = make_room(self._root, self._folder.path, taken + growth, self._size_bytes)
+        except OSError as error:
+            self._faults.say("others", f"unused folders in it cannot be deleted: {reason_of(error)}")
+            return
+        if deleted:
+            log.info("disk tier in %s: deleted %s of unused blocks of other models", self._root, format_size(deleted))
+
+    def _keep(self, pieces: Sequence[Piece]) -> None:
+        """Wait until blocks are on disk, then record them, and wait again. Raises OSError."""
+        digests = [digest(piece.key, piece.memory) for piece in pieces]
+        groups = {piece.group for piece in pieces}
+        for group in groups:
+            self._slabs[group].sync()
+        with self._lock:
+            for piece, found in zip(pieces, digests, strict=True):
+                self._tables[piece.group].put(piece.slot, piece.key, found, next(self._stamps))
+            self._flush()
+        for group in groups:
+            self._tables[group].sync()
+
+    def _forget(self, pieces: Sequence[Piece]) -> None:
+        with self._lock:
+            for piece in pieces:
+                self._tables[piece.group].drop(piece.slot)
+
+    def _flush(self) -> None:
+        for table in self._tables:
+            table.flush()
+
+    def load(self, pieces: Sequence[Piece]) -> list[bool]:
+        """See `Store`."""
+        loaded = [self._load(piece) for piece in pieces]
+        self._write_stamps(TOUCHED_AT_ONCE)
+        return loaded
+
+    def _load(self, piece: Piece) -> bool:
+        if not self._tables:
+            return False
+        table = self._tables[piece.group]
+        with self._lock:
+            held = table.get(piece.slot)
+        if held is None or held[0] != piece.key:
+            return False
+        try:
+            self._slabs[piece.group].read(piece.slot, piece.memory)
+        except OSError as error:
+            if error.errno != errno.ENODATA:
+                self._faults.say(f"read {error.errno}", f"reading failed: {reason_of(error)}")
+                return False
+        else:
+            if digest(piece.key, piece.memory) == held[1]:
+                with self._lock:
+                    if table.get(piece.slot) == held and self._writable:
+                        table.touch(piece.slot, next(self._stamps))
+                return True
+        self._drop_damaged(piece, held)
+        return False
+
+    def _drop_damaged(self, piece: Piece, held: tuple[bytes, bytes]) -> None:
+        """Forget a block that is not what was stored, unless its slot has been given to another one meanwhile."""
+        with self._lock:
+            if self._tables[piece.group].get(piece.slot) != held:
+                return
+            self._tables[piece.group].drop(piece.slot)
+        if self._writable:
+            self._faults.say("damaged", "a block is damaged, and is forgotten")
+
+    def _write_stamps(self, at_least: int) -> None:
+        """Write what loads changed, without waiting for the disk, once it is `at_least` so many records."""
+        with self._lock:
+            if not self._writable or sum(table.num_dirty for table in self._tables) < at_least:
+                return
+            try:
+                self._flush()
+            except OSError as error:
+                self._become_reader(error)
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Store`; exact but for damage."""
+        with self._lock:
+            entries = [table.entries() for table in self._tables]
+        held = {key.tobytes() for e in entries for key in e.keys}
+        return [key in held for key in keys]
+
+    def _become_reader(self, error: Exception) -> None:
+        """Add nothing any more: the disk, or the folder, does not allow it."""
+        self._writable, self._reason = False, reason_of(error)
+        self._faults.say("reader", f"blocks are not added any more: {self._reason}")
+
+    def close(self) -> None:
+        """Write when blocks were last used, and let go of the folder."""
+        self._write_stamps(1)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        parts: list[Slab | SlotTable] = [*self._slabs, *self._tables]
+        for part in parts:
+            part.close()
+        self._slabs.clear()
+        self._tables.clear()
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None

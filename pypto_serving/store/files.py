@@ -1,0 +1,276 @@
+"""FileStore: a file for each block, on a file system that several hosts may write to. No lock decides who writes.
+
+A block's file is <first two digits of its key>/<key>.<group>: a header of magic, key and digest, then the content. It
+gets its name when it is whole, so whoever finds it reads all of it. Servers share files by key; each deletes what its
+slots held when they get another block, and finds what others added.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from pypto_serving.store.base import BlockBytes, Piece
+from pypto_serving.store.checksum import DIGEST_BYTES, digest
+from pypto_serving.store.faults import FULL, Faults, reason_of
+from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable
+from pypto_serving.store.slab import sync_folder
+from pypto_serving.types.tier import KEY_BYTES, TierInventory
+from pypto_serving.util import Clock, MonotonicClock
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"pypto KV block 1"
+HEADER_BYTES = len(MAGIC) + KEY_BYTES + DIGEST_BYTES
+SCANS_AT_ONCE = 16
+USED_AGAIN_S = 3600.0
+"""A load renews a file's time if that is older."""
+UNUSED_S = 86400.0
+"""What does not fit at the start and was not used for this long belongs to no server that runs."""
+
+_NAME = re.compile(r"([0-9a-f]{32})\.(\d+)")
+_PART = ".part"
+_MISSING = frozenset({errno.ENOENT, errno.ESTALE})
+
+
+class FileStore:
+    """Reads and writes a shared folder of blocks; owner of the slots that this server keeps in it."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        fingerprint: bytes,
+        block_bytes: tuple[int, ...],
+        num_slots: tuple[int, ...],
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        """Raises ConfigError if nothing can be kept in `folder`."""
+        self._faults = Faults(f"disk tier in {folder}", log, clock or MonotonicClock())
+        self._block_bytes, self._num_slots = block_bytes, num_slots
+        self._keys: dict[tuple[int, int], bytes] = {}
+        self._slots: dict[tuple[int, bytes], int] = {}
+        self._folder: Folder | None = None
+        self._reason = ""
+        try:
+            self._folder = Folder(Path(folder), Meta(FORMAT, "files", fingerprint.hex(), block_bytes))
+            self._path, self._reason = self._folder.path, self._folder.reason
+            self._inventory = self._take_slots()
+        except Unusable as error:
+            self._become_reader(error)
+            self._inventory = TierInventory(tier="disk", writable=False, reason=self._reason)
+
+    def inventory(self) -> TierInventory:
+        """See `Store`: the files that were used last when this store was made, as many as there are slots."""
+        return self._inventory
+
+    def _take_slots(self) -> TierInventory:
+        """Give slots to the files used last; delete those beyond that nobody uses any more."""
+        groups: list[int] = []
+        slots: list[int] = []
+        keys: list[bytes] = []
+        used = [0] * len(self._num_slots)
+        for used_at_s, key, group in sorted(self._scan(), reverse=True):
+            slot = used[group]
+            if slot >= self._num_slots[group]:
+                if time.time() - used_at_s > UNUSED_S:
+                    self._unlink(group, key)
+                continue
+            used[group] += 1
+            self._keys[group, slot], self._slots[group, key] = key, slot
+            groups.append(group)
+            slots.append(slot)
+            keys.append(key)
+        return TierInventory(
+            tier="disk",
+            groups=np.array(groups[::-1], "<i4").tobytes(),
+            slots=np.array(slots[::-1], "<i4").tobytes(),
+            keys=b"".join(reversed(keys)),
+            writable=not self._reason,
+            shared=True,
+            reason=self._reason,
+        )
+
+    def _scan(self) -> Iterator[tuple[float, bytes, int]]:
+        """(time of use, key, group) of all files of the right size. Many folders at once, as each waits."""
+        folders = [self._path / f"{number:02x}" for number in range(256)]
+        with ThreadPoolExecutor(SCANS_AT_ONCE) as pool:
+            for found in pool.map(self._scan_folder, folders):
+                yield from found
+
+    def _scan_folder(self, folder: Path) -> list[tuple[float, bytes, int]]:
+        found = []
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    name = _NAME.fullmatch(entry.name)
+                    if name is not None and int(name[2]) < len(self._block_bytes):
+                        stat, group = entry.stat(), int(name[2])
+                        if stat.st_size == HEADER_BYTES + self._block_bytes[group]:
+                            found.append((stat.st_mtime, bytes.fromhex(name[1]), group))
+                    elif entry.name.endswith(_PART) and time.time() - entry.stat().st_mtime > UNUSED_S:
+                        Path(entry.path).unlink(missing_ok=True)  # of a server that was killed
+        except OSError as error:
+            if error.errno not in _MISSING:
+                self._faults.say("scan", f"a folder cannot be listed: {reason_of(error)}")
+        return found
+
+    def store(self, pieces: Sequence[Piece]) -> list[bool]:
+        """See `Store`. One thread at a time."""
+        stored = [self._store(piece) for piece in pieces]
+        for folder in {
+            self._file(piece.group, piece.key).parent for piece, done in zip(pieces, stored, strict=True) if done
+        }:
+            try:
+                sync_folder(folder)
+            except OSError as error:
+                self._faults.say("sync", f"names are not certain to last: {reason_of(error)}")
+        return stored
+
+    def _store(self, piece: Piece) -> bool:
+        if self._folder is None or self._reason:
+            return False
+        self._evict(piece)
+        if not self._faults.may_try():
+            return False
+        try:
+            self._write(piece)
+        except OSError as error:
+            if error.errno in FULL:
+                self._faults.full(error)
+            elif error.errno == errno.EROFS:
+                self._become_reader(error)
+            else:
+                self._faults.say(f"write {error.errno}", f"writing failed: {reason_of(error)}")
+            return False
+        self._faults.found_room()
+        self._keys[piece.group, piece.slot], self._slots[piece.group, piece.key] = piece.key, piece.slot
+        return True
+
+    def _evict(self, piece: Piece) -> None:
+        """Delete what the slot held, unless that is the block it is to hold, or another slot's too."""
+        key = self._keys.pop((piece.group, piece.slot), None)
+        if key is None or self._slots.get((piece.group, key)) != piece.slot:
+            return
+        del self._slots[piece.group, key]
+        if key != piece.key:
+            self._unlink(piece.group, key)
+
+    def _write(self, piece: Piece) -> None:
+        """Let a block have its file; one that is there with the right size was stored by a server, whole."""
+        path, size = self._file(piece.group, piece.key), HEADER_BYTES + piece.memory.nbytes
+        try:
+            if path.stat().st_size == size:
+                return os.utime(path)
+        except FileNotFoundError:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        header = MAGIC + piece.key + digest(piece.key, piece.memory)
+        part = path.with_name(f"{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_PART}")
+        try:
+            with part.open("wb", buffering=0) as file:
+                _write_all(file.fileno(), header, piece.memory)
+                os.fdatasync(file.fileno())
+            part.rename(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def load(self, pieces: Sequence[Piece]) -> list[bool]:
+        """See `Store`."""
+        return [self._load(piece) for piece in pieces]
+
+    def _load(self, piece: Piece) -> bool:
+        if self._folder is None:
+            return False
+        try:
+            file = os.open(self._file(piece.group, piece.key), os.O_RDONLY)
+        except OSError as error:
+            if error.errno not in _MISSING:
+                self._faults.say(f"read {error.errno}", f"reading failed: {reason_of(error)}")
+            return False
+        try:
+            if _read_block(file, piece):
+                self._renew(file)
+                return True
+            if not self._reason:
+                self._faults.say("damaged", "a block is damaged, and is deleted")
+                self._unlink(piece.group, piece.key)
+        except OSError as error:
+            if error.errno not in _MISSING:
+                self._faults.say(f"read {error.errno}", f"reading failed: {reason_of(error)}")
+        finally:
+            os.close(file)
+        return False
+
+    def _renew(self, file: int) -> None:
+        if not self._reason and time.time() - os.fstat(file).st_mtime > USED_AGAIN_S:
+            try:
+                os.utime(file)
+            except OSError as error:
+                self._faults.say("use", f"times of use are not kept: {reason_of(error)}")
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """See `Store`: whether there is a file of the right size."""
+        return [self._find(key) for key in keys]
+
+    def _find(self, key: bytes) -> bool:
+        if self._folder is None:
+            return False
+        for group, size in enumerate(self._block_bytes):
+            try:
+                if self._file(group, key).stat().st_size == HEADER_BYTES + size:
+                    return True
+            except OSError:
+                continue
+        return False
+
+    def _file(self, group: int, key: bytes) -> Path:
+        name = key.hex()
+        return self._path / name[:2] / f"{name}.{group}"
+
+    def _unlink(self, group: int, key: bytes) -> None:
+        try:
+            self._file(group, key).unlink(missing_ok=True)
+        except OSError as error:
+            self._faults.say("delete", f"blocks cannot be deleted: {reason_of(error)}")
+
+    def _become_reader(self, error: Exception) -> None:
+        self._reason = reason_of(error)
+        self._faults.say("reader", f"blocks are not added: {self._reason}")
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
+
+def _write_all(file: int, header: bytes, memory: BlockBytes) -> None:
+    done = os.pwritev(file, [header, memory.data], 0)
+    if done < len(header):
+        raise OSError(errno.EIO, "a header was written in part")
+    done -= len(header)
+    while done < memory.nbytes:
+        done += os.pwrite(file, memory.data[done:], len(header) + done)
+
+
+def _read_block(file: int, piece: Piece) -> bool:
+    """Read a block; False if it is not what was stored under its key. Raises OSError."""
+    header = bytearray(HEADER_BYTES)
+    count = os.preadv(file, [header, piece.memory.data], 0)
+    while HEADER_BYTES <= count < HEADER_BYTES + piece.memory.nbytes:
+        more = os.preadv(file, [piece.memory.data[count - HEADER_BYTES :]], count)
+        if more == 0:
+            return False
+        count += more
+    whole = count == HEADER_BYTES + piece.memory.nbytes
+    return whole and header == MAGIC + piece.key + digest(piece.key, piece.memory)

@@ -1,0 +1,264 @@
+"""Folders of blocks inside the folder that a user gave: one for each fingerprint, with locks that say who uses it.
+
+Every process that has one open holds `in_use` shared; who deletes it holds that alone. The one that writes slots holds
+`writer`. Locks go with their process, however it ends. `meta.json` says what the folder is, and is written first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.store.faults import FULL, reason_of
+from pypto_serving.store.slab import sync_folder
+from pypto_serving.util import hash128
+
+FORMAT = 1
+Kind = Literal["slots", "files"]
+IN_USE, WRITER, META = "in_use", "writer", "meta.json"
+
+_NAME = re.compile(r"[0-9a-f]{32}")
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """What a folder holds; `fingerprint` in hexadecimal digits."""
+
+    format: int
+    kind: Kind
+    fingerprint: str
+    block_bytes: tuple[int, ...]
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+class Unusable(Exception):
+    """A folder cannot be used now, though the user's folder may be; the text says why."""
+
+
+class Folder:
+    """A fingerprint's folder while this process has it open; `reason` says why it is not `writable`."""
+
+    def __init__(self, root: Path, meta: Meta) -> None:
+        """Open or make it. Raises ConfigError where nothing can be made in `root`, Unusable for other reasons."""
+        self.path, self.meta = root / folder_name(meta), meta
+        self.writable, self.reason = True, ""
+        self._locks: list[int] = []
+        try:
+            self._open()
+        except OSError as error:
+            self.close()
+            if error.errno in FULL:
+                raise Unusable(f"it cannot be made: {reason_of(error)}") from None
+            raise ConfigError(
+                f"--kv-disk {root} cannot be used: {reason_of(error)}; give a folder that can be written"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        try:
+            self._locks.append(self._join())
+            self._held()  # a later format is left as it is
+            if self.meta.kind == "slots":
+                self._become_writer()
+        except OSError as error:
+            if error.errno != errno.EROFS or not self.path.is_dir():
+                raise
+            self._read_only(reason_of(error))
+        held = self._held()
+        if not self.writable:
+            if held != self.meta:
+                raise Unusable(f"{self.reason}, and it is not complete")
+            return
+        if held != self.meta:
+            self._begin(held)
+        os.utime(self.path / IN_USE)
+
+    def _join(self) -> int:
+        """Lock `in_use` shared, after whoever is deleting the folder."""
+        while True:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.path / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                _lock(lock, fcntl.LOCK_SH)
+                if os.path.samestat(os.fstat(lock), (self.path / IN_USE).stat()):
+                    return lock
+            except FileNotFoundError:
+                pass  # deleted meanwhile
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+
+    def _become_writer(self) -> None:
+        lock = os.open(self.path / WRITER, os.O_RDWR | os.O_CREAT, 0o600)
+        self._locks.append(lock)
+        if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+        else:
+            pid = os.pread(lock, 20, 0).decode(errors="replace")
+            self._read_only(f"another server, process {pid}, writes to it" if pid else "another server writes to it")
+
+    def _read_only(self, reason: str) -> None:
+        self.writable, self.reason = False, reason
+
+    def _held(self) -> Meta | None:
+        try:
+            return read_meta(self.path)
+        except FileNotFoundError:
+            return None
+
+    def _begin(self, held: Meta | None) -> None:
+        """Say what the folder is. A damaged `meta.json` costs nothing, since the name says as much; another one all."""
+        if held is not None:
+            _empty(self.path)
+        temporary = self.path / f"{META}.tmp"
+        with temporary.open("wb") as file:
+            file.write(msgspec.json.encode(self.meta))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(self.path / META)
+        sync_folder(self.path)
+
+    def close(self) -> None:
+        """Give up the locks."""
+        if self.writable and self._locks:
+            with contextlib.suppress(OSError):
+                os.utime(self.path / IN_USE)
+        for lock in self._locks:
+            os.close(lock)
+        self._locks.clear()
+
+
+def folder_name(meta: Meta) -> str:
+    """32 hexadecimal digits that differ for whatever must not share a folder."""
+    sizes = ",".join(map(str, meta.block_bytes))
+    return hash128(meta.kind.encode(), meta.fingerprint.encode(), sizes.encode()).hex()
+
+
+def read_meta(path: Path) -> Meta | None:
+    """What a folder says it holds; None if that is damaged. Raises OSError, Unusable for a later format."""
+    text = (path / META).read_bytes()
+    try:
+        version = msgspec.json.decode(text, type=_Format).format
+        if version > FORMAT:
+            raise Unusable(f"it has format {version}, made by a later version; this one knows {FORMAT}")
+        return msgspec.json.decode(text, type=Meta)
+    except msgspec.DecodeError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """A folder seen from outside: bytes on disk, when it was last used (seconds since the epoch), by whom now."""
+
+    path: Path
+    num_bytes: int
+    used_at_s: float
+    in_use: bool
+
+
+def usage(path: Path) -> Usage:
+    """Look at a folder. Raises OSError."""
+    lock = take_alone(path)
+    if lock is not None:
+        os.close(lock)
+    stats = [file.stat() for file in _files(path)]
+    return Usage(
+        path, sum(s.st_blocks * 512 for s in stats), max((s.st_mtime for s in stats), default=0.0), lock is None
+    )
+
+
+def _files(path: Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files(Path(entry.path))
+            else:
+                yield entry
+
+
+def fingerprint_folders(root: Path) -> list[Path]:
+    """All folders of blocks in `root`, half-deleted ones too. Raises OSError."""
+    return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / IN_USE).is_file())
+
+
+def take_alone(path: Path) -> int | None:
+    """A lock that keeps every server out of a folder until it is closed, or None if one is in. Raises OSError."""
+    lock = os.open(path / IN_USE, os.O_RDWR)
+    try:
+        if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return lock
+    except BaseException:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+def delete(path: Path) -> bool:
+    """Delete a folder that no server has open and that no later version made; False for others. Raises OSError."""
+    lock = take_alone(path)
+    if lock is None:
+        return False
+    try:
+        with contextlib.suppress(FileNotFoundError):  # half deleted, or just made
+            read_meta(path)
+        _empty(path)
+        (path / WRITER).unlink(missing_ok=True)
+        (path / IN_USE).unlink()  # goes last: what a kill leaves is still known as ours
+        path.rmdir()
+        return True
+    except Unusable:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _empty(path: Path) -> None:
+    """Delete all but the locks."""
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name not in (IN_USE, WRITER):
+            entry.unlink()
+
+
+def make_room(root: Path, own: Path, own_bytes: int, size_bytes: int) -> int:
+    """Delete unused folders beside `own`, the longest unused first, until all fit. Returns bytes deleted."""
+    others = [found for path in fingerprint_folders(root) if path != own and not (found := usage(path)).in_use]
+    excess, deleted = own_bytes + sum(other.num_bytes for other in others) - size_bytes, 0
+    for other in sorted(others, key=lambda other: other.used_at_s):
+        if deleted >= excess:
+            break
+        if delete(other.path):
+            deleted += other.num_bytes
+    return deleted
+
+
+def _lock(file: int, how: int) -> bool:
+    """Lock a file; False if that would wait. Where a file system has no locks, nothing is locked."""
+    try:
+        fcntl.flock(file, how)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True

@@ -1,0 +1,163 @@
+"""SlotTable: which block each slot of a group holds, in a file of one 64-byte record per slot.
+
+A record is key (16 bytes), digest of the block (16), stamp, length, 0 and a check of all that and of its place (8 each,
+little-endian). A stamp of 0 is an empty slot. Whatever is not a whole record of its own slot counts as empty, so a torn
+write or a damaged page costs the slots it touches. The file is read, not mapped: a read error is no signal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.store.checksum import DIGEST_BYTES
+from pypto_serving.types.tier import KEY_BYTES
+
+RECORD_BYTES = 64
+_RECORD = struct.Struct("<16s16sQQQQ")
+_WORDS = RECORD_BYTES // 8
+_STAMP, _LENGTH, _CHECK = 4, 5, 7
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
+
+Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What a table holds: `slots` int64 [n], `stamps` uint64 [n], `keys` uint8 [n, 16]."""
+
+    slots: NDArray[np.int64]
+    stamps: Words
+    keys: NDArray[np.uint8]
+
+
+class SlotTable:
+    """Owner of the records of one group. Not thread-safe; nothing is on disk before `flush` and `sync`."""
+
+    def __init__(self, path: Path, group: int, block_bytes: int, num_slots: int, *, writable: bool) -> None:
+        """Open a table, made if missing; what lies beyond `num_slots` is cut off. Raises OSError."""
+        self._group, self._block_bytes = group, block_bytes
+        self._words: Words = np.zeros((num_slots, _WORDS), np.uint64)
+        self._raw = self._words.view(np.uint8).reshape(-1).data
+        self._dirty: set[int] = set()
+        self._file = os.open(path, (os.O_RDWR | os.O_CREAT) if writable else os.O_RDONLY, 0o600)
+        try:
+            if writable:
+                _set_size(self._file, num_slots * RECORD_BYTES)
+            self._read()
+        except BaseException:
+            os.close(self._file)
+            raise
+        self.num_damaged = self._forget_damaged()
+
+    def _read(self) -> None:
+        done = 0
+        while done < len(self._raw):
+            count = os.preadv(self._file, [self._raw[done:]], done)
+            if count == 0:
+                return
+            done += count
+
+    def _forget_damaged(self) -> int:
+        """Empty the records that are not whole; returns how many were damaged, not just empty."""
+        words = self._words
+        whole = (words[:, _CHECK] == self._checks(words, np.arange(len(words)))) & (words[:, _STAMP] != 0)
+        whole &= words[:, _LENGTH] == self._block_bytes
+        damaged = np.flatnonzero(~whole & words.any(axis=1))
+        words[damaged] = 0
+        self._dirty.update(damaged.tolist())
+        return len(damaged)
+
+    def _checks(self, words: Words, slots: NDArray[np.int64]) -> Words:
+        """Check of each of `words` [n, 8] at `slots` [n]. Each word enters by a step that is one to one."""
+        check = slots.astype(np.uint64) ^ (np.uint64(self._group + 1) << np.uint64(48))
+        for column in range(_CHECK):
+            check = (check ^ words[:, column]) * _ODD
+            check ^= check >> _HALF
+        return check
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._words)
+
+    @property
+    def num_dirty(self) -> int:
+        """Records that differ from what was last written."""
+        return len(self._dirty)
+
+    def get(self, slot: int) -> tuple[bytes, bytes] | None:
+        """(key, digest) of what a slot holds, or None if it is empty."""
+        key, digest, stamp, *_ = _RECORD.unpack_from(self._raw, slot * RECORD_BYTES)
+        return (key, digest) if stamp else None
+
+    def put(self, slot: int, key: bytes, digest: bytes, stamp: int) -> None:
+        """Let a slot hold a block; `stamp` above 0 grows with use."""
+        assert len(key) == KEY_BYTES and len(digest) == DIGEST_BYTES and stamp > 0
+        _RECORD.pack_into(self._raw, slot * RECORD_BYTES, key, digest, stamp, self._block_bytes, 0, 0)
+        self._dirty.add(slot)
+
+    def touch(self, slot: int, stamp: int) -> None:
+        """Note that what a slot holds was used."""
+        self._words[slot, _STAMP] = stamp
+        self._dirty.add(slot)
+
+    def drop(self, slot: int) -> bool:
+        """Empty a slot; False if it was."""
+        if not self._words[slot, _STAMP]:
+            return False
+        self._words[slot] = 0
+        self._dirty.add(slot)
+        return True
+
+    def drop_from(self, slots: NDArray[np.int64]) -> int:
+        """Empty all of `slots`; returns how many were not."""
+        return sum(self.drop(int(slot)) for slot in slots)
+
+    def entries(self) -> Entries:
+        """What is held, by slot."""
+        slots = np.flatnonzero(self._words[:, _STAMP])
+        words = self._words[slots]
+        keys = np.ascontiguousarray(words[:, : KEY_BYTES // 8]).view(np.uint8)
+        return Entries(slots, words[:, _STAMP].copy(), keys)
+
+    def last_stamp(self) -> int:
+        return int(self._words[:, _STAMP].max(initial=0))
+
+    def flush(self) -> None:
+        """Write changed records, neighbours in one call each, without waiting for the disk. Raises OSError."""
+        if not self._dirty:
+            return
+        slots = np.array(sorted(self._dirty))
+        words = self._words[slots]
+        words[:, _CHECK] = np.where(words[:, _STAMP] != 0, self._checks(words, slots), 0)
+        breaks = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+        for first, end in itertools.pairwise(breaks):
+            _write(self._file, words[first:end].tobytes(), int(slots[first]) * RECORD_BYTES)
+        self._dirty.clear()
+
+    def sync(self) -> None:
+        """Wait until what was flushed is on disk. Raises OSError."""
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _set_size(file: int, size: int) -> None:
+    """Room for all records is taken at once, so that none of them finds the disk full later."""
+    if size > os.fstat(file).st_size:
+        os.posix_fallocate(file, 0, size)
+    os.ftruncate(file, size)
+
+
+def _write(file: int, data: bytes, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, memoryview(data)[done:], offset + done)
