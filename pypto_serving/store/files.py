@@ -102,7 +102,7 @@ class FileStore:
 
     def _scan(self) -> Iterator[tuple[float, bytes, int]]:
         """(time of use, key, group) of all files of the right size. Many folders at once, as each waits."""
-        folders = [self._path / f"{number:02x}" for number in range(256)]
+        folders = [path for path in self._path.iterdir() if len(path.name) == 2 and path.is_dir()]
         with ThreadPoolExecutor(SCANS_AT_ONCE) as pool:
             for found in pool.map(self._scan_folder, folders):
                 yield from found

@@ -1,0 +1,177 @@
+"""FileStore: several servers share a folder of files, and nobody is served a wrong block."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.store.files import HEADER_BYTES, UNUSED_S, FileStore
+from pypto_serving.util import VirtualClock
+from tests.store.blocks import (
+    BLOCK_BYTES,
+    FINGERPRINT,
+    NUM_SLOTS,
+    all_load,
+    key_of,
+    listed,
+    loads,
+    places,
+    put,
+    small_disk,
+)
+
+HELD = {(0, 0): key_of("a"), (1, 0): key_of("b"), (0, 3): key_of("c")}
+Open = Callable[..., FileStore]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Open]:
+    stores = []
+
+    def open_store(
+        num_slots: tuple[int, ...] = NUM_SLOTS, root: Path = tmp_path / "kv", **options: object
+    ) -> FileStore:
+        store = FileStore(root, FINGERPRINT, BLOCK_BYTES, num_slots, **options)  # type: ignore[arg-type]
+        stores.append(store)
+        return store
+
+    yield open_store
+    for store in stores:
+        store.close()
+
+
+def file_of(root: Path, key: bytes) -> Path:
+    (path,) = root.rglob(f"{key.hex()}.*")
+    return path
+
+
+def age(root: Path, seconds: dict[bytes, float]) -> None:
+    for key, ago_s in seconds.items():
+        then = time.time() - ago_s
+        os.utime(file_of(root, key), (then, then))
+
+
+def test_blocks_last_in_order_of_use(server: Open, tmp_path: Path) -> None:
+    store = server()
+    assert listed(store) == {}
+    assert put(store, HELD) == [True] * 3
+    assert all_load(store, HELD)
+    age(tmp_path, {key_of("a"): 10, key_of("b"): 30, key_of("c"): 20})
+    inventory = server().inventory()
+    assert inventory.writable and inventory.shared
+    assert list(listed(server()).values()) == [key_of("b"), key_of("c"), key_of("a")]
+
+
+def test_servers_find_each_others_blocks(server: Open) -> None:
+    first, second = server(), server()
+    put(first, HELD)
+    assert second.find([key_of("a"), key_of("x"), key_of("b")]) == [True, False, True]
+    assert loads(second, (0, 5), key_of("a"))
+    assert put(second, {(0, 1): key_of("a"), (0, 2): key_of("d")}) == [True, True]
+    assert first.find([key_of("d")]) == [True]
+
+
+def test_a_slot_that_gets_another_block_deletes_the_old_file(server: Open, tmp_path: Path) -> None:
+    store = server()
+    put(store, HELD)
+    assert put(store, {(0, 0): key_of("d")}) == [True]
+    assert store.find([key_of("a"), key_of("d")]) == [False, True]
+    assert put(store, {(0, 0): key_of("d"), (1, 0): key_of("b")}) == [True, True]
+    assert loads(store, (0, 0), key_of("d"))
+    assert len(list(tmp_path.rglob("*.[01]"))) == 3
+
+
+def test_a_block_that_moved_to_another_slot_stays(server: Open) -> None:
+    store = server()
+    put(store, {(0, 0): key_of("a")})
+    put(store, {(0, 1): key_of("a")})
+    put(store, {(0, 0): key_of("b")})
+    assert loads(store, (0, 1), key_of("a"))
+
+
+def test_the_size_follows_the_slots_over_restarts(server: Open, tmp_path: Path) -> None:
+    for life in range(4):
+        store = server((3, 0))
+        for round_ in range(5):
+            assert all(put(store, {place: key_of((life, round_, place)) for place in places(3)}))
+        store.close()
+        assert len(list(tmp_path.rglob("*.0"))) == 3
+
+
+def test_what_no_slot_is_left_for_is_deleted_when_nobody_uses_it(server: Open, tmp_path: Path) -> None:
+    put(server(), {place: key_of(place[1]) for place in places(6)})
+    age(tmp_path, {key_of(slot): 10 + slot for slot in range(5)} | {key_of(5): UNUSED_S + 60})
+    store = server((2, 0))
+    assert sorted(listed(store).values()) == sorted([key_of(0), key_of(1)])
+    assert store.find([key_of(slot) for slot in range(6)]) == [True] * 5 + [False]
+
+
+def test_a_load_renews_an_old_file(server: Open, tmp_path: Path) -> None:
+    put(server(), HELD)
+    age(tmp_path, {key_of("a"): 7200, key_of("b"): 7300, key_of("c"): 7100})
+    store = server()
+    assert loads(store, (0, 0), key_of("a"))
+    assert list(listed(server()).values()) == [key_of("b"), key_of("c"), key_of("a")]
+
+
+@pytest.mark.parametrize("offset", [0, 20, 40, HEADER_BYTES, HEADER_BYTES + 8191])
+def test_a_damaged_file_is_a_miss_and_deleted(
+    server: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, offset: int
+) -> None:
+    store = server()
+    put(store, HELD)
+    path = file_of(tmp_path, key_of("a"))
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    assert not loads(store, (0, 0), key_of("a"))
+    assert store.find([key_of("a")]) == [False]
+    assert len(caplog.records) == 1
+    assert put(store, {(0, 0): key_of("a")}) == [True]
+    assert loads(store, (0, 0), key_of("a"))
+
+
+@pytest.mark.parametrize("size", [0, 10, HEADER_BYTES, HEADER_BYTES + 100])
+def test_a_short_file_is_not_there(server: Open, tmp_path: Path, size: int) -> None:
+    store = server()
+    put(store, HELD)
+    os.truncate(file_of(tmp_path, key_of("a")), size)
+    assert store.find([key_of("a")]) == [False]
+    assert set(listed(server()).values()) == {key_of("b"), key_of("c")}
+    assert not loads(store, (0, 0), key_of("a"))
+
+
+def test_strange_files_are_left_alone(server: Open, tmp_path: Path) -> None:
+    put(server(), HELD)
+    path = file_of(tmp_path, key_of("a")).parent
+    (path / "README").write_text("?")
+    (path / f"{key_of('q').hex()}.7").write_text("?")
+    (path / "host-1-2.part").write_text("being written")
+    assert set(listed(server()).values()) == set(HELD.values())
+    assert len(list(path.iterdir())) == 4
+
+
+def test_a_full_file_system_is_said_once(server: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock = VirtualClock()
+    with small_disk("tmpfs", tmp_path, 1 << 20) as root:
+        store = server((400, 4), root / "kv", clock=clock)
+        answers = [put(store, {place: key_of(place)})[0] for place in places(400)]
+        kept = {place: key_of(place) for place, done in zip(places(400), answers, strict=True) if done}
+        assert 20 < len(kept) < 128
+        assert len(caplog.records) == 1
+        assert all_load(store, kept)
+        clock.advance(60)
+        assert put(store, {next(iter(kept)): key_of("new")}) == [True]
+        assert not list(root.rglob("*.part"))
+        store.close()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--kv-disk"):
+        FileStore(tmp_path / "file", FINGERPRINT, BLOCK_BYTES, NUM_SLOTS)
