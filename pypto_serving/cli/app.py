@@ -15,6 +15,7 @@ COMMANDS = {
     "chat": "pypto_serving.cli.chat:app",
     "check": "pypto_serving.cli.check:app",
     "convert": "pypto_serving.cli.convert:app",
+    "kv": "pypto_serving.cli.kv:kv_app",
     "bench": "pypto_serving.cli.bench:bench_app",
 }
 

@@ -198,7 +198,7 @@ class FileStore:
                 self._faults.say(f"read {error.errno}", f"reading failed: {reason_of(error)}")
             return False
         try:
-            if _read_block(file, piece):
+            if read_block(file, piece):
                 self._renew(file)
                 return True
             if not self._reason:
@@ -263,7 +263,7 @@ def _write_all(file: int, header: bytes, memory: BlockBytes) -> None:
         done += os.pwrite(file, memory.data[done:], len(header) + done)
 
 
-def _read_block(file: int, piece: Piece) -> bool:
+def read_block(file: int, piece: Piece) -> bool:
     """Read a block; False if it is not what was stored under its key. Raises OSError."""
     header = bytearray(HEADER_BYTES)
     count = os.preadv(file, [header, piece.memory.data], 0)
@@ -274,3 +274,11 @@ def _read_block(file: int, piece: Piece) -> bool:
         count += more
     whole = count == HEADER_BYTES + piece.memory.nbytes
     return whole and header == MAGIC + piece.key + digest(piece.key, piece.memory)
+
+
+def block_files(path: Path, num_groups: int) -> Iterator[tuple[Path, bytes, int]]:
+    """(file, key, group) of all blocks in a fingerprint's folder. Raises OSError."""
+    for file in path.glob("??/*"):
+        name = _NAME.fullmatch(file.name)
+        if name is not None and int(name[2]) < num_groups:
+            yield file, bytes.fromhex(name[1]), int(name[2])

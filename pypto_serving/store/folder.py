@@ -199,9 +199,19 @@ def fingerprint_folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / IN_USE).is_file())
 
 
+def open_lock(path: Path) -> int:
+    """The file `in_use` of a folder, to be locked. Raises OSError."""
+    try:
+        return os.open(path / IN_USE, os.O_RDWR)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path / IN_USE, os.O_RDONLY)
+
+
 def take_alone(path: Path) -> int | None:
     """A lock that keeps every server out of a folder until it is closed, or None if one is in. Raises OSError."""
-    lock = os.open(path / IN_USE, os.O_RDWR)
+    lock = open_lock(path)
     try:
         if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
             return lock

@@ -17,7 +17,7 @@ MAX_LINES = 500
 
 FLOOR = {"config", "errors", "host", "ipc", "memory", "options", "parallel", "types", "util"}
 ALLOWED: dict[str, set[str]] = {
-    "cli": {"api", "backend", "bench", "cluster", "engine", "kv", "model", "pd", "pypto_serving", "sched"},
+    "cli": {"api", "backend", "bench", "cluster", "engine", "kv", "model", "pd", "pypto_serving", "sched", "store"},
     "api": {"engine", "pypto_serving"},
     "cluster": {"engine"},
     "bench": {"engine", "kv", "sched"},
@@ -33,7 +33,20 @@ ALLOWED: dict[str, set[str]] = {
     "pypto_serving": {"api"},
     "__main__": {"cli"},
 }
-TORCH_FREE = {"api", "bench", "cli", "cluster", "engine", "kernels", "kv", "pd", "pypto_serving", "sched", *FLOOR}
+TORCH_FREE = {
+    "api",
+    "bench",
+    "cli",
+    "cluster",
+    "engine",
+    "kernels",
+    "kv",
+    "pd",
+    "pypto_serving",
+    "sched",
+    "store",
+    *FLOOR,
+}
 TORCH_FREE_MODEL = {
     "checkpoint",
     "convert",

@@ -1,0 +1,157 @@
+"""`kv`: what the disk tier of the KV cache keeps in a folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pypto_serving.errors import EXIT_CRASH, EXIT_OK, PyptoError
+
+if TYPE_CHECKING:
+    from pypto_serving.store.inspect import FolderFacts
+
+kv_app = typer.Typer(help="Look after the folder of --kv-disk.", no_args_is_help=True)
+
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that --kv-disk names.")]
+
+
+@kv_app.command()
+def stat(
+    folder: Folder,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print what is kept in DIR: one part for each model and version, with its groups."""
+    import msgspec
+
+    from pypto_serving.cli.report import columns
+    from pypto_serving.util import format_size
+
+    found = _facts(folder)
+    if json:
+        typer.echo(msgspec.json.encode({"folders": [_as_dict(one) for one in found]}))
+    elif not found:
+        typer.echo(f"{folder} holds no blocks")
+    else:
+        head = ("part", "kept as", "in use", "last used", "group", "bytes/block", "blocks", "free")
+        typer.echo("\n".join(columns([head, *(row for one in found for row in _rows(one))])))
+        typer.echo(f"{format_size(sum(one.usage.num_bytes for one in found))} on disk")
+        for one in found:
+            if one.problem:
+                typer.echo(f"{one.usage.path.name} holds nothing usable: {one.problem}")
+
+
+def _facts(folder: Path) -> list[FolderFacts]:
+    """Facts of all parts; those that are deleted meanwhile are left out."""
+    from pypto_serving.store.inspect import facts, folders_in
+
+    found = []
+    for path in folders_in(folder.expanduser()):
+        try:
+            with _one_line_errors(path):
+                found.append(facts(path))
+        except FileNotFoundError:
+            continue
+    return found
+
+
+@contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
+    """What a disk refuses, in one line; that something is gone is for the caller."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise PyptoError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _rows(one: FolderFacts) -> list[tuple[str, ...]]:
+    used_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.usage.used_at_s))
+    kind = one.meta.kind if one.meta else "-"
+    first = (one.usage.path.name, kind, "yes" if one.usage.in_use else "no", used_at)
+    rows = [
+        (
+            str(number),
+            str(group.block_bytes),
+            str(group.num_blocks),
+            "-" if group.num_free is None else str(group.num_free),
+        )
+        for number, group in enumerate(one.groups)
+    ]
+    return [(*(first if i == 0 else ("",) * 4), *row) for i, row in enumerate(rows or [("-",) * 4])]
+
+
+def _as_dict(one: FolderFacts) -> dict[str, Any]:
+    return {
+        "name": one.usage.path.name,
+        "fingerprint": one.meta.fingerprint if one.meta else None,
+        "kind": one.meta.kind if one.meta else None,
+        "num_bytes": one.usage.num_bytes,
+        "in_use": one.usage.in_use,
+        "last_used": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(one.usage.used_at_s)),
+        "problem": one.problem,
+        "groups": [
+            {"block_bytes": group.block_bytes, "num_blocks": group.num_blocks, "num_free": group.num_free}
+            for group in one.groups
+        ],
+    }
+
+
+@kv_app.command()
+def verify(folder: Folder) -> int:
+    """Read all blocks in DIR. Damaged ones are dropped where no server runs; exits with 1 if there are any."""
+    from pypto_serving.cli.progress import LoadProgress
+    from pypto_serving.store.folder import Unusable
+    from pypto_serving.store.inspect import folders_in
+    from pypto_serving.store.inspect import verify as verify_folder
+
+    code = EXIT_OK
+    for path in folders_in(folder.expanduser()):
+        progress = LoadProgress()
+        try:
+            with _one_line_errors(path):
+                found = verify_folder(path, partial(progress, path.name))
+        except Unusable as error:
+            typer.echo(f"{path.name} is left alone: {error}")
+            continue
+        except FileNotFoundError:
+            continue  # deleted meanwhile
+        finally:
+            progress.close()
+        line = f"{path.name}: {found.num_blocks} blocks, {found.num_damaged} damaged"
+        if found.num_damaged:
+            code = EXIT_CRASH
+            line += ", dropped" if found.dropped else "; a server has them open and will drop them when it meets them"
+        typer.echo(line)
+    return code
+
+
+@kv_app.command()
+def clear(
+    folder: Folder,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete all blocks in DIR that no server has open."""
+    from pypto_serving.store.folder import delete
+    from pypto_serving.util import format_size
+
+    found = _facts(folder)
+    unused = [one.usage for one in found if not one.usage.in_use]
+    in_use = len(found) - len(unused)
+    if in_use:
+        typer.echo(f"{in_use} of {len(found)} parts are in use by a server and stay")
+    if not unused:
+        typer.echo("nothing to delete")
+        return
+    if not yes:
+        size = format_size(sum(one.num_bytes for one in unused))
+        typer.confirm(f"Delete {size} in {len(unused)} parts of {folder}?", abort=True)
+    with _one_line_errors(folder):
+        deleted = sum(one.num_bytes for one in unused if delete(one.path))
+    typer.echo(f"deleted {format_size(deleted)}")

@@ -1,0 +1,218 @@
+"""What folders of blocks hold, seen by people: facts, verification, deletion. No server needs any of it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.store.base import BlockBytes, Piece
+from pypto_serving.store.checksum import digest
+from pypto_serving.store.faults import reason_of
+from pypto_serving.store.files import block_files, read_block
+from pypto_serving.store.folder import (
+    Meta,
+    Unusable,
+    Usage,
+    fingerprint_folders,
+    open_lock,
+    read_meta,
+    take_alone,
+    usage,
+)
+from pypto_serving.store.index import RECORD_BYTES, SlotTable
+from pypto_serving.store.slab import Slab, stride_of
+
+Report = Callable[[int, int], None]
+"""Called with blocks done and their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """Blocks of one group; `num_free` slots, of those that a server gave it, None where files have no slots."""
+
+    block_bytes: int
+    num_blocks: int
+    num_free: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFacts:
+    """A fingerprint's folder. Without `meta` it holds nothing usable, for `problem`."""
+
+    usage: Usage
+    meta: Meta | None
+    groups: tuple[GroupFacts, ...]
+    problem: str = ""
+
+
+def folders_in(root: Path) -> list[Path]:
+    """Folders of blocks in what a user named. Raises ConfigError if that is no folder that can be read."""
+    try:
+        return fingerprint_folders(root)
+    except OSError as error:
+        raise ConfigError(f"{root} cannot be read: {reason_of(error)}; give the folder that --kv-disk names") from None
+
+
+def facts(path: Path) -> FolderFacts:
+    """What a folder holds. Raises OSError."""
+    try:
+        meta, problem = read_meta(path), "its meta.json is damaged"
+    except FileNotFoundError:
+        meta, problem = None, "it is not complete"
+    except Unusable as error:
+        meta, problem = None, str(error)
+    if meta is None:
+        return FolderFacts(usage(path), None, (), problem)
+    if meta.kind == "files":
+        counts = [0] * len(meta.block_bytes)
+        for _, _, group in block_files(path, len(counts)):
+            counts[group] += 1
+        groups = tuple(GroupFacts(size, count, None) for size, count in zip(meta.block_bytes, counts, strict=True))
+    else:
+        groups = tuple(_slot_facts(path, group, size) for group, size in enumerate(meta.block_bytes))
+    return FolderFacts(usage(path), meta, groups)
+
+
+def _slot_facts(path: Path, group: int, block_bytes: int) -> GroupFacts:
+    try:
+        table = _open_table(path, group, block_bytes, writable=False)
+    except FileNotFoundError:
+        return GroupFacts(block_bytes, 0, 0)
+    table.close()
+    count = len(table.entries().slots)
+    return GroupFacts(block_bytes, count, table.num_slots - count)
+
+
+def _open_table(path: Path, group: int, block_bytes: int, *, writable: bool) -> SlotTable:
+    index = path / f"g{group}.index"
+    return SlotTable(index, group, block_bytes, index.stat().st_size // RECORD_BYTES, writable=writable)
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """`num_blocks` were read, `num_damaged` of them are not what was stored; `dropped` if they are gone now."""
+
+    num_blocks: int
+    num_damaged: int
+    dropped: bool
+
+
+def verify(path: Path, report: Report) -> Verified:
+    """Read all blocks of a folder; drop damaged ones unless a server has it open. Raises OSError, Unusable.
+
+    A folder that is being made, or deleted, raises FileNotFoundError.
+    """
+    with _kept(path):
+        meta = read_meta(path)
+        if meta is None:
+            raise Unusable("its meta.json is damaged; the next server of this model writes it anew")
+        check = _verify_files if meta.kind == "files" else _verify_slots
+        num_blocks, damaged = check(path, meta, report)
+    dropped = bool(damaged) and _drop(path, damaged)
+    return Verified(num_blocks, len(damaged), dropped)
+
+
+Damaged = list[tuple[int, int, bytes] | Path]
+"""(group, slot, key) of slots, or files."""
+
+
+@contextlib.contextmanager
+def _kept(path: Path) -> Iterator[None]:
+    """Keep a folder from being deleted."""
+    lock = open_lock(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _verify_slots(path: Path, meta: Meta, report: Report) -> tuple[int, Damaged]:
+    damaged: Damaged = []
+    done, total = 0, sum(group.num_blocks for group in facts(path).groups)
+    for group, size in enumerate(meta.block_bytes):
+        with contextlib.ExitStack() as stack:
+            try:
+                table = _open_table(path, group, size, writable=False)
+            except FileNotFoundError:
+                continue
+            stack.callback(table.close)
+            slab = Slab(path, group, size, table.num_slots, writable=False)
+            stack.callback(slab.close)
+            memory = _memory(size)
+            for slot in table.entries().slots.tolist():
+                held = table.get(slot)
+                assert held is not None
+                if not _is_whole(slab, slot, held, memory) and _still_holds(path, group, size, slot, held):
+                    damaged.append((group, slot, held[0]))
+                done += 1
+                report(done, max(done, total))
+    return done, damaged
+
+
+def _memory(size: int) -> BlockBytes:
+    """Memory at the start of a page."""
+    memory = np.empty(stride_of(size) + 4096, np.uint8)
+    start = -memory.ctypes.data % 4096
+    return memory[start : start + size]
+
+
+def _is_whole(slab: Slab, slot: int, held: tuple[bytes, bytes], memory: BlockBytes) -> bool:
+    try:
+        slab.read(slot, memory)
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.EIO):
+            return False
+        raise
+    return digest(held[0], memory) == held[1]
+
+
+def _still_holds(path: Path, group: int, size: int, slot: int, held: tuple[bytes, bytes]) -> bool:
+    """Whether a server has not meanwhile given the slot to another block."""
+    table = _open_table(path, group, size, writable=False)
+    table.close()
+    return slot < table.num_slots and table.get(slot) == held
+
+
+def _verify_files(path: Path, meta: Meta, report: Report) -> tuple[int, Damaged]:
+    damaged: Damaged = []
+    files = list(block_files(path, len(meta.block_bytes)))
+    for done, (file, key, group) in enumerate(files, 1):
+        with contextlib.suppress(FileNotFoundError), file.open("rb", buffering=0) as opened:
+            if not read_block(opened.fileno(), Piece(group, 0, key, _memory(meta.block_bytes[group]))):
+                damaged.append(file)
+        report(done, len(files))
+    return len(files), damaged
+
+
+def _drop(path: Path, damaged: Damaged) -> bool:
+    """Forget damaged blocks; False if a server has the folder open."""
+    lock = take_alone(path)
+    if lock is None:
+        return False
+    try:
+        meta = read_meta(path)
+        for file in damaged:
+            if isinstance(file, Path):
+                file.unlink(missing_ok=True)
+        for group, size in enumerate(meta.block_bytes if meta and meta.kind == "slots" else ()):
+            table = _open_table(path, group, size, writable=True)
+            for entry in damaged:
+                if not isinstance(entry, Path) and entry[0] == group:
+                    held = table.get(entry[1])
+                    if held is not None and held[0] == entry[2]:
+                        table.drop(entry[1])
+            table.flush()
+            table.sync()
+            table.close()
+        return True
+    finally:
+        os.close(lock)
