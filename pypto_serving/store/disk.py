@@ -255,6 +255,20 @@ class DiskStore:
         held = {key.tobytes() for e in entries for key in e.keys}
         return [key in held for key in keys]
 
+    def clear(self) -> None:
+        """See `Store`. Called by the thread that stores."""
+        if not self._writable:
+            return
+        try:
+            with self._lock:
+                for table in self._tables:
+                    table.drop_from(table.entries().slots)
+                self._flush()
+            for table in self._tables:
+                table.sync()
+        except OSError as error:
+            self._become_reader(error)
+
     def _become_reader(self, error: Exception) -> None:
         """Add nothing any more: the disk, or the folder, does not allow it."""
         self._writable, self._reason = False, reason_of(error)

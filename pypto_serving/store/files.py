@@ -247,6 +247,14 @@ class FileStore:
         self._reason = reason_of(error)
         self._faults.say("reader", f"blocks are not added: {self._reason}")
 
+    def clear(self) -> None:
+        """See `Store`; what others stored here goes too."""
+        if self._folder is not None and not self._reason:
+            for _, key, group in self._scan():
+                self._unlink(group, key)
+            self._keys.clear()
+            self._slots.clear()
+
     def close(self) -> None:
         """Let go of the folder."""
         if self._folder is not None:

@@ -12,6 +12,7 @@ from pypto_serving.backend.base import Backend, Program
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent, SocketChannel
 from pypto_serving.store.base import Store
+from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
 from pypto_serving.store.remote import open_remote
 from pypto_serving.types.start import WorkerStart
@@ -43,12 +44,14 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
 
 
 def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
-    """The stores that the configuration names."""
+    """The stores that the configuration names. Raises ConfigError for a folder or URL that cannot be used."""
     stores: dict[Tier, Store] = {}
     sizes = tuple(arena.shape[1] for arena in program.arenas)
     for tier in start.config.tiers:
         if tier.tier == "host":
             stores["host"] = HostStore(start.host_memory, sizes, tier.num_slots)
+        elif tier.tier == "disk":
+            stores["disk"] = open_disk(tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes)
         elif tier.tier == "remote":
             stores["remote"] = open_remote(tier.place, program.fingerprint, sizes)
     return stores

@@ -6,10 +6,13 @@ import os
 import select
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+from pypto_serving.errors import EXIT_ENGINE
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.store.base import BlockBytes, Piece, Store
 from pypto_serving.types.tier import KEY_BYTES, Tier, TransferDone, TransferJob, TransferReport, Transfers
@@ -72,6 +75,16 @@ class RunningJob:
         return TransferDone(self.job.job_id, bytes(self.done), time.monotonic() - self.started_s)
 
 
+@contextmanager
+def ends_process() -> Iterator[None]:
+    """An error in a thread ends the worker, as one in a step does: a transfer must not be waited for in vain."""
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        os._exit(EXIT_ENGINE)
+
+
 class TransferServer:
     """Owns the threads of a worker's transfers; takes jobs from a channel of its own and reports over it.
 
@@ -99,6 +112,11 @@ class TransferServer:
             os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
+        """The thread that talks."""
+        with ends_process():
+            self._serve()
+
+    def _serve(self) -> None:
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self._closing and not self._channel.gone:
@@ -126,15 +144,11 @@ class TransferServer:
             pool.submit(self._do, running, running.part(number))
 
     def _do(self, running: RunningJob, part: slice) -> None:
-        try:
-            pieces = running.pieces[part]
-            worked = self._mover.move(running.job, pieces)
-        except BaseException:
-            os._exit(1)
-        done = running.finish(part, worked)
-        if done is not None:
-            self._done.append(done)
-            os.eventfd_write(self._wake, 1)
+        with ends_process():
+            done = running.finish(part, self._mover.move(running.job, running.pieces[part]))
+            if done is not None:
+                self._done.append(done)
+                os.eventfd_write(self._wake, 1)
 
     def _report(self) -> None:
         done = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,3 +41,37 @@ def test_a_prefix_comes_back_from_host_memory_even_after_a_worker_died() -> None
         assert cached["host"] == 384
         assert server.http.post("/reset_prefix_cache").status_code == 200
         assert complete(server, prompt)[1] == {"device": 0, "host": 0, "disk": 0, "remote": 0}
+
+
+def test_a_restarted_server_and_a_second_one_find_blocks_on_disk(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    prompts = [rng.choices(range(32, 127), k=rng.randrange(100, 900)) for _ in range(6)]
+    options = ("--kv-disk", tmp_path / "kv", "--kv-disk-size", "256MiB")
+    with Server(*options) as server:
+        first = [complete(server, prompt) for prompt in prompts]
+        assert not any(cached["disk"] for _, cached in first)
+    with Server(*options) as server, Server(*options) as second:
+        for reader in (server, second):
+            for prompt, (text, _) in zip(prompts, first, strict=True):
+                again, cached = complete(reader, prompt)
+                assert again == text
+                assert cached["disk"] == (len(prompt) - 1) // 32 * 32
+        assert server.metric("pypto:kv_tier_writable") == 1
+        assert second.metric("pypto:kv_tier_writable") == 0
+        assert complete(server, prompts[0] + [65] * 200)[0]
+    with Server(*options) as server:
+        assert server.http.post("/reset_prefix_cache").status_code == 200
+        assert complete(server, prompts[0])[1]["disk"] == 0
+
+
+def test_a_server_killed_while_it_stores_loses_no_answer(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    prompt = rng.choices(range(32, 127), k=800)
+    options = ("--kv-disk", tmp_path / "kv", "--kv-disk-size", "64MiB")
+    with Server(*options) as server:
+        text, _ = complete(server, prompt)
+        for process in server.family():
+            process.kill()
+        server.process.wait()
+    with Server(*options) as server:
+        assert complete(server, prompt)[0] == text
