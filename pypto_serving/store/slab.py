@@ -154,7 +154,8 @@ class Slab:
 
     def _fits(self, memory: BlockBytes) -> bool:
         """Whether direct I/O can use `memory` as it is."""
-        return memory.ctypes.data % PAGE == 0 and self._block_bytes == self._stride
+        address: int = memory.__array_interface__["data"][0]  # several times faster than by ctypes
+        return address % PAGE == 0 and self._block_bytes == self._stride
 
     def sync(self) -> None:
         """Wait until what was written is on disk, and keep it out of the page cache. Raises OSError."""
