@@ -33,8 +33,6 @@ MAX_PINNED = 0.25
 """Share of the free device blocks that a job keeps from being used until they are stored."""
 EVICTION_MARGIN = 0.1
 """With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
-MAX_LOADING_BYTES = 1 << 30
-"""Bytes on their way up from one tier, beyond which no further load is begun."""
 
 
 class LeaseState(enum.Enum):
@@ -147,12 +145,13 @@ class TierManager:
         return None
 
     def worth(self, num_tokens: int, tier_bytes: Counter[Tier]) -> bool:
-        """Whether loading `tier_bytes` is expected to be faster than computing `num_tokens` again."""
+        """Whether loading `tier_bytes`, after what is on its way, is expected to be faster than computing `num_tokens`.
+
+        What is on its way is bounded by the device blocks that it fills.
+        """
         load_s = 0.0
         for tier in self.tiers:
             num_bytes = tier_bytes[tier.config.tier]
-            if num_bytes and tier.loading_bytes > MAX_LOADING_BYTES:
-                return False
             if num_bytes:
                 load_s = max(load_s, tier.load_rate.seconds(num_bytes + tier.loading_bytes))
         if load_s < self.prefill_rate.seconds(num_tokens) or not self.prefill_rate.measured:
