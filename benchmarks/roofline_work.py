@@ -7,6 +7,7 @@ asks for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -41,15 +42,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step: row i computes the last `queries[i]` of its `contexts[i]` tokens."""
+    """A step: row i computes the last `queries[i]` of its `contexts[i]` tokens. The first `shared` of them, whole
+    blocks, are the same in all rows and lie in the same blocks.
+    """
 
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
+    shared: int = 0
 
     @staticmethod
-    def decode(rows: int, context: int = 1) -> Batch:
+    def decode(rows: int, context: int = 1, shared: int = 0) -> Batch:
         """One token for each of `rows` rows."""
-        return Batch((1,) * rows, (context,) * rows)
+        return Batch((1,) * rows, (context,) * rows, shared)
 
     @staticmethod
     def prefill(queries: int, context: int) -> Batch:
@@ -64,15 +68,17 @@ class Batch:
     @property
     def num_blocks(self) -> int:
         """Blocks of the cache that hold its history, and the null block."""
-        return 1 + sum(ceil_div(context, BLOCK) for context in self.contexts)
+        common = self.shared // BLOCK
+        return 1 + common + sum(ceil_div(context, BLOCK) - common for context in self.contexts)
 
     def inputs(self, rng: np.random.Generator, vocab: int = 1) -> StepInputs:
         """Random tokens in random blocks; logits of each row's last token."""
-        widths = [ceil_div(context, BLOCK) for context in self.contexts]
-        blocks = np.split(rng.permutation(np.arange(1, self.num_blocks)), np.cumsum(widths)[:-1])
+        widths, common = [ceil_div(context, BLOCK) for context in self.contexts], self.shared // BLOCK
+        blocks = iter(rng.permutation(np.arange(1, self.num_blocks)))
         table = np.zeros((len(widths), max(widths)), np.int32)
-        for row, own in zip(table, blocks, strict=True):
-            row[: len(own)] = own
+        table[:, :common] = list(itertools.islice(blocks, common))
+        for row, width in zip(table, widths, strict=True):
+            row[common:width] = list(itertools.islice(blocks, width - common))
         positions = [np.arange(c - q, c) for q, c in zip(self.queries, self.contexts, strict=True)]
         slots = [row[p // BLOCK] * BLOCK + p % BLOCK for row, p in zip(table, positions, strict=True)]
         starts = np.cumsum([0, *self.queries])
@@ -106,7 +112,8 @@ def quantize(rows: int, k: int) -> Work:
 def attend(batch: Batch, heads: int, kv_heads: int, dim: int) -> Work:
     """Causal attention over the batch's history."""
     seen = sum(q * c - q * (q - 1) // 2 for q, c in zip(batch.queries, batch.contexts, strict=True))
-    cache = 2 * sum(batch.contexts) * kv_heads * dim * BF16
+    known = sum(batch.contexts) - (len(batch.contexts) - 1) * batch.shared
+    cache = 2 * known * kv_heads * dim * BF16
     return Work(cache + 2 * batch.tokens * heads * dim * BF16, 4 * seen * heads * dim)
 
 

@@ -148,7 +148,7 @@ API void pypto_heads(Recording* r, const float* x, const float* weights, const f
 
 API void pypto_attend(Recording* r, const bf16* queries, int heads, bf16* keys, bf16* values, int64_t block_stride,
                       int kv_heads, int dim, int size, Pair* out) {
-  r->attention().shape(heads / kv_heads, kv_heads, dim);
+  r->attention().shape(heads / kv_heads, kv_heads, dim, size);
   add(r, r->kernels().attend,
       Attend{queries, heads, cache_of(keys, values, block_stride, kv_heads, dim, size), out});
 }

@@ -48,27 +48,31 @@ struct alignas(64) AttentionScratch {
 // Which rows of the scratch belong to which query of an item: kv heads of the item, queries, heads that share a key.
 struct Item {
   Item(const Attend& op, const Step& step, const AttentionItem& item)
-      : op(op), item(item), shared(op.heads / op.cache.kv_heads), dim(op.cache.dim),
-        table(step.tables + static_cast<int64_t>(item.row) * step.table_width), first(step.positions[item.first]),
-        length(first + item.queries), rows{item.queries * shared, kMaxRows} {}
+      : op(op), step(step), item(item), queries(step.queries + item.first), shared(op.heads / op.cache.kv_heads),
+        dim(op.cache.dim), table(step.tables + static_cast<int64_t>(item.row) * step.table_width),
+        length(position(item.queries - 1) + 1), rows{item.queries * shared, kMaxRows} {}
 
   int64_t heads() const { return item.head_end - item.head_begin; }
   int64_t all_rows() const { return heads() * rows.rows; }
   int64_t head_pairs() const { return op.cache.size * dim / 2; }  // from one head of a block to the next
+  const AttentionQuery& query(int64_t row) const { return queries[row % rows.rows / shared]; }
+  int64_t head(int64_t row) const { return (item.head_begin + row / rows.rows) * shared + row % shared; }  // of queries
+  int64_t position(int64_t query) const { return step.positions[queries[query].token]; }
   History tile(int64_t number) const { return locate(op.cache, table, item.head_begin, number * kTile, length); }
 
   const Attend& op;
+  const Step& step;
   const AttentionItem& item;
+  const AttentionQuery* queries;
   int64_t shared, dim;
   const int32_t* table;
-  int64_t first, length;  // position of the first query, positions known to the last
-  Strips rows;            // of one kv head
+  int64_t length;  // positions known to the last query, whose table this is
+  Strips rows;     // of one kv head
 };
 
 INLINE void gather_queries(const Item& it, AttentionScratch& s) {
   for (int64_t row = 0; row < it.all_rows(); row++) {
-    const int64_t head = it.item.head_begin + row / it.rows.rows, query = row % it.rows.rows;
-    const int64_t place = (it.item.first + query / it.shared) * it.op.heads + head * it.shared + query % it.shared;
+    const int64_t place = it.query(row).token * int64_t{it.op.heads} + it.head(row);
     std::memcpy(s.queries + row * kQueryRow, it.op.queries + place * it.dim, it.dim * sizeof(bf16));
   }
 }
@@ -168,24 +172,43 @@ static __attribute__((noinline)) void merge(float* out, float& peak, float& mass
     store(out + i, fma(load(tile + i), set1(fresh), load(out + i) * set1(old)));
 }
 
-INLINE void reset(const Item& it, AttentionScratch& s) {
-  std::memset(s.out, 0, it.all_rows() * it.dim * sizeof(float));
-  for (int64_t row = 0; row < it.all_rows(); row++) s.peak[row] = -INFINITY, s.mass[row] = 0.0f;
+// A row's result in memory: peak, mass, padding up to 16 floats, values.
+INLINE float* kept(const Item& it, int64_t result, int64_t row) {
+  return it.step.kept + it.query(row).kept + (result * it.op.heads + it.head(row)) * (kPartialHead + it.dim);
 }
 
-// A row's tile in memory: peak, mass, padding up to 16 floats, values.
-INLINE float* partial(const Item& it, int64_t tile, int64_t row) {
-  return it.item.partial + (tile * it.all_rows() + row) * (kPartialHead + it.dim);
+INLINE void keep(const Item& it, int64_t result, int64_t row, const float* values, float peak, float mass) {
+  float* out = kept(it, result, row);
+  out[0] = peak, out[1] = mass;
+  std::memcpy(out + kPartialHead, values, it.dim * sizeof(float));
+}
+
+// Begins with nothing, or with what others have merged and with the tiles that they have kept.
+INLINE void begin(const Item& it, AttentionScratch& s) {
+  for (int64_t row = 0; row < it.all_rows(); row++) {
+    float* out = s.out + row * it.dim;
+    if (!it.item.resumes) {
+      std::memset(out, 0, it.dim * sizeof(float));
+      s.peak[row] = -INFINITY, s.mass[row] = 0.0f;
+      continue;
+    }
+    const float* merged = kept(it, 0, row);
+    std::memcpy(out, merged + kPartialHead, it.dim * sizeof(float));
+    s.peak[row] = merged[0], s.mass[row] = merged[1];
+    for (int64_t tile = 1; tile <= it.item.tiles; tile++) {
+      const float* next = kept(it, tile, row);
+      merge(out, s.peak[row], s.mass[row], next + kPartialHead, next[0], next[1], it.dim);
+    }
+  }
 }
 
 // Takes what is known of one tile into the results, or keeps it for later.
 INLINE void finish_tile(const Item& it, int64_t tile, AttentionScratch& s) {
+  const int64_t result = it.item.result + tile - it.item.tile_begin;
   for (int64_t row = 0; row < it.all_rows(); row++) {
     const float* values = s.tile + row * it.dim;
-    if (it.item.partial) {
-      float* kept = partial(it, tile, row);
-      kept[0] = s.tile_peak[row], kept[1] = s.tile_mass[row];
-      std::memcpy(kept + kPartialHead, values, it.dim * sizeof(float));
+    if (it.item.leave == Leave::kTiles) {
+      keep(it, result, row, values, s.tile_peak[row], s.tile_mass[row]);
     } else {
       merge(s.out + row * it.dim, s.peak[row], s.mass[row], values, s.tile_peak[row], s.tile_mass[row], it.dim);
     }
@@ -200,7 +223,7 @@ INLINE void attend_tiles(const Item& it, const History& after, AttentionScratch&
     const History next = tile + 1 < it.item.tile_end ? it.tile(tile + 1) : after;
     score(it, here, here.values[0], s);
     for (int64_t row = 0; row < it.all_rows(); row++) {
-      const int64_t seen = it.first + row % it.rows.rows / it.shared + 1 - tile * kTile;
+      const int64_t seen = it.step.positions[it.query(row).token] + 1 - tile * kTile;
       weigh(s.scores + row * kTile, seen < 0 ? 0 : min(seen, here.known), here.panels, s.weights + row * kWeightRow,
             s.tile_peak[row], s.tile_mass[row]);
     }
@@ -210,44 +233,42 @@ INLINE void attend_tiles(const Item& it, const History& after, AttentionScratch&
   }
 }
 
-// Merges the tiles that all parts of a history have kept, in order.
-INLINE void merge_parts(const Item& it, AttentionScratch& s) {
-  for (int64_t tile = 0; tile * kTile < it.length; tile++)
-    for (int64_t row = 0; row < it.all_rows(); row++) {
-      const float* kept = partial(it, tile, row);
-      merge(s.out + row * it.dim, s.peak[row], s.mass[row], kept + kPartialHead, kept[0], kept[1], it.dim);
-    }
-}
-
 INLINE void store_attended(const Item& it, const Strips& tokens, const AttentionScratch& s) {
   for (int64_t row = 0; row < it.all_rows(); row++) {
-    const int64_t head = it.item.head_begin + row / it.rows.rows, query = row % it.rows.rows;
     int64_t stride;
-    Pair* out = tokens.at(it.op.out, it.op.heads * it.dim / 2, it.item.first + query / it.shared, stride);
-    out += (head * it.shared + query % it.shared) * it.dim / 2 * stride;
+    Pair* out = tokens.at(it.op.out, it.op.heads * it.dim / 2, it.query(row).token, stride);
+    out += it.head(row) * it.dim / 2 * stride;
     for (int64_t i = 0; i < it.dim; i += kLanes)
       store_pairs(out + i / 2 * stride, stride, load(s.out + row * it.dim + i) / set1(s.mass[row]));
   }
 }
 
+// One item; `after` is read when its tiles are done.
+INLINE void attend_item(const Item& it, const History& after, AttentionScratch& s) {
+  begin(it, s);
+  attend_tiles(it, after, s);
+  if (it.item.leave == Leave::kOut) return store_attended(it, {it.step.tokens, kMaxRows}, s);
+  if (it.item.leave == Leave::kTiles) return;
+  for (int64_t row = 0; row < it.all_rows(); row++)
+    keep(it, 0, row, s.out + row * it.dim, s.peak[row], s.mass[row]);
+}
+
 static void attend(const Attend& op, const Step& step, Member& member) {
   static thread_local AttentionScratch s;
-  Share share(member, step.num_items, 1);
-  while (share.next()) {
-    const Item it(op, step, step.items[share.begin]);
-    History after{};
-    if (share.end < step.num_items) {
-      const Item following(op, step, step.items[share.end]);
-      after = following.tile(following.item.tile_begin);
+  for (int64_t phase = 0; phase < step.num_phases; phase++) {
+    if (phase > 0) member.meet();
+    const AttentionItem* items = step.items + step.phases[phase];
+    const int64_t count = step.phases[phase + 1] - step.phases[phase];
+    Share share(member, count, 1);
+    while (share.next()) {
+      const Item it(op, step, items[share.begin]);
+      History after{};
+      if (share.end < count) {
+        const Item following(op, step, items[share.end]);
+        after = following.tile(following.item.tile_begin);
+      }
+      attend_item(it, after, s);
     }
-    reset(it, s);
-    attend_tiles(it, after, s);
-    if (it.item.partial) {
-      if (it.item.finished->fetch_add(1, std::memory_order_acq_rel) + 1 < it.item.parts) continue;
-      it.item.finished->store(0, std::memory_order_relaxed);
-      merge_parts(it, s);
-    }
-    store_attended(it, {step.tokens, kMaxRows}, s);
   }
 }
 

@@ -6,79 +6,169 @@ namespace pypto {
 namespace {
 
 constexpr int64_t kItemsPerThread = 4;  // so many balance the threads
-constexpr int32_t kMostCutQueries = 4;  // histories of longer runs are not cut: there would be much to keep
-constexpr int64_t kMostPartials = 16 << 20;  // floats of tiles that wait; what would be more is not cut
+constexpr int32_t kFewQueries = 4;  // histories of longer runs are not cut or shared: there would be much to keep
+constexpr int64_t kMostKept = 16 << 20;  // floats of results that wait; what would be more is not cut or shared
+constexpr int64_t kFreeRows = 12;  // so many rows are computed while their tile is read
+
+// In rows and tiles of one head.
+int64_t work(const AttentionItem& item, int shared) {
+  const int64_t tiles = std::max(1, item.tile_end - item.tile_begin), rows = int64_t{item.queries} * shared;
+  return (item.head_end - item.head_begin) * tiles * std::max(rows, kFreeRows);
+}
+
+// Into how many of `wanted` equal parts of `total` a piece of work should be cut; a little more than one is left whole.
+int64_t parts_of(int64_t work, int64_t wanted, int64_t total) {
+  const int64_t tenths = 9 * work * wanted, whole = 10 * std::max<int64_t>(1, total);
+  return std::max<int64_t>(1, (tenths + whole - 1) / whole);
+}
 
 }  // namespace
 
-void AttentionPlan::shape(int shared, int kv_heads, int dim) { shared_ = shared, kv_heads_ = kv_heads, dim_ = dim; }
+void AttentionPlan::shape(int shared, int kv_heads, int dim, int size) {
+  shared_ = shared, kv_heads_ = kv_heads, dim_ = dim, size_ = size;
+}
 
 // An item is a row's queries, as many as fit, with as many kv heads as fit beside them: in a block of the cache the heads
-// of a layer lie side by side, and reading them together makes long streams. Where that gives too few items for the
-// threads, long histories are cut, and what is then still missing comes from cutting heads.
+// of a layer lie side by side, and reading them together makes long streams. Tiles that several rows share come before,
+// as items of all their queries. Where that gives too few items for the threads, long histories are cut, and what is
+// then still missing comes from cutting heads.
 void AttentionPlan::make(Step& step, int threads) {
-  items_.clear();
   if (kv_heads_ == 0) return;
-  for (int32_t row = 0; row < step.rows; row++) add_row(step, row);
   const int64_t wanted = threads > 1 ? kItemsPerThread * threads : 0;
-  const auto missing = [&] { return (wanted + static_cast<int64_t>(items_.size()) - 1) / items_.size(); };
-  if (!items_.empty() && missing() > 1) cut_histories(missing());
-  if (!items_.empty() && missing() > 1) cut_heads(missing());
-  step.items = items_.data();
-  step.num_items = static_cast<int64_t>(items_.size());
+  items_.clear(), last_.clear(), phases_.clear(), queries_.clear();
+  rows_.assign(step.rows, {0, 0});
+  kept_floats_ = 0;
+  for (int32_t token = 0; token < step.tokens; token++) queries_.push_back({token, 0});
+  share_prefixes(step);
+  for (int32_t row = 0; row < step.rows; row++) add_row(step, row);
+  if (wanted) cut_histories(step, wanted);
+  begin_phase();
+  items_.insert(items_.end(), last_.begin(), last_.end());
+  begin_phase();
+  if (wanted) cut_heads(wanted);
+  place_results(step);
+  step.items = items_.data(), step.queries = queries_.data(), step.kept = kept_.data();
+  step.phases = phases_.data(), step.num_phases = static_cast<int64_t>(phases_.size()) - 1;
+}
+
+void AttentionPlan::share_prefixes(const Step& step) {
+  prefixes_.clear(size_);
+  int64_t floats = 0;
+  for (int32_t row = 0; row < step.rows; row++) {
+    const int32_t first = step.query_start[row], queries = step.query_start[row + 1] - first;
+    const bool few = queries > 0 && queries <= kFewQueries && 2 * queries * shared_ <= kItemRows;
+    if (!few || step.positions[first] + 1 < kTile) continue;
+    floats += queries * result_floats();
+    if (floats > kMostKept) break;
+    prefixes_.add(row, (step.positions[first] + 1) / kTile);
+  }
+  prefixes_.find(step);
+  for (size_t level = 0; level + 1 < prefixes_.levels().size(); level++) {
+    begin_phase();
+    for (int32_t i = prefixes_.levels()[level]; i < prefixes_.levels()[level + 1]; i++)
+      add_group(step, prefixes_.groups()[i]);
+  }
+}
+
+// Items of a group's queries, of about equally many rows, as many as fit.
+void AttentionPlan::add_group(const Step& step, const Prefixes::Group& group) {
+  const auto queries_of = [&](int32_t row) { return step.query_start[row + 1] - step.query_start[row]; };
+  const auto begin = prefixes_.rows().begin() + group.begin, end = prefixes_.rows().begin() + group.end;
+  int32_t all = 0;
+  for (auto row = begin; row != end; row++) all += queries_of(*row);
+  const int32_t most = kItemRows / shared_, items = (all + most - 1) / most, each = (all + items - 1) / items;
+  for (auto row = begin; row != end;) {
+    AttentionItem item{*row, static_cast<int32_t>(queries_.size()), 0, 0, kv_heads_, group.tile_begin, group.tile_end};
+    item.leave = Leave::kMerged, item.resumes = group.tile_begin > 0;
+    for (; row != end && item.queries < each && item.queries + queries_of(*row) <= most; row++) {
+      for (int32_t i = 0; i < queries_of(*row); i++) queries_.push_back({step.query_start[*row] + i, 0});
+      item.queries += queries_of(*row);
+      if (rows_[*row].kept == 0) kept_floats_ += queries_of(*row) * result_floats();
+      rows_[*row] = {group.tile_end, 1};
+    }
+    add_heads(item, items_);
+  }
 }
 
 void AttentionPlan::add_row(const Step& step, int32_t row) {
   const int32_t begin = step.query_start[row], end = step.query_start[row + 1], most = std::max(1, kItemRows / shared_);
+  const int32_t tiles = rows_[row].tiles;
   for (int32_t first = begin; first < end; first += most) {
     const int32_t queries = std::min(most, end - first), length = step.positions[first] + queries;
-    const int32_t heads = std::clamp(kItemRows / (queries * shared_), 1, kv_heads_);
-    for (int32_t head = 0; head < kv_heads_; head += heads)
-      items_.push_back({row, first, queries, head, std::min(head + heads, kv_heads_), 0, (length + kTile - 1) / kTile});
+    AttentionItem item{row, first, queries, 0, kv_heads_, tiles, (length + kTile - 1) / kTile};
+    item.resumes = tiles > 0;
+    add_heads(item, last_);
   }
 }
 
-void AttentionPlan::cut_heads(int64_t parts) {
+void AttentionPlan::add_heads(AttentionItem item, std::vector<AttentionItem>& items) const {
+  const int32_t heads = std::clamp(kItemRows / (item.queries * shared_), 1, kv_heads_);
+  for (int32_t head = 0; head < kv_heads_; head += heads) {
+    item.head_begin = head, item.head_end = std::min(head + heads, kv_heads_);
+    items.push_back(item);
+  }
+}
+
+// Tiles of items that few are enough for become items of their own, of the last phase but one.
+void AttentionPlan::cut_histories(const Step& step, int64_t wanted) {
+  int64_t total = 0;
+  for (const AttentionItem& item : last_) total += work(item, shared_);
+  for (AttentionItem& item : last_) {
+    const int32_t begin = item.tile_begin, tiles = item.tile_end - begin;
+    const int64_t parts = std::min<int64_t>(parts_of(work(item, shared_), wanted, total), tiles);
+    if (parts < 2 || item.queries > kFewQueries) continue;
+    Row& row = rows_[item.row];
+    const int32_t merged = item.resumes ? 0 : static_cast<int32_t>(tiles / parts), kept = 1 + tiles - merged;
+    const int64_t queries = step.query_start[item.row + 1] - step.query_start[item.row];
+    const int64_t more = std::max(0, kept - row.kept) * queries * result_floats();
+    if (kept_floats_ + more > kMostKept) continue;
+    kept_floats_ += more;
+    row.kept = std::max(row.kept, kept);
+    if (phases_.empty()) begin_phase();
+    for (int64_t part = 0; part < parts; part++) {
+      AttentionItem piece = item;
+      piece.resumes = false;
+      piece.tile_begin = static_cast<int32_t>(begin + tiles * part / parts);
+      piece.tile_end = static_cast<int32_t>(begin + tiles * (part + 1) / parts);
+      piece.leave = piece.tile_begin == 0 ? Leave::kMerged : Leave::kTiles;
+      piece.result = 1 + piece.tile_begin - begin - merged;
+      items_.push_back(piece);
+    }
+    item.tile_begin = item.tile_end, item.tiles = tiles - merged, item.resumes = true;
+  }
+}
+
+void AttentionPlan::cut_heads(int64_t wanted) {
   pieces_.clear();
-  for (AttentionItem item : items_) {
-    const int32_t begin = item.head_begin, heads = item.head_end - begin;
-    const int32_t cuts = item.partial ? 1 : static_cast<int32_t>(std::min<int64_t>(parts, heads));
-    for (int32_t cut = 0; cut < cuts; cut++) {
-      item.head_begin = begin + heads * cut / cuts, item.head_end = begin + heads * (cut + 1) / cuts;
-      pieces_.push_back(item);
+  for (size_t phase = 0; phase + 1 < phases_.size(); phase++) {
+    const auto begin = items_.begin() + phases_[phase], end = items_.begin() + phases_[phase + 1];
+    phases_[phase] = static_cast<int64_t>(pieces_.size());
+    int64_t total = 0;
+    for (auto item = begin; item != end; item++) total += work(*item, shared_);
+    for (auto item = begin; item != end; item++) {
+      const int64_t heads = item->head_end - item->head_begin;
+      const int64_t cuts = std::min(parts_of(work(*item, shared_), wanted, total), heads);
+      for (int64_t cut = 0; cut < cuts; cut++) {
+        pieces_.push_back(*item);
+        pieces_.back().head_begin = static_cast<int32_t>(item->head_begin + heads * cut / cuts);
+        pieces_.back().head_end = static_cast<int32_t>(item->head_begin + heads * (cut + 1) / cuts);
+      }
     }
   }
+  phases_.back() = static_cast<int64_t>(pieces_.size());
   items_.swap(pieces_);
 }
 
-void AttentionPlan::cut_histories(int64_t parts) {
-  pieces_.clear();
-  std::vector<int64_t> places;  // of each piece in partials_, or -1
+// Gives each query memory for what waits of it.
+void AttentionPlan::place_results(const Step& step) {
   int64_t floats = 0;
-  for (AttentionItem item : items_) {
-    const int32_t tiles = item.tile_end, heads = item.head_end - item.head_begin;
-    const int64_t size = static_cast<int64_t>(tiles) * heads * item.queries * shared_ * (kPartialHead + dim_);
-    const bool cuttable = item.queries <= kMostCutQueries && floats + size <= kMostPartials;
-    item.parts = cuttable ? static_cast<int32_t>(std::min<int64_t>(parts, tiles)) : 1;
-    for (int32_t cut = 0; cut < item.parts; cut++) {
-      item.tile_begin = tiles * cut / item.parts, item.tile_end = tiles * (cut + 1) / item.parts;
-      pieces_.push_back(item);
-      places.push_back(item.parts > 1 ? floats : -1);
+  for (int32_t row = 0; row < step.rows; row++)
+    for (int32_t token = step.query_start[row]; token < step.query_start[row + 1]; token++) {
+      queries_[token].kept = floats;
+      floats += rows_[row].kept * result_floats();
     }
-    if (item.parts > 1) floats += size;
-  }
-  items_.swap(pieces_);
-  if (static_cast<int64_t>(partials_.size()) < floats) partials_.resize(floats);
-  if (finished_size_ < static_cast<int64_t>(items_.size())) {
-    finished_size_ = static_cast<int64_t>(items_.size());
-    finished_.reset(new std::atomic<int32_t>[finished_size_]());
-  }
-  for (size_t i = 0, first = 0; i < items_.size(); i++) {
-    if (places[i] < 0) continue;
-    if (items_[i].tile_begin == 0) first = i;  // all parts count in the place of their first
-    items_[i].partial = partials_.data() + places[i];
-    items_[i].finished = finished_.get() + first;
-  }
+  for (size_t i = step.tokens; i < queries_.size(); i++) queries_[i].kept = queries_[queries_[i].token].kept;
+  if (static_cast<int64_t>(kept_.size()) < floats) kept_.resize(floats);
 }
 
 }  // namespace pypto

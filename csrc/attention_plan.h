@@ -1,31 +1,45 @@
 // How the attention of a step is cut into items for the threads; the same for all layers.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "kernels.h"
+#include "prefixes.h"
 
 namespace pypto {
 
-// Owns a step's items and the memory in which parts of a history wait for each other.
+// Owns a step's items and the memory in which what they leave to each other waits.
 class AttentionPlan {
  public:
-  // `shared` query heads read one of `kv_heads`.
-  void shape(int shared, int kv_heads, int dim);
+  // `shared` query heads read one of `kv_heads`; blocks hold `size` positions.
+  void shape(int shared, int kv_heads, int dim, int size);
   // Plan a step and give it the items, which stay until the next step.
   void make(Step& step, int threads);
 
  private:
-  void add_row(const Step& step, int32_t row);
-  void cut_histories(int64_t parts);
-  void cut_heads(int64_t parts);
+  // What a row of the step has in front of its last items, and memory for that: of each query so many results.
+  struct Row {
+    int32_t tiles, kept;
+  };
 
-  int shared_ = 0, kv_heads_ = 0, dim_ = 0;
-  std::vector<AttentionItem> items_, pieces_;
-  std::vector<float> partials_;
-  std::unique_ptr<std::atomic<int32_t>[]> finished_;
-  int64_t finished_size_ = 0;
+  int64_t result_floats() const { return static_cast<int64_t>(shared_) * kv_heads_ * (kPartialHead + dim_); }
+  void share_prefixes(const Step& step);
+  void add_group(const Step& step, const Prefixes::Group& group);
+  void add_row(const Step& step, int32_t row);
+  void add_heads(AttentionItem item, std::vector<AttentionItem>& items) const;
+  void begin_phase() { phases_.push_back(static_cast<int64_t>(items_.size())); }
+  void cut_histories(const Step& step, int64_t wanted);
+  void cut_heads(int64_t wanted);
+  void place_results(const Step& step);
+
+  int shared_ = 0, kv_heads_ = 0, dim_ = 0, size_ = 1;
+  Prefixes prefixes_;
+  std::vector<AttentionQuery> queries_;
+  std::vector<AttentionItem> items_, last_, pieces_;  // `last_` are those of the last phase
+  std::vector<int64_t> phases_, ends_;
+  std::vector<Row> rows_;
+  std::vector<float> kept_;
+  int64_t kept_floats_ = 0;
 };
 
 }  // namespace pypto

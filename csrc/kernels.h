@@ -43,27 +43,46 @@ constexpr int kTile = 128;
 // Most dimensions of a head.
 constexpr int kMaxDim = 256;
 
-// Floats before the values of a tile that waits in memory: peak, mass, padding.
+// Floats before the values of a result that waits in memory: peak, mass, padding.
 constexpr int kPartialHead = 16;
 
 // Most rows of an item: its queries times the query heads of its kv heads.
 constexpr int kItemRows = 96;
 
-// Queries [first, first + queries) of a step, all of one row, attend with kv heads [head_begin, head_end) to tiles
-// [tile_begin, tile_end). Where `parts` items share a history, tiles wait in memory at `partial` until all parts are done,
-// which they count in `finished`; else it is null.
+// A query of an item: a token of the step, and where its results wait in memory, in floats from Step::kept on. Result 0
+// is all that has been merged, the others are tiles to be merged after it, in order; each is of all heads.
+struct AttentionQuery {
+  int32_t token;
+  int64_t kept;
+};
+
+// What becomes of an item's tiles.
+enum class Leave : int32_t {
+  kOut,     // merged, the last of their queries: the output
+  kMerged,  // merged, as result 0
+  kTiles,   // each for itself, as results from `result` on
+};
+
+// Queries [first, first + queries) of a step's list attend with kv heads [head_begin, head_end) to tiles [tile_begin,
+// tile_end) of the block table of `row`. They may be of several rows that share these tiles, and then all see all of them.
+// An item that `resumes` begins with result 0, and the `tiles` after it.
 struct AttentionItem {
-  int32_t row, first, queries, head_begin, head_end, tile_begin, tile_end, parts = 1;
-  float* partial = nullptr;
-  std::atomic<int32_t>* finished = nullptr;
+  int32_t row, first, queries, head_begin, head_end, tile_begin, tile_end;
+  Leave leave = Leave::kOut;
+  bool resumes = false;
+  int32_t result = 0, tiles = 0;
 };
 
 // One step over `rows` rows and `tokens` tokens; see StepInputs in pypto_serving/backend/base.py for the arrays.
 struct Step {
   int32_t tokens = 0, rows = 0, logits = 0, table_width = 0;
   const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows, *slots, *tables;
+  // Items [phases[i], phases[i + 1]) of attention need what those of all phases before have left.
   const AttentionItem* items = nullptr;
-  int64_t num_items = 0;
+  const AttentionQuery* queries = nullptr;
+  float* kept = nullptr;
+  const int64_t* phases = nullptr;
+  int64_t num_phases = 0;
 };
 
 // Which rows an operation works on.

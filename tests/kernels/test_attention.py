@@ -71,10 +71,14 @@ def cache_of(rows: Sequence[Row], size: int, seed: int) -> tuple[Array, Array]:
 
 def attend(engine: Engine, rows: Sequence[Row], size: int = 32, seed: int = 0) -> list[Array]:
     """What each row's queries attend to, [t, heads, dim]."""
+    return attend_to(engine, rows, *cache_of(rows, size, seed))
+
+
+def attend_to(engine: Engine, rows: Sequence[Row], pages: Array, tables: Array) -> list[Array]:
+    """The same, of rows whose history lies in these pages."""
     heads, dim = rows[0].queries.shape[1:]
     counts = [len(row.queries) for row in rows]
     stage, tokens = Stage(engine), sum(counts)
-    pages, tables = cache_of(rows, size, seed)
     out = stage.strip_room(tokens, heads * dim)
     queries = narrow(np.concatenate([row.queries for row in rows]))
     stage.record.attend(queries, CacheLayer(pages, LAYER, dim), out)

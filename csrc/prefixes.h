@@ -1,0 +1,45 @@
+// Which rows of a step begin with the same blocks: tables that share leading ids over whole tiles.
+#pragma once
+
+#include <vector>
+
+#include "kernels.h"
+
+namespace pypto {
+
+// Owns what it found in a step, until the next one.
+class Prefixes {
+ public:
+  // Rows [begin, end) of `rows()` share tiles [tile_begin, tile_end), and all before.
+  struct Group {
+    int32_t begin, end, tile_begin, tile_end;
+  };
+
+  // Forget the last step. Blocks hold `size` positions.
+  void clear(int size);
+  // A row of the step may share its first `tiles` tiles, all of whose positions each of its queries sees.
+  void add(int32_t row, int32_t tiles);
+  // Find the groups: of a tree of prefixes, level by level from its root.
+  void find(const Step& step);
+
+  const std::vector<int32_t>& rows() const { return rows_; }
+  const std::vector<Group>& groups() const { return groups_; }
+  // Groups [levels()[i], levels()[i + 1]) are of level i; their rows are in groups of all levels before.
+  const std::vector<int32_t>& levels() const { return levels_; }
+
+ private:
+  const int32_t* table(int32_t row) const { return step_->tables + static_cast<int64_t>(row) * step_->table_width; }
+  int32_t first_column(int32_t tile) const { return tile * kTile / size_; }
+  int32_t end_column(int32_t tiles) const { return (tiles * kTile + size_ - 1) / size_; }
+  int compare(int32_t a, int32_t b, int32_t tile) const;
+  void split(int32_t begin, int32_t end, int32_t tile);
+  int32_t common_tiles(int32_t begin, int32_t end, int32_t tile) const;
+
+  int size_ = 1;
+  const Step* step_ = nullptr;
+  std::vector<int32_t> rows_, levels_;
+  std::vector<int32_t> tiles_;  // of a row of the step
+  std::vector<Group> groups_;
+};
+
+}  // namespace pypto
