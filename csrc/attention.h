@@ -50,14 +50,12 @@ struct Item {
   Item(const Attend& op, const Step& step, const AttentionItem& item)
       : op(op), step(step), item(item), queries(step.queries + item.first), shared(op.heads / op.cache.kv_heads),
         dim(op.cache.dim), table(step.tables + static_cast<int64_t>(item.row) * step.table_width),
-        length(position(item.queries - 1) + 1), rows{item.queries * shared, kMaxRows} {}
+        length(position(queries[item.queries - 1]) + 1), rows{item.queries * shared, kMaxRows} {}
 
   int64_t heads() const { return item.head_end - item.head_begin; }
   int64_t all_rows() const { return heads() * rows.rows; }
   int64_t head_pairs() const { return op.cache.size * dim / 2; }  // from one head of a block to the next
-  const AttentionQuery& query(int64_t row) const { return queries[row % rows.rows / shared]; }
-  int64_t head(int64_t row) const { return (item.head_begin + row / rows.rows) * shared + row % shared; }  // of queries
-  int64_t position(int64_t query) const { return step.positions[queries[query].token]; }
+  int64_t position(const AttentionQuery& query) const { return step.positions[query.token]; }
   History tile(int64_t number) const { return locate(op.cache, table, item.head_begin, number * kTile, length); }
 
   const Attend& op;
@@ -70,11 +68,20 @@ struct Item {
   Strips rows;     // of one kv head
 };
 
+// Calls visit(row, its query, its head among those of queries) for all rows of the scratch.
+template <typename Visit>
+INLINE void each_row(const Item& it, Visit visit) {
+  int64_t row = 0;
+  for (int64_t head = it.item.head_begin; head < it.item.head_end; head++)
+    for (int64_t query = 0; query < it.item.queries; query++)
+      for (int64_t i = 0; i < it.shared; i++) visit(row++, it.queries[query], head * it.shared + i);
+}
+
 INLINE void gather_queries(const Item& it, AttentionScratch& s) {
-  for (int64_t row = 0; row < it.all_rows(); row++) {
-    const int64_t place = it.query(row).token * int64_t{it.op.heads} + it.head(row);
+  each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
+    const int64_t place = query.token * int64_t{it.op.heads} + head;
     std::memcpy(s.queries + row * kQueryRow, it.op.queries + place * it.dim, it.dim * sizeof(bf16));
-  }
+  });
 }
 
 // What a stretch that is a whole panel fetches: the panel at `next`, 128 bytes with each step, or nothing.
@@ -172,47 +179,54 @@ static __attribute__((noinline)) void merge(float* out, float& peak, float& mass
     store(out + i, fma(load(tile + i), set1(fresh), load(out + i) * set1(old)));
 }
 
-// A row's result in memory: peak, mass, padding up to 16 floats, values.
-INLINE float* kept(const Item& it, int64_t result, int64_t row) {
-  return it.step.kept + it.query(row).kept + (result * it.op.heads + it.head(row)) * (kPartialHead + it.dim);
+// A result in memory: peak, mass, padding up to 16 floats, values.
+INLINE float* kept(const Item& it, int64_t result, const AttentionQuery& query, int64_t head) {
+  return it.step.kept + query.kept + (result * it.op.heads + head) * (kPartialHead + it.dim);
 }
 
-INLINE void keep(const Item& it, int64_t result, int64_t row, const float* values, float peak, float mass) {
-  float* out = kept(it, result, row);
+INLINE void keep(float* out, const float* values, float peak, float mass, int64_t dim) {
   out[0] = peak, out[1] = mass;
-  std::memcpy(out + kPartialHead, values, it.dim * sizeof(float));
+  std::memcpy(out + kPartialHead, values, dim * sizeof(float));
 }
 
 // Begins with nothing, or with what others have merged and with the tiles that they have kept.
 INLINE void begin(const Item& it, AttentionScratch& s) {
-  for (int64_t row = 0; row < it.all_rows(); row++) {
+  each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
     float* out = s.out + row * it.dim;
     if (!it.item.resumes) {
       std::memset(out, 0, it.dim * sizeof(float));
       s.peak[row] = -INFINITY, s.mass[row] = 0.0f;
-      continue;
+      return;
     }
-    const float* merged = kept(it, 0, row);
+    const float* merged = kept(it, 0, query, head);
     std::memcpy(out, merged + kPartialHead, it.dim * sizeof(float));
     s.peak[row] = merged[0], s.mass[row] = merged[1];
     for (int64_t tile = 1; tile <= it.item.tiles; tile++) {
-      const float* next = kept(it, tile, row);
+      const float* next = kept(it, tile, query, head);
       merge(out, s.peak[row], s.mass[row], next + kPartialHead, next[0], next[1], it.dim);
     }
-  }
+  });
+}
+
+INLINE void weigh_tile(const Item& it, const History& h, int64_t tile, AttentionScratch& s) {
+  each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t) {
+    const int64_t seen = it.position(query) + 1 - tile * kTile;
+    weigh(s.scores + row * kTile, seen < 0 ? 0 : min(seen, h.known), h.panels, s.weights + row * kWeightRow,
+          s.tile_peak[row], s.tile_mass[row]);
+  });
 }
 
 // Takes what is known of one tile into the results, or keeps it for later.
 INLINE void finish_tile(const Item& it, int64_t tile, AttentionScratch& s) {
   const int64_t result = it.item.result + tile - it.item.tile_begin;
-  for (int64_t row = 0; row < it.all_rows(); row++) {
+  each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
     const float* values = s.tile + row * it.dim;
     if (it.item.leave == Leave::kTiles) {
-      keep(it, result, row, values, s.tile_peak[row], s.tile_mass[row]);
+      keep(kept(it, result, query, head), values, s.tile_peak[row], s.tile_mass[row], it.dim);
     } else {
       merge(s.out + row * it.dim, s.peak[row], s.mass[row], values, s.tile_peak[row], s.tile_mass[row], it.dim);
     }
-  }
+  });
 }
 
 // All tiles of an item; `after` is read when it is done.
@@ -222,11 +236,7 @@ INLINE void attend_tiles(const Item& it, const History& after, AttentionScratch&
   for (int64_t tile = it.item.tile_begin; tile < it.item.tile_end; tile++) {
     const History next = tile + 1 < it.item.tile_end ? it.tile(tile + 1) : after;
     score(it, here, here.values[0], s);
-    for (int64_t row = 0; row < it.all_rows(); row++) {
-      const int64_t seen = it.step.positions[it.query(row).token] + 1 - tile * kTile;
-      weigh(s.scores + row * kTile, seen < 0 ? 0 : min(seen, here.known), here.panels, s.weights + row * kWeightRow,
-            s.tile_peak[row], s.tile_mass[row]);
-    }
+    weigh_tile(it, here, tile, s);
     mix(it, here, next.panels > 0 ? next.keys[0] : nullptr, s);
     finish_tile(it, tile, s);
     here = next;
@@ -234,23 +244,27 @@ INLINE void attend_tiles(const Item& it, const History& after, AttentionScratch&
 }
 
 INLINE void store_attended(const Item& it, const Strips& tokens, const AttentionScratch& s) {
-  for (int64_t row = 0; row < it.all_rows(); row++) {
+  each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
     int64_t stride;
-    Pair* out = tokens.at(it.op.out, it.op.heads * it.dim / 2, it.query(row).token, stride);
-    out += it.head(row) * it.dim / 2 * stride;
+    Pair* out = tokens.at(it.op.out, it.op.heads * it.dim / 2, query.token, stride);
+    out += head * it.dim / 2 * stride;
     for (int64_t i = 0; i < it.dim; i += kLanes)
       store_pairs(out + i / 2 * stride, stride, load(s.out + row * it.dim + i) / set1(s.mass[row]));
-  }
+  });
+}
+
+INLINE void keep_merged(const Item& it, const AttentionScratch& s) {
+  each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
+    keep(kept(it, 0, query, head), s.out + row * it.dim, s.peak[row], s.mass[row], it.dim);
+  });
 }
 
 // One item; `after` is read when its tiles are done.
 INLINE void attend_item(const Item& it, const History& after, AttentionScratch& s) {
   begin(it, s);
   attend_tiles(it, after, s);
-  if (it.item.leave == Leave::kOut) return store_attended(it, {it.step.tokens, kMaxRows}, s);
-  if (it.item.leave == Leave::kTiles) return;
-  for (int64_t row = 0; row < it.all_rows(); row++)
-    keep(it, 0, row, s.out + row * it.dim, s.peak[row], s.mass[row]);
+  if (it.item.leave == Leave::kOut) store_attended(it, {it.step.tokens, kMaxRows}, s);
+  if (it.item.leave == Leave::kMerged) keep_merged(it, s);
 }
 
 static void attend(const Attend& op, const Step& step, Member& member) {
