@@ -111,21 +111,18 @@ INLINE void score(const Item& it, const History& h, const Pair* next, AttentionS
 // Turns a row's scores of positions [0, seen) of a tile into weights 2^(score - peak) in bfloat16, with zeros up to the
 // end of the last panel; the mass counts the rounded weights.
 INLINE void weigh(const float* scores, int64_t seen, int64_t panels, Pair* out, float& peak, float& mass) {
-  const Floats lowest = set1(-INFINITY);
-  Floats top = lowest;
-  for (int64_t i = 0; i < seen; i += kLanes) {
-    const Ints inside = lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(seen);
-    top = larger(top, inside ? load(scores + i) : lowest);
-  }
+  const int64_t whole = seen / kLanes * kLanes;  // positions of which no lane is left out
+  const auto inside = [&](int64_t i) { return lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(seen); };
+  Floats top = set1(-INFINITY);
+  for (int64_t i = 0; i < whole; i += kLanes) top = larger(top, load(scores + i));
+  if (whole < seen) top = larger(top, inside(whole) ? load(scores + whole) : set1(-INFINITY));
   peak = seen > 0 ? largest(top) : -INFINITY;
+  bf16* weights = reinterpret_cast<bf16*>(out);
+  const auto weight = [&](int64_t i) { return exp2_to_126(load(scores + i) - set1(peak)); };
   Floats total{};
-  for (int64_t i = 0; i < panels * kPanel; i += kLanes) {
-    const Ints inside = lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(seen);
-    const Floats weight = inside ? exp2(load(scores + i) - set1(peak)) : Floats{};
-    bf16* rounded = reinterpret_cast<bf16*>(out) + i;
-    store_narrow(rounded, weight);
-    total += load_widen(rounded);
-  }
+  for (int64_t i = 0; i < whole; i += kLanes) total += store_rounded(weights + i, weight(i));
+  for (int64_t i = whole; i < panels * kPanel; i += kLanes)
+    total += store_rounded(weights + i, inside(i) ? weight(i) : Floats{});
   mass = sum(total);
 }
 
@@ -172,7 +169,8 @@ static __attribute__((noinline)) void merge(float* out, float& peak, float& mass
                                             float tile_mass, int64_t dim) {
   if (tile_peak == -INFINITY) return;
   const float higher = peak > tile_peak ? peak : tile_peak;
-  const float old = peak == -INFINITY ? 0.0f : power(peak - higher), fresh = power(tile_peak - higher);
+  const Floats factors = exp2_to_126(Floats{peak - higher, tile_peak - higher});
+  const float old = peak == -INFINITY ? 0.0f : factors[0], fresh = factors[1];
   peak = higher;
   mass = mass * old + tile_mass * fresh;
   for (int64_t i = 0; i < dim; i += kLanes)

@@ -212,6 +212,18 @@ INLINE Floats load_widen(const bf16* p) {
 #endif
 }
 
+// Stores as bfloat16, and returns what is then in memory.
+INLINE Floats store_rounded(bf16* p, Floats x) {
+#if defined(__AVX512BF16__)
+  const __m256bh y = _mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(p, &y, sizeof y);
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)y), 16);
+#else
+  store_narrow(p, x);
+  return load_widen(p);
+#endif
+}
+
 // One register as the machine has it, for sums that must stay there: compilers keep vectors of several registers in
 // memory. 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere.
 #if defined(__AVX512F__)
@@ -294,13 +306,12 @@ INLINE PairRegister dot_bytes(PairRegister total, PairRegister a, PairRegister b
 #endif
 }
 
-// 2^x for x in [-126, 126]; 0 below, exactly 1 at 0; not a number stays so. The remainder in [-1/2, 1/2] goes through the Taylor series of
-// 2^f to the 7th power: relative error below 2e-8 before rounding.
-INLINE Floats exp2(Floats x) {
-  const Floats clamped = smaller(larger(x, set1(-126.0f)), set1(126.0f));
+// 2^x for x in [-126, 126]; 0 below, exactly 1 at 0; not a number stays so. The remainder in [-1/2, 1/2] goes through
+// the Taylor series of 2^f to the 7th power: relative error below 2e-8 before rounding.
+INLINE Floats exp2_to_126(Floats x) {
   const Floats magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number in the low bits
-  const Floats shifted = clamped + magic;
-  const Floats f = clamped - (shifted - magic);
+  const Floats shifted = x + magic;
+  const Floats f = x - (shifted - magic);
   Floats y = set1(1.5252734e-5f);
   y = fma(y, f, set1(1.5403530e-4f));
   y = fma(y, f, set1(1.3333558e-3f));
@@ -312,6 +323,9 @@ INLINE Floats exp2(Floats x) {
   const Floats scaled = (Floats)((Ints)y + ((Ints)shifted << 23));
   return select(equal(x, x), select(above(set1(-126.0f), x), Floats{}, scaled), x);
 }
+
+// The same for any x; above 126, 2^126.
+INLINE Floats exp2(Floats x) { return exp2_to_126(select(above(x, set1(126.0f)), set1(126.0f), x)); }
 
 // 2^x of one number.
 INLINE float power(float x) {
