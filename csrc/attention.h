@@ -3,8 +3,9 @@
 // History is cut into tiles of kTile absolute positions. For each tile, a query has its own largest score, its sum of
 // exponentials and its weighted values; tiles are merged in order of position by the online softmax (Milakov and
 // Gimelshein 2018, arXiv:1805.02867), with their own maximum, so that it makes no difference whether a tile's result
-// was kept in memory until all were there (decode, shared by threads) or merged at once (prefill). Scores are in base
-// 2: the queries carry the factor log2(e) / sqrt(dim).
+// was kept in memory until all were there (decode, shared by threads) or merged at once (prefill), nor whether a thread
+// went on from what another had merged of the tiles before (a prefix that several rows share). Scores are in base 2: the
+// queries carry the factor log2(e) / sqrt(dim).
 #pragma once
 
 #include "tile.h"
@@ -64,7 +65,7 @@ struct Item {
   const AttentionQuery* queries;
   int64_t shared, dim;
   const int32_t* table;
-  int64_t length;  // positions known to the last query, whose table this is
+  int64_t length;  // positions known to the last query
   Strips rows;     // of one kv head
 };
 

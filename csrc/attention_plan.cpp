@@ -8,6 +8,7 @@ namespace {
 constexpr int64_t kItemsPerThread = 4;  // so many balance the threads
 constexpr int32_t kFewQueries = 4;  // histories of longer runs are not cut or shared: there would be much to keep
 constexpr int64_t kMostKept = 16 << 20;  // floats of results that wait; what would be more is not cut or shared
+constexpr int32_t kAimedRows = 48;  // of an item: their queries, or weights, and a panel fit the first-level cache
 constexpr int64_t kFreeRows = 12;  // so many rows are computed while their tile is read
 
 // In rows and tiles of one head.
@@ -28,10 +29,12 @@ void AttentionPlan::shape(int shared, int kv_heads, int dim, int size) {
   shared_ = shared, kv_heads_ = kv_heads, dim_ = dim, size_ = size;
 }
 
-// An item is a row's queries, as many as fit, with as many kv heads as fit beside them: in a block of the cache the heads
-// of a layer lie side by side, and reading them together makes long streams. Tiles that several rows share come before,
-// as items of all their queries. Where that gives too few items for the threads, long histories are cut, and what is
-// then still missing comes from cutting heads.
+int32_t AttentionPlan::most_queries() const { return std::max(1, kAimedRows / shared_); }
+
+// An item is a row's queries, as many as fit, with as many kv heads as fit beside them: in a block of the cache the
+// heads of a layer lie side by side, and reading them together makes long streams. Tiles that several rows share come
+// before, as items of all their queries. Where that gives too few items for the threads, long histories are cut, and
+// what is then still missing comes from cutting heads.
 void AttentionPlan::make(Step& step, int threads) {
   if (kv_heads_ == 0) return;
   const int64_t wanted = threads > 1 ? kItemsPerThread * threads : 0;
@@ -56,7 +59,7 @@ void AttentionPlan::share_prefixes(const Step& step) {
   int64_t floats = 0;
   for (int32_t row = 0; row < step.rows; row++) {
     const int32_t first = step.query_start[row], queries = step.query_start[row + 1] - first;
-    const bool few = queries > 0 && queries <= kFewQueries && 2 * queries * shared_ <= kItemRows;
+    const bool few = queries > 0 && queries <= kFewQueries && 2 * queries <= most_queries();
     if (!few || step.positions[first] + 1 < kTile) continue;
     floats += queries * result_floats();
     if (floats > kMostKept) break;
@@ -76,11 +79,11 @@ void AttentionPlan::add_group(const Step& step, const Prefixes::Group& group) {
   const auto begin = prefixes_.rows().begin() + group.begin, end = prefixes_.rows().begin() + group.end;
   int32_t all = 0;
   for (auto row = begin; row != end; row++) all += queries_of(*row);
-  const int32_t most = kItemRows / shared_, items = (all + most - 1) / most, each = (all + items - 1) / items;
+  const int32_t items = (all + most_queries() - 1) / most_queries(), each = (all + items - 1) / items;
   for (auto row = begin; row != end;) {
     AttentionItem item{*row, static_cast<int32_t>(queries_.size()), 0, 0, kv_heads_, group.tile_begin, group.tile_end};
     item.leave = Leave::kMerged, item.resumes = group.tile_begin > 0;
-    for (; row != end && item.queries < each && item.queries + queries_of(*row) <= most; row++) {
+    for (; row != end && item.queries < each && item.queries + queries_of(*row) <= most_queries(); row++) {
       for (int32_t i = 0; i < queries_of(*row); i++) queries_.push_back({step.query_start[*row] + i, 0});
       item.queries += queries_of(*row);
       if (rows_[*row].kept == 0) kept_floats_ += queries_of(*row) * result_floats();
@@ -91,10 +94,9 @@ void AttentionPlan::add_group(const Step& step, const Prefixes::Group& group) {
 }
 
 void AttentionPlan::add_row(const Step& step, int32_t row) {
-  const int32_t begin = step.query_start[row], end = step.query_start[row + 1], most = std::max(1, kItemRows / shared_);
-  const int32_t tiles = rows_[row].tiles;
-  for (int32_t first = begin; first < end; first += most) {
-    const int32_t queries = std::min(most, end - first), length = step.positions[first] + queries;
+  const int32_t begin = step.query_start[row], end = step.query_start[row + 1], tiles = rows_[row].tiles;
+  for (int32_t first = begin; first < end; first += most_queries()) {
+    const int32_t queries = std::min(most_queries(), end - first), length = step.positions[first] + queries;
     AttentionItem item{row, first, queries, 0, kv_heads_, tiles, (length + kTile - 1) / kTile};
     item.resumes = tiles > 0;
     add_heads(item, last_);
@@ -102,7 +104,7 @@ void AttentionPlan::add_row(const Step& step, int32_t row) {
 }
 
 void AttentionPlan::add_heads(AttentionItem item, std::vector<AttentionItem>& items) const {
-  const int32_t heads = std::clamp(kItemRows / (item.queries * shared_), 1, kv_heads_);
+  const int32_t heads = std::clamp(kAimedRows / (item.queries * shared_), 1, kv_heads_);
   for (int32_t head = 0; head < kv_heads_; head += heads) {
     item.head_begin = head, item.head_end = std::min(head + heads, kv_heads_);
     items.push_back(item);

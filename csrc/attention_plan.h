@@ -23,6 +23,7 @@ class AttentionPlan {
   };
 
   int64_t result_floats() const { return static_cast<int64_t>(shared_) * kv_heads_ * (kPartialHead + dim_); }
+  int32_t most_queries() const;  // of an item
   void share_prefixes(const Step& step);
   void add_group(const Step& step, const Prefixes::Group& group);
   void add_row(const Step& step, int32_t row);

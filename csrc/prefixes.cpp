@@ -42,8 +42,8 @@ void Prefixes::find(const Step& step) {
   }
 }
 
-// Groups of a level from rows [begin, end), which agree on all tiles before `tile`: sorted by the blocks of that tile, those
-// with the same ones are neighbours.
+// Groups of a level from rows [begin, end), which agree on all tiles before `tile`: sorted by the blocks of that tile,
+// those with the same ones are neighbours.
 void Prefixes::split(int32_t begin, int32_t end, int32_t tile) {
   const auto first = rows_.begin() + begin;
   const auto last = std::partition(first, rows_.begin() + end, [&](int32_t row) { return tiles_[row] > tile; });

@@ -87,6 +87,15 @@ def test_more_rows_than_fit_an_item(instruction_set: str, shape: Shape) -> None:
     assert_shared_changes_nothing(instruction_set, *grow(branches, shape, 32))
 
 
+def test_one_table_for_all(instruction_set: str) -> None:
+    """Rows of different lengths in the very same blocks, also where one ends within a tile that others know whole."""
+    row = random_row(0, 0, 520, 4, 2, 32)
+    ends = [520, 254, 255, 256, 257, 384, 383, 130, 127, 128, 1, 512, 511, 510]
+    rows = [row.part(max(0, end - 1 - i % 3), end) for i, end in enumerate(ends)]
+    pages, tables = cache_of([row], 32, seed=0)
+    assert_shared_changes_nothing(instruction_set, rows, pages, np.repeat(tables, len(rows), axis=0))
+
+
 def test_each_shares_more_with_the_one_before(instruction_set: str) -> None:
     """A tree as deep as it gets: one level for every row."""
     rows, pages, tables = grow([Branch(max(0, i - 1), 128 * i, 130) for i in range(8)], (4, 2, 32), 32)
