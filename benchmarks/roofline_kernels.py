@@ -254,7 +254,8 @@ def attend(bench: Bench) -> Callable[[Batch], list[Result]]:
         for layer in range(max(layers, LEAST_CALLS)):
             layer %= layers
             recording.attend(queries.reshape(tokens, HEADS, DIM), CacheLayer(pages.reshape(shape), layer, DIM), out)
-        rivals = _torch_attention(bench, batch, queries, layers) if bench.with_torch else ()
+        with_torch = bench.with_torch and not batch.shared  # which it would have to copy for each row
+        rivals = _torch_attention(bench, batch, queries, layers) if with_torch else ()
         inputs = batch.inputs(bench.rng)
         rounds = bench.measure(recording, lambda: inputs, rivals)
         works = [work.attend(batch, HEADS, KV_HEADS, DIM)]
@@ -269,7 +270,7 @@ def _kind(batch: Batch) -> str:
 
 def _shape(batch: Batch) -> str:
     first = f"batch {len(batch.queries)}" if max(batch.queries) == 1 else f"{batch.tokens} queries"
-    return f"{first}, context {batch.contexts[0]}"
+    return f"{first}, context {batch.contexts[0]}{f', {batch.shared} shared' * bool(batch.shared)}"
 
 
 def _torch_attention(bench: Bench, batch: Batch, queries: NDArray[np.uint16], layers: int) -> list[Call]:
@@ -416,7 +417,7 @@ def groups(quick: bool) -> list[Group]:
     return [
         *(Group(f"linear {one[0]}", rows, functools.partial(linear, *one)) for one in LINEARS),
         *(Group(f"linear int8 {one[0]}", rows, functools.partial(linear, *one, int8=True)) for one in LINEARS),
-        Group("attend decode", tuple(Batch.decode(b, c) for b, c in decode), attend),
+        Group("attend decode", (*(Batch.decode(b, c) for b, c in decode), Batch.decode(16, 1104, 1024)), attend),
         Group("attend prefill", tuple(Batch.prefill(q, c) for q, c in prefill), attend),
         *(
             Group(one.__name__, (1, 128) if quick else (1, 8, 32, 128, 512), one)

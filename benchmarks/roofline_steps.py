@@ -25,7 +25,8 @@ def batches(quick: bool) -> list[Batch]:
     """Decode at several batch sizes and contexts, and a prefill."""
     if quick:
         return [Batch.decode(1, 128), Batch.decode(8, 128), Batch.prefill(128, 128)]
-    return [*(Batch.decode(rows, context) for context in (128, 2048) for rows in (1, 8, 32)), Batch.prefill(512, 512)]
+    decode = (Batch.decode(rows, context) for context in (128, 2048) for rows in (1, 8, 32))
+    return [*decode, Batch.decode(16, 1104, 1024), Batch.prefill(512, 512)]
 
 
 class Steps:
@@ -96,4 +97,5 @@ def _by_label(shape: str, planned: list[Operation], rounds: Rounds, totals: Any)
 def _shape(batch: Batch) -> str:
     if max(batch.queries) > 1:
         return f"prefill, {batch.tokens} tokens"
-    return f"decode, batch {len(batch.queries)}, context {batch.contexts[0]}"
+    shared = f", {batch.shared} shared" * bool(batch.shared)
+    return f"decode, batch {len(batch.queries)}, context {batch.contexts[0]}{shared}"
