@@ -15,6 +15,7 @@ from pypto_serving.engine.events import EventPublisher
 from pypto_serving.engine.executor import Event, HostMemory, WorkerDown
 from pypto_serving.ipc import MemoryChannel
 from pypto_serving.store.base import Store
+from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.request import AbortRequests, AddRequests, EngineRequest, FromCore, RequestOutput, ToCore
@@ -65,6 +66,7 @@ class InlineExecutor:
         self.num_forgiven = 0
         self.die_if: Callable[[StepPlan], bool] = lambda plan: False
         self.delay: Callable[[], int] = lambda: 0
+        self.is_stuck: Callable[[TransferJob], bool] = lambda job: False
         self.stores: dict[Tier, Store] = {}
         self._host_memory = HostMemory(config)
         self._sent: list[StepPlan] = []
@@ -85,7 +87,7 @@ class InlineExecutor:
         """Do the transfers whose time has come."""
         done, left = [], []
         for delay, after_step, job in self._moving:
-            if delay > 0 or (job.kind == "load" and after_step > self._completed_step):
+            if self.is_stuck(job) or delay > 0 or (job.kind == "load" and after_step > self._completed_step):
                 left.append((delay - 1, after_step, job))
                 continue
             worked = self._mover.move(job, self._mover.pieces(job))
@@ -105,6 +107,9 @@ class InlineExecutor:
         for tier in self.config.tiers:
             if tier.tier == "host":
                 self.stores["host"] = HostStore(self._host_memory.fd, sizes, tier.num_slots)
+            elif tier.tier == "disk":
+                place = tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes
+                self.stores["disk"] = open_disk(*place)
         self._mover = Mover(program.arenas, self.stores)
         inventories = tuple(store.inventory() for tier, store in self.stores.items() if tier != "host")
         return hello(program, self.epoch, 0.0, inventories)
@@ -122,6 +127,8 @@ class InlineExecutor:
         self._runner = None
         self._sent.clear()
         self._moving.clear()
+        if "disk" in self.stores:
+            self.stores["disk"].close()
         return WorkerDown("killed by the test")
 
     def send(self, plan: StepPlan) -> None:
@@ -134,6 +141,8 @@ class InlineExecutor:
 
     def stop(self) -> None:
         self._runner = None
+        for store in self.stores.values():
+            store.close()
 
 
 class Simulation:

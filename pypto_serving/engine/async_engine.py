@@ -36,7 +36,7 @@ from pypto_serving.types.tier import Tier
 log = logging.getLogger(__name__)
 
 SILENT_BEATS = 10
-STOP_PATIENCE_S = 6.0
+STOP_PATIENCE_S = 8.0
 MAX_CORE_RESPAWNS = 3
 
 
@@ -259,6 +259,8 @@ class AsyncEngine:
             self._send(AbortRequests(known))
 
     def clear_cache(self, tiers: Sequence[Tier]) -> None:
+        if self._channel is None:
+            raise UnavailableError("the engine is being started; try again in a moment")
         self._send(ClearCache(tuple(tiers)))
 
     def _send(self, message: msgspec.Struct) -> None:

@@ -52,7 +52,7 @@ class EngineClient(Protocol):
         """End requests that nobody waits for any more; unknown and finished ids are ignored."""
 
     def clear_cache(self, tiers: Sequence[Tier]) -> None:
-        """Forget cached blocks of some tiers."""
+        """Forget cached blocks of some tiers; raises UnavailableError while there is no engine to do so."""
 
     def health(self) -> Health:
         """Progress, not existence: see Health."""

@@ -38,10 +38,10 @@ class TierCounters:
 
 
 class LowerTier:
-    """Owns the pools of one tier, one per group, what waits to be stored there, and how fast it was.
+    """The pools of one tier, one per group, what waits to be stored there, and how fast it was. Changed by TierManager.
 
     Slot i of a group is block i + 1 of its pool. A store that fails is left alone for a second, then two, up to a
-    minute. `storing` and `loading` are the bytes on their way.
+    minute. A tier is `stuck` while a transfer takes too long, and `clearing` until its store has forgotten all.
     """
 
     def __init__(
@@ -50,18 +50,22 @@ class LowerTier:
         self.config = config
         self._events = events
         self.groups = groups
-        self.load_rate, self.store_rate = Rate(), Rate()
+        self.load_rate = Rate()
         self.counters = TierCounters()
         self.backlog: OrderedDict[GroupKey, None] = OrderedDict()
         self.storing: set[GroupKey] = set()
         self.storing_bytes = self.loading_bytes = 0
         self.num_stores = 0
         self.retry_s = 0.0
+        self.stuck = self.clearing = False
+        self.pools: list[BlockPool] = []
+        self._num_evicted = 0
         self._retry_after_s = FIRST_RETRY_S
         self.forget_all()
 
     def forget_all(self) -> None:
         """Hold nothing, be writable, and know of nothing on its way."""
+        self._num_evicted += sum(pool.num_evicted for pool in self.pools)
         tier, events = self.config.tier, self._events
         if events is not None:
             events.cleared(tier)
@@ -69,6 +73,11 @@ class LowerTier:
         self.pools = [BlockPool(max(1, count) + 1, pool_events(events, tier, g)) for g, count in slots]
         self.writable, self.shared, self.reason = True, False, ""
         self.backlog.clear()
+        self.stop_transfers()
+
+    def stop_transfers(self) -> None:
+        """Nothing is on its way any more."""
+        self.stuck = False
         self.storing.clear()
         self.storing_bytes = self.loading_bytes = self.num_stores = 0
 
@@ -106,7 +115,7 @@ class LowerTier:
 
     def accepts(self, now_s: float) -> bool:
         """Whether blocks may be stored here now."""
-        return self.writable and now_s >= self.retry_s
+        return self.writable and not self.stuck and now_s >= self.retry_s
 
     def stats(self) -> TierStats:
         """One snapshot."""
@@ -125,7 +134,7 @@ class LowerTier:
             stored_blocks=counters.stored_blocks,
             stored_bytes=counters.stored_bytes,
             store_s=counters.store_s,
-            evicted_blocks=sum(pool.num_evicted for pool in self.pools),
+            evicted_blocks=self._num_evicted + sum(pool.num_evicted for pool in self.pools),
             failed_blocks=counters.failed_blocks,
             lost_blocks=counters.lost_blocks,
             refused_fills=counters.refused_fills,

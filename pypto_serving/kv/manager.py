@@ -122,20 +122,26 @@ class KVCacheManager:
 
         True: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
         """
-        sequence, depth = self._sequences[request_id], len(self.tiers.tiers)
-        if not depth or sequence.filled or not self.prefix_caching:
+        sequence = self._sequences[request_id]
+        if not self.tiers.tiers or sequence.filled or not self.prefix_caching:
             return False
         if not sequence.asked:
             sequence.asked = True
             if self.tiers.ask(request_id, self._unknown(sequence, num_tokens - 1)):
                 return True
-        while depth and (fetched := self._longest(sequence, num_tokens - 1, depth)) > match.num_tokens:
+        refused = match.num_tokens
+        for depth in range(len(self.tiers.tiers), 0, -1):
+            fetched = self._longest(sequence, num_tokens - 1, depth)
+            if fetched <= match.num_tokens:
+                break
+            if fetched == refused:
+                continue
             lacking = self._lacking(sequence, fetched)
             if self.tiers.joins(request_id, lacking):
                 return True
             if self.tiers.worth(fetched - match.num_tokens, self._bytes_by_tier(lacking)):
                 return self._fill(request_id, sequence, fetched)
-            depth -= 1
+            refused = fetched
         return False
 
     def _needed(self, g: int, num_tokens: int) -> range:
@@ -247,10 +253,9 @@ class KVCacheManager:
 
     def will_fit(self, request_id: str, num_tokens: int) -> bool:
         """Whether a request can grow to `num_tokens` once blocks that are being stored in lower tiers are free."""
-        sequence = self._sequences[request_id]
+        sequence, coming = self._sequences[request_id], self.tiers.coming_free()
         return all(
-            ceil_div(num_tokens, group.block_size) - len(sequence.tables[g])
-            <= self._pools[g].num_free + self.tiers.num_coming_free(g)
+            ceil_div(num_tokens, group.block_size) - len(sequence.tables[g]) <= self._pools[g].num_free + coming[g]
             for g, group in enumerate(self.groups)
         )
 
@@ -392,6 +397,22 @@ class KVCacheManager:
             pool.free(sequence.tables[g][sequence.live_from[g] :])
         sequence.clear()
 
+    def demote(self, request_id: str, now_s: float) -> None:
+        """Release a preempted request, and have its blocks stored in lower tiers before others use them."""
+        sequence = self._sequences[request_id]
+        keys = [
+            (g, key)
+            for g, pool in enumerate(self._pools)
+            for block_id in reversed([*sequence.tails[g], *sequence.tables[g][sequence.live_from[g] :]])
+            if (key := pool.key(block_id)) is not None
+        ]
+        self.release(request_id)
+        if self.tiers.tiers:
+            self.tiers.demote([(g, key) for g, key in keys if self._is_released(g, key)], now_s)
+
+    def _is_released(self, g: int, key: bytes) -> bool:
+        return self._pools[g].find(key) in self._pools[g].released
+
     def forget(self, request_id: str) -> None:
         """Release a request for good."""
         self.release(request_id)
@@ -418,8 +439,9 @@ class KVCacheManager:
         return [] if self._events is None else self._events.take()
 
     def usage(self) -> tuple[float, ...]:
-        """Share of each group's blocks that requests hold, in [0, 1]."""
-        return tuple(1 - pool.num_free / pool.num_blocks for pool in self._pools)
+        """Share of each group's blocks that requests hold, in [0, 1]; those that are only being stored do not count."""
+        pools = zip(self._pools, self.tiers.coming_free(), strict=True)
+        return tuple(1 - (pool.num_free + coming) / pool.num_blocks for pool, coming in pools)
 
     def num_blocks_in_use(self) -> tuple[int, ...]:
         return tuple(pool.num_blocks - pool.num_free for pool in self._pools)

@@ -65,7 +65,7 @@ class BlockPool:
         return block_id in self._free
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Take one more reference to published blocks."""
+        """Take one more reference to blocks that are published or in use."""
         for block_id in block_ids:
             block = self._blocks[block_id]
             if block.ref_count == 0:
@@ -82,6 +82,7 @@ class BlockPool:
             raise RuntimeError(f"{count} blocks asked for, {len(self._free)} are free")
         block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block_id in block_ids:
+            self.num_evicted += self._blocks[block_id].key is not None
             self._forget(block_id)
             self._blocks[block_id].ref_count = 1
         return block_ids
@@ -125,10 +126,10 @@ class BlockPool:
         """What a block holds, if it is published."""
         return self._blocks[block_id].key
 
-    def touch(self, block_id: int) -> None:
-        """A free block was of use: it is evicted last."""
+    def touch(self, block_id: int, last: bool = True) -> None:
+        """A free block was of use: it is evicted last; or, with `last` false, first."""
         if block_id in self._free:
-            self._free.move_to_end(block_id)
+            self._free.move_to_end(block_id, last=last)
 
     def fill(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Free blocks without content hold `keys`, of which the first is evicted first."""
@@ -156,7 +157,6 @@ class BlockPool:
                 self._events.gone(block.key)
             block.key = None
             block.kept = False
-            self.num_evicted += 1
             self.released.pop(block_id, None)
 
     def check(self, references: dict[int, int]) -> None:

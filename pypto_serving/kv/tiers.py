@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,19 +30,22 @@ MAX_STORES = 2
 """Jobs that store in one tier at once."""
 MAX_STORE_BYTES = 32 << 20
 """Bytes of one of them, if it is of several blocks."""
+MAX_DEMOTING_BYTES = 256 << 20
+"""Bytes on their way to one tier up to which blocks of preempted requests are stored at once."""
 MAX_PINNED = 0.25
-"""Share of the free device blocks that a job keeps from being used until they are stored."""
+"""Share of the free device blocks that stores begun together keep from being used."""
+PATIENCE_S, SLOWEST_BYTES_PER_S = 10.0, 50e6
+"""A transfer may take so long beside what the slowest usable tier takes for it and what is on its way before it."""
 EVICTION_MARGIN = 0.1
 """With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
 
 
 class LeaseState(enum.Enum):
-    """Of a lease: decided; handed over, so that somebody writes; somebody may still write what nobody wants; done."""
+    """Of a lease: decided; handed over, so that somebody writes; somebody may still write what nobody waits for."""
 
     PREPARING = "preparing"
     FILLING = "filling"
     QUARANTINED = "quarantined"
-    RELEASED = "released"
 
 
 class Moved(NamedTuple):
@@ -59,6 +63,7 @@ class Lease:
 
     `moved` is in order of position for loads, and the other way round, as blocks come free, for stores: the front of a
     sequence is let go last, and so evicted last. What a `void` lease brings is not published: it was to be forgotten.
+    After `due_s` its tier counts as stuck.
     """
 
     job_id: int
@@ -68,6 +73,7 @@ class Lease:
     num_bytes: int
     fill: Fill | None
     state: LeaseState = LeaseState.PREPARING
+    due_s: float = math.inf
     void: bool = False
 
 
@@ -79,7 +85,6 @@ class Fill:
     num_tokens: int
     num_leases: int = 0
     failed: bool = False
-    abandoned: bool = False
     waiters: list[str] = field(default_factory=list)
 
 
@@ -116,6 +121,8 @@ class TierManager:
         self._filling: dict[GroupKey, Fill] = {}
         self._outbox: list[TransferJob] = []
         self._num_jobs = 0
+        self._pins: list[Counter[int]] = [Counter() for _ in groups]
+        self._coming_free: list[int] | None = None
 
     def open(self, device: list[BlockPool], inventories: Sequence[TierInventory] = ()) -> None:
         """A new worker life with empty device pools. Host memory still holds what it held, but for what was moving."""
@@ -123,24 +130,26 @@ class TierManager:
         for lease in self._leases.values():
             for moved in lease.moved if lease.tier.config.tier == "host" else ():
                 lease.tier.pools[moved.group].free([moved.place])
-        for tier in self.tiers:
-            tier.storing.clear()
-            tier.storing_bytes = tier.loading_bytes = tier.num_stores = 0
         self._leases.clear()
         self._fills.clear()
         self._filling.clear()
         self._outbox.clear()
-        for inventory in inventories:
-            for tier in self.tiers:
-                if tier.config.tier == inventory.tier:
-                    tier.open(inventory)
+        self._pins = [Counter() for _ in self.groups]
+        self._coming_free = None
+        held = {inventory.tier: inventory for inventory in inventories}
+        for tier in self.tiers:
+            tier.stop_transfers()
+            if tier.config.tier in held:
+                tier.open(held[tier.config.tier])
+            if tier.clearing:
+                self._clear(tier)
 
     # What is where.
 
     def find(self, g: int, key: bytes, depth: int) -> LowerTier | None:
-        """The fastest of the first `depth` tiers that holds a block."""
+        """The fastest of the first `depth` tiers that holds a block and answers."""
         for tier in self.tiers[:depth]:
-            if tier.find(g, key) is not None:
+            if not tier.stuck and tier.find(g, key) is not None:
                 return tier
         return None
 
@@ -166,7 +175,8 @@ class TierManager:
 
     def joins(self, request_id: str, wanted: Iterable[GroupKey]) -> bool:
         """Whether another fill brings one of these blocks; then `request_id` is named when it ends."""
-        fill = next((fill for pair in wanted if (fill := self._filling.get(pair)) is not None), None)
+        fills = (fill for pair in wanted if (fill := self._filling.get(pair)) is not None)
+        fill = next((fill for fill in fills if self._fills.get(fill.request_id) is fill), None)
         if fill is not None:
             fill.waiters.append(request_id)
         return fill is not None
@@ -198,10 +208,12 @@ class TierManager:
 
     def abandon(self, request_id: str) -> None:
         """A request waits no longer; blocks on their way are let go, and can be found, when they have arrived."""
+        for other in self._fills.values():
+            if request_id in other.waiters:
+                other.waiters.remove(request_id)
         fill = self._fills.pop(request_id, None)
         if fill is None:
             return
-        fill.abandoned = True
         for lease in self._leases.values():
             if lease.fill is fill:
                 lease.state = LeaseState.QUARANTINED
@@ -210,28 +222,41 @@ class TierManager:
 
     def plan_stores(self, now_s: float) -> None:
         """Begin to store what came free on the device, as far as the tiers keep up."""
+        self._coming_free = None
         for g, pool in enumerate(self._device):
             spare = pool.num_free - int(pool.num_blocks * EVICTION_MARGIN)
             self._take_released(g, 0 if self.policy == "through" else max(0, spare))
+        room = [math.ceil(pool.num_free * MAX_PINNED) for pool in self._device]
         for tier in self.tiers:
-            while tier.backlog and tier.num_stores < MAX_STORES and tier.accepts(now_s):
-                if not self._store(tier, MAX_PINNED):
-                    break
-
-    def demote(self, now_s: float) -> None:
-        """Begin to store all that came free just now, because it is about to be evicted."""
-        for g in range(len(self._device)):
-            self._take_released(g, 0)
-        for tier in self.tiers:
-            while tier.backlog and tier.accepts(now_s) and self._store(tier, 1.0):
+            while tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier, tier.backlog, room):
                 pass
 
-    def num_coming_free(self, g: int) -> int:
-        """Blocks of group g that nobody uses once they are stored."""
-        pool = self._device[g]
-        storing = (lease.moved for lease in self._leases.values() if lease.kind == "store")
-        mine = (piece.block for moved in storing for piece in moved if piece.group == g)
-        return sum(1 for block in mine if pool.num_references(block) == 1)
+    def demote(self, blocks: Sequence[GroupKey], now_s: float) -> None:
+        """Begin to store the blocks of a preempted request, because they are about to be evicted."""
+        self._coming_free = None
+        for tier in self.tiers:
+            missing = OrderedDict.fromkeys(pair for pair in blocks if tier.find(*pair) is None)
+            room = [len(missing)] * len(self.groups)
+            while tier.accepts(now_s) and tier.storing_bytes < MAX_DEMOTING_BYTES:
+                if not self._store(tier, missing, room):
+                    break
+
+    def coming_free(self) -> list[int]:
+        """Blocks of each group that nobody uses once they are stored, as far as stores are not stuck."""
+        if self._coming_free is None:
+            stuck: set[tuple[int, int]] = set()
+            for lease in self._leases.values():
+                if lease.kind == "store" and lease.tier.stuck:
+                    stuck.update((piece.group, piece.block) for piece in lease.moved)
+            self._coming_free = [
+                sum(
+                    1
+                    for block, pins in self._pins[g].items()
+                    if pool.num_references(block) == pins and (g, block) not in stuck
+                )
+                for g, pool in enumerate(self._device)
+            ]
+        return self._coming_free
 
     def _take_released(self, g: int, left: int) -> None:
         """Put released blocks, all but `left`, in the backlogs of tiers that lack them; known ones were of use."""
@@ -247,15 +272,12 @@ class TierManager:
                 elif tier.writable and (g, key) not in tier.storing:
                     tier.backlog[g, key] = None
 
-    def _store(self, tier: LowerTier, max_pinned: float) -> bool:
-        """Begin one job from the backlog of a tier; False if there is nothing to store or no room.
-
-        It keeps at most the share `max_pinned` of free device blocks from being used.
-        """
+    def _store(self, tier: LowerTier, backlog: OrderedDict[GroupKey, None], room: list[int]) -> bool:
+        """Begin one job from a backlog; False if there is nothing to store, or no room: `room[g]` is left to pin."""
         moved: list[Moved] = []
-        num_bytes, pinned = 0, Counter[int]()
-        while tier.backlog:
-            (g, key), _ = tier.backlog.popitem(last=False)
+        num_bytes = 0
+        while backlog:
+            (g, key), _ = backlog.popitem(last=False)
             block, pool, device = self._device[g].find(key), tier.pools[g], self._device[g]
             if block is None:
                 tier.counters.lost_blocks += 1
@@ -263,19 +285,30 @@ class TierManager:
             if tier.find(g, key) is not None or (g, key) in tier.storing:
                 continue
             over = moved and num_bytes + self.groups[g].block_bytes > MAX_STORE_BYTES
-            if over or not pool.num_free or pinned[g] > device.num_free * max_pinned:
-                tier.backlog[g, key] = None
-                tier.backlog.move_to_end((g, key), last=False)
+            if over or not pool.num_free or room[g] <= 0:
+                backlog[g, key] = None
+                backlog.move_to_end((g, key), last=False)
                 break
+            room[g] -= device.is_free(block)
             device.share([block])
+            self._pins[g][block] += 1
             moved.append(Moved(g, block, pool.allocate(1)[0], key))
             num_bytes += self.groups[g].block_bytes
-            pinned[g] += 1
         if moved:
             tier.storing.update((piece.group, piece.key) for piece in moved)
             tier.num_stores += 1
             self._lease("store", tier, moved)
         return bool(moved)
+
+    # Time.
+
+    def overdue(self, now_s: float) -> list[str]:
+        """Find out which tiers are stuck. Returns the requests that wait for those: they had better compute."""
+        late = [lease for lease in self._leases.values() if now_s > lease.due_s]
+        for tier in self.tiers:
+            tier.stuck = any(lease.tier is tier for lease in late)
+        fills = [lease.fill for lease in late if lease.fill and lease.state is LeaseState.FILLING]
+        return [name for fill in fills for name in (fill.request_id, *fill.waiters)]
 
     # Leases.
 
@@ -312,6 +345,8 @@ class TierManager:
         jobs, self._outbox = self._outbox, []
         for job in jobs:
             lease = self._leases[job.job_id]
+            before = lease.tier.loading_bytes + lease.tier.storing_bytes
+            lease.due_s = now_s + PATIENCE_S + before / SLOWEST_BYTES_PER_S
             if lease.state is LeaseState.PREPARING:
                 lease.state = LeaseState.FILLING
         return jobs
@@ -323,13 +358,13 @@ class TierManager:
             self._stored(lease, done, now_s)
             return []
         if lease.kind == "clear":
+            lease.tier.clearing = False
             return []
         if lease.kind == "find":
             held = [(piece.group, piece.key) for piece, ok in zip(lease.moved, done.done, strict=True) if ok]
-            lease.tier.learn(held)
+            lease.tier.learn([] if lease.void else held)
         else:
             self._loaded(lease, done)
-        lease.state = LeaseState.RELEASED
         return self._ended(lease, all(done.done) or lease.kind == "find", done.elapsed_s)
 
     def _stored(self, lease: Lease, done: TransferDone, now_s: float) -> None:
@@ -340,29 +375,43 @@ class TierManager:
             tier.storing.discard((piece.group, piece.key))
             if ok and not lease.void:
                 tier.pools[piece.group].publish(piece.place, piece.key)
+            elif not ok:
+                tier.backlog[piece.group, piece.key] = None
             tier.pools[piece.group].free([piece.place])
-            self._device[piece.group].free([piece.block])
+            self._unpin(piece)
+        self._coming_free = None
+        tier.writable &= done.writable
         num_done, num_bytes = sum(done.done), self._num_bytes(lease, done)
         tier.counters.stored_blocks += num_done
         tier.counters.failed_blocks += len(done.done) - num_done
         tier.counters.stored_bytes += num_bytes
         tier.counters.store_s += done.elapsed_s
         if num_done:
-            tier.store_rate.add(num_bytes, done.elapsed_s)
             tier.succeeded()
         else:
             tier.failed(now_s)
-        lease.state = LeaseState.RELEASED
+
+    def _unpin(self, piece: Moved) -> None:
+        """Let go of a device block that was stored. With policy `eviction` it is then the next to be evicted."""
+        pool, pins = self._device[piece.group], self._pins[piece.group]
+        pins[piece.block] -= 1
+        if not pins[piece.block]:
+            del pins[piece.block]
+        pool.free([piece.block])
+        pool.released.pop(piece.block, None)
+        if self.policy == "eviction":
+            pool.touch(piece.block, last=False)
 
     def _loaded(self, lease: Lease, done: TransferDone) -> None:
         tier = lease.tier
         tier.loading_bytes -= lease.num_bytes
         for piece, ok in zip(lease.moved, done.done, strict=True):
-            self._filling.pop((piece.group, piece.key), None)
+            if self._filling.get((piece.group, piece.key)) is lease.fill:
+                del self._filling[piece.group, piece.key]
             if ok and not lease.void:
                 self._device[piece.group].publish(piece.block, piece.key)
                 self._device[piece.group].keep(piece.block)
-            elif tier.find(piece.group, piece.key) == piece.place:
+            elif not ok and tier.find(piece.group, piece.key) == piece.place:
                 tier.pools[piece.group].drop(piece.place)
         for piece in reversed(lease.moved):
             tier.pools[piece.group].free([piece.place])
@@ -389,7 +438,7 @@ class TierManager:
         if fill.num_leases:
             return []
         waiters = [(request_id, True) for request_id in fill.waiters]
-        if fill.abandoned:
+        if lease.state is LeaseState.QUARANTINED:
             return waiters
         del self._fills[fill.request_id]
         if fill.num_tokens and not fill.failed and self.prefill_rate.measured:
@@ -402,10 +451,20 @@ class TierManager:
             lease.void |= "device" in tier_names or lease.tier.config.tier in tier_names
         for tier in self.tiers:
             if tier.config.tier in tier_names:
-                tier.backlog.clear()
-                for pool in tier.pools:
-                    pool.drop_all()
-                self._lease("clear", tier, [])
+                self._clear(tier)
+
+    def _clear(self, tier: LowerTier) -> None:
+        """Until the store has done so too, what it says it holds does not count."""
+        tier.clearing = True
+        tier.backlog.clear()
+        for pool in tier.pools:
+            pool.drop_all()
+        self._lease("clear", tier, [])
+
+    def note_hits(self, sources: Counter[Tier]) -> None:
+        """A request starts with so many tokens from each tier."""
+        for tier in self.tiers:
+            tier.counters.hit_tokens += sources[tier.config.tier]
 
     # Views.
 

@@ -20,6 +20,8 @@ from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 ALONE_STRIKES = 2
 MAX_STRIKES = 3
+MAX_LOADING = 32
+"""Requests that wait for their KV at once; the others are looked up when it is their turn."""
 SPARE_BLOCKS = 0.01
 """Share of each pool that admission leaves free, so that those already running can grow."""
 
@@ -138,6 +140,9 @@ class Scheduler:
             self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
             for request in self._waiting.take_expired(now_s)
         ]
+        for request_id in self.kv.tiers.overdue(now_s):
+            self.kv.release(request_id)
+            self._may_start(request_id)
         self.kv.tiers.plan_stores(now_s)
         step = Step(
             self._num_planned + 1,
@@ -232,8 +237,8 @@ class Scheduler:
         self.counters.num_preemptions += 1
         victim.num_preemptions += 1
         step.preempted.add(victim.id)
+        self.kv.demote(victim.id, step.now_s)
         self._back_to_waiting(victim)
-        self.kv.tiers.demote(step.now_s)
 
     def _find_blocks(self, step: Step, request: Request, count: int, anyone: bool) -> bool:
         """Take blocks from somebody for `request`; False if there is nobody, or enough will come free soon."""
@@ -279,7 +284,8 @@ class Scheduler:
         while not self.kv.fits(request.id, match, request.num_tokens, step_tokens, spare):
             if self._running or self._loading or not self._release_loaded(request):
                 return False
-        if not self._suspects and self.kv.fetch(request.id, request.num_tokens, match):
+        may_wait = not self._suspects and len(self._loading) < MAX_LOADING
+        if may_wait and self.kv.fetch(request.id, request.num_tokens, match):
             self._wait_for_kv(request)
             return True
         count = self._chunk(step, request.num_tokens - match.num_tokens)
@@ -299,12 +305,16 @@ class Scheduler:
         """Transfers ended: requests that waited for them may start."""
         for transfer in done:
             for request_id in self.kv.transferred(transfer, now_s):
-                request = self._loading.pop(request_id, None)
-                if request is not None:
-                    request.status = Status.WAITING
-                    self._waiting.push(request)
-                    if self.kv.holds_fill(request_id):
-                        self._loaded[request_id] = request
+                self._may_start(request_id)
+
+    def _may_start(self, request_id: str) -> None:
+        """A request need not wait for its KV any longer."""
+        request = self._loading.pop(request_id, None)
+        if request is not None:
+            request.status = Status.WAITING
+            self._waiting.push(request)
+            if self.kv.holds_fill(request_id):
+                self._loaded[request_id] = request
 
     def take_transfers(self, now_s: float) -> Transfers | None:
         """What is to be moved between tiers now. Steps planned before may still write to blocks given up since."""
@@ -321,8 +331,7 @@ class Scheduler:
         self._running[request.id] = request
         if request.num_cached_tokens < 0:
             sources = self.kv.sources(request.id, match)
-            for tier in self.kv.tiers.tiers:
-                tier.counters.hit_tokens += sources[tier.config.tier]
+            self.kv.tiers.note_hits(sources)
             request.num_cached_tokens = match.num_tokens
             request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
             request.scheduled_s = now_s
@@ -466,7 +475,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._loading)
 
     @property
     def has_work(self) -> bool:

@@ -34,6 +34,10 @@ class Store(Protocol):
     logged once, in one line. `load` may be called by several threads at once, beside one thread that calls `store`.
     """
 
+    @property
+    def writable(self) -> bool:
+        """Whether blocks can be stored; once false, it stays so."""
+
     def inventory(self) -> TierInventory:
         """What is kept at the start, and whether more can be."""
 

@@ -94,6 +94,10 @@ class DiskStore:
         if writable:
             self._make_room(0)
 
+    @property
+    def writable(self) -> bool:
+        return self._writable
+
     def inventory(self) -> TierInventory:
         """What is kept, least recently used first; where two slots hold one key, the one used last."""
         with self._lock:

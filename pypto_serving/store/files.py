@@ -69,6 +69,10 @@ class FileStore:
             self._become_reader(error)
             self._inventory = TierInventory(tier="disk", writable=False, reason=self._reason)
 
+    @property
+    def writable(self) -> bool:
+        return not self._reason
+
     def inventory(self) -> TierInventory:
         """See `Store`: the files that were used last when this store was made, as many as there are slots."""
         return self._inventory

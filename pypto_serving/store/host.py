@@ -35,6 +35,10 @@ class HostStore:
             self._slots.append(region[:, :size])
             start += stride * slots
 
+    @property
+    def writable(self) -> bool:
+        return True
+
     def inventory(self) -> TierInventory:
         return TierInventory("host")
 

@@ -170,6 +170,11 @@ class RemoteStore:
 
     # The seam.
 
+    @property
+    def writable(self) -> bool:
+        """A pool that is out of reach may come back."""
+        return True
+
     def inventory(self) -> TierInventory:
         """Nothing is known of a pool before it is asked."""
         return TierInventory("remote", shared=True)

@@ -58,11 +58,15 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True, tag="transfers"):
 
 
 class TransferDone(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`done[i]` is 1 where piece i was moved, or found. `elapsed_s` counts from the moment the job was begun."""
+    """`done[i]` is 1 where piece i was moved, or found. `elapsed_s` counts from when the first of them was begun.
+
+    The store is not `writable` any more after an error that will not pass.
+    """
 
     job_id: int
     done: bytes
     elapsed_s: float
+    writable: bool = True
 
 
 class TransferReport(msgspec.Struct, frozen=True, array_like=True, tag="transferred"):

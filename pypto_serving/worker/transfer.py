@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -56,7 +57,7 @@ class RunningJob:
         self.pieces = pieces
         self.num_parts = max(1, min(num_parts, len(pieces)))
         self.done = bytearray(len(pieces))
-        self.started_s = time.monotonic()
+        self.started_s = math.inf
         self.lock = threading.Lock()
         self._left = self.num_parts
 
@@ -65,14 +66,19 @@ class RunningJob:
         size = len(self.pieces)
         return slice(size * number // self.num_parts, size * (number + 1) // self.num_parts)
 
-    def finish(self, part: slice, worked: Sequence[bool]) -> TransferDone | None:
+    def begin(self) -> None:
+        """A part is begun."""
+        with self.lock:
+            self.started_s = min(self.started_s, time.monotonic())
+
+    def finish(self, part: slice, worked: Sequence[bool], writable: bool) -> TransferDone | None:
         """Take in a part; the result of the whole job after the last one."""
         with self.lock:
             self.done[part] = bytes(worked)
             self._left -= 1
             if self._left:
                 return None
-        return TransferDone(self.job.job_id, bytes(self.done), time.monotonic() - self.started_s)
+        return TransferDone(self.job.job_id, bytes(self.done), time.monotonic() - self.started_s, writable)
 
 
 @contextmanager
@@ -145,7 +151,9 @@ class TransferServer:
 
     def _do(self, running: RunningJob, part: slice) -> None:
         with ends_process():
-            done = running.finish(part, self._mover.move(running.job, running.pieces[part]))
+            running.begin()
+            worked = self._mover.move(running.job, running.pieces[part])
+            done = running.finish(part, worked, self._mover.stores[running.job.tier].writable)
             if done is not None:
                 self._done.append(done)
                 os.eventfd_write(self._wake, 1)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
+from pypto_serving.kv.lower import LowerTier
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TIERS, TierConfig
 from tests.simulation import Simulation, null_config
 
@@ -37,10 +40,18 @@ GROUP_SETS: dict[str, tuple[tuple[KVCacheGroupSpec, ...], tuple[int, ...], tuple
 }
 
 
-def tiered(kind: str, **changes: Any) -> Simulation:
+def tiered(kind: str, disk: Path | None = None, host: bool = True, **changes: Any) -> Simulation:
+    """A replica with a host tier, and one on disk below it; a disk holds four times as much."""
     groups, num_blocks, num_slots = GROUP_SETS[kind]
-    tiers = (TierConfig(tier="host", size_bytes=0, num_slots=num_slots),)
-    return Simulation(null_config(groups, num_blocks, tiers=tiers, max_num_seqs=5, **changes))
+    tiers = [TierConfig(tier="host", size_bytes=0, num_slots=num_slots)] if host else []
+    if disk is not None:
+        slots = tuple(4 * count for count in num_slots)
+        tiers.append(TierConfig(tier="disk", size_bytes=1 << 30, num_slots=slots, place=str(disk)))
+    return Simulation(null_config(groups, num_blocks, tiers=tuple(tiers), max_num_seqs=5, **changes))
+
+
+def lower(simulation: Simulation, index: int = 0) -> LowerTier:
+    return simulation.core.scheduler.kv.tiers.tiers[index]
 
 
 def hits(simulation: Simulation) -> dict[str, int]:
@@ -136,3 +147,86 @@ def test_a_thousand_schedules(kind: str, policy: str) -> None:
             kind, kv_store=policy, depth=rng.choice((1, 2, 3)), max_num_batched_tokens=rng.choice((16, 64, 300))
         )
         churn(simulation, rng, num_requests=30, deaths=rng.choice((0.0, 0.02)), aborts=0.1)
+
+
+@pytest.mark.parametrize("kind", GROUP_SETS)
+@pytest.mark.parametrize("host", [False, True])
+def test_restarts_over_a_disk_give_the_same_answers(kind: str, host: bool, tmp_path: Path) -> None:
+    rng, found = random.Random(f"{kind} {host} disk"), 0
+    for _ in range(4):
+        simulation = tiered(kind, tmp_path, host, depth=rng.choice((1, 2, 3)))
+        churn(simulation, rng, num_requests=25, deaths=0.01, aborts=0.1)
+        found += hits(simulation)["disk"]
+        simulation.executor.stop()
+    assert found > 0
+
+
+def test_a_preempted_request_resumes_from_two_tiers_and_takes_one_victim_at_a_time(tmp_path: Path) -> None:
+    simulation = tiered("plain", tmp_path, max_num_batched_tokens=64)
+    rng = random.Random(5)
+    for _ in range(4):
+        simulation.add([rng.randrange(1000) for _ in range(70)], max_tokens=120)
+    simulation.run()
+    assert 0 < simulation.counters.num_preemptions <= 6
+    assert lower(simulation).counters.loaded_blocks > 0
+    for request_id in simulation.prompts:
+        simulation.assert_correct(request_id)
+    simulation.executor.stop()
+
+
+def test_with_policy_eviction_only_what_is_about_to_be_evicted_is_stored() -> None:
+    simulation = tiered("plain", kv_store="eviction")
+    rng = random.Random(6)
+    simulation.add([rng.randrange(1000) for _ in range(200)])
+    simulation.run()
+    assert lower(simulation).counters.stored_blocks == 0
+    for _ in range(3):
+        simulation.add([rng.randrange(1000) for _ in range(60)])
+        simulation.run()
+    counters = lower(simulation).counters
+    assert 0 < counters.stored_blocks <= 10, "the device lacked a few blocks only"
+    assert counters.lost_blocks == 0
+
+
+def test_requests_do_not_wait_for_a_tier_that_is_stuck() -> None:
+    simulation = tiered("plain", max_model_len=320)
+    rng = random.Random(7)
+    first = [rng.randrange(1000) for _ in range(160)]
+    for tokens in (first, *([rng.randrange(1000) for _ in range(200)] for _ in range(3))):
+        simulation.add(tokens)
+        simulation.run()
+    simulation.executor.is_stuck = lambda job: True
+    waiting = [simulation.add([*first, i]) for i in range(3)]
+    for _ in range(40):
+        simulation.turn()
+        simulation.clock.advance(1.0)
+    assert all(simulation.last[request_id].cached_by_tier[1] == 0 for request_id in waiting)
+    assert lower(simulation).stuck
+    simulation.executor.is_stuck = lambda job: False
+    simulation.run()
+    assert not lower(simulation).stuck
+    for request_id in waiting:
+        simulation.assert_correct(request_id)
+
+
+def test_a_clear_is_not_lost_with_a_worker(tmp_path: Path) -> None:
+    simulation = tiered("plain", tmp_path, host=False)
+    simulation.add(list(range(100)))
+    simulation.run()
+    assert lower(simulation).stats().held_blocks == 6
+    simulation.client.send(ClearCache(("device", "disk")))
+    simulation.executor.is_stuck = lambda job: True
+    simulation.turn()
+    simulation.executor.die_if = lambda plan: True
+    simulation.add(list(range(100)))
+    simulation.turn()
+    simulation.turn()
+    simulation.executor.die_if = simulation.executor.is_stuck = lambda _: False
+    simulation.run()
+    assert simulation.executor.num_deaths == 1
+    assert all(output.num_cached_tokens == 0 for output in simulation.last.values())
+    simulation.executor.stop()
+    again = tiered("plain", tmp_path, host=False)
+    again.turn()
+    assert lower(again).stats().held_blocks == 6, "only what was stored after the clear"
+    again.executor.stop()
