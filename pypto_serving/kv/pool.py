@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -13,15 +14,16 @@ NULL_BLOCK = 0
 class Block:
     """One allocation unit. A block with a key holds published content and stays findable while it is free.
 
-    A block that is `kept` is to be stored in lower tiers once nobody refers to it.
+    A block that is `kept` is to be stored in lower tiers once nobody refers to it. One that is `new` never held any.
     """
 
-    __slots__ = ("kept", "key", "ref_count")
+    __slots__ = ("kept", "key", "new", "ref_count")
 
     def __init__(self) -> None:
         self.ref_count = 0
         self.key: bytes | None = None
         self.kept = False
+        self.new = True
 
 
 class BlockPool:
@@ -106,7 +108,7 @@ class BlockPool:
         block = self._blocks[block_id]
         if block.key is not None or key in self._by_key:
             return
-        block.key = key
+        block.key, block.new = key, False
         self._by_key[key] = block_id
         if self._events is not None:
             self._events.held(key)
@@ -130,6 +132,12 @@ class BlockPool:
         """A free block was of use: it is evicted last; or, with `last` false, first."""
         if block_id in self._free:
             self._free.move_to_end(block_id, last=last)
+
+    def use_new_last(self) -> None:
+        """Free blocks that never held content go to the end of the queue: what backs them may not have room."""
+        empty = itertools.takewhile(lambda block_id: self._blocks[block_id].key is None, self._free)
+        for block_id in [block_id for block_id in empty if self._blocks[block_id].new]:
+            self._free.move_to_end(block_id)
 
     def fill(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Free blocks without content hold `keys`, of which the first is evicted first."""

@@ -381,6 +381,9 @@ class TierManager:
             self._unpin(piece)
         self._coming_free = None
         tier.writable &= done.writable
+        if tier.config.tier == "disk":  # it may be full, with room for slots that were used before
+            for g in {piece.group for piece, ok in zip(lease.moved, done.done, strict=True) if not ok}:
+                tier.pools[g].use_new_last()
         num_done, num_bytes = sum(done.done), self._num_bytes(lease, done)
         tier.counters.stored_blocks += num_done
         tier.counters.failed_blocks += len(done.done) - num_done

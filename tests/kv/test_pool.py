@@ -68,6 +68,22 @@ def test_entry_taken_over_by_another_block_survives_eviction_of_the_first_holder
     pool.check({1: 1, 3: 1})
 
 
+def test_blocks_that_never_held_content_can_go_last() -> None:
+    pool = BlockPool(6)
+    first, second, failed = pool.allocate(1), pool.allocate(1), pool.allocate(1)
+    pool.publish(first[0], b"first")
+    pool.publish(second[0], b"second")
+    for blocks in (first, second, failed):
+        pool.free(blocks)
+    pool.use_new_last()
+    assert pool.allocate(1) == first
+    pool.free(first)
+    pool.use_new_last()
+    assert pool.allocate(1) == first, "it held content before"
+    assert pool.allocate(1) == second
+    assert set(pool.allocate(3)).isdisjoint(first + second)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random use by well-behaved callers."""
 
@@ -104,6 +120,10 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, blocks: list[int]) -> None:
         self.pool.free(blocks)
         self.references.subtract(blocks)
+
+    @rule()
+    def use_new_last(self) -> None:
+        self.pool.use_new_last()
 
     @invariant()
     def consistent(self) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
+from pypto_serving.backend.null import NullBackend, deepseek_v4_groups, plain_groups
 from pypto_serving.kv.lower import LowerTier
+from pypto_serving.store.disk import DiskStore
+from pypto_serving.store.slab import stride_of
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TIERS, TierConfig
@@ -106,6 +108,27 @@ def test_a_prefix_evicted_from_the_device_comes_back_from_host_memory() -> None:
     simulation.assert_correct(again)
     assert simulation.last[again].cached_by_tier == (0, 160, 0, 0)
     assert simulation.last[again].num_cached_tokens == 160
+
+
+def test_a_disk_with_room_for_some_slots_keeps_what_was_used_last(tmp_path: Path) -> None:
+    tiers = (TierConfig(tier="disk", size_bytes=0, num_slots=(200,)),)
+    simulation = Simulation(null_config(plain_groups(), (24,), tiers=tiers, max_model_len=320))
+    program = NullBackend(simulation.config).prepare(lambda phase, done, total: None)
+    sizes = tuple(arena.shape[1] for arena in program.arenas)
+    room = 40 * stride_of(sizes[0])
+    store = simulation.executor.stores["disk"] = DiskStore(tmp_path, b"", sizes, (200,), room)
+    rng = random.Random(2)
+    prompts = [[rng.randrange(1000) for _ in range(160)] for _ in range(20)]
+    for tokens in prompts:
+        simulation.add(tokens)
+        simulation.run()
+        simulation.clock.advance(60.0)
+    assert simulation.core.scheduler.kv.tiers.tiers[0].counters.failed_blocks > 0
+    again = simulation.add([*prompts[-3], 1, 2, 3])
+    simulation.run()
+    simulation.assert_correct(again)
+    assert simulation.last[again].cached_by_tier == (0, 0, 160, 0)
+    store.close()
 
 
 @pytest.mark.parametrize("kind", GROUP_SETS)
