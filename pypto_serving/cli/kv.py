@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -152,6 +152,8 @@ def clear(
     if not yes:
         size = format_size(sum(one.num_bytes for one in unused))
         typer.confirm(f"Delete {size} in {len(unused)} parts of {folder}?", abort=True)
-    with _one_line_errors(folder):
-        deleted = sum(one.num_bytes for one in unused if delete(one.path))
+    deleted = 0
+    for one in unused:
+        with suppress(FileNotFoundError), _one_line_errors(one.path):  # deleted meanwhile
+            deleted += one.num_bytes if delete(one.path) else 0
     typer.echo(f"deleted {format_size(deleted)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,25 @@ def test_clear_deletes_what_no_server_uses(disk: Disk, capsys: pytest.CaptureFix
     run(capsys, "clear", disk.root, "--yes")
     assert [path.name for path in disk.root.iterdir()] == ["notes"]
     assert run(capsys, "clear", disk.root)[:2] == (0, "nothing to delete\n")
+
+
+def test_what_goes_while_clear_asks_is_gone(
+    disk: Disk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(disk)
+    fill(disk, b"another")
+    gone, left = disk.folders()
+
+    class Answer(io.StringIO):
+        def readline(self, size: int | None = -1, /) -> str:
+            shutil.rmtree(gone)
+            return "y\n"
+
+    monkeypatch.setattr("sys.stdin", Answer())
+    code, out, err = run(capsys, "clear", disk.root)
+    assert (code, err) == (0, "")
+    assert "deleted " in out and "deleted 0 B" not in out
+    assert not left.exists()
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 130, 1), ("", 130, 1)])
