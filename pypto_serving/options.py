@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
@@ -20,6 +21,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
 MAX_PORT = 65535
+POOL_PARAMETERS = ("metadata_server", "protocol", "device", "local_hostname", "segment_size")
 
 
 class Rule(Protocol):
@@ -152,6 +154,33 @@ class Endpoint:
         return found[0]
 
 
+def parse_pool_url(url: str) -> tuple[str, int | None, dict[str, str]]:
+    """Host, port and parameters of `mooncake://HOST[:PORT][?NAME=VALUE&...]`. Raises ValueError."""
+    parts = urlsplit(url)
+    given = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    if parts.scheme != "mooncake" or not parts.hostname or parts.path.strip("/") or parts.fragment:
+        raise ValueError(f"{url} is no address of a pool")
+    if not given.keys() <= set(POOL_PARAMETERS):
+        raise ValueError(f"{url} has unknown parameters")
+    parse_size(given.get("segment_size", "0"))
+    return parts.hostname, parts.port, given
+
+
+@dataclass(frozen=True)
+class PoolUrl:
+    """Where a pool of blocks is."""
+
+    allowed: str = (
+        "mooncake://HOST:PORT, perhaps with ?NAME=VALUE&... where NAME is one of "
+        f"{', '.join(POOL_PARAMETERS)} (a size such as 1GiB)"
+    )
+
+    def parse(self, value: object) -> str:
+        url = Text().parse(value)
+        parse_pool_url(url)
+        return url
+
+
 @dataclass(frozen=True)
 class Memory:
     """A size, kept as int bytes, or a fraction in (0, 1), kept as float."""
@@ -217,7 +246,7 @@ RULES: dict[str, Rule] = {
     "kv_host_memory": Memory(),
     "kv_disk": Text(),
     "kv_disk_size": Size(),
-    "kv_remote": Text(),
+    "kv_remote": PoolUrl(),
     "kv_store": Choice(("through", "eviction")),
     "kv_events": Endpoint(),
     "kv_events_replay": Endpoint(),

@@ -418,3 +418,30 @@ def test_kv_events_that_make_no_sense_are_refused() -> None:
         make_resolved(kv_events="tcp://127.0.0.1:1", prefix_caching=False)
     with pytest.raises(ConfigError, match="so give --kv-events-replay as well"):
         make_resolved(kv_events="tcp://127.0.0.1:65535")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mooncake://",
+        "mooncake://[::1",
+        "mooncake://a:x",
+        "mooncake://a:70000",
+        "mooncake://a:1/path",
+        "mooncake://a:1?segment_size=much",
+        "mooncake://a:1?colour=red",
+        "mooncake://a:1?device",
+        "redis://a:1",
+        "a:1",
+        "",
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-remote is .*, but must be mooncake://HOST:PORT, .*segment_size"):
+        make_resolved(kv_remote=url)
+
+
+@pytest.mark.parametrize("url", ["mooncake://a", "mooncake://[::1]:7/?protocol=rdma&device=mlx5_0&segment_size=1GiB"])
+def test_a_pool_is_a_tier(url: str) -> None:
+    (tier,) = make_resolved(kv_remote=url).engine.tiers
+    assert (tier.tier, tier.place) == ("remote", url)

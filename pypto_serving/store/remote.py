@@ -15,12 +15,12 @@ import socket
 import threading
 from collections.abc import Sequence
 from typing import Literal
-from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Child, ChildFault, SocketChannel
+from pypto_serving.options import parse_pool_url
 from pypto_serving.store.base import BlockBytes, Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
 from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
@@ -40,43 +40,31 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 UNREACHABLE = -800
 """Mooncake's codes from here down are about connections, those above about objects."""
 
-PARAMETERS = ("metadata_server", "protocol", "device", "local_hostname", "segment_size")
 LaneName = Literal["up", "down"]
 
 
 def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> RemoteStore:
     """The store behind `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` computed under `fingerprint`.
 
-    Raises ConfigError for a URL that makes no sense and where Mooncake is not installed; a pool that cannot be reached
-    is no error.
+    Raises ConfigError where Mooncake is not installed; a pool that cannot be reached is no error.
     """
     address = parse_address(url)
     if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError(f"{url} needs Mooncake; install pypto-serving[mooncake]")
+        raise ConfigError(f"--kv-remote {url} needs Mooncake; install pypto-serving[mooncake]")
     return RemoteStore(address, fingerprint, block_bytes)
 
 
 def parse_address(url: str) -> PoolAddress:
-    """What a URL says. Raises ConfigError that names the URL and what is wrong with it."""
-    parts = urlsplit(url)
-    try:
-        host, port = parts.hostname, parts.port or DEFAULT_PORT
-        given = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-        segment_bytes = parse_size(given.get("segment_size", "0"))
-    except ValueError as error:
-        raise ConfigError(f"{url} is no address of a pool: {error}") from None
-    if parts.scheme != "mooncake" or not host or parts.path.strip("/"):
-        raise ConfigError(f"{url} is no address of a pool; write mooncake://HOST:PORT")
-    for name in given:
-        if name not in PARAMETERS:
-            raise ConfigError(f"{url} has an unknown parameter {name}; there are: {', '.join(PARAMETERS)}")
+    """What a URL says, with what it leaves out. Raises ValueError for one that the option refuses."""
+    host, port, given = parse_pool_url(url)
+    port = port or DEFAULT_PORT
     return PoolAddress(
         master=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         metadata_server=given.get("metadata_server", "P2PHANDSHAKE"),
         protocol=given.get("protocol", "tcp"),
         device=given.get("device", ""),
         local_hostname=given.get("local_hostname") or own_address(host),
-        segment_bytes=segment_bytes,
+        segment_bytes=parse_size(given.get("segment_size", "0")),
     )
 
 
