@@ -33,15 +33,21 @@ TOUCHED_AT_ONCE = 1024
 
 
 def open_disk(
-    folder: str | Path, fingerprint: bytes, block_bytes: tuple[int, ...], num_slots: tuple[int, ...], size_bytes: int
+    folder: str | Path,
+    fingerprint: bytes,
+    block_bytes: tuple[int, ...],
+    num_slots: tuple[int, ...],
+    size_bytes: int,
+    *,
+    known: bool,
 ) -> Store:
     """The store for `folder`: slots on a local disk, a file for each block on a file system that hosts share.
 
-    Raises ConfigError if nothing can be kept there.
+    Raises ConfigError if nothing can be kept there; if the folder is `known` to have been used, the store is empty.
     """
     if is_shared(Path(folder)):
-        return FileStore(folder, fingerprint, block_bytes, num_slots)
-    return DiskStore(folder, fingerprint, block_bytes, num_slots, size_bytes)
+        return FileStore(folder, fingerprint, block_bytes, num_slots, known=known)
+    return DiskStore(folder, fingerprint, block_bytes, num_slots, size_bytes, known=known)
 
 
 class DiskStore:
@@ -59,9 +65,10 @@ class DiskStore:
         num_slots: tuple[int, ...],
         size_bytes: int,
         *,
+        known: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """Raises ConfigError if nothing can be kept in `folder`."""
+        """Raises ConfigError if nothing can be kept in `folder`, and it is not `known` to have been used."""
         self._root, self._size_bytes = Path(folder), size_bytes
         self._faults = Faults(f"disk tier in {folder}", log, clock or MonotonicClock())
         self._lock = threading.Lock()
@@ -71,7 +78,7 @@ class DiskStore:
         self._reason = ""
         meta = Meta(FORMAT, "slots", fingerprint.hex(), block_bytes)
         try:
-            self._folder = Folder(self._root, meta)
+            self._folder = Folder(self._root, meta, known=known)
             self._writable, self._reason = self._folder.writable, self._folder.reason
             self._open(self._folder, block_bytes, num_slots)
         except (OSError, Unusable) as error:
@@ -84,8 +91,11 @@ class DiskStore:
     def _open(self, folder: Folder, block_bytes: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
         damaged, writable = 0, folder.writable
         for group, (size, count) in enumerate(zip(block_bytes, num_slots, strict=True)):
-            self._tables.append(SlotTable(folder.path / f"g{group}.index", group, size, count, writable=writable))
-            self._slabs.append(Slab(folder.path, group, size, count, writable=writable))
+            table = SlotTable(folder.path / f"g{group}.index", group, size, count, writable=writable)
+            self._tables.append(table)
+            self._slabs.append(Slab(folder.path, group, size, table.num_slots, writable=writable))
+            if table.num_slots < count:
+                self._faults.say("index", f"no room for more than the {table.num_slots} slots of group {group}")
         for table, slab in zip(self._tables, self._slabs, strict=True):
             lost = table.drop_from(slab.without_room(table.entries().slots))
             damaged += table.num_damaged + lost
@@ -156,6 +166,8 @@ class DiskStore:
 
     def _has_room(self, piece: Piece) -> bool:
         slab = self._slabs[piece.group]
+        if piece.slot >= self._tables[piece.group].num_slots:
+            return False
         if slab.has_room(piece.slot):
             return True
         if not self._faults.may_try():

@@ -7,6 +7,7 @@ slots held when they get another block, and finds what others added.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"pypto KV block 1"
 HEADER_BYTES = len(MAGIC) + KEY_BYTES + DIGEST_BYTES
-SCANS_AT_ONCE = 16
+STATS_AT_ONCE = 16
+"""Folders or files that are looked at together: each waits for the network."""
 USED_AGAIN_S = 3600.0
 """A load renews a file's time if that is older."""
 UNUSED_S = 86400.0
@@ -52,20 +54,24 @@ class FileStore:
         block_bytes: tuple[int, ...],
         num_slots: tuple[int, ...],
         *,
+        known: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """Raises ConfigError if nothing can be kept in `folder`."""
+        """Raises ConfigError if nothing can be kept in `folder`, and it is not `known` to have been used."""
         self._faults = Faults(f"disk tier in {folder}", log, clock or MonotonicClock())
         self._block_bytes, self._num_slots = block_bytes, num_slots
         self._keys: dict[tuple[int, int], bytes] = {}
         self._slots: dict[tuple[int, bytes], int] = {}
         self._folder: Folder | None = None
+        self._pool = ThreadPoolExecutor(STATS_AT_ONCE, "stat")
         self._reason = ""
         try:
-            self._folder = Folder(Path(folder), Meta(FORMAT, "files", fingerprint.hex(), block_bytes))
+            meta = Meta(FORMAT, "files", fingerprint.hex(), block_bytes)
+            self._folder = Folder(Path(folder), meta, known=known)
             self._path, self._reason = self._folder.path, self._folder.reason
             self._inventory = self._take_slots()
-        except Unusable as error:
+        except (OSError, Unusable) as error:
+            self.close()
             self._become_reader(error)
             self._inventory = TierInventory(tier="disk", writable=False, reason=self._reason)
 
@@ -105,11 +111,10 @@ class FileStore:
         )
 
     def _scan(self) -> Iterator[tuple[float, bytes, int]]:
-        """(time of use, key, group) of all files of the right size. Many folders at once, as each waits."""
+        """(time of use, key, group) of all files of the right size. Looks at many folders at once. Raises OSError."""
         folders = [path for path in self._path.iterdir() if len(path.name) == 2 and path.is_dir()]
-        with ThreadPoolExecutor(SCANS_AT_ONCE) as pool:
-            for found in pool.map(self._scan_folder, folders):
-                yield from found
+        for found in self._pool.map(self._scan_folder, folders):
+            yield from found
 
     def _scan_folder(self, folder: Path) -> list[tuple[float, bytes, int]]:
         found = []
@@ -143,8 +148,8 @@ class FileStore:
     def _store(self, piece: Piece) -> bool:
         if self._folder is None or self._reason:
             return False
-        self._evict(piece)
-        if not self._faults.may_try():
+        has_room = self._evict(piece)
+        if not has_room and not self._faults.may_try():
             return False
         try:
             self._write(piece)
@@ -156,18 +161,23 @@ class FileStore:
             else:
                 self._faults.say(f"write {error.errno}", f"writing failed: {reason_of(error)}")
             return False
-        self._faults.found_room()
+        if not has_room:
+            self._faults.found_room()
         self._keys[piece.group, piece.slot], self._slots[piece.group, piece.key] = piece.key, piece.slot
         return True
 
-    def _evict(self, piece: Piece) -> None:
-        """Delete what the slot held, unless that is the block it is to hold, or another slot's too."""
+    def _evict(self, piece: Piece) -> bool:
+        """Delete what the slot held, unless that is the block it is to hold, or another slot's too.
+
+        Returns whether it held one, so that there is room for another.
+        """
         key = self._keys.pop((piece.group, piece.slot), None)
         if key is None or self._slots.get((piece.group, key)) != piece.slot:
-            return
+            return False
         del self._slots[piece.group, key]
         if key != piece.key:
             self._unlink(piece.group, key)
+        return True
 
     def _write(self, piece: Piece) -> None:
         """Let a block have its file; one that is there with the right size was stored by a server, whole."""
@@ -176,7 +186,9 @@ class FileStore:
             if path.stat().st_size == size:
                 return os.utime(path)
         except FileNotFoundError:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.parent.mkdir(mode=0o700)
+                sync_folder(self._path)
         header = MAGIC + piece.key + digest(piece.key, piece.memory)
         part = path.with_name(f"{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}{_PART}")
         try:
@@ -224,11 +236,9 @@ class FileStore:
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """See `Store`: whether there is a file of the right size."""
-        return [self._find(key) for key in keys]
+        return [False] * len(keys) if self._folder is None else list(self._pool.map(self._find, keys))
 
     def _find(self, key: bytes) -> bool:
-        if self._folder is None:
-            return False
         for group, size in enumerate(self._block_bytes):
             try:
                 if self._file(group, key).stat().st_size == HEADER_BYTES + size:
@@ -254,13 +264,17 @@ class FileStore:
     def clear(self) -> None:
         """See `Store`; what others stored here goes too."""
         if self._folder is not None and not self._reason:
-            for _, key, group in self._scan():
-                self._unlink(group, key)
+            try:
+                for _, key, group in self._scan():
+                    self._unlink(group, key)
+            except OSError as error:
+                self._faults.say("delete", f"blocks cannot be deleted: {reason_of(error)}")
             self._keys.clear()
             self._slots.clear()
 
     def close(self) -> None:
         """Let go of the folder."""
+        self._pool.shutdown()
         if self._folder is not None:
             self._folder.close()
             self._folder = None

@@ -52,8 +52,11 @@ class Unusable(Exception):
 class Folder:
     """A fingerprint's folder while this process has it open; `reason` says why it is not `writable`."""
 
-    def __init__(self, root: Path, meta: Meta) -> None:
-        """Open or make it. Raises ConfigError where nothing can be made in `root`, Unusable for other reasons."""
+    def __init__(self, root: Path, meta: Meta, *, known: bool = False) -> None:
+        """Open or make it. Raises ConfigError where nothing can be made in `root`, Unusable for other reasons.
+
+        Where it was used before, or is `known` to have been, every reason is another one.
+        """
         self.path, self.meta = root / folder_name(meta), meta
         self.writable, self.reason = True, ""
         self._locks: list[int] = []
@@ -61,8 +64,8 @@ class Folder:
             self._open()
         except OSError as error:
             self.close()
-            if error.errno in FULL:
-                raise Unusable(f"it cannot be made: {reason_of(error)}") from None
+            if known or error.errno in FULL or os.path.isfile(self.path / META):  # noqa: PTH113 - raises nothing
+                raise Unusable(f"it cannot be opened: {reason_of(error)}") from None
             raise ConfigError(
                 f"--kv-disk {root} cannot be used: {reason_of(error)}; give a folder that can be written"
             ) from None
@@ -135,6 +138,7 @@ class Folder:
             os.fsync(file.fileno())
         temporary.rename(self.path / META)
         sync_folder(self.path)
+        sync_folder(self.path.parent)
 
     def close(self) -> None:
         """Give up the locks."""

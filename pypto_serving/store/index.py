@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.store.checksum import DIGEST_BYTES
+from pypto_serving.store.faults import FULL
 from pypto_serving.types.tier import KEY_BYTES
 
 RECORD_BYTES = 64
@@ -42,15 +43,18 @@ class SlotTable:
     """Owner of the records of one group. Not thread-safe; nothing is on disk before `flush` and `sync`."""
 
     def __init__(self, path: Path, group: int, block_bytes: int, num_slots: int, *, writable: bool) -> None:
-        """Open a table, made if missing; what lies beyond `num_slots` is cut off. Raises OSError."""
+        """Open a table, made if missing; what lies beyond `num_slots` is cut off. Raises OSError.
+
+        A table that a full disk does not let grow keeps the slots it has: see `num_slots`.
+        """
         self._group, self._block_bytes = group, block_bytes
-        self._words: Words = np.zeros((num_slots, _WORDS), np.uint64)
-        self._raw = self._words.view(np.uint8).reshape(-1).data
         self._dirty: set[int] = set()
         self._file = os.open(path, (os.O_RDWR | os.O_CREAT) if writable else os.O_RDONLY, 0o600)
         try:
             if writable:
-                _set_size(self._file, num_slots * RECORD_BYTES)
+                num_slots = _set_size(self._file, num_slots)
+            self._words: Words = np.zeros((num_slots, _WORDS), np.uint64)
+            self._raw = self._words.view(np.uint8).reshape(-1).data
             self._read()
         except BaseException:
             os.close(self._file)
@@ -93,7 +97,9 @@ class SlotTable:
         return len(self._dirty)
 
     def get(self, slot: int) -> tuple[bytes, bytes] | None:
-        """(key, digest) of what a slot holds, or None if it is empty."""
+        """(key, digest) of what a slot holds, or None if it is empty or beyond the table."""
+        if slot >= self.num_slots:
+            return None
         key, digest, stamp, *_ = _RECORD.unpack_from(self._raw, slot * RECORD_BYTES)
         return (key, digest) if stamp else None
 
@@ -110,7 +116,7 @@ class SlotTable:
 
     def drop(self, slot: int) -> bool:
         """Empty a slot; False if it was."""
-        if not self._words[slot, _STAMP]:
+        if slot >= self.num_slots or not self._words[slot, _STAMP]:
             return False
         self._words[slot] = 0
         self._dirty.add(slot)
@@ -150,11 +156,18 @@ class SlotTable:
         os.close(self._file)
 
 
-def _set_size(file: int, size: int) -> None:
-    """Room for all records is taken at once, so that none of them finds the disk full later."""
-    if size > os.fstat(file).st_size:
-        os.posix_fallocate(file, 0, size)
-    os.ftruncate(file, size)
+def _set_size(file: int, num_slots: int) -> int:
+    """Room for all records is taken at once, so that none of them finds the disk full later; returns how many."""
+    held = os.fstat(file).st_size // RECORD_BYTES
+    try:
+        if num_slots > held:
+            os.posix_fallocate(file, 0, num_slots * RECORD_BYTES)
+    except OSError as error:
+        if error.errno not in FULL or held == 0:
+            raise
+        num_slots = held
+    os.ftruncate(file, num_slots * RECORD_BYTES)
+    return num_slots
 
 
 def _write(file: int, data: bytes, offset: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 import time
@@ -28,6 +29,9 @@ Wrap = Callable[[Runner], PlanExecutor]
 def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     """Open the backend, allocate its buffers, prepare the program, then open the channel and serve."""
     start, started_s = parent.start, time.monotonic()
+    logging.basicConfig(
+        level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s worker: %(message)s", datefmt="%H:%M:%S"
+    )
     backend: Backend = BACKENDS.load(start.config.backend)(start.config)
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
@@ -51,7 +55,9 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
         if tier.tier == "host":
             stores["host"] = HostStore(start.host_memory, sizes, tier.num_slots)
         elif tier.tier == "disk":
-            stores["disk"] = open_disk(tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes)
+            stores["disk"] = open_disk(
+                tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes, known=start.epoch > 1
+            )
         elif tier.tier == "remote":
             stores["remote"] = open_remote(tier.place, program.fingerprint, sizes)
     return stores

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +22,7 @@ from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EngineDeadError, QueueFullError, UnavailableError
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tier import TierConfig
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.simulation import null_config
 
@@ -307,3 +311,22 @@ def test_children_end_when_the_api_process_is_killed() -> None:
         api.kill()
     gone, alive = psutil.wait_procs(children, timeout=5)
     assert len(gone) == 2 and not alive
+
+
+def test_a_disk_tier_that_is_lost_is_said_once_and_changes_no_answer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kv"
+
+    async def scenario(engine: AsyncEngine) -> None:
+        await answers_are_right(engine)
+        shutil.rmtree(folder)
+        folder.touch()
+        os.kill(engine.ready.worker_pid, signal.SIGKILL)
+        await answers_are_right(engine)
+
+    tier = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(64,), place=str(folder))
+    run(config(tiers=(tier,)), scenario)
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "disk tier" in line]
+    assert re.match(r"\d\d:\d\d:\d\d WARNING worker: disk tier in ", said)
+    assert said.endswith("it cannot be opened: not a directory")

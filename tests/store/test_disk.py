@@ -15,6 +15,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.store.base import Piece
 from pypto_serving.store.disk import DiskStore, open_disk
 from pypto_serving.store.files import FileStore
+from pypto_serving.store.folder import IN_USE
 from pypto_serving.store.mounts import file_system, is_shared
 from pypto_serving.util import VirtualClock
 from tests.store.blocks import (
@@ -285,6 +286,30 @@ def test_a_full_disk_keeps_what_fits(
         disk.stores.pop().close()
 
 
+def test_more_slots_on_a_full_disk_keep_what_there_is(
+    disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk("tmpfs", tmp_path, 1 << 20) as root:
+        disk.root, ballast = root / "kv", root / "ballast"
+        store = disk.open()
+        held = {place: key_of(place) for place in places(6)}
+        assert all(put(store, held))
+        store.close()
+        ballast.write_bytes(bytes(os.statvfs(root).f_bavail * os.statvfs(root).f_bsize))
+        store = disk.open((4000, 4))
+        assert store.inventory().writable
+        assert listed(store) == held
+        assert "no room for more than the 6 slots of group 0" in caplog.text
+        assert put(store, {(0, 0): key_of("a"), (0, 6): key_of("b"), (0, 3999): key_of("c")}) == [True, False, False]
+        assert not loads(store, (0, 3999), key_of("c"))
+        assert all_load(store, {**held, (0, 0): key_of("a")})
+        store.close()
+        ballast.unlink()
+        store = disk.open((4000, 4))
+        assert put(store, {(0, 6): key_of("b")}) == [True]
+        store.close()
+
+
 def test_growing_is_tried_again_after_waits_that_double(disk: Disk, tmp_path: Path) -> None:
     clock = VirtualClock()
     with small_disk("tmpfs", tmp_path, 1 << 20) as root:
@@ -366,7 +391,7 @@ def test_the_kind_of_store_follows_the_file_system(tmp_path: Path, monkeypatch: 
     arguments = (tmp_path / "kv", FINGERPRINT, BLOCK_BYTES, NUM_SLOTS, 1 << 30)
     for shared, kind in ((False, DiskStore), (True, FileStore)):
         monkeypatch.setattr("pypto_serving.store.disk.is_shared", lambda _, shared=shared: shared)
-        store = open_disk(*arguments)
+        store = open_disk(*arguments, known=False)
         assert isinstance(store, kind)
         store.close()
 
@@ -388,3 +413,34 @@ def test_nothing_is_loaded_into_memory_of_a_block_that_is_not_there(disk: Disk) 
     store, wanted = disk.open(), blank((0, 0), key_of("a"))
     assert store.load([wanted, piece((1, 1), key_of("b"))]) == [False, False]
     assert not wanted.memory.any()
+
+
+@pytest.mark.parametrize("kind", [DiskStore, FileStore])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_folder_that_was_used_and_fails_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[DiskStore] | type[FileStore], known: bool
+) -> None:
+    def opened() -> DiskStore | FileStore:
+        if kind is FileStore:
+            return FileStore(tmp_path / "kv", FINGERPRINT, BLOCK_BYTES, NUM_SLOTS, known=known)
+        return DiskStore(tmp_path / "kv", FINGERPRINT, BLOCK_BYTES, NUM_SLOTS, 1 << 30, known=known)
+
+    if known:
+        (tmp_path / "kv").touch()
+        reason = "not a directory"
+    else:
+        opened().close()
+        (lock,) = tmp_path.rglob(IN_USE)
+        lock.unlink()
+        lock.mkdir()
+        reason = "is a directory"
+    store = opened()
+    inventory = store.inventory()
+    assert (inventory.writable, inventory.keys) == (False, b"")
+    assert inventory.reason == f"it cannot be opened: {reason}"
+    assert len(caplog.records) == 1
+    assert put(store, HELD) == [False] * 3
+    assert store.find([key_of("a")]) == [False]
+    assert not loads(store, (0, 0), key_of("a"))
+    store.clear()
+    store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -175,3 +176,55 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--kv-disk"):
         FileStore(tmp_path / "file", FINGERPRINT, BLOCK_BYTES, NUM_SLOTS)
+
+
+def test_find_looks_at_many_files(server: Open) -> None:
+    store = server((200, 4))
+    held = {place: key_of(place) for place in places(100)}
+    assert all(put(store, held))
+    wanted = [key for place in places(100) for key in (key_of(place), key_of((place, "not there")))]
+    assert store.find(wanted) == [True, False] * 100
+    store.close()
+    assert store.find(wanted) == [False] * 200
+
+
+def test_a_folder_that_cannot_be_listed_is_left_alone(
+    server: Open, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(server(), HELD)
+    healthy = server()
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    healthy.clear()
+    store = server()
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "blocks cannot be deleted: input/output error",
+        "blocks are not added: input/output error",
+    ]
+    assert not store.inventory().writable
+    assert listed(store) == {}
+    assert put(store, HELD) == [False] * 3
+    assert not loads(store, (0, 0), key_of("a"))
+    assert all_load(healthy, HELD)
+
+
+def test_names_of_folders_last(server: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{file}").readlink())
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = server()
+    (folder,) = (tmp_path / "kv").iterdir()
+    assert synced[-2:] == [folder, folder.parent]
+    synced.clear()
+    put(store, {(0, 0): key_of("a")})
+    put(store, {(0, 1): key_of("a")})
+    inner = file_of(tmp_path, key_of("a")).parent
+    assert synced == [folder, inner, inner]
