@@ -67,7 +67,7 @@ FLAGS = (
         "Keep KV blocks that leave the device in host memory too: 2GiB, or 0.3 of what is free. (default: off)",
     ),
     Flag("kv_disk", KV, "DIR", "Keep KV blocks on disk too, also for later starts. (default: off)"),
-    Flag("kv_disk_size", KV, "SIZE", "Size that DIR may have. (default: 16GiB)"),
+    Flag("kv_disk_size", KV, "SIZE", "Size that blocks in DIR may take. (default: 16GiB)"),
     Flag("kv_remote", KV, "URL", "Keep KV blocks in a store that replicas share: mooncake://HOST:PORT. (default: off)"),
     Flag(
         "kv_store",
