@@ -109,7 +109,7 @@ class InlineExecutor:
                 self.stores["host"] = HostStore(self._host_memory.fd, sizes, tier.num_slots)
             elif tier.tier == "disk":
                 place = tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes
-                self.stores["disk"] = open_disk(*place)
+                self.stores["disk"] = self.stores.get("disk") or open_disk(*place, known=False)
         self._mover = Mover(program.arenas, self.stores)
         inventories = tuple(store.inventory() for tier, store in self.stores.items() if tier != "host")
         return hello(program, self.epoch, 0.0, inventories)
@@ -128,7 +128,7 @@ class InlineExecutor:
         self._sent.clear()
         self._moving.clear()
         if "disk" in self.stores:
-            self.stores["disk"].close()
+            self.stores.pop("disk").close()
         return WorkerDown("killed by the test")
 
     def send(self, plan: StepPlan) -> None:

@@ -127,7 +127,8 @@ def test_a_disk_with_room_for_some_slots_keeps_what_was_used_last(tmp_path: Path
     again = simulation.add([*prompts[-3], 1, 2, 3])
     simulation.run()
     simulation.assert_correct(again)
-    assert simulation.last[again].cached_by_tier == (0, 0, 160, 0)
+    device, _, disk, _ = simulation.last[again].cached_by_tier
+    assert device + disk == 160 and disk > 100
     store.close()
 
 
