@@ -63,6 +63,13 @@ def too_long(num_tokens: int, config: EngineConfig) -> str:
     )
 
 
+def too_few_blocks(group: str, num_blocks: int, needed: int, config: EngineConfig) -> str:
+    return (
+        f"KV group {group} has {num_blocks} blocks, a request of {config.max_model_len} tokens needs {needed}; "
+        f"raise --kv-memory or lower --max-model-len"
+    )
+
+
 def queue_timeout(request: Request, now_s: float) -> RequestFault:
     waited_s = now_s - request.source.arrival_s
     return RequestFault(503, "queue_timeout", f"the request waited {waited_s:.1f} s in the queue; try again later")

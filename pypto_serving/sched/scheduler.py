@@ -67,10 +67,7 @@ class Scheduler:
         for group, num_blocks in zip(config.groups, available, strict=True):
             needed = group.max_live_blocks(config.max_model_len, step_tokens)
             if needed > num_blocks - 1:
-                raise ConfigError(
-                    f"KV group {group.name} has {num_blocks - 1} blocks, a request of {config.max_model_len} tokens "
-                    f"needs {needed}; raise --kv-memory or lower --max-model-len"
-                )
+                raise ConfigError(outputs.too_few_blocks(group.name, num_blocks - 1, needed, config))
 
     # Requests come and go.
 
