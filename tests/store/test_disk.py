@@ -287,8 +287,9 @@ def test_a_full_disk_keeps_what_fits(
 
 
 def test_more_slots_on_a_full_disk_keep_what_there_is(
-    disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pypto_serving.store.slab.GROWTH_BYTES", 1 << 16)
     with small_disk("tmpfs", tmp_path, 1 << 20) as root:
         disk.root, ballast = root / "kv", root / "ballast"
         store = disk.open()
