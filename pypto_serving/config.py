@@ -131,6 +131,8 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts) -> Resolved:
 
 
 DISK_BYTES = 16 << 30
+MAX_SLOTS = 1 << 22
+"""Of one group in one tier; a disk keeps 64 bytes in memory for each."""
 REMOTE_BYTES, REMOTE_BLOCKS = 1 << 40, 1 << 16
 """What the engine core remembers of a remote store, which has a size of its own."""
 WEIGHT_BYTES_PER_THREAD = 32 << 20
@@ -255,6 +257,7 @@ class _Resolver:
     def _tier(self, tier: Tier, option: str, size_bytes: int, place: str = "") -> TierConfig:
         groups = self.model.kv_groups
         slots = tier_slots(groups, size_bytes)
+        slots = tuple(min(count, MAX_SLOTS) for count in slots)
         if tier == "remote":
             slots = tuple(min(count, REMOTE_BLOCKS) for count in slots)
         for group, count in zip(groups, slots, strict=True):

@@ -32,27 +32,28 @@ class BlockPool:
     Free blocks form one queue, evicted from its front: blocks without content first, then published ones, least
     recently used first. Block 0 is the null block; it is never handed out. `released` are the free blocks that are
     kept and came free since somebody took them from there, the longest ago first. `events` is told what is published
-    and forgotten.
+    and forgotten. Of `num_blocks` that can be handed out, those are made that were: a pool costs what it has held.
     """
 
     def __init__(self, num_blocks: int, events: PoolEvents | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has none to hand out; it needs at least 2")
-        self._blocks = [Block() for _ in range(num_blocks)]
+        self.num_blocks = num_blocks - 1
+        self._blocks = [Block()]
         self._by_key: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict()
+        self._used_before_new = 0
         self.released: OrderedDict[int, None] = OrderedDict()
         self.num_evicted = 0
         self._events = events
 
     @property
-    def num_blocks(self) -> int:
-        """Blocks that can be handed out; the null block does not count."""
-        return len(self._blocks) - 1
+    def _num_unmade(self) -> int:
+        return self.num_blocks + 1 - len(self._blocks)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + self._num_unmade
 
     @property
     def num_published(self) -> int:
@@ -64,7 +65,7 @@ class BlockPool:
         return self._by_key.get(key)
 
     def is_free(self, block_id: int) -> bool:
-        return block_id in self._free
+        return block_id in self._free or block_id >= len(self._blocks)
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Take one more reference to blocks that are published or in use."""
@@ -80,14 +81,23 @@ class BlockPool:
 
         Raises RuntimeError when fewer are free: callers ask `num_free` first.
         """
-        if count > len(self._free):
-            raise RuntimeError(f"{count} blocks asked for, {len(self._free)} are free")
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        if count > self.num_free:
+            raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
+        block_ids = [self._take() for _ in range(count)]
         for block_id in block_ids:
             self.num_evicted += self._blocks[block_id].key is not None
             self._forget(block_id)
             self._blocks[block_id].ref_count = 1
         return block_ids
+
+    def _take(self) -> int:
+        """The block to be used next."""
+        front = next(iter(self._free), None)
+        if front is None or (self._num_unmade and not self._used_before_new and self._blocks[front].key is not None):
+            self._blocks.append(Block())
+            return len(self._blocks) - 1
+        self._used_before_new = max(0, self._used_before_new - 1)
+        return self._free.popitem(last=False)[0]
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block; the first of `block_ids` is evicted last."""
@@ -138,9 +148,14 @@ class BlockPool:
         empty = itertools.takewhile(lambda block_id: self._blocks[block_id].key is None, self._free)
         for block_id in [block_id for block_id in empty if self._blocks[block_id].new]:
             self._free.move_to_end(block_id)
+        self._used_before_new = len(self._free)
 
     def fill(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Free blocks without content hold `keys`, of which the first is evicted first."""
+        for block_id in range(len(self._blocks), min(max(block_ids, default=0), self.num_blocks) + 1):
+            self._blocks.append(Block())
+            self._free[block_id] = None
+            self._free.move_to_end(block_id, last=False)
         for block_id, key in zip(block_ids, keys, strict=True):
             if block_id in self._free and self._blocks[block_id].key is None and key not in self._by_key:
                 self.publish(block_id, key)
