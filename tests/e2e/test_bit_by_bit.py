@@ -55,7 +55,7 @@ class Case:
         Behind them, one prompt cut after each position, for what every position of a prompt says.
         """
         rng = random.Random(11)
-        shared = rng.choices(range(250), k=40)
+        shared = rng.choices(range(250), k=140)  # more than a tile of attention
         lengths = [1, 2, 15, 16, 17, self.longest] + [rng.randrange(1, self.longest - 40) for _ in range(31)]
         prompts = [(shared * (i % 2) + rng.choices(range(250), k=n))[: self.longest] for i, n in enumerate(lengths)]
         common = {"max_tokens": OUTPUT, "ignore_eos": True, "logprobs": 5}
