@@ -30,6 +30,7 @@ import httpx
 import msgspec
 import numpy as np
 import typer
+import workloads
 from compare_machine import pause, resume, tree
 from workloads import PROGRAM
 
@@ -40,15 +41,16 @@ LOADERS = 4
 
 @dataclass
 class Server:
-    """A running server."""
+    """A running server, with tiers or without."""
 
-    process: subprocess.Popen[str]
+    pid: int
     http: httpx.Client
+    tiered: bool
 
     @property
     def cpu_s(self) -> float:
         """CPU time of all of its processes."""
-        return sum(stat.cpu_s for stat in tree(self.process.pid))
+        return sum(stat.cpu_s for stat in tree(self.pid))
 
     def metric(self, name: str, tier: str) -> float:
         text = self.http.get("/metrics").text
@@ -79,16 +81,9 @@ class Server:
 
 @contextmanager
 def server(model: Path, *options: str) -> Iterator[Server]:
-    command = [*PROGRAM, "serve", str(model), "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None
-    try:
-        ready = msgspec.json.decode(process.stdout.readline())
-        with httpx.Client(base_url=ready["url"], timeout=600) as http:
-            yield Server(process, http)
-    finally:
-        process.terminate()
-        process.wait()
+    """Our server with these options; it ends with the block."""
+    with workloads.server(model, list(options)) as ready, httpx.Client(base_url=ready["url"], timeout=600) as http:
+        yield Server(ready["pid"], http, bool(options))
 
 
 def gigabytes_per_s(num_bytes: float, work: Callable[[], Any]) -> float:
@@ -189,7 +184,7 @@ def drive(ours: Server, seed: int, shape: tuple[int, int, int, int], out: Path) 
     subprocess.run(
         [*command, "--result-filename", "run.json"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    if any("kv-disk" in part for part in ours.process.args):  # type: ignore[union-attr]
+    if ours.tiered:
         ours.settle()
     used = ours.cpu_s - before
     result = msgspec.json.decode((out / "run.json").read_bytes())
@@ -209,9 +204,9 @@ def overhead(model: Path, disk: Path, pairs: int, shape: tuple[int, int, int, in
             names = list(servers) if number % 2 else list(servers)[::-1]
             for name in names:
                 other = next(ours for key, ours in servers.items() if key != name)
-                pause(other.process.pid)
+                pause(other.pid)
                 results[name].append(drive(servers[name], number + 1, shape, out))
-                resume(other.process.pid)
+                resume(other.pid)
     yield "| requests x at once, prompt + output | CPU ms per token without | with | ratio | wall time ratio |"
     yield "|---|---|---|---|---|"
     cpu = [w[0] / o[0] for w, o in zip(results["with"], results["without"], strict=True)]

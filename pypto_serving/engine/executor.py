@@ -142,7 +142,8 @@ class ProcessExecutor:
                 self._deaths = 0
                 events.append(said)
         while (report := self._transfers.receive()) is not None:
-            events.append(report)
+            if report.epoch == self.epoch:
+                events.append(report)
         return events
 
     def _loss(self) -> str | None:
