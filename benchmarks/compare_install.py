@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -42,7 +41,7 @@ class Environment:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `ensure` wrote down: recipe, seconds, bytes, versions."""
+        """What `ensure` wrote down: recipe, bytes, versions."""
         return dict(json.loads((self.folder / MARKER).read_text()))
 
     def ensure(self, build: Callable[[Environment], dict[str, str]], counted: str = "") -> None:
@@ -55,11 +54,9 @@ class Environment:
             return
         self._say(f"installing {self.folder.name} into {self.folder}; see {self._log}")
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
         versions = build(self)
         facts = {
             "recipe": self._recipe,
-            "seconds": time.monotonic() - start,
             "bytes": folder_bytes(self.folder / counted),
             "versions": versions,
         }

@@ -78,7 +78,7 @@ class Ours:
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
         """Nothing to install."""
-        return {**install.own_facts(), "seconds": None}
+        return install.own_facts()
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
         """What a token's keys and values take is what the program itself plans with."""

@@ -169,7 +169,7 @@ def result_table(record: Record, pair: str) -> list[list[str]]:
 
 def system_table(record: Record) -> list[list[str]]:
     """What each system costs its user; ours as measured beside the first peer."""
-    heading = ["system", "versions", "ready s", "installed GiB", "install s"]
+    heading = ["system", "versions", "ready s", "installed GiB"]
     rows = [[*heading, "peak RSS GiB", "resident GiB", "without KV GiB", "client CPU"]]
     for name, (system, runs) in _systems(record).items():
         rows.append([system["title"], _versions(system["facts"]), *_costs(system), _client(runs, name)])
@@ -287,9 +287,8 @@ def _versions(facts: Mapping[str, Any]) -> str:
 
 def _costs(system: Mapping[str, Any]) -> list[str]:
     facts, memory = system["facts"], system["memory"]
-    seconds = facts.get("seconds")
     ready = f"{statistics.median(system['ready_s']):.1f}" if system["ready_s"] else ""
-    cells = [ready, f"{facts['bytes'] / GIB:.2f}", "" if seconds is None else f"{seconds:.0f}"]
+    cells = [ready, f"{facts['bytes'] / GIB:.2f}"]
     keys = ("peak", "resident", "without_kv")
     return cells + [f"{_median_memory(system, key) / GIB:.2f}" if memory else "" for key in keys]
 
