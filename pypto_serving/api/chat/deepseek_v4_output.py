@@ -1,0 +1,96 @@
+"""Reading what DeepSeek V4 writes: reasoning up to `</think>`, then content, then calls in DSML."""
+
+from __future__ import annotations
+
+from pypto_serving.api.chat.dsml import CALLS_START, BlockReader
+from pypto_serving.api.chat.output import Part, TextKind, TextPart
+
+THINK_END = "</think>"
+_GAP = "\n\n"
+"""Stands before a block of calls and belongs to it."""
+
+
+class DeepseekV4Parser:
+    """See OutputParser. Owned by one output.
+
+    An output that begins within the reasoning (`thinks`) and never ends it is reasoning to its end. Calls are read only
+    with `reads_calls`; what follows a block of calls is content again, and so is a block that is cut or malformed, from
+    the first call that cannot be read.
+    """
+
+    def __init__(self, thinks: bool, reads_calls: bool) -> None:
+        self._thinks = thinks
+        self._reads_calls = reads_calls
+        self._held = ""
+        self._block: BlockReader | None = None
+        self._block_start = ""
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that became certain with `text`."""
+        parts: list[Part] = []
+        more: str | None = text
+        while more is not None:
+            if self._thinks:
+                more = self._reason(more, parts)
+            elif self._block is not None:
+                more = self._call(self._block, more, parts)
+            else:
+                more = self._say(more, parts)
+        return parts
+
+    def finish(self) -> list[Part]:
+        """What was held back, at the end of the output."""
+        parts: list[Part] = []
+        if self._block is None:
+            _add("reasoning" if self._thinks else "content", self._held, parts)
+        elif self._block.rest.strip() or self._block_start:
+            _add("content", self._block_start + self._block.rest, parts)
+        return parts
+
+    def _reason(self, text: str, parts: list[Part]) -> str | None:
+        """Each state takes `text` and returns what the next state is to take, None where there is no next one yet."""
+        before, mark, after = (self._held + text).partition(THINK_END)
+        if mark:
+            self._thinks, self._held = False, ""
+            _add("reasoning", before, parts)
+            return after
+        self._hold("reasoning", before, _overlap(before, THINK_END), parts)
+        return None
+
+    def _say(self, text: str, parts: list[Part]) -> str | None:
+        before, mark, after = (self._held + text).partition(CALLS_START) if self._reads_calls else (text, "", "")
+        if mark:
+            content = before.removesuffix(_GAP)
+            self._block, self._held = BlockReader(), ""
+            self._block_start = before[len(content) :] + mark
+            _add("content", content, parts)
+            return after
+        overlap = max(_overlap(before, _GAP + CALLS_START), _overlap(before, CALLS_START)) if self._reads_calls else 0
+        self._hold("content", before, overlap, parts)
+        return None
+
+    def _call(self, block: BlockReader, text: str, parts: list[Part]) -> str | None:
+        calls = block.push(text)
+        parts += calls
+        if calls:
+            self._block_start = ""
+        if not block.ended:
+            return None
+        self._block, self._block_start = None, ""
+        return block.rest
+
+    def _hold(self, kind: TextKind, text: str, count: int, parts: list[Part]) -> None:
+        """Give out `text` but for its last `count` characters."""
+        end = len(text) - count
+        self._held = text[end:]
+        _add(kind, text[:end], parts)
+
+
+def _add(kind: TextKind, text: str, parts: list[Part]) -> None:
+    if text:
+        parts.append(TextPart(kind, text))
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest proper beginning of `mark` that `text` ends with."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
