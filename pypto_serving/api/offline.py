@@ -18,8 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pypto_serving.api.chat.output import OutputParser, ToolCall, content_of, read_output
 from pypto_serving.api.openai.choice import Choice
-from pypto_serving.api.openai.prompts import check_ids, encode_text, fit_max_tokens
+from pypto_serving.api.openai.params import parseable
+from pypto_serving.api.openai.prompts import check_ids, encode_chat, encode_text, fit_max_tokens
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.engine.async_engine import AsyncEngine
@@ -47,13 +49,18 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice. `logprobs[i]` maps token ids at place i, the chosen one among them, to their values."""
+    """One choice. `logprobs[i]` maps token ids at place i, the chosen one among them, to their values.
+
+    Where the model's family marks them in chats, `reasoning` and `tool_calls` stand beside the text, not in it.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,15 @@ class GenerationOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """An encoded prompt and what reads its outputs. `text` is None where ids were given."""
+
+    text: str | None
+    ids: list[int]
+    new_parser: Callable[[], OutputParser] | None = None
 
 
 class LLM:
@@ -159,14 +175,17 @@ class LLM:
         return self._call(lambda: self._run(list(map(encode, conversations)), params, progress))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Answer one conversation, piece by piece; closing the iterator ends the request."""
+        """Answer one conversation, piece by piece; closing the iterator ends the request.
+
+        Reasoning and tool calls are not part of the answer.
+        """
         (params,) = self._params_of(sampling_params, 1, max_tokens=None)
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
 
         async def pump() -> None:
             try:
-                _, ids = await self._encode_chat(messages, None)
-                await self._put_texts(ids, params, pieces.put)
+                job = await self._encode_chat(messages, None)
+                await self._put_texts(job, params, pieces.put)
                 pieces.put(None)
             except BaseException as error:
                 pieces.put(error)
@@ -191,62 +210,66 @@ class LLM:
             raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")
         return params
 
-    async def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    async def _encode(self, prompt: Prompt) -> _Job:
         if isinstance(prompt, str):
-            return prompt, await encode_text(self._service, prompt, "prompt", add_special_tokens=True)
+            return _Job(prompt, await encode_text(self._service, prompt, "prompt", add_special_tokens=True))
         ids = [int(i) for i in prompt]
         if not ids:
             raise RequestError("a prompt is an empty list; give at least one token id", param="prompt")
-        return None, check_ids(self._service, ids, "prompt")
+        return _Job(None, check_ids(self._service, ids, "prompt"))
 
-    async def _encode_chat(self, messages: Messages, kwargs: Mapping[str, Any] | None) -> tuple[str | None, list[int]]:
-        encoded = self._service.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
-        if isinstance(encoded, str):
-            return encoded, await encode_text(self._service, encoded, "messages", add_special_tokens=False)
-        return None, check_ids(self._service, encoded, "messages")
+    async def _encode_chat(self, messages: Messages, kwargs: Mapping[str, Any] | None) -> _Job:
+        chat = self._service.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
+        ids = await encode_chat(self._service, chat, add_special_tokens=False)
+        return _Job(chat.prompt if isinstance(chat.prompt, str) else None, ids, chat.new_parser)
 
     async def _run(
         self,
-        jobs: Sequence[Coroutine[Any, Any, tuple[str | None, list[int]]]],
+        encoding: Sequence[Coroutine[Any, Any, _Job]],
         params: Sequence[SamplingParams],
         progress: bool,
     ) -> list[GenerationOutput]:
-        encoded = await asyncio.gather(*jobs)
-        fitted = [self._fit(ids, wanted) for (_, ids), wanted in zip(encoded, params, strict=True)]
+        jobs = await asyncio.gather(*encoding)
+        fitted = [self._fit(job, wanted) for job, wanted in zip(jobs, params, strict=True)]
         widest = max((wanted.n for wanted in params), default=1)
         room = asyncio.Semaphore(max(1, self._engine.config.max_queued_requests // widest))
-        with _progress_bar(len(encoded), progress) as bar:
+        with _progress_bar(len(jobs), progress) as bar:
 
-            async def one(prompt: str | None, ids: list[int], wanted: SamplingParams) -> GenerationOutput:
+            async def one(job: _Job, wanted: SamplingParams) -> GenerationOutput:
                 async with room:
-                    output = await self._generate(prompt, ids, wanted)
+                    output = await self._generate(job, wanted)
                 bar.advance(bar.task_ids[0])
                 return output
 
-            work = [one(*pair, wanted) for pair, wanted in zip(encoded, fitted, strict=True)]
-            return await _all_or_none(work)
+            return await _all_or_none([one(job, wanted) for job, wanted in zip(jobs, fitted, strict=True)])
 
-    def _fit(self, ids: list[int], params: SamplingParams) -> SamplingParams:
+    def _fit(self, job: _Job, params: SamplingParams) -> SamplingParams:
         for token_id in params.stop_token_ids:
             if token_id >= self._engine.config.vocab_size:
                 raise RequestError(f"stop_token_ids: {token_id} is no token of this model", param="stop_token_ids")
-        limit = fit_max_tokens(len(ids), params.max_tokens, None, self._engine.config.max_model_len)
-        return msgspec.structs.replace(params, max_tokens=limit)
+        limit = fit_max_tokens(len(job.ids), params.max_tokens, None, self._engine.config.max_model_len)
+        params = msgspec.structs.replace(params, max_tokens=limit)
+        return params if job.new_parser is None else parseable(params)
 
-    async def _generate(self, prompt: str | None, ids: list[int], params: SamplingParams) -> GenerationOutput:
-        requests = self._requests(ids, params)
-        sequences = {r.request_id: _Sequence(i, r, ids, self._service.tokenizer) for i, r in enumerate(requests)}
+    async def _generate(self, job: _Job, params: SamplingParams) -> GenerationOutput:
+        requests = self._requests(job.ids, params)
+        sequences = {r.request_id: _Sequence(i, r, job, self._service.tokenizer) for i, r in enumerate(requests)}
         await self._receive(requests, lambda output: self._take(sequences[output.request_id], output))
         done = list(sequences.values())
         num_cached = done[0].choice.num_cached
-        return GenerationOutput(requests[0].request_id, prompt, ids, [s.result() for s in done], num_cached)
+        return GenerationOutput(requests[0].request_id, job.text, job.ids, [s.result() for s in done], num_cached)
 
-    async def _put_texts(self, ids: list[int], params: SamplingParams, put: Callable[[str], None]) -> None:
-        (request,) = self._requests(ids, self._fit(ids, params))
-        sequence = _Sequence(0, request, ids, self._service.tokenizer)
+    async def _put_texts(self, job: _Job, params: SamplingParams, put: Callable[[str], None]) -> None:
+        (request,) = self._requests(job.ids, self._fit(job, params))
+        sequence = _Sequence(0, request, job, self._service.tokenizer)
+        parser = None if job.new_parser is None else job.new_parser()
 
         def take(output: RequestOutput) -> None:
-            if text := self._take(sequence, output):
+            text = self._take(sequence, output)
+            if parser is not None:
+                ended = sequence.choice.finish_reason is not None
+                text = content_of(parser.push(text) + (parser.finish() if ended else []))
+            if text:
                 put(text)
 
         await self._receive([request], take)
@@ -289,8 +312,9 @@ class LLM:
 class _Sequence:
     """Collects one choice."""
 
-    def __init__(self, index: int, request: EngineRequest, prompt: list[int], tokenizer: Tokenizer | None) -> None:
-        self.choice = Choice(index, request.request_id, prompt, request.params, tokenizer)
+    def __init__(self, index: int, request: EngineRequest, job: _Job, tokenizer: Tokenizer | None) -> None:
+        self.choice = Choice(index, request.request_id, job.ids, request.params, tokenizer)
+        self._new_parser = job.new_parser
         self._tokenizer = tokenizer
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -322,7 +346,11 @@ class _Sequence:
 
     def result(self) -> CompletionOutput:
         reason = self.choice.finish_reason or "abort"
-        return CompletionOutput(self.choice.index, "".join(self._texts), self._token_ids, self._logprobs, reason)
+        index, ids, logprobs = self.choice.index, self._token_ids, self._logprobs
+        if self._new_parser is None:
+            return CompletionOutput(index, "".join(self._texts), ids, logprobs, reason)
+        read = read_output(self._new_parser(), self._texts)
+        return CompletionOutput(index, read.content, ids, logprobs, reason, read.reasoning, read.tool_calls)
 
 
 async def _all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

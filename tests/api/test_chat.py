@@ -148,7 +148,7 @@ def test_the_templates_own_refusal_is_a_400(start: Callable[..., RunningServer],
 
 
 def render(source: str, **kwargs: Any) -> str:
-    return TemplateEncoder(source, {"bos_token": "<s>"}).encode([HELLO], kwargs)
+    return TemplateEncoder(source, {"bos_token": "<s>"}).encode([HELLO], kwargs).prompt
 
 
 def test_template_helpers() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+from pypto_serving.api.chat.output import OutputParser
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
@@ -16,19 +18,31 @@ logger = logging.getLogger("pypto_serving.api")
 Message = Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A conversation as a prompt, text or token ids, and what reads each output of it: None for plain text."""
+
+    prompt: str | list[int]
+    new_parser: Callable[[], OutputParser] | None = None
+
+
 class ChatEncoder(Protocol):
     """A family's way to write a conversation down. Stateless after loading."""
 
-    def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> str | list[int]:
-        """The prompt as text, or as token ids; raises RequestError for what the family cannot express.
+    @property
+    def request_fields(self) -> frozenset[str]:
+        """Fields of a request, besides its messages, that `encode` takes in `kwargs`."""
+
+    def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> EncodedChat:
+        """The prompt; raises RequestError for what the family cannot express.
 
         Each message has `role` and `content` (a string) and whatever else the client sent. `kwargs` holds
-        `add_generation_prompt` and the client's chat_template_kwargs.
+        `add_generation_prompt`, the client's chat_template_kwargs, and those of `request_fields` that it sent.
         """
 
 
 ENCODERS = LazyRegistry("chat encoder", {"jinja": "pypto_serving.api.chat.template:load"})
-"""Loaders: (ServingConfig) -> ChatEncoder; raise ModelError where the checkpoint lacks what they need."""
+"""Loaders: (ServingConfig, Tokenizer) -> ChatEncoder; raise ModelError where the checkpoint lacks what they need."""
 
 ENCODER_OF_ARCHITECTURE: dict[str, str] = {}
 """Architectures whose checkpoints write chats by other means than a Jinja template."""
@@ -36,6 +50,8 @@ ENCODER_OF_ARCHITECTURE: dict[str, str] = {}
 
 class UnavailableEncoder:
     """Stands in where a model cannot chat, and tells each request why."""
+
+    request_fields = frozenset[str]()
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -50,7 +66,7 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
         return UnavailableEncoder("this model has no tokenizer.json, so the server cannot chat with it")
     name = ENCODER_OF_ARCHITECTURE.get(serving.architecture, "jinja")
     try:
-        encoder: ChatEncoder = ENCODERS.load(name)(serving)
+        encoder: ChatEncoder = ENCODERS.load(name)(serving, tokenizer)
     except ModelError as error:
         if serving.chat_template is not None:
             raise

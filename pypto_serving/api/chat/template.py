@@ -15,8 +15,9 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.engine.text import load_special_tokens, read_json_object
+from pypto_serving.engine.text import Tokenizer, load_special_tokens, read_json_object
 from pypto_serving.errors import ModelError, RequestError
 
 logger = logging.getLogger("pypto_serving.api")
@@ -27,6 +28,8 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 class TemplateEncoder:
     """A compiled template; see ChatEncoder."""
 
+    request_fields = frozenset[str]()
+
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`; raises ModelError where it is no valid template."""
         try:
@@ -35,10 +38,11 @@ class TemplateEncoder:
             raise ModelError(f"the chat template of this model is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> str:
+    def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
         """The rendered conversation; raises RequestError with the template's own complaint."""
         try:
-            return self._template.render(**(self._special_tokens | {"messages": list(messages)} | dict(kwargs)))
+            values = self._special_tokens | {"messages": list(messages)} | dict(kwargs)
+            return EncodedChat(self._template.render(**values))
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # whatever a template does with messages it did not expect
@@ -46,7 +50,7 @@ class TemplateEncoder:
             raise RequestError(f"the chat template failed on these messages: {detail}", param="messages") from error
 
 
-def load(serving: ServingConfig) -> TemplateEncoder:
+def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
     """Find and compile the template; raises ModelError where there is none or it is damaged."""
     source, origin = find_template(Path(serving.model_dir), serving.chat_template)
     logger.info("chat template from %s", origin)

@@ -9,17 +9,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.openai.body import parse_body
-from pypto_serving.api.openai.choice import Delta
-from pypto_serving.api.openai.fields import CHAT_RULES, brief, ignored_header
+from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
+from pypto_serving.api.openai.fields import brief, chat_rules, ignored_header
 from pypto_serving.api.openai.generation import Generation, Prompt
-from pypto_serving.api.openai.logprobs import chat_logprobs
-from pypto_serving.api.openai.params import sampling_params
-from pypto_serving.api.openai.prompts import check_ids, encode_text, fit_max_tokens
-from pypto_serving.api.openai.respond import Output, respond
+from pypto_serving.api.openai.params import parseable, sampling_params
+from pypto_serving.api.openai.prompts import encode_chat, fit_max_tokens
+from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.schemas import ChatBody, ChatMessage
-from pypto_serving.api.openai.sse import EventFormat, encode
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS
@@ -30,28 +29,27 @@ _MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
-    body, ignored = await parse_body(request, ChatBody, CHAT_RULES)
+    body, ignored = await parse_body(request, ChatBody, chat_rules(service.chat_encoder.request_fields))
     model = service.resolve_model(body.model)
-    prompt = await _prompt(service, body)
+    chat, prompt = await _prompt(service, body)
     generation = Generation(service, [prompt], "chatcmpl")
     usage = bool(body.stream_options and body.stream_options.include_usage)
-    form = ChatFormat(generation.id, int(time.time()), model, prompt.params.n, usage)
+    basics = (generation.id, int(time.time()), model, prompt.params.n, usage)
+    form = ChatFormat(*basics) if chat.new_parser is None else ParsedChatFormat(*basics, chat.new_parser)
     return await respond(request, generation, form, bool(body.stream), ignored_header(ignored))
 
 
-async def _prompt(service: Service, body: ChatBody) -> Prompt:
+async def _prompt(service: Service, body: ChatBody) -> tuple[EncodedChat, Prompt]:
     config = service.engine.config
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     explicit = getattr(body, name)
     defaults = service.serving.default_sampling
     params = sampling_params(body, defaults, config.vocab_size, explicit, _num_logprobs(body))
-    written = service.chat_encoder.encode(_messages(body), _template_kwargs(body))
-    if isinstance(written, str):
-        ids = await encode_text(service, written, "messages", bool(body.add_special_tokens))
-    else:
-        ids = check_ids(service, written, "messages")
+    chat = service.chat_encoder.encode(_messages(body), _encoder_kwargs(body, service.chat_encoder.request_fields))
+    ids = await encode_chat(service, chat, bool(body.add_special_tokens))
     max_tokens = fit_max_tokens(len(ids), explicit, None, config.max_model_len, name)
-    return Prompt(ids, msgspec.structs.replace(params, max_tokens=max_tokens))
+    params = msgspec.structs.replace(params, max_tokens=max_tokens)
+    return chat, Prompt(ids, parseable(params) if chat.new_parser is not None else params)
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -65,12 +63,18 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return None
 
 
-def _template_kwargs(body: ChatBody) -> dict[str, Any]:
+def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str]) -> dict[str, Any]:
     given = body.chat_template_kwargs or {}
     if reserved := sorted(RESERVED & given.keys()):
         names = ", ".join(reserved)
         raise RequestError(f"chat_template_kwargs must not set {names}", param="chat_template_kwargs")
-    return {**given, "add_generation_prompt": body.add_generation_prompt is not False}
+    fields = {name: value for name, value in body.extra.items() if name in request_fields and value is not None}
+    if twice := sorted(fields.keys() & given.keys()):
+        names = ", ".join(twice)
+        raise RequestError(f"chat_template_kwargs has {names}, and so has the request; send one", param=twice[0])
+    if body.extra.get("tool_choice") == "none":
+        fields.pop("tools", None)
+    return {**given, **fields, "add_generation_prompt": body.add_generation_prompt is not False}
 
 
 def _messages(body: ChatBody) -> list[dict[str, Any]]:
@@ -98,33 +102,3 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else part
     message = f"{where} is a part of type {brief(kind)}; this model reads only parts {{'type': 'text', 'text': ...}}"
     raise RequestError(message, param=where, code="unsupported_content")
-
-
-class ChatFormat(EventFormat):
-    """`chat.completion` objects and chunks; see Format."""
-
-    def __init__(self, chat_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
-        self._base = {"id": chat_id, "object": "chat.completion", "created": created, "model": model}
-        base = {**self._base, "object": "chat.completion.chunk"}
-        super().__init__(base, num_choices, b',"delta":{"content":%b}', include_usage)
-        self._num_choices = num_choices
-
-    def opening(self) -> bytes:
-        role = b',"delta":{"role":"assistant","content":""}'
-        return b"".join(self.choice(i, role, None, None) for i in range(self._num_choices))
-
-    def rare_event(self, delta: Delta) -> bytes:
-        content = b',"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b',"delta":{}'
-        return self.choice(delta.index, content, chat_logprobs(delta.logprobs), delta.finish_reason)
-
-    def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": output.index,
-                "message": {"role": "assistant", "content": output.text, "refusal": None},
-                "logprobs": chat_logprobs(output.logprobs),
-                "finish_reason": output.finish_reason,
-            }
-            for output in outputs
-        ]
-        return {**self._base, "choices": choices, "usage": usage}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -129,5 +130,13 @@ CHAT_RULES = FieldRules(
     },
     _ACCEPTED_EVERYWHERE | {"parallel_tool_calls"},
 )
+
+
+@functools.cache
+def chat_rules(supported: frozenset[str]) -> FieldRules:
+    """CHAT_RULES where the model's chat encoder reads the fields `supported`."""
+    neutral = {name: values for name, values in CHAT_RULES.neutral.items() if name not in supported}
+    return FieldRules(neutral, CHAT_RULES.accepted | supported)
+
 
 STREAM_OPTION_RULES = FieldRules({"continuous_usage_stats": (False,)}, frozenset({"include_obfuscation"}))

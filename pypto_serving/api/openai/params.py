@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from pypto_serving.api.openai.fields import brief
 from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.settings import DefaultSampling
@@ -45,6 +47,11 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=logprobs,
     )
+
+
+def parseable(params: SamplingParams) -> SamplingParams:
+    """`params` under which an output's text keeps the special tokens that its parser looks for."""
+    return msgspec.structs.replace(params, skip_special_tokens=False)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

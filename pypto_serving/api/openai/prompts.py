@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.openai.fields import brief
 from pypto_serving.api.service import Service
 from pypto_serving.engine.text import Tokenizer
@@ -45,6 +46,13 @@ async def encode_text(service: Service, text: str, where: str, add_special_token
     if not ids:
         raise RequestError(f"{where} is empty; send at least one token", param=_param(where))
     return check_ids(service, ids, where)
+
+
+async def encode_chat(service: Service, chat: EncodedChat, add_special_tokens: bool) -> list[int]:
+    """Token ids of a written conversation; raises RequestError as `encode_text` and `check_ids` do."""
+    if isinstance(chat.prompt, str):
+        return await encode_text(service, chat.prompt, "messages", add_special_tokens)
+    return check_ids(service, chat.prompt, "messages")
 
 
 def check_ids(service: Service, ids: list[int], where: str) -> list[int]:

@@ -33,7 +33,7 @@ class Format(Protocol):
         """Events before the first token."""
 
     def event(self, delta: Delta) -> bytes:
-        """One event."""
+        """The events of one delta; b"" where it is kept for later."""
 
     def usage_event(self, usage: dict[str, object]) -> bytes:
         """The event that ends a stream with include_usage, b"" without."""
@@ -128,6 +128,8 @@ class EventStream(Response):
             body = event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas))
             if not self._started:
                 return self._start(send, write, opening + body)
+            if not body:
+                return None
             return begun(write({"type": "http.response.body", "body": body, "more_body": True}))
 
         try:

@@ -1,0 +1,106 @@
+"""How chat completions are written: plain text, or what a parser makes of it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from pypto_serving.api.chat.output import OutputParser, Part, ToolCall, read_output
+from pypto_serving.api.openai.choice import Delta
+from pypto_serving.api.openai.logprobs import chat_logprobs
+from pypto_serving.api.openai.respond import Output
+from pypto_serving.api.openai.sse import EventFormat, encode
+
+
+class ChatFormat(EventFormat):
+    """`chat.completion` objects and chunks; see Format."""
+
+    def __init__(self, chat_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
+        self._base = {"id": chat_id, "object": "chat.completion", "created": created, "model": model}
+        base = {**self._base, "object": "chat.completion.chunk"}
+        super().__init__(base, num_choices, b',"delta":{"content":%b}', include_usage)
+        self._num_choices = num_choices
+
+    def opening(self) -> bytes:
+        role = b',"delta":{"role":"assistant","content":""}'
+        return b"".join(self.choice(i, role, None, None) for i in range(self._num_choices))
+
+    def rare_event(self, delta: Delta) -> bytes:
+        content = b',"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b',"delta":{}'
+        return self.choice(delta.index, content, chat_logprobs(delta.logprobs), delta.finish_reason)
+
+    def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
+        choices = [
+            {"index": output.index, "logprobs": chat_logprobs(output.logprobs), **self._answer(output)}
+            for output in outputs
+        ]
+        return {**self._base, "choices": choices, "usage": usage}
+
+    def _answer(self, output: Output) -> dict[str, Any]:
+        """What the text of a choice decides."""
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        return {"message": message, "finish_reason": output.finish_reason}
+
+
+class ParsedChatFormat(ChatFormat):
+    """Chats whose outputs hold reasoning and tool calls beside their content.
+
+    Reasoning goes by both names that clients know. A call is sent whole, when the model has ended it.
+    """
+
+    def __init__(
+        self,
+        chat_id: str,
+        created: int,
+        model: str,
+        num_choices: int,
+        include_usage: bool,
+        new_parser: Callable[[], OutputParser],
+    ) -> None:
+        super().__init__(chat_id, created, model, num_choices, include_usage)
+        self._new_parser = new_parser
+        self._parsers = [new_parser() for _ in range(num_choices)]
+        self._num_calls = [0] * num_choices
+
+    def event(self, delta: Delta) -> bytes:
+        """The events of `delta`: one for each of its parts, b"" where it has none yet."""
+        index, parser = delta.index, self._parsers[delta.index]
+        parts = parser.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += parser.finish()
+        bodies = [b',"delta":' + encode(self._delta(index, part)) for part in parts]
+        if not bodies and (delta.finish_reason is not None or delta.logprobs is not None):
+            bodies = [b',"delta":{}']
+        reason = _finish_reason(delta.finish_reason, self._num_calls[index])
+        events = [self.choice(index, body, None, None) for body in bodies[:-1]]
+        events += [self.choice(index, body, chat_logprobs(delta.logprobs), reason) for body in bodies[-1:]]
+        return b"".join(events)
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, ToolCall):
+            number = self._num_calls[index]
+            self._num_calls[index] += 1
+            return {"tool_calls": [{"index": number, **_tool_call(part)}]}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text, "reasoning": part.text}
+        return {"content": part.text}
+
+    def _answer(self, output: Output) -> dict[str, Any]:
+        read = read_output(self._new_parser(), output.texts)
+        message: dict[str, Any] = {"role": "assistant", "content": read.content, "refusal": None}
+        if read.reasoning:
+            message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
+        if read.tool_calls:
+            message |= {"content": read.content or None, "tool_calls": [_tool_call(call) for call in read.tool_calls]}
+        return {"message": message, "finish_reason": _finish_reason(output.finish_reason, len(read.tool_calls))}
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
+def _finish_reason(reason: str | None, num_calls: int) -> str | None:
+    """The model's stop behind calls is OpenAI's "tool_calls"."""
+    return "tool_calls" if reason == "stop" and num_calls else reason
