@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
 NULL_MODELS = ("plain", "deepseek_v4")
-WANTED_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+WANTED_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "encoding/encoding_*.py"]
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 

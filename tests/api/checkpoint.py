@@ -13,6 +13,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% if shout %}LOUD{% endif %}"
 )
+DEEPSEEK_V4_TOKENS = ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜"]
 SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -41,4 +42,17 @@ def write_checkpoint(folder: Path, *, tokenizer: bool = True, template: str | No
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     generation = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True, "eos_token_id": [0, 2]}
     (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def write_deepseek_v4(folder: Path) -> Path:
+    """A checkpoint folder with DeepSeek V4's tokens, and a template that must not be used; returns it."""
+    raw = tiny_tokenizer()
+    raw.add_special_tokens(["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"])
+    raw.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in DEEPSEEK_V4_TOKENS])
+    write_checkpoint(folder, tokenizer=False)
+    raw.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<｜end▁of▁sentence｜>", "add_bos_token": False, "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
     return folder

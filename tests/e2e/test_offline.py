@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
 from pypto_serving import LLM, SamplingParams
+from pypto_serving.api.chat import ENCODER_OF_ARCHITECTURE
+from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
+from tests.api.checkpoint import write_deepseek_v4
+from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -66,6 +71,25 @@ def test_streamed_chat_equals_the_whole_answer(llm: LLM) -> None:
     next(stream)
     stream.close()
     assert llm.chat(messages, progress=False)[0].outputs[0].text == whole
+
+
+def test_reasoning_stands_beside_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek V4's chats on a model that is quick to make."""
+    folder = write_deepseek_v4(make_checkpoint(tmp_path, vocab_size=448))
+    monkeypatch.setitem(ENCODER_OF_ARCHITECTURE, "Qwen3ForCausalLM", "deepseek_v4")
+    messages, params = [{"role": "user", "content": "hello"}], SamplingParams(temperature=0, max_tokens=24)
+    with LLM(str(folder), log_level="warning") as llm:
+        thinks = llm.chat(messages, params, progress=False)[0]
+        says = llm.chat(messages, params, chat_template_kwargs={"thinking": False}, progress=False)[0]
+        pieces = list(llm.stream_chat(messages, params))
+    assert thinks.prompt == "<｜begin▁of▁sentence｜><｜User｜>hello<｜Assistant｜><think>"
+    assert (says.outputs[0].reasoning, says.outputs[0].tool_calls) == ("", [])
+    assert says.outputs[0].text
+    tokenizer = Tokenizer.load(folder)
+    whole = tokenizer.decode(thinks.outputs[0].token_ids, skip_special_tokens=False)
+    reasoning, _, answer = whole.partition("</think>")
+    assert (thinks.outputs[0].reasoning, thinks.outputs[0].text) == (reasoning, answer)
+    assert "".join(pieces) == answer
 
 
 def test_prompts_that_cannot_work_are_named(llm: LLM) -> None:

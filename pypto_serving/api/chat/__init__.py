@@ -41,10 +41,13 @@ class ChatEncoder(Protocol):
         """
 
 
-ENCODERS = LazyRegistry("chat encoder", {"jinja": "pypto_serving.api.chat.template:load"})
+ENCODERS = LazyRegistry(
+    "chat encoder",
+    {"jinja": "pypto_serving.api.chat.template:load", "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:load"},
+)
 """Loaders: (ServingConfig, Tokenizer) -> ChatEncoder; raise ModelError where the checkpoint lacks what they need."""
 
-ENCODER_OF_ARCHITECTURE: dict[str, str] = {}
+ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
 """Architectures whose checkpoints write chats by other means than a Jinja template."""
 
 

@@ -1,0 +1,216 @@
+"""How DeepSeek V4 wants conversations written: by an encoding of its own, not by a Jinja template.
+
+The source of the format is `encoding/encoding_dsv4.py` in DeepSeek's checkpoints, whose file says which texts ask for
+more effort; it is read, never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pypto_serving.api.chat import EncodedChat
+from pypto_serving.api.chat.deepseek_v4_output import THINK_END, DeepseekV4Parser
+from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_tools, read_turns, refuse, with_request
+from pypto_serving.api.chat.dsml import to_json, write_calls, write_tools
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.engine.text import Tokenizer
+from pypto_serving.errors import ConfigError, ModelError, RequestError
+
+BOS = "<｜begin▁of▁sentence｜>"
+EOS = "<｜end▁of▁sentence｜>"
+USER = "<｜User｜>"
+ASSISTANT = "<｜Assistant｜>"
+REMINDER = "<｜latest_reminder｜>"
+THINK = "<think>"
+_SAYING = ("user", "developer")
+NEEDED_TOKENS = (BOS, EOS, USER, ASSISTANT, THINK, THINK_END)
+
+_BEFORE_SCHEMA = "## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+
+_THOROUGH = (
+    "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
+    "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "
+    "rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.\n"
+    "Explicitly write out your entire deliberation process, documenting every intermediate step, considered "
+    "alternative, and rejected hypothesis to ensure absolutely no assumption is left unchecked.\n\n"
+)
+_EXHAUSTIVE = (
+    "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
+    "You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the "
+    "problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying "
+    "cause rather than any surface symptom.\n"
+    "Do not stop reasoning until you have independently verified the solution from multiple angles and are certain "
+    "that no assumption remains unchecked and no error remains undiscovered.\n\n"
+)
+FIRST_EFFORTS = {"low": "", "high": "", "max": _THOROUGH}
+"""What stands before a conversation in thinking mode, by effort: Flash, Pro and DSpark as first released."""
+LATER_EFFORTS = {"low": "", "high": _THOROUGH, "max": _EXHAUSTIVE}
+"""The same since DeepSeek-V4-Flash-0731."""
+EFFORTS = {
+    "none": "low",
+    "minimal": "low",
+    "low": "low",
+    "medium": "high",
+    "high": "high",
+    "xhigh": "high",
+    "max": "max",
+}
+"""What DeepSeek's API makes of each `reasoning_effort`; "none" asks for no thinking at all."""
+
+OPTIONS = ("thinking", "enable_thinking", "drop_thinking", "reasoning_effort")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """`thinking` or chat mode; `drop` leaves out the reasoning of earlier turns; `effort` is low, high or max."""
+
+    thinking: bool = True
+    drop: bool = True
+    effort: str = "high"
+
+
+class DeepseekV4Encoder:
+    """See ChatEncoder."""
+
+    request_fields = frozenset({"tools", "response_format", "reasoning_effort", "thinking"})
+
+    def __init__(self, efforts: Mapping[str, str] = FIRST_EFFORTS) -> None:
+        self._efforts = efforts
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
+        """The conversation as text that begins with BOS; raises RequestError that names what is wrong with it."""
+        if not messages:
+            refuse("messages", "is an empty list; send at least one message")
+        options = dict(kwargs)
+        tools = read_tools(options.pop("tools", None), "tools")
+        schema = _read_format(options.pop("response_format", None))
+        asks = bool(options.pop("add_generation_prompt", True))
+        mode = read_mode(options)
+        turns = with_request(read_turns(messages), tools, schema)
+        continues = turns[-1].role == "assistant" and not turns[-1].ended
+        if asks and turns[-1].role == "assistant" and not continues:
+            refuse(
+                f"messages[{len(messages) - 1}]",
+                "is the assistant's, but the last message must ask for an answer; "
+                "set `prefix` to true in it to have it continued",
+            )
+        prefix = self._efforts[mode.effort] if mode.thinking else ""
+        try:
+            text = BOS + prefix + write_turns(turns, mode, asks)
+        except (ValueError, RecursionError) as error:  # integers of thousands of digits, deep nesting
+            raise RequestError(f"messages or tools cannot be written as JSON: {error}", param="messages") from error
+        if not asks and not continues:
+            return EncodedChat(text)
+        reads_calls = any(turn.tools for turn in turns)
+        return EncodedChat(text, partial(DeepseekV4Parser, mode.thinking and not continues, reads_calls))
+
+
+def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
+    """The encoder of a checkpoint; raises ModelError where its tokenizer lacks a token that marks turns."""
+    if serving.chat_template is not None:
+        raise ConfigError("--chat-template has no effect: DeepSeek V4 has an encoding of its own; drop it")
+    for token in NEEDED_TOKENS:
+        if tokenizer.raw.token_to_id(token) is None:
+            raise ModelError(f"tokenizer.json has no token {token}, which chats of DeepSeek V4 need")
+    try:
+        encoding = (Path(serving.model_dir) / "encoding" / "encoding_dsv4.py").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        encoding = ""
+    return DeepseekV4Encoder(LATER_EFFORTS if "REASONING_EFFORT_PROMPTS" in encoding else FIRST_EFFORTS)
+
+
+def read_mode(options: Mapping[str, Any]) -> Mode:
+    """The mode that a client's options ask for: thinking unless they say otherwise, and what they say of it wins."""
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        names = ", ".join(unknown)[:200]
+        refuse("chat_template_kwargs", f"has {names}, but this model knows only {', '.join(OPTIONS)}")
+    effort = options.get("reasoning_effort")
+    if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
+        refuse("reasoning_effort", f"is {effort!r:.100}, but must be one of {', '.join(EFFORTS)}")
+    said = [
+        flag for flag in (_thinking(options.get("thinking")), _flag(options, "enable_thinking")) if flag is not None
+    ]
+    if len(set(said)) > 1:
+        refuse("chat_template_kwargs", "has thinking and enable_thinking, which say different things; send one")
+    thinking = said[0] if said else effort != "none"
+    return Mode(thinking, _flag(options, "drop_thinking") is not False, EFFORTS[effort or "high"])
+
+
+def write_turns(turns: Sequence[Turn], mode: Mode, asks: bool = True) -> str:
+    """All of a conversation behind BOS and effort; with `asks`, up to where the answer begins."""
+    drops = mode.thinking and mode.drop and not any(turn.tools for turn in turns)
+    if drops:
+        last = _last_said(turns)
+        turns = [turn for i, turn in enumerate(turns) if i >= last or turn.role != "developer"]
+    last = _last_said(turns)
+    written = []
+    for i, turn in enumerate(turns):
+        thinks = mode.thinking and (i >= last or not drops)
+        written.append(_write(turn, thinks))
+        if _hands_over(turns, i, asks):
+            written.append(ASSISTANT + (THINK if thinks else THINK_END))
+    return "".join(written)
+
+
+def _last_said(turns: Sequence[Turn]) -> int:
+    """Index of the last turn that asks something; -1 where there is none."""
+    return max((i for i, turn in enumerate(turns) if turn.role in _SAYING), default=-1)
+
+
+def _hands_over(turns: Sequence[Turn], i: int, asks: bool) -> bool:
+    """Whether the assistant's turn is opened behind turn `i`.
+
+    A conversation that ends with instructions opens one too, which DeepSeek's own code leaves out: agents send such.
+    """
+    role = turns[i].role
+    if i + 1 < len(turns):
+        return role in _SAYING and turns[i + 1].role in ("assistant", "latest_reminder")
+    is_open = role == "assistant" or (role == "latest_reminder" and i > 0 and turns[i - 1].role in _SAYING)
+    return asks and not is_open
+
+
+def _write(turn: Turn, thinks: bool) -> str:
+    if turn.role == "assistant":
+        reasoning = turn.reasoning + THINK_END if thinks else ""
+        calls = "\n\n" + write_calls(turn.calls) if turn.calls else ""
+        return reasoning + turn.text + calls + (EOS if turn.ended else "")
+    before = {"user": USER, "developer": USER, "latest_reminder": REMINDER}.get(turn.role, "")
+    tools = "\n\n" + write_tools(turn.tools) if turn.tools else ""
+    schema = f"\n\n{_BEFORE_SCHEMA}{to_json(turn.schema)}" if turn.schema else ""
+    return before + turn.text + tools + schema
+
+
+def _read_format(wanted: Any) -> Mapping[str, Any] | None:
+    """The JSON schema of OpenAI's `response_format`, which the prompt then asks for and nothing enforces."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    if wanted is None or kind == "text":
+        return None
+    described = wanted.get("json_schema") if kind == "json_schema" else None
+    schema = described.get("schema") if isinstance(described, dict) else None
+    if not isinstance(described, dict) or not isinstance(schema, dict):
+        refuse("response_format", f"of type {kind!r:.100} is not supported; send text, or json_schema with a schema")
+    if described.get("strict"):
+        refuse("response_format", "cannot be strict: the schema is asked for, not enforced; set strict to false")
+    return schema
+
+
+def _thinking(value: Any) -> bool | None:
+    """`thinking` as a flag of chat_template_kwargs, or as DeepSeek's API has it."""
+    if isinstance(value, dict):
+        value = {"enabled": True, "disabled": False}.get(str(value.get("type")), value)
+    if not isinstance(value, bool | None):
+        refuse(
+            "thinking", "must be true or false in chat_template_kwargs, {'type': 'enabled' or 'disabled'} beside them"
+        )
+    return value
+
+
+def _flag(options: Mapping[str, Any], name: str) -> bool | None:
+    value = options.get(name)
+    if not isinstance(value, bool | None):
+        refuse(f"chat_template_kwargs.{name}", f"is {value!r:.100}, but must be true or false")
+    return value

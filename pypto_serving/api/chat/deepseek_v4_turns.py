@@ -1,0 +1,174 @@
+"""Checked messages of a DeepSeek V4 conversation, as its encoding has them: tool results are words of the user."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
+
+from pypto_serving.errors import RequestError
+
+Role = Literal["system", "user", "developer", "assistant", "latest_reminder"]
+Message = Mapping[str, Any]
+Call = tuple[str, Mapping[str, Any]]
+
+ROLES = ("system", "user", "developer", "assistant", "tool", "latest_reminder")
+INSTRUCTING: tuple[Role, ...] = ("system", "developer")
+"""Roles whose messages may tell of tools and of the format of answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message. `tools` are OpenAI's function objects; `schema` is what the answer is to follow, None for nothing.
+
+    `text` of a user is all that stands between two answers: words and tool results. An assistant's turn that is not
+    `ended` is to be continued.
+    """
+
+    role: Role
+    text: str
+    tools: Sequence[Mapping[str, Any]] = ()
+    schema: Mapping[str, Any] | None = None
+    reasoning: str = ""
+    calls: Sequence[Call] = ()
+    ended: bool = True
+
+
+def read_turns(messages: Sequence[Message]) -> list[Turn]:
+    """The turns of a conversation; raises RequestError that names the message at fault."""
+    turns: list[Turn] = []
+    said = _Said()
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        role = message.get("role")
+        if role not in ROLES:
+            refuse(f"{where}.role", f"is {role!r:.100}, but must be one of {', '.join(ROLES)}")
+        text = _text(message, "content", where)
+        if role == "user":
+            said.words(text)
+        elif role == "tool":
+            said.result(text, _text(message, "tool_call_id", where))
+        else:
+            turns += said.turns()
+            turns.append(_turn(message, role, text, where))
+        if role == "assistant" and message.get("tool_calls"):
+            said.call_ids = _call_ids(message, where)
+    return turns + said.turns()
+
+
+def with_request(
+    turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None
+) -> list[Turn]:
+    """`turns` with the request's tools and schema in the leading system or developer message, made if need be."""
+    if not tools and not schema:
+        return list(turns)
+    leads = bool(turns) and turns[0].role in INSTRUCTING
+    head, rest = (turns[0], turns[1:]) if leads else (Turn("system", ""), turns)
+    return [replace(head, tools=tools or head.tools, schema=schema or head.schema), *rest]
+
+
+def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
+    """The function objects of OpenAI's `tools`; raises RequestError."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        refuse(where, "must be a list of {'type': 'function', 'function': {'name': ...}}")
+    return [_function(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
+
+
+def refuse(where: str, complaint: str) -> NoReturn:
+    """Raise RequestError about the field `where`."""
+    raise RequestError(f"{where} {complaint}", param=where)
+
+
+class _Said:
+    """Collects what is said between two answers. `call_ids` are those of the latest answer's calls, in order."""
+
+    def __init__(self) -> None:
+        self.call_ids: list[str] = []
+        self._blocks: list[tuple[str | None, str]] = []
+
+    def words(self, text: str) -> None:
+        self._blocks.append((None, text))
+
+    def result(self, text: str, call_id: str) -> None:
+        self._blocks.append((call_id, f"<tool_result>{text}</tool_result>"))
+
+    def turns(self) -> list[Turn]:
+        """The user's turn, if anything was said: results in the order of their calls, where results stand."""
+        if not self._blocks:
+            return []
+        place = {call_id: i for i, call_id in enumerate(self.call_ids) if call_id}
+        results = [block for block in self._blocks if block[0] is not None]
+        in_order = iter(sorted(results, key=lambda block: place.get(block[0] or "", 0)))
+        texts = [text if call_id is None else next(in_order)[1] for call_id, text in self._blocks]
+        self._blocks = []
+        return [Turn("user", "\n\n".join(texts))]
+
+
+def _turn(message: Message, role: Role, text: str, where: str) -> Turn:
+    """Any message but a user's and a tool's."""
+    if role == "assistant":
+        reasoning = _text(message, "reasoning_content", where) or _text(message, "reasoning", where)
+        open_ended = bool(message.get("prefix") or message.get("wo_eos"))
+        return Turn(role, text, reasoning=reasoning, calls=_calls(message, where), ended=not open_ended)
+    if role == "developer" and not text:
+        refuse(f"{where}.content", "is empty; a developer message must say something")
+    tools = read_tools(message.get("tools"), f"{where}.tools")
+    schema = message.get("response_format")
+    if schema is not None and not isinstance(schema, dict):
+        refuse(f"{where}.response_format", "must be a JSON schema")
+    if role not in INSTRUCTING and (tools or schema is not None):
+        refuse(where, "has tools or a response_format; only system and developer messages, and the request, may")
+    return Turn(role, text, tools, schema)
+
+
+def _calls(message: Message, where: str) -> list[Call]:
+    calls = message.get("tool_calls")
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        refuse(f"{where}.tool_calls", "must be a list of {'id': ..., 'function': {'name': ..., 'arguments': ...}}")
+    return [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> Call:
+    function = _function(call, where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict):
+        return function["name"], arguments
+    if arguments is not None and not isinstance(arguments, str):
+        refuse(f"{where}.function.arguments", "must be a JSON object, as text")
+    return function["name"], _arguments(arguments or "{}")
+
+
+def _arguments(text: str) -> Mapping[str, Any]:
+    """Arguments as an object. Text that is none, which a model may well write, becomes its only argument."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _call_ids(message: Message, where: str) -> list[str]:
+    return [_text(call, "id", f"{where}.tool_calls[{i}]") for i, call in enumerate(message.get("tool_calls") or [])]
+
+
+def _function(entry: Any, where: str) -> Mapping[str, Any]:
+    """The function object of a tool or of a call."""
+    function = entry.get("function") if isinstance(entry, dict) else None
+    if not isinstance(function, dict) or entry.get("type", "function") != "function":
+        refuse(where, "must be {'type': 'function', 'function': {...}}")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        refuse(f"{where}.function.name", "is missing; send a string")
+    return function
+
+
+def _text(entry: Message, field: str, where: str) -> str:
+    """A field that may be left out."""
+    value = entry.get(field)
+    if not isinstance(value, str | None):
+        refuse(f"{where}.{field}", "must be a string")
+    return value or ""
