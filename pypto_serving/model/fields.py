@@ -31,7 +31,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
-        self._source = source
+        self.source = source
 
     def get(self, *keys: str) -> Any:
         """The value of the first of `keys` that is present, or None."""
@@ -41,7 +41,7 @@ class Fields:
         """The nested object under one of `keys`, empty when absent."""
         value = self.get(*keys)
         self.require(value is None or isinstance(value, dict), keys[0], value, "an object")
-        return Fields(value or {}, self._source)
+        return Fields(value or {}, self.source)
 
     def positive_int(self, *keys: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
@@ -72,14 +72,14 @@ class Fields:
     def require(self, holds: bool, key: str, value: object, allowed: str) -> None:
         """Raise ModelError naming `key` and `value` unless `holds`."""
         if not holds:
-            raise ModelError(f"{self._source}: {key} is {json.dumps(value, default=str)}, but must be {allowed}")
+            raise ModelError(f"{self.source}: {key} is {json.dumps(value, default=str)}, but must be {allowed}")
 
     def _number(self, keys: tuple[str, ...], default: Any, holds: Callable[[Any], bool], allowed: str) -> Any:
         value = self.get(*keys)
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self._source}: {keys[0]} is missing")
+            raise ModelError(f"{self.source}: {keys[0]} is missing")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         self.require(is_number and holds(value), keys[0], value, allowed)
         return value

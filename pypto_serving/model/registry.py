@@ -12,11 +12,16 @@ from pypto_serving.model.quantization import SECTION
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import LazyRegistry
 
+_DEEPSEEK_V4 = "pypto_serving.model.deepseek_v4"
 _QWEN3 = "pypto_serving.model.qwen3"
 
 CONFIGS = LazyRegistry(
     "architecture",
-    {"Qwen3ForCausalLM": f"{_QWEN3}.spec:Qwen3Config", "Qwen3MoeForCausalLM": f"{_QWEN3}.spec:Qwen3Config"},
+    {
+        "DeepseekV4ForCausalLM": f"{_DEEPSEEK_V4}.spec:DeepseekV4Config",
+        "Qwen3ForCausalLM": f"{_QWEN3}.spec:Qwen3Config",
+        "Qwen3MoeForCausalLM": f"{_QWEN3}.spec:Qwen3Config",
+    },
 )
 PROGRAMS = LazyRegistry(
     "architecture",

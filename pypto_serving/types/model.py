@@ -7,12 +7,22 @@ import msgspec
 from pypto_serving.types.kv import KVCacheGroupSpec
 
 
+class StoredTensors(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors of one dtype in a checkpoint's files."""
+
+    dtype: str
+    count: int
+    num_bytes: int
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint as its files describe it. `dtype` is the serving dtype of weights, activations and KV.
 
     `max_position_embeddings` is the longest sequence in tokens, rope scaling included. `weight_bytes` counts the
     weights as torch holds them, `packed_bytes` as the CPU kernels do. `needs_torch` says why the kernels cannot serve
     the model; it is empty if they can. `quantization` names how weights are quantised, which only the kernels serve.
+    `obstacle` says why nothing serves the model, and is empty if something does. `stored` is what the files of a
+    release of this shape hold, draft layers included, where that is known.
     """
 
     path: str
@@ -26,5 +36,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int = 0
     needs_torch: str = "it has no program for the CPU kernels"
     quantization: str = ""
+    obstacle: str = ""
+    stored: tuple[StoredTensors, ...] = ()
     kv_groups: tuple[KVCacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()

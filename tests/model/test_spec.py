@@ -155,7 +155,7 @@ def test_longest_sequence(tmp_path: Path, scaling: Any, longest: int) -> None:
         ({"torch_dtype": "int8"}, ["dtype", "int8"]),
         ({"eos_token_id": "end"}, ["eos_token_id", "end"]),
         ({"architectures": []}, ["architectures"]),
-        ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "Qwen3ForCausalLM, Qwen3MoeForCausalLM"]),
+        ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "DeepseekV4ForCausalLM, Qwen3ForCausalLM"]),
     ],
 )
 def test_errors_name_key_and_value(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:

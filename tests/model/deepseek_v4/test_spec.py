@@ -1,0 +1,187 @@
+"""What is read from config.json: layers, tensors and cache families, and errors that name key and value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pypto_serving.backend.null import deepseek_v4_groups
+from pypto_serving.errors import ModelError
+from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+from pypto_serving.model.registry import load_config, load_spec
+from pypto_serving.types.kv import KVCacheGroupSpec
+from tests.model.deepseek_v4.configs import FLASH, PLAIN_FLASH, PRO
+
+SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
+FULL_NAMES = {
+    "swa": "sliding_attention",
+    "csa": "compressed_sparse_attention",
+    "hca": "heavily_compressed_attention",
+}
+
+
+def config_of(config: dict[str, Any] = FLASH, **changes: Any) -> DeepseekV4Config:
+    """A change to `...` removes the key."""
+    return DeepseekV4Config.from_json({k: v for k, v in (config | changes).items() if v is not ...}, "config.json")
+
+
+def shape_of(group: KVCacheGroupSpec) -> tuple[Any, ...]:
+    tensors = tuple((t.name, len(t.layers), t.row_shape, t.ratio, t.folded_from) for t in group.tensors)
+    return (group.name, group.kind, group.block_size, group.window, group.period, group.overlap, tensors)
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "with_mtp", "tensors", "size"),
+    [
+        (FLASH, 284_332_240_471, 290_942_289_362, 69_187, 159_609_485_896),
+        (PRO, None, 1_598_837_347_742, 145_116, 864_704_792_696),
+    ],
+    ids=["flash", "pro"],
+)
+def test_totals_are_the_published_ones(
+    config: dict[str, Any], parameters: int | None, with_mtp: int, tensors: int, size: int
+) -> None:
+    model = config_of(config)
+    stored = model.stored()
+    assert (len(stored), sum(tensor.num_bytes for tensor in stored.values())) == (tensors, size)
+    assert model.num_parameters(mtp=True) == with_mtp
+    assert parameters in (None, model.num_parameters())
+
+
+def test_a_released_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FLASH))
+    spec = load_spec(tmp_path)
+    assert (spec.architecture, spec.dtype, spec.num_layers) == ("DeepseekV4ForCausalLM", "bfloat16", 43)
+    assert (spec.num_parameters, spec.max_position_embeddings) == (284_332_240_471, 1 << 20)
+    assert spec.eos_token_ids == (1,)
+    assert spec.quantization == "fp8 with fp4 experts" and "not served" in spec.obstacle
+    assert sum(tensors.num_bytes for tensors in spec.stored) == 159_609_485_896
+    assert [tensors.dtype for tensors in spec.stored] == ["I8", "F8_E8M0", "F8_E4M3", "BF16", "F32", "I64"]
+
+
+def test_a_plain_checkpoint_of_the_same_shape() -> None:
+    model = config_of(PLAIN_FLASH)
+    spec = model.spec("", "DeepseekV4ForCausalLM", "bfloat16", 0, ())
+    assert not spec.quantization and not spec.obstacle
+    assert 2 * spec.num_parameters < spec.weight_bytes < 2.01 * spec.num_parameters
+    tensors = model.tensors()
+    assert tensors["layers.2.attn.compressor.ape"] == (4, 1024)
+    assert tensors["layers.3.attn.compressor.ape"] == (128, 512)
+    assert tensors["layers.2.attn.indexer.compressor.wkv.weight"] == (256, 4096)
+    assert tensors["layers.42.attn.wo_a.weight"] == (8192, 4096)
+    assert "layers.0.ffn.gate.tid2eid" in tensors and "layers.3.ffn.gate.bias" in tensors
+    assert not any(name.startswith("mtp.") for name in tensors) and model.ignores("mtp.0.norm.weight")
+
+
+def test_the_cache_families_are_those_of_the_scheduler_tests() -> None:
+    groups = config_of().kv_groups("bfloat16")
+    wanted = {group.name: group for group in deepseek_v4_groups()}
+    assert [group.name for group in groups] == list(wanted)
+    for group in groups:
+        if group.name == "idx":
+            assert (group.block_size, group.tensors[0].row_shape, group.tensors[0].ratio) == (128, (128,), 4)
+        else:
+            assert shape_of(group) == shape_of(wanted[group.name])
+            assert group.block_bytes == wanted[group.name].block_bytes
+    assert groups[0].tensors[0].layers == tuple(range(43))
+    assert [t.layers[:2] for t in groups[1].tensors] == [(2, 4), (3, 5)]
+    assert sum(g.block_bytes / g.block_size for g in groups if g.keeps_history) == 6880
+
+
+@pytest.mark.parametrize(
+    ("kinds", "names", "block_size"),
+    [
+        (("swa", "swa"), ["ori"], 16),
+        (("csa", "csa"), ["ori", "cmp", "idx", "csa_state", "csa_inner_state"], 16),
+        (("hca", "hca"), ["ori", "cmp", "hca_state"], 24),
+        (("swa", "hca"), ["ori", "cmp", "hca_state"], 24),
+        (("hca", "csa"), ["ori", "cmp", "idx", "hca_state", "csa_state", "csa_inner_state"], 24),
+    ],
+)
+def test_a_model_without_some_kinds(kinds: tuple[str, ...], names: list[str], block_size: int) -> None:
+    model = config_of(
+        compress_ratios=...,
+        layer_types=[FULL_NAMES[kind] for kind in kinds],
+        compress_rates=SMALL_RATES | {"heavily_compressed_attention": 24},
+        num_hidden_layers=2,
+        sliding_window=16,
+    )
+    groups = model.kv_groups("float32")
+    assert [group.name for group in groups] == names
+    assert model.block_size == groups[0].block_size == block_size
+
+
+@pytest.mark.parametrize(("ratio", "state_block"), [(4, 4), (6, 6), (12, 6), (16, 8), (11, 1), (128, 8)])
+def test_state_blocks_divide_the_ratio(ratio: int, state_block: int) -> None:
+    groups = config_of(compress_ratios=[0, ratio], compress_rate_hca=ratio, compress_rate_csa=3, num_hidden_layers=2)
+    state = groups.kv_groups("bfloat16")[-1]
+    assert (state.name, state.block_size, state.period) == ("hca_state", state_block, ratio)
+
+
+def test_the_spelling_of_transformers_means_the_same() -> None:
+    model = config_of(PLAIN_FLASH)
+    parameters = {key: value for key, value in FLASH["rope_scaling"].items() if key != "type"}
+    same = config_of(
+        PLAIN_FLASH,
+        compress_ratios=...,
+        rope_scaling=...,
+        num_hash_layers=...,
+        qk_rope_head_dim=...,
+        topk_method=...,
+        layer_types=[FULL_NAMES[kind] for kind in model.kinds],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+        mlp_layer_types=["hash_moe"] * 3 + ["moe"] * 40,
+        partial_rotary_factor=0.125,
+        rope_parameters={
+            "main": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.125},
+            "compress": parameters
+            | {"rope_type": "yarn", "rope_theta": 160000.0, "partial_rotary_factor": 0.125, "attention_factor": 1.0},
+        },
+    )
+    assert same == model
+    assert (model.rope.kind, model.compress_rope.kind, model.compress_rope.attention_factor) == ("default", "yarn", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "deepseek_v41"}, ["model_type", "deepseek_v41", "deepseek_v4"]),
+        ({"model_type": "deepseek_v4_dspark"}, ["model_type", "deepseek_v4_dspark"]),
+        ({"compress_ratios": ...}, ["compress_ratios", "missing"]),
+        ({"compress_ratios": [0, 4]}, ["compress_ratios", "43"]),
+        ({"compress_ratios": [8] * 43}, ["compress_ratios", "8", "0, 128, 4"]),
+        ({"layer_types": ["full_attention"] * 43}, ["layer_types", "full_attention", "sliding_attention"]),
+        ({"num_key_value_heads": 2}, ["num_key_value_heads", "2", "1"]),
+        ({"n_shared_experts": 2}, ["n_shared_experts", "2"]),
+        ({"scoring_func": "softmax"}, ["scoring_func", "softmax", "sqrtsoftplus"]),
+        ({"topk_method": "greedy"}, ["topk_method", "greedy"]),
+        ({"norm_topk_prob": False}, ["norm_topk_prob", "false"]),
+        ({"n_group": 8}, ["n_group", "8"]),
+        ({"attention_bias": True}, ["attention_bias", "true"]),
+        ({"tie_word_embeddings": True}, ["tie_word_embeddings", "true"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
+        ({"o_groups": 7}, ["o_groups", "7"]),
+        ({"qk_rope_head_dim": 63}, ["qk_rope_head_dim", "63"]),
+        ({"index_head_dim": 32}, ["index_head_dim", "32", "64"]),
+        ({"index_topk": ...}, ["index_topk", "missing"]),
+        ({"num_experts_per_tok": 257}, ["num_experts_per_tok", "257", "256"]),
+        ({"mlp_layer_types": ["dense"] * 43}, ["mlp_layer_types", "dense", "hash_moe"]),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type", "linear", "yarn"]),
+        ({"hc_mult": 0}, ["hc_mult", "0"]),
+        ({"swiglu_limit": ...}, ["swiglu_limit", "missing"]),
+        ({"expert_dtype": "fp6"}, ["expert_dtype", "fp6"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quant_method", "awq"]),
+        ({"architectures": ["DeepseekV41ForCausalLM"]}, ["DeepseekV41ForCausalLM"]),
+        ({"architectures": ["DeepseekV4DSparkForCausalLM"]}, ["DeepseekV4DSparkForCausalLM"]),
+    ],
+)
+def test_errors_name_key_and_value(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    changed = {key: value for key, value in (FLASH | changes).items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ModelError) as caught:
+        load_config(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
