@@ -149,6 +149,8 @@ class _Resolver:
         self.settings: list[Setting] = []
 
     def resolve(self) -> Resolved:
+        if self.model.obstacle:
+            raise ConfigError(f"{self.model.path} cannot be served: {self.model.obstacle}")
         backend = self.pick("backend", "cpu", "default")
         defaults = BACKEND_DEFAULTS[backend]
         kernels = self._kernels() if backend == "cpu" else ""
@@ -281,7 +283,8 @@ class _Resolver:
 
     def _model(self) -> dict[str, Any]:
         model = self.model
-        self.record("block_size", model.kv_groups[0].block_size, self._origin_or("block_size", "default"))
+        own = "of the first KV group; each has its own" if model.own_blocks else "default"
+        self.record("block_size", model.kv_groups[0].block_size, self._origin_or("block_size", own))
         self.record("dtype", model.dtype, self._origin_or("dtype", "from the model's files"))
         return {
             "model": model.path,

@@ -13,6 +13,8 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from tests import deepseek_v4
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 NUM_BYTES = 256
 
@@ -46,6 +48,8 @@ QWEN3_MOE: dict[str, Any] = QWEN3 | {
     "mlp_only_layers": [1],
     "tie_word_embeddings": False,
 }
+DEEPSEEK_V4 = {"deepseek_v4": deepseek_v4.TINY, "deepseek_v4_fast": deepseek_v4.FAST}
+KINDS = ("qwen3", "qwen3_moe", *DEEPSEEK_V4)
 
 
 def make_checkpoint(
@@ -57,14 +61,17 @@ def make_checkpoint(
     through: str = "float32",
     **overrides: Any,
 ) -> Path:
-    """Write a random checkpoint of `kind` ("qwen3" or "qwen3_moe") to `path`; `overrides` change its config.
+    """Write a random checkpoint of `kind` (see `KINDS`) to `path`; `overrides` change its config.
 
     Weights are wide enough for diverse greedy outputs. `sharded` writes several files and an index. `through` is a
     dtype that weights are rounded to before they become `dtype`.
     """
     model = random_model(kind, seed, **overrides).to(getattr(torch, through)).to(getattr(torch, dtype))
     model.config.dtype = dtype
-    model.save_pretrained(path, max_shard_size="100KB" if sharded else "5GB")
+    if kind in DEEPSEEK_V4:
+        deepseek_v4.write_checkpoint(path, model, DEEPSEEK_V4[kind] | overrides, dtype)
+    else:
+        model.save_pretrained(path, max_shard_size="100KB" if sharded else "5GB")
     write_tokenizer(path)
     eos = {"eos_token_id": model.config.eos_token_id, "bos_token_id": model.config.bos_token_id}
     (path / "generation_config.json").write_text(json.dumps(eos))
@@ -73,6 +80,8 @@ def make_checkpoint(
 
 def random_model(kind: str = "qwen3", seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """The `transformers` model, float32, that `make_checkpoint` writes."""
+    if kind in DEEPSEEK_V4:
+        return deepseek_v4.random_model(seed, **(DEEPSEEK_V4[kind] | overrides))
     defaults, config_class, model_class = {
         "qwen3": (QWEN3, transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "qwen3_moe": (QWEN3_MOE, transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
@@ -97,7 +106,9 @@ def random_model(kind: str = "qwen3", seed: int = 0, **overrides: Any) -> transf
 def with_dtype(model: transformers.PreTrainedModel, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """The model with rounded weights, in place; the frequencies of its positions are as good as new."""
     model.to(dtype)
-    model.model.rotary_emb.__init__(model.config)
+    for module in model.modules():
+        if hasattr(module, "inv_freq") or hasattr(module, "main_inv_freq"):
+            module.__init__(model.config)
     return model
 
 

@@ -51,15 +51,24 @@ def null_config(
     return EngineConfig(**(values | changes))
 
 
+MakeProgram = Callable[[EngineConfig], Any]
+
+
+def null_program(config: EngineConfig) -> Any:
+    """The program of the null backend."""
+    return NullBackend(config).prepare(lambda phase, done, total: None)
+
+
 class InlineExecutor:
     """Runs plans in the core's own thread, one per poll, on a runner that dies when told to.
 
     Transfers are done after as many polls as `delay` says, in any order; host memory and `stores` outlive the runner.
     """
 
-    def __init__(self, config: EngineConfig, clock: VirtualClock) -> None:
+    def __init__(self, config: EngineConfig, clock: VirtualClock, make_program: MakeProgram) -> None:
         self.config = config
         self.clock = clock
+        self._make_program = make_program
         self.epoch = 0
         self.plans: list[StepPlan] = []
         self.num_deaths = 0
@@ -100,7 +109,7 @@ class InlineExecutor:
 
     def _start(self) -> Event:
         self.epoch += 1
-        program = NullBackend(self.config).prepare(lambda phase, done, total: None)
+        program = self._make_program(self.config)
         self._runner = Runner(program, StepBuffers.in_host_memory(self.config.groups, self.config.limits))
         self._completed_step = 0
         sizes = tuple(arena.shape[1] for arena in program.arenas)
@@ -146,12 +155,20 @@ class InlineExecutor:
 
 
 class Simulation:
-    """A core, its executor and a client that remembers all outputs."""
+    """A core, its executor and a client that remembers all outputs.
 
-    def __init__(self, config: EngineConfig, publisher: EventPublisher | None = None) -> None:
+    `make_program` gives each life of the worker its program, by default the null backend's.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        publisher: EventPublisher | None = None,
+        make_program: MakeProgram = null_program,
+    ) -> None:
         self.config = config
         self.clock = VirtualClock(1.0)
-        self.executor = InlineExecutor(config, self.clock)
+        self.executor = InlineExecutor(config, self.clock, make_program)
         self.client, core_end = MemoryChannel.pair(FromCore, ToCore)
         self.core = EngineCore(config, core_end, self.executor, self.clock, publisher)
         self.tokens: dict[str, list[int]] = defaultdict(list)

@@ -12,6 +12,7 @@ import pypto_serving.model.openmp  # noqa: F401
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pypto_serving.backend.base import Int32Array, Progress, StepInputs, StepOutput
@@ -38,8 +39,7 @@ class TorchProgram:
         self.model = model
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
-        pages = model.arena.pages[: self.num_blocks[0]].view(torch.uint8)
-        self.arenas = (pages.numpy().reshape(len(pages), -1),)
+        self.arenas = tuple(map(_arena, model.pages, self.num_blocks))
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Compute one step: write the K/V of its tokens, then return float32 logits of `inputs.logits_rows`."""
@@ -73,6 +73,11 @@ def prepare(config: EngineConfig, architecture: str, model_config: Any, progress
         program.run(step)
     progress("warm-up", len(steps), len(steps))
     return program
+
+
+def _arena(pages: Tensor, num_blocks: int) -> NDArray[np.uint8]:
+    """A group's pages [num_blocks or more, ...] as bytes, uint8 [num_blocks, block_bytes]."""
+    return pages[:num_blocks].view(torch.uint8).numpy().reshape(num_blocks, -1)
 
 
 def _keep_freed_memory() -> None:

@@ -18,12 +18,20 @@ def check(
     options: Options,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the resolved configuration, the reason of each value and the memory plan; load nothing."""
+    """Print the resolved configuration, the reason of each value and the memory plan; load nothing.
+
+    Of a model that cannot be served, what its files hold and what its KV groups take is printed.
+    """
     from pypto_serving.cli import report
     from pypto_serving.cli.sampling import default_sampling
     from pypto_serving.model.locate import model_spec, prepare
 
     model = model_spec(options)
+    if model.stored and not json:
+        report.show_files(model)
+    if model.obstacle:
+        typer.echo(report.files_as_json(model) if json else f"Cannot be served: {model.obstacle}")
+        return
     resolved = prepare(options, model)
     sampling = default_sampling(model)
     if json:

@@ -10,6 +10,7 @@ import typer
 
 from pypto_serving.config import Resolved
 from pypto_serving.memory import GroupPlan
+from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import format_size
 
@@ -22,6 +23,28 @@ def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
         typer.secho(title, bold=True, err=err)
         for line in lines:
             typer.echo(f"  {line}", err=err)
+
+
+def show_files(model: ModelSpec) -> None:
+    """Print what the files of a model hold, and what one sequence takes of each KV group, to stdout."""
+    for title, lines in (("Tensors", _tensor_lines(model)), ("KV of one sequence", _sequence_lines(model))):
+        typer.secho(title, bold=True)
+        for line in lines:
+            typer.echo(f"  {line}")
+
+
+def files_as_json(model: ModelSpec) -> str:
+    """The same, and why the model cannot be served, as one JSON object."""
+    content = {
+        "model": {name: getattr(model, name) for name in _MODEL_FACTS},
+        "obstacle": model.obstacle,
+        "tensors": model.stored,
+        "memory": {
+            "weight_bytes": model.weight_bytes,
+            "groups": [{"name": g.name, "kind": g.kind, **_sequence_facts(g, model)} for g in model.kv_groups],
+        },
+    }
+    return msgspec.json.encode(content).decode()
 
 
 def as_json(resolved: Resolved, model: ModelSpec, sampling: dict[str, Any]) -> str:
@@ -54,6 +77,36 @@ def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Itera
     yield "Model", [f"{model.architecture}, {facts}"]
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
     yield "Memory plan", _memory_lines(resolved)
+
+
+def _tensor_lines(model: ModelSpec) -> Iterable[str]:
+    rows = [(t.dtype, str(t.count), str(t.num_bytes), format_size(t.num_bytes)) for t in model.stored]
+    count, size = sum(t.count for t in model.stored), sum(t.num_bytes for t in model.stored)
+    yield from columns([("dtype", "tensors", "bytes", ""), *rows, ("all", str(count), str(size), format_size(size))])
+    yield f"{model.num_parameters} parameters, of which {format_size(model.weight_bytes)} lie in memory"
+    yield from model.index
+
+
+def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int]:
+    """What a sequence of the longest length holds at once, computed token by token."""
+    blocks = group.max_live_blocks(model.max_position_embeddings, 1)
+    return {
+        "num_layers": len({layer for tensor in group.tensors for layer in tensor.layers}),
+        "block_tokens": group.block_size,
+        "block_bytes": group.block_bytes,
+        "bytes_per_token": group.block_bytes // group.block_size if group.keeps_history else 0,
+        "num_blocks": blocks,
+        "total_bytes": blocks * group.block_bytes,
+    }
+
+
+def _sequence_lines(model: ModelSpec) -> Iterable[str]:
+    names = ("layers", "tokens/block", "bytes/block", "bytes/token", "blocks", "bytes")
+    rows = [(g.name, g.kind, *map(str, _sequence_facts(g, model).values())) for g in model.kv_groups]
+    yield from columns([("KV group", "kind", *names), *rows])
+    facts = [_sequence_facts(group, model) for group in model.kv_groups]
+    growth, size = (sum(fact[name] for fact in facts) for name in ("bytes_per_token", "total_bytes"))
+    yield f"{growth} bytes for each token, {format_size(size)} at {model.max_position_embeddings} tokens"
 
 
 def _memory_lines(resolved: Resolved) -> Iterable[str]:

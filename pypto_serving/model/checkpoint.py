@@ -18,10 +18,11 @@ from pypto_serving.util import hash128
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """Stored dtypes that can be served, with their item size in bytes."""
-INT8 = "I8"
-"""Stored dtype of quantised weights."""
+INT8, INT64 = "I8", "I64"
+"""Stored dtypes of quantised weights, and of tables of ids."""
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_INTEGER_BYTES = {INT8: 1, INT64: 8}
 _MAX_HEADER_BYTES = 100_000_000
 _PAGE_BYTES = 4096
 _SAMPLED_PAGES = 64
@@ -62,12 +63,16 @@ class Checkpoint:
         return cls(directory, files, tensors)
 
     def require(
-        self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool], int8: Collection[str] = ()
+        self,
+        inventory: Mapping[str, tuple[int, ...]],
+        ignores: Callable[[str], bool],
+        integers: Mapping[str, str] | None = None,
     ) -> None:
-        """Check that exactly the tensors of `inventory` (name to shape) are here, and which of them are `int8`.
+        """Check that exactly the tensors of `inventory` (name to shape) are here, and the dtypes of `integers`.
 
         Raises ModelError naming one.
         """
+        integers = integers or {}
         for name, shape in inventory.items():
             stored = self.tensors.get(name)
             if stored is None:
@@ -75,7 +80,7 @@ class Checkpoint:
             if stored.shape != shape:
                 found, wanted = list(stored.shape), list(shape)
                 raise ModelError(f"{stored.file}: tensor {name} has shape {found}, but config.json makes it {wanted}")
-            allowed = (INT8,) if name in int8 else tuple(ITEM_BYTES)
+            allowed = (integers[name],) if name in integers else tuple(ITEM_BYTES)
             if stored.dtype not in allowed:
                 supported = ", ".join(allowed)
                 raise ModelError(f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {supported}")
@@ -83,6 +88,27 @@ class Checkpoint:
         if surplus:
             more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
+
+
+def describe_index(model_dir: str | Path, required: Collection[str], ignores: Callable[[str], bool]) -> tuple[str, ...]:
+    """In lines, what the index of a checkpoint lists and how that differs from `required`; nothing without an index."""
+    path = Path(model_dir) / INDEX_FILE
+    if not path.exists():
+        return ()
+    content = read_json_file(path)
+    names, metadata = content.get("weight_map"), content.get("metadata")
+    if not isinstance(names, dict):
+        raise ModelError(f"{path}: weight_map is missing")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    lines = [f"index: {len(names)} tensors in {len(set(names.values()))} files" + (f", {size} bytes" if size else "")]
+    wanted = set(required)
+    for verdict, odd in (
+        ("missing", sorted(wanted - names.keys())),
+        ("not part of this model", sorted(n for n in names.keys() - wanted if not ignores(n))),
+    ):
+        if odd:
+            lines.append(f"index: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}: {verdict}")
+    return tuple(lines)
 
 
 def fingerprint(model_dir: str | Path) -> bytes:
@@ -137,7 +163,7 @@ def _read_header(file: Path) -> list[StoredTensor]:
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            item_bytes = 1 if dtype == INT8 else ITEM_BYTES.get(dtype)
+            item_bytes = (ITEM_BYTES | _INTEGER_BYTES).get(dtype)
             if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
                 raise ModelError(f"{file}: tensor {name} of shape {shape} in {dtype} has {end - begin} bytes")
             if data_start + end > size:

@@ -25,6 +25,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import INDEX_FILE, INT8, SINGLE_FILE, Checkpoint, fingerprint
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.quantization import SECTION, Quantization, scale_name
+from pypto_serving.model.qwen3.spec import Qwen3Config
 from pypto_serving.model.registry import load_config
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
 from pypto_serving.util import hash128
@@ -55,7 +56,9 @@ def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
 
     Reports `progress("weights", bytes read, bytes in total)`. Raises ModelError in one line.
     """
-    _, model = load_config(source)
+    architecture, model = load_config(source)
+    if not isinstance(model, Qwen3Config):
+        raise ModelError(f"{source} is a {architecture}, which cannot be converted; Qwen3 can")
     if model.quantization is not None:
         raise ModelError(f"{source} is quantised already; give the checkpoint that it was made from")
     Checkpoint.open(source).require(model.tensors(), model.ignores)

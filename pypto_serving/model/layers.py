@@ -8,7 +8,7 @@ are fused into the products, because element-wise kernels treat the tail of a te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,13 @@ ROW_FLOORS = (4, 8, 16, 32, 64)
 _PROBE_ROWS = 128
 
 
-def _onednn_serves(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+def _onednn_serves(weight: Tensor) -> bool:
+    dtype = weight.dtype
+    if (
+        weight.device.type != "cpu"
+        or not torch.backends.mkldnn.is_available()
+        or not hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ):
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -31,7 +36,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.rows = ROW_FLOORS[0]
-        self._packed = _onednn_serves(weight.dtype)
+        self._packed = _onednn_serves(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.rows) if self._packed else weight
         self._bias = bias
 
@@ -112,11 +117,7 @@ class SparseMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] to [n, hidden]."""
         weights, chosen = self._route(x)
-        slots = self._run_experts(x, chosen).view(*chosen.shape, x.shape[1])
-        total = slots[:, 0].float() * weights[:, :1]
-        for slot in range(1, self.per_token):
-            total += slots[:, slot].float() * weights[:, slot : slot + 1]
-        return total.to(x.dtype)
+        return run_experts(self.experts, x, weights, chosen).to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 and experts int64, both [n, per_token], most probable first."""
@@ -126,22 +127,39 @@ class SparseMLP:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen
 
-    def _run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """Output of each row's expert for each slot, [n * per_token, hidden]."""
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=len(self.experts)).tolist()
-        outputs = torch.empty(len(flat), x.shape[1], dtype=x.dtype)
-        start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                entries = order[start : start + count]
-                outputs.index_copy_(0, entries, expert(x.index_select(0, entries // self.per_token)))
-                start += count
-        return outputs
-
     def linears(self) -> list[Linear]:
         return [self.router, *(linear for expert in self.experts for linear in expert.linears())]
+
+
+def run_experts(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Weighted sum over slots of x's experts, in slot order: `weights`, `chosen` [n, slots] to float32 [n, hidden]."""
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=len(experts)).tolist()
+    outputs = torch.empty(len(flat), x.shape[1], dtype=x.dtype, device=x.device)
+    start = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if count:
+            entries = order[start : start + count]
+            outputs.index_copy_(0, entries, expert(x.index_select(0, entries // chosen.shape[1])))
+            start += count
+    slots = outputs.view(*chosen.shape, x.shape[1])
+    total = slots[:, 0].float() * weights[:, :1]
+    for slot in range(1, chosen.shape[1]):
+        total += slots[:, slot].float() * weights[:, slot : slot + 1]
+    return total
+
+
+def settle_rows(linears: Iterable[Linear]) -> tuple[int, bool]:
+    """Choose the fewest rows for each of `linears`: the most of these, and whether results depend on no row count."""
+    settled: dict[tuple[int, int, torch.dtype], tuple[int, bool]] = {}
+    for linear in linears:
+        shape = (linear.in_features, linear.out_features, linear.dtype)
+        if shape not in settled:
+            stable = linear.settle_rows()
+            settled[shape] = (linear.rows, stable)
+        linear.rows = settled[shape][0]
+    return max(rows for rows, _ in settled.values()), all(stable for _, stable in settled.values())
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pypto_serving.model.tensors import Progress, StoredTensors
 
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -28,11 +28,11 @@ class Weights:
         self._tensors = StoredTensors(model_dir, progress)
         self.require, self.has = self._tensors.require, self._tensors.has
 
-    def read(self, *names: str) -> Tensor:
-        """A new tensor of `dtype`: the named tensors one below the other along dimension 0."""
+    def read(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A new tensor of `dtype`, or the weights': the named tensors one below the other along dimension 0."""
         stored = [self._view(name) for name in names]
         rows = sum(view.shape[0] for view in stored)
-        joined = torch.empty((rows, *stored[0].shape[1:]), dtype=self.dtype)
+        joined = torch.empty((rows, *stored[0].shape[1:]), dtype=dtype or self.dtype)
         self._copy(joined, names, stored)
         return joined
 

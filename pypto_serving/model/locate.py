@@ -44,9 +44,11 @@ def model_spec(options: Options) -> ModelSpec:
         return _null_spec(options)
     from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE, load_spec
 
-    return load_spec(
-        locate_model(options.model), dtype=options.dtype or "auto", block_size=options.block_size or DEFAULT_BLOCK_SIZE
-    )
+    path = locate_model(options.model)
+    spec = load_spec(path, dtype=options.dtype or "auto", block_size=options.block_size or DEFAULT_BLOCK_SIZE)
+    if spec.own_blocks and options.block_size is not None:
+        raise _no_block_size(options, str(path))
+    return spec
 
 
 def _null_spec(options: Options) -> ModelSpec:
@@ -56,8 +58,12 @@ def _null_spec(options: Options) -> ModelSpec:
     if options.block_size is None:
         return null_spec(name)
     if name != "plain":
-        raise ConfigError(f"{options.label('block_size')} cannot be chosen for {name}, whose groups have their own")
+        raise _no_block_size(options, name)
     return msgspec.structs.replace(null_spec(name), kv_groups=plain_groups(options.block_size))
+
+
+def _no_block_size(options: Options, name: str) -> ConfigError:
+    return ConfigError(f"{options.label('block_size')} cannot be chosen for {name}, whose groups have their own")
 
 
 def locate_model(name: str | None) -> Path:

@@ -26,6 +26,7 @@ CONFIGS = LazyRegistry(
 PROGRAMS = LazyRegistry(
     "architecture",
     {
+        "DeepseekV4ForCausalLM": f"{_DEEPSEEK_V4}.program:DeepseekV4Program",
         "Qwen3ForCausalLM": f"{_QWEN3}.program:Qwen3Program",
         "Qwen3MoeForCausalLM": f"{_QWEN3}.program:Qwen3Program",
     },
@@ -33,6 +34,7 @@ PROGRAMS = LazyRegistry(
 NATIVE_PROGRAMS = LazyRegistry(
     "architecture",
     {
+        "DeepseekV4ForCausalLM": f"{_DEEPSEEK_V4}.program:DeepseekV4Program",
         "Qwen3ForCausalLM": f"{_QWEN3}.native:NativeQwen3",
         "Qwen3MoeForCausalLM": f"{_QWEN3}.native:NativeQwen3",
     },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,13 @@ class StoredTensors:
         self._done = self._total = 0
 
     def require(
-        self, inventory: Mapping[str, tuple[int, ...]], ignores: Callable[[str], bool], int8: Collection[str] = ()
+        self,
+        inventory: Mapping[str, tuple[int, ...]],
+        ignores: Callable[[str], bool],
+        integers: Mapping[str, str] | None = None,
     ) -> None:
         """Check all tensors before any is read; raises ModelError (see Checkpoint.require)."""
-        self._checkpoint.require(inventory, ignores, int8)
+        self._checkpoint.require(inventory, ignores, integers)
         self._total = sum(t.end - t.begin for t in (self._checkpoint.tensors[name] for name in inventory))
         self._progress("weights", 0, self._total)
 

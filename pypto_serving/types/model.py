@@ -21,8 +21,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     `max_position_embeddings` is the longest sequence in tokens, rope scaling included. `weight_bytes` counts the
     weights as torch holds them, `packed_bytes` as the CPU kernels do. `needs_torch` says why the kernels cannot serve
     the model; it is empty if they can. `quantization` names how weights are quantised, which only the kernels serve.
+    `own_blocks`: the KV groups have block sizes of their own, so that no other can be chosen.
     `obstacle` says why nothing serves the model, and is empty if something does. `stored` is what the files of a
-    release of this shape hold, draft layers included, where that is known.
+    release of this shape hold, draft layers included, where that is known; `index` says in lines how the checkpoint's
+    own index agrees.
     """
 
     path: str
@@ -37,6 +39,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     needs_torch: str = "it has no program for the CPU kernels"
     quantization: str = ""
     obstacle: str = ""
+    own_blocks: bool = False
     stored: tuple[StoredTensors, ...] = ()
+    index: tuple[str, ...] = ()
     kv_groups: tuple[KVCacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()

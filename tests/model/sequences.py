@@ -8,22 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.backend.cpu import CpuBackend, NativeProgram
+from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.config import EngineConfig
 from pypto_serving.model.registry import load_spec
 
 Array = np.ndarray[Any, Any]
 
-BFLOAT16_NAN = 0x7FC0
+BFLOAT16_NAN, FLOAT32_NAN = 0x7FC0, 0x7FC00000
 
 
 def load_program(
     path: Path,
     dtype: str = "float32",
-    num_blocks: int = 200,
+    num_blocks: int | tuple[int, ...] = 200,
     max_model_len: int = 1024,
     threads: int = 2,
     block_size: int = 32,
@@ -38,7 +37,7 @@ def load_program(
         dtype=dtype,
         vocab_size=spec.vocab_size,
         groups=spec.kv_groups,
-        num_blocks=(num_blocks,),
+        num_blocks=(num_blocks,) * len(spec.kv_groups) if isinstance(num_blocks, int) else num_blocks,
         max_model_len=max_model_len,
         max_num_batched_tokens=2048,
         num_threads=threads,
@@ -48,79 +47,117 @@ def load_program(
     return CpuBackend(config).prepare(lambda *_: None)
 
 
-def poison(program: Any, blocks: Sequence[int]) -> None:
-    """Fill blocks with NaN: a stale value that is read spoils everything."""
-    if isinstance(program, NativeProgram):
-        program.model.pages[list(blocks)] = BFLOAT16_NAN
-    else:
-        program.model.arena.pages[list(blocks)] = torch.nan
+def poison(program: Any, blocks: Sequence[Sequence[int]]) -> None:
+    """Fill each group's blocks with NaN: a stale value that is read spoils everything."""
+    for group, arena, ids in zip(program.groups, program.arenas, blocks, strict=True):
+        wide = group.tensors[0].dtype == "float32"
+        arena.view(np.uint32 if wide else np.uint16)[list(ids)] = FLOAT32_NAN if wide else BFLOAT16_NAN
 
 
 @dataclass
 class Sequence_:
-    """A token sequence and how far it is computed; `logits` has a row for each position that asked for one."""
+    """A token sequence and how far it is computed; `logits` has a row for each position that asked for one.
+
+    `tables[g]` has a block for every one that the sequence needed so far; 0 stands for those given back.
+    """
 
     tokens: Array
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]]
     computed: int = 0
     logits: dict[int, Array] = field(default_factory=dict)
 
 
 class Sequences:
-    """Hands out block ids at random and runs steps. All pages start as NaN, and the null block stays so."""
+    """Hands out block ids at random and runs steps. All pages start as NaN, and the null block stays so.
+
+    Blocks of window and state groups that are out of reach are given back, poisoned, after each step.
+    """
 
     def __init__(self, program: Any, seed: int = 0) -> None:
         self.program = program
-        self.block_size = program.groups[0].block_size
+        self.groups = program.groups
         self._rng = np.random.default_rng(seed)
-        poison(program, range(program.num_blocks[0]))
-        self._free = list(self._rng.permutation(np.arange(1, program.num_blocks[0])))
+        poison(program, [range(count) for count in program.num_blocks])
+        self._free = [list(self._rng.permutation(np.arange(1, count))) for count in program.num_blocks]
 
     def add(self, tokens: Array) -> Sequence_:
-        return Sequence_(np.asarray(tokens, dtype=np.int32))
+        return Sequence_(np.asarray(tokens, dtype=np.int32), [[] for _ in self.groups])
 
     def free(self, sequence: Sequence_) -> None:
         """Give the blocks back, poisoned, in random order, and forget what was computed."""
-        poison(self.program, sequence.blocks)
-        self._free += sequence.blocks
-        self._rng.shuffle(self._free)
-        sequence.blocks, sequence.computed = [], 0
+        self._give_back([[block for block in table if block] for table in sequence.tables])
+        sequence.tables, sequence.computed = [[] for _ in self.groups], 0
+
+    def _give_back(self, blocks: Sequence[Sequence[int]]) -> None:
+        poison(self.program, blocks)
+        for free, ids in zip(self._free, blocks, strict=True):
+            free += ids
+            self._rng.shuffle(free)
 
     def step(self, work: Sequence[tuple[Sequence_, int]]) -> None:
         """Compute the next `n` tokens of each sequence, with logits of the last of them."""
         for sequence, count in work:
-            wanted = -(-(sequence.computed + count) // self.block_size)
-            sequence.blocks += [int(self._free.pop()) for _ in range(wanted - len(sequence.blocks))]
+            for group, table, free in zip(self.groups, sequence.tables, self._free, strict=True):
+                wanted = -(-(sequence.computed + count) // group.block_size)
+                table += [int(free.pop()) for _ in range(wanted - len(table))]
         self.last_inputs = self._inputs(work)
         logits = self.program.run(self.last_inputs).logits
         for (sequence, count), row in zip(work, logits, strict=True):
             sequence.computed += count
             sequence.logits[sequence.computed - 1] = row.copy()
+            self._drop(sequence)
+
+    def _drop(self, sequence: Sequence_) -> None:
+        """Give back what no later token of the sequence needs."""
+        dropped = []
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            end = group.first_needed(sequence.computed) // group.block_size
+            dropped.append([block for block in table[:end] if block])
+            table[:end] = [0] * len(table[:end])
+        self._give_back(dropped)
+
+    def fork(self, sequence: Sequence_, tokens: Array) -> Sequence_:
+        """A sequence of `tokens` that goes on where `sequence` is, at the end of a block, with blocks of its own.
+
+        It has copies of what a resumed request needs, and of nothing else.
+        """
+        other = self.add(tokens)
+        other.computed = end = sequence.computed
+        for g, group in enumerate(self.groups):
+            assert end % group.block_size == 0
+            first = min(end, group.first_needed(end)) // group.block_size
+            other.tables[g] += [0] * first
+            for block in sequence.tables[g][first : end // group.block_size]:
+                other.tables[g].append(int(self._free[g].pop()))
+                self.program.arenas[g][other.tables[g][-1]] = self.program.arenas[g][block]
+        return other
 
     def _inputs(self, work: Sequence[tuple[Sequence_, int]]) -> StepInputs:
-        def int32(values: Any) -> Array:
-            return np.asarray(values, dtype=np.int32)
-
         counts = [count for _, count in work]
         starts = np.cumsum([0, *counts])
         positions = [np.arange(s.computed, s.computed + n) for s, n in work]
-        slots = [
-            np.take(s.blocks, p // self.block_size) * self.block_size + p % self.block_size
-            for (s, _), p in zip(work, positions, strict=True)
-        ]
-        tables = np.zeros((len(work), max(len(s.blocks) for s, _ in work)), dtype=np.int32)
-        for row, (sequence, _) in zip(tables, work, strict=True):
-            row[: len(sequence.blocks)] = sequence.blocks
+        addresses = [self._addresses(g, work, positions) for g in range(len(self.groups))]
         return StepInputs(
             token_ids=int32(np.concatenate([s.tokens[p] for (s, _), p in zip(work, positions, strict=True)])),
             positions=int32(np.concatenate(positions)),
             query_start=int32(starts),
             context_lens=int32([s.computed + n for s, n in work]),
             logits_rows=int32(starts[1:] - 1),
-            slot_mapping=(int32(np.concatenate(slots)),),
-            block_tables=(tables,),
-            fresh_blocks=(int32([]),),
+            slot_mapping=tuple(slots for slots, _ in addresses),
+            block_tables=tuple(table for _, table in addresses),
+            fresh_blocks=tuple(int32([]) for _ in self.groups),
         )
+
+    def _addresses(
+        self, g: int, work: Sequence[tuple[Sequence_, int]], positions: Sequence[Array]
+    ) -> tuple[Array, Array]:
+        """Slots of the step's tokens in group g, and block tables."""
+        size, tables = self.groups[g].block_size, [sequence.tables[g] for sequence, _ in work]
+        slots = [np.take(t, p // size) * size + p % size for t, p in zip(tables, positions, strict=True)]
+        packed = np.zeros((len(work), max(map(len, tables))), dtype=np.int32)
+        for row, table in zip(packed, tables, strict=True):
+            row[: len(table)] = table
+        return int32(np.concatenate(slots)), packed
 
     def run(self, sequence: Sequence_, chunks: Sequence[int]) -> None:
         """Compute a sequence alone in chunks; the last one is cut to what is left."""
@@ -128,3 +165,7 @@ class Sequences:
             left = len(sequence.tokens) - sequence.computed
             if left:
                 self.step([(sequence, min(chunk, left))])
+
+
+def int32(values: Any) -> Array:
+    return np.asarray(values, dtype=np.int32)

@@ -133,8 +133,9 @@ def test_a_shared_prefix_is_as_good_as_computing_it(subject: Subject) -> None:
     sequences = Sequences(subject.program, seed=4)
     first, second = sequences.add(TOKENS), sequences.add(TOKENS)
     sequences.run(first, [PROMPT])
-    cached = (PROMPT - 1) // sequences.block_size
-    second.blocks, second.computed = first.blocks[:cached], cached * sequences.block_size
+    block_size = sequences.groups[0].block_size
+    cached = (PROMPT - 1) // block_size
+    second.tables, second.computed = [first.tables[0][:cached]], cached * block_size
     sequences.run(second, [PROMPT - second.computed, *[1] * OUTPUT])
     assert_same(second.logits, subject.alone)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import INT64, describe_index
 from pypto_serving.model.deepseek_v4.storage import Role, Shape, Storage, Stored, Tensor
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.rope import Rope
@@ -256,7 +257,7 @@ class DeepseekV4Config:
 
     def integers(self) -> dict[str, str]:
         """Names of tensors that are no floats, and their stored dtypes."""
-        return {name: "I64" for name, tensor in self.inventory().items() if tensor.role == "ids"}
+        return {name: INT64 for name, tensor in self.inventory().items() if tensor.role == "ids"}
 
     @property
     def block_size(self) -> int:
@@ -303,7 +304,7 @@ class DeepseekV4Config:
     def spec(self, path: str, architecture: str, dtype: str, block_size: int, eos: tuple[int, ...]) -> ModelSpec:
         """The checkpoint as the engine sees it."""
         quantised = self.storage.name
-        stored = self.stored()
+        stored, required = self.stored(), self.stored(mtp=False)
         resident = sum(tensor.count * self._item_bytes(tensor, dtype) for tensor in self.inventory().values())
         return ModelSpec(
             path=path,
@@ -313,10 +314,12 @@ class DeepseekV4Config:
             vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings,
             num_parameters=self.num_parameters(),
-            weight_bytes=sum(tensor.num_bytes for tensor in self.stored(mtp=False).values()) if quantised else resident,
+            weight_bytes=sum(tensor.num_bytes for tensor in required.values()) if quantised else resident,
             quantization=quantised,
             obstacle=_QUANTISED.format(quantised) if quantised else "",
+            own_blocks=True,
             stored=_count(stored),
+            index=describe_index(path, required, self.ignores),
             kv_groups=self.kv_groups(dtype),
             eos_token_ids=eos,
         )

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.config import EngineConfig
 from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Routing, Rows, Strips, zeros
+from pypto_serving.model.checkpoint import INT8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -29,7 +30,7 @@ class NativeQwen3:
         return f"qwen3-native-1 {model.quantization.name}" if model.quantization else "qwen3-native-1"
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
-        weights.require(model.tensors(), model.ignores, model.int8_weights())
+        weights.require(model.tensors(), model.ignores, dict.fromkeys(model.int8_weights(), INT8))
         self.model = model
         self.pages = _pages(config.groups[0], config.num_blocks[0], model)
         self.step = Recording(engine)

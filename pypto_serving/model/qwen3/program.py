@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pypto_serving.config import EngineConfig
 from pypto_serving.model.attention import KVArena, StepAttention, settle_query_rows
-from pypto_serving.model.layers import GatedMLP, Linear, SparseMLP, rms_norm, rotate_
+from pypto_serving.model.layers import GatedMLP, Linear, SparseMLP, rms_norm, rotate_, settle_rows
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.qwen3.spec import Qwen3Config
 from pypto_serving.model.step import StepTensors
@@ -77,6 +77,7 @@ class Qwen3Program:
         weights.require(model.tensors(), model.ignores)
         self.model = model
         self.arena = KVArena(config.groups[0], config.num_blocks[0], weights.dtype)
+        self.pages = (self.arena.pages,)
         self.embedding = weights.read("model.embed_tokens.weight")
         self.layers = [DecoderLayer(model, weights, i) for i in range(model.num_layers)]
         self.norm = weights.read("model.norm.weight")
@@ -88,17 +89,12 @@ class Qwen3Program:
     def _settle_rows(self) -> int:
         """Fewest rows per call from which on no result depends on their number; warns if there is no such."""
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears())]
-        settled: dict[tuple[int, int], tuple[int, bool]] = {}
-        for linear in linears:
-            shape = (linear.in_features, linear.out_features)
-            if shape not in settled:
-                settled[shape] = (linear.settle_rows(), linear.rows)[::-1]
-            linear.rows = settled[shape][0]
+        rows, stable = settle_rows(linears)
         queries = settle_query_rows(self.model.head_dim, self.embedding.dtype)
         self.arena.query_rows = queries or self.arena.query_rows
-        if queries is None or not all(stable for _, stable in settled.values()):
+        if queries is None or not stable:
             logger.warning("matrix products on this machine depend on the row count: outputs may vary with the batch")
-        return max(linear.rows for linear in linears)
+        return rows
 
     def forward(self, step: StepTensors) -> Tensor:
         """Write the K/V of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""

@@ -1,0 +1,94 @@
+"""DeepSeek V4 in readable torch: one step over packed rows with six paged cache families."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from pypto_serving.config import EngineConfig
+from pypto_serving.model.deepseek_v4.attention import Attention, StepView
+from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, ExpertLayer, StreamMixer, matrix, vector, write_streams
+from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
+from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config, LayerKind
+from pypto_serving.model.layers import Linear, rms_norm, settle_rows
+from pypto_serving.model.loader import Weights
+from pypto_serving.model.step import StepTensors
+
+logger = logging.getLogger(__name__)
+
+
+class DecoderLayer:
+    """Attention and experts, each of which reads the residual streams and writes them."""
+
+    def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages]) -> None:
+        prefix, self.eps = f"layers.{layer}.", model.rms_norm_eps
+        self.kind, self.dtype = model.kinds[layer], weights.dtype
+        self.norms = [vector(weights, f"{prefix}{part}_norm.weight") for part in ("attn", "ffn")]
+        self.mixers = [StreamMixer(weights, f"{prefix}hc_{part}", model.hyper, self.eps) for part in ("attn", "ffn")]
+        self.attention = Attention(model, weights, layer, pages)
+        self.experts = ExpertLayer(model, weights, layer)
+
+    def __call__(self, h: Tensor, view: StepView) -> Tensor:
+        """One layer over the streams h [t, n, hidden], float32; writes the cache rows of the step's tokens."""
+        x, after, among = self.mixers[0].read(h)
+        h = write_streams(h, self.attention(rms_norm(x, self.norms[0], self.eps), view), after, among)
+        x, after, among = self.mixers[1].read(h)
+        y = self.experts(rms_norm(x, self.norms[1], self.eps), view.rows.token_ids, self.dtype)
+        return write_streams(h, y, after, among)
+
+    def linears(self) -> list[Linear]:
+        return [*(mixer.fn for mixer in self.mixers), *self.attention.linears(), *self.experts.linears()]
+
+
+class DeepseekV4Program:
+    """Owns weights and cache pages of a DeepSeek V4 model. `rows` is the fewest rows that a step computes.
+
+    Streams between layers, cache states, mixing and routing are float32 whatever the weights are.
+    """
+
+    name = "deepseek-v4-torch-1"
+
+    def __init__(self, model: DeepseekV4Config, weights: Weights, config: EngineConfig) -> None:
+        weights.require(model.tensors(), model.ignores, model.integers())
+        self.model = model
+        device = torch.get_default_device()
+        self._groups = {
+            group.name: Pages(group, count, device)
+            for group, count in zip(config.groups, config.num_blocks, strict=True)
+        }
+        self.pages = tuple(pages.blocks for pages in self._groups.values())
+        self.embedding = weights.read("embed.weight")
+        self.layers = [DecoderLayer(model, weights, layer, self._groups) for layer in range(model.num_layers)]
+        self.mixer = StreamMixer(weights, "hc_head", model.hyper, model.rms_norm_eps)
+        self.norm, self.head = vector(weights, "norm.weight"), matrix(weights, "head")
+        ropes = {"swa": model.rope, "csa": model.compress_rope, "hca": model.compress_rope}
+        self._tables: dict[LayerKind, tuple[Tensor, Tensor]] = {}
+        for kind in set(model.kinds):
+            cos, sin = ropes[kind].tables(config.max_model_len)
+            self._tables[kind] = (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
+        self.rows = self._settle_rows()
+
+    def _settle_rows(self) -> int:
+        """Fewest rows per call from which on no product depends on their number; warns if there is no such."""
+        linears = [self.head, self.mixer.fn, *(linear for layer in self.layers for linear in layer.linears())]
+        rows, stable = settle_rows(linears)
+        if not stable:
+            logger.warning("matrix products on this machine depend on the row count: outputs may vary with the batch")
+        return max(rows, MIN_ROWS)
+
+    def forward(self, step: StepTensors) -> Tensor:
+        """Write the cache rows of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""
+        if not len(step.token_ids):
+            return torch.empty(0, self.model.vocab_size)
+        rows = StepRows(step, self._groups)
+        views = {kind: StepView.of(rows, tables, kind, self.model.ratio(kind)) for kind, tables in self._tables.items()}
+        h = self.embedding.index_select(0, step.token_ids).float()
+        h = h[:, None].expand(-1, self.model.hyper.streams, -1).contiguous()
+        for layer in self.layers:
+            h = layer(h, views[layer.kind])
+        if not len(step.logits_rows):
+            return torch.empty(0, self.model.vocab_size)
+        x = self.mixer.collapse(h.index_select(0, step.logits_rows))
+        return self.head(rms_norm(x, self.norm, self.model.rms_norm_eps).to(self.embedding.dtype)).float()

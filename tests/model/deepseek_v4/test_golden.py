@@ -1,0 +1,159 @@
+"""Logits against transformers in float32, whatever the chunks, block ids, neighbours and resumed prefixes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoints import random_model, with_dtype
+from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
+from tests.model.conftest import MakeCheckpoint
+from tests.model.sequences import Array, Sequence_, Sequences, load_program
+
+pytestmark = pytest.mark.golden
+
+TOLERANCE = 1e-4
+LENGTH = 90
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all-csa": {"layer_types": [SPARSE] * 4},
+    "all-hca": {"layer_types": [HEAVY] * 4},
+    "all-swa": {"layer_types": [SLIDING] * 4},
+    "as-pro": {"layer_types": [HEAVY, HEAVY, SPARSE, HEAVY]},
+    "hash-only": {"num_hash_layers": 4},
+    "scores-only": {"num_hash_layers": 0},
+    "other-ratios": {"compress_rates": {SPARSE: 6, HEAVY: 24}, "sliding_window": 20},
+    "three-streams": {"hc_mult": 3, "hc_sinkhorn_iters": 3},
+    "tight-clamp": {"swiglu_limit": 0.5},
+    "no-yarn": {"rope_scaling": None},
+}
+
+
+def random_tokens(seed: int = 0, length: int = LENGTH) -> Array:
+    return np.random.default_rng(seed).integers(0, 256, length)
+
+
+def golden(tokens: Array, kind: str = "deepseek_v4_fast", **overrides: Any) -> Array:
+    """Logits [t, vocab] of transformers without a cache."""
+    with torch.no_grad():
+        logits = random_model(kind, **overrides)(torch.tensor(np.asarray(tokens))[None]).logits[0]
+    return np.asarray(logits.numpy())
+
+
+def worst(sequence: Sequence_, wanted: Array) -> float:
+    return max(float(np.abs(row - wanted[position]).max()) for position, row in sequence.logits.items())
+
+
+def loaded(checkpoint: MakeCheckpoint, kind: str = "deepseek_v4_fast", **overrides: Any) -> Sequences:
+    return Sequences(load_program(checkpoint(kind, **overrides), threads=1, num_blocks=240))
+
+
+def test_as_released_but_small(checkpoint: MakeCheckpoint) -> None:
+    """Window 128, ratios 4 and 128: 300 tokens make 75 sparse entries, of which 16 are chosen, and 2 heavy ones."""
+    tokens = random_tokens(length=300)
+    wanted = golden(tokens, "deepseek_v4")
+    sequences = loaded(checkpoint, "deepseek_v4")
+    for chunks in ([300], [64] * 5, [130, *[1] * 4, 127, *[1] * 39], [31, 7, *[37] * 8]):
+        sequence = sequences.add(tokens)
+        sequences.run(sequence, chunks)
+        assert worst(sequence, wanted) < TOLERANCE
+        sequences.free(sequence)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 31, 64, LENGTH])
+def test_chunks(checkpoint: MakeCheckpoint, chunk: int) -> None:
+    tokens = random_tokens()
+    sequences = loaded(checkpoint)
+    sequence = sequences.add(tokens)
+    sequences.run(sequence, [chunk] * LENGTH)
+    assert worst(sequence, golden(tokens)) < TOLERANCE
+
+
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
+def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
+    tokens = random_tokens()
+    sequences = loaded(checkpoint, **overrides)
+    sequence = sequences.add(tokens)
+    sequences.run(sequence, [29, 1, 1, 17, 31, *[1] * 11])
+    assert worst(sequence, golden(tokens, **overrides)) < TOLERANCE
+
+
+def test_interleaved_requests(checkpoint: MakeCheckpoint) -> None:
+    rng = np.random.default_rng(1)
+    sequences = loaded(checkpoint)
+    work = [sequences.add(random_tokens(seed, LENGTH + 10 * seed)) for seed in range(4)]
+    while left := [s for s in work if s.computed < len(s.tokens)]:
+        chosen = [s for s in left if rng.random() < 0.7] or left[:1]
+        sequences.step([(s, int(min(len(s.tokens) - s.computed, rng.integers(1, 30)))) for s in chosen])
+    for seed, sequence in enumerate(work):
+        assert worst(sequence, golden(random_tokens(seed, LENGTH + 10 * seed))) < TOLERANCE
+
+
+def test_resumed_at_every_block(checkpoint: MakeCheckpoint) -> None:
+    """A request goes on from copies of what a hit needs, everything else being NaN, with tokens of its own."""
+    prefix, sequences = random_tokens(), loaded(checkpoint)
+    size = sequences.groups[0].block_size
+    first = sequences.add(prefix)
+    for end in range(size, LENGTH, size):
+        sequences.run(first, [size])
+        tokens = np.concatenate([prefix[:end], random_tokens(end, 25)])
+        second = sequences.fork(first, tokens)
+        sequences.run(second, [3, 1, 21])
+        assert worst(second, golden(tokens)) < TOLERANCE
+
+
+def test_resumed_in_large_blocks(checkpoint: MakeCheckpoint) -> None:
+    prefix, sequences = random_tokens(length=256), loaded(checkpoint, "deepseek_v4")
+    first = sequences.add(prefix)
+    for end in (128, 256):
+        sequences.run(first, [128])
+        tokens = np.concatenate([prefix[:end], random_tokens(end, 25)])
+        second = sequences.fork(first, tokens)
+        sequences.run(second, [3, 1, 21])
+        assert worst(second, golden(tokens, "deepseek_v4")) < TOLERANCE
+
+
+def test_of_equal_entries_the_first_are_chosen(checkpoint: MakeCheckpoint) -> None:
+    """With one head many scores are exactly zero; whatever the chunks, the same entries are chosen."""
+    tokens = random_tokens()
+    found = []
+    for chunks in ([LENGTH], [7] * LENGTH):
+        sequences = loaded(checkpoint, index_n_heads=1, index_topk=4)
+        sequence = sequences.add(tokens)
+        sequences.run(sequence, chunks)
+        found.append(sequence.logits[LENGTH - 1])
+    assert max(np.abs(other - found[0]).max() for other in found[1:]) < TOLERANCE
+
+
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(checkpoint: MakeCheckpoint) -> None:
+    tokens = random_tokens()
+    wanted = golden(tokens)
+    model = with_dtype(random_model("deepseek_v4_fast"), torch.bfloat16)
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)[None]).logits[0].float().numpy()
+    sequences = Sequences(load_program(checkpoint("deepseek_v4_fast"), "bfloat16", threads=1))
+    sequence = sequences.add(tokens)
+    sequences.run(sequence, [1] * LENGTH)
+    ours = np.stack([sequence.logits[i] for i in range(LENGTH)])
+    assert np.abs(ours - wanted).mean() < 1.1 * np.abs(theirs - wanted).mean()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(checkpoint: MakeCheckpoint) -> None:
+    """Bit by bit: alone step by step, in a batch, and in chunks."""
+    tokens = [random_tokens(seed, 30 + 9 * seed) for seed in range(3)]
+    alone = []
+    sequences = loaded(checkpoint)
+    for each in tokens:
+        sequence = sequences.add(each)
+        sequences.run(sequence, [1] * len(each))
+        alone.append(sequence.logits)
+        sequences.free(sequence)
+    together = [sequences.add(each) for each in tokens]
+    rng = np.random.default_rng(2)
+    while left := [s for s in together if s.computed < len(s.tokens)]:
+        sequences.step([(s, int(min(len(s.tokens) - s.computed, rng.integers(1, 20)))) for s in left])
+    for sequence, wanted in zip(together, alone, strict=True):
+        for position, row in sequence.logits.items():
+            assert np.array_equal(row, wanted[position])
