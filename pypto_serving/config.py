@@ -14,7 +14,7 @@ from pypto_serving.options import MAX_PORT, RULES, Options, flag
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
-from pypto_serving.types.tier import StorePolicy, Tier, TierConfig
+from pypto_serving.types.tier import INDEX_BYTES, StorePolicy, Tier, TierConfig
 from pypto_serving.util import format_size
 
 __all__ = [
@@ -248,6 +248,7 @@ class _Resolver:
             tiers.append(self._tier("host", "kv_host_memory", host_bytes))
         if options.kv_disk:
             tiers.append(self._tier("disk", "kv_disk_size", disk_bytes, options.kv_disk))
+            self._check_disk(tiers[-1])
         if options.kv_remote:
             tiers.append(self._tier("remote", "kv_remote", REMOTE_BYTES, options.kv_remote))
         if tiers and options.prefix_caching is False:
@@ -270,6 +271,20 @@ class _Resolver:
                     f"{group.name}, which has {block}; give more"
                 )
         return TierConfig(tier=tier, size_bytes=size_bytes, num_slots=slots, place=place)
+
+    def _check_disk(self, tier: TierConfig) -> None:
+        """Refuse a folder that can neither be written nor hold blocks already. Later losses are the worker's."""
+        disk, label = self.host.kv_disk, f"{self.options.label('kv_disk')} {tier.place}"
+        if disk is None or disk.used:
+            return
+        if disk.obstacle:
+            raise ConfigError(f"{label} cannot be used: {disk.obstacle}; give a folder that can be written")
+        needed = sum(group.block_bytes for group in self.model.kv_groups) + INDEX_BYTES * sum(tier.num_slots)
+        if disk.free_bytes < needed:
+            raise ConfigError(
+                f"{label} has {format_size(disk.free_bytes)} left on its disk, but one block and the index take "
+                f"{format_size(needed)}; free some, lower --kv-disk-size, or give another folder"
+            )
 
     def _threads(self) -> tuple[int, str]:
         """One per CPU; but sharing an operation takes longer than doing it alone where there is little to read."""

@@ -1,12 +1,28 @@
-"""Facts of this machine that decide defaults: memory that is free now and CPUs this process may use."""
+"""Facts of this machine that decide what can be served: free memory, CPUs, and what a folder on its disks allows."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+
+from pypto_serving.types.tier import PART_NAME
+
+
+class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be kept in a folder. `obstacle` says why nothing can; `free_bytes` is the room on its disk.
+
+    A folder that is `used` holds blocks that can be read, and perhaps written, whatever else it allows.
+    """
+
+    obstacle: str = ""
+    free_bytes: int = 0
+    used: bool = False
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,12 +30,14 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `kernels`: instruction sets that the CPU kernels were built for and that this machine runs, best first.
     `cache_dir`: the folder for files of ours that may be deleted at any time; empty where the user has none.
+    `kv_disk`: the folder of the disk tier, if there is to be one.
     """
 
     available_bytes: int
     num_cpus: int
     kernels: tuple[str, ...] = ()
     cache_dir: str = ""
+    kv_disk: DiskFacts | None = None
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
@@ -37,6 +55,25 @@ def read_cache_dir() -> str:
         return str(Path.home() / ".cache/pypto-serving")
     except RuntimeError:
         return ""
+
+
+def read_disk_facts(folder: Path) -> DiskFacts:
+    """Try whether a folder can be made in `folder`, or `folder` itself; leaves nothing behind."""
+    existing, used = folder.absolute(), False
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    try:
+        if existing == folder.absolute():
+            parts = [path for path in existing.iterdir() if PART_NAME.fullmatch(path.name)]
+            read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
+            used = any(read_only or os.access(path, os.W_OK | os.X_OK, effective_ids=True) for path in parts)
+        free_bytes = shutil.disk_usage(existing).free
+        Path(tempfile.mkdtemp(prefix=".pypto-", dir=existing)).rmdir()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return DiskFacts(used=used)
+        return DiskFacts(obstacle="" if used else os.strerror(error.errno or 0).lower(), used=used)
+    return DiskFacts(free_bytes=free_bytes, used=used)
 
 
 def _control_groups(root: Path) -> Iterator[Path]:

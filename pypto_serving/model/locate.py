@@ -10,7 +10,7 @@ import msgspec
 
 from pypto_serving.config import Resolved, resolve
 from pypto_serving.errors import ConfigError, ModelError
-from pypto_serving.host import read_cache_dir, read_host_facts
+from pypto_serving.host import read_cache_dir, read_disk_facts, read_host_facts
 from pypto_serving.kernels.library import runnable
 from pypto_serving.options import Options
 from pypto_serving.types.model import ModelSpec
@@ -34,7 +34,8 @@ def prepare(options: Options, model: ModelSpec) -> Resolved:
             "this installation has no CPU kernels, because there was no C++ compiler: torch computes, several times "
             "slower; with a compiler, install again (after `make clean` in a checkout)"
         )
-    host = msgspec.structs.replace(read_host_facts(), kernels=kernels, cache_dir=read_cache_dir())
+    kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
+    host = msgspec.structs.replace(read_host_facts(), kernels=kernels, cache_dir=read_cache_dir(), kv_disk=kv_disk)
     return resolve(options, model, host)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ import msgspec
 from pypto_serving.errors import ConfigError
 from pypto_serving.store.faults import FULL, reason_of
 from pypto_serving.store.slab import sync_folder
+from pypto_serving.types.tier import PART_NAME
 from pypto_serving.util import hash128
 
 FORMAT = 1
 Kind = Literal["slots", "files"]
 IN_USE, WRITER, META = "in_use", "writer", "meta.json"
 
-_NAME = re.compile(r"[0-9a-f]{32}")
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
@@ -200,7 +199,7 @@ def _files(path: Path) -> Iterator[os.DirEntry[str]]:
 
 def fingerprint_folders(root: Path) -> list[Path]:
     """All folders of blocks in `root`, half-deleted ones too. Raises OSError."""
-    return sorted(path for path in root.iterdir() if _NAME.fullmatch(path.name) and (path / IN_USE).is_file())
+    return sorted(path for path in root.iterdir() if PART_NAME.fullmatch(path.name) and (path / IN_USE).is_file())
 
 
 def open_lock(path: Path) -> int:

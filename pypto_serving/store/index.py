@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from pypto_serving.store.checksum import DIGEST_BYTES
 from pypto_serving.store.faults import FULL
-from pypto_serving.types.tier import KEY_BYTES
+from pypto_serving.types.tier import INDEX_BYTES, KEY_BYTES
 
-RECORD_BYTES = 64
+RECORD_BYTES = INDEX_BYTES
 _RECORD = struct.Struct("<16s16sQQQQ")
 _WORDS = RECORD_BYTES // 8
 _STAMP, _LENGTH, _CHECK = 4, 5, 7

@@ -7,6 +7,7 @@ that find blocks by key alone (remote ones) ignore it.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,10 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk", "remote")
 """From fast to slow."""
 
 KEY_BYTES = 16
+INDEX_BYTES = 64
+"""What a disk tier keeps for each slot, beside the block."""
+PART_NAME = re.compile(r"[0-9a-f]{32}")
+"""Names of folders of blocks in the folder that a user gave to the disk tier, one for each fingerprint."""
 
 StorePolicy = Literal["through", "eviction"]
 """When a block that nobody uses is stored in lower tiers: soon, or when it is about to be evicted."""

@@ -108,6 +108,8 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*NULL, "--config", "no/such.yaml"], 2, "--config no/such.yaml cannot be read: No such file"),
     ([*NULL, "deepseek_v4", "--block-size", "32"], 2, "--block-size cannot be chosen for deepseek_v4"),
     (["check", "--backend", "gpu"], 2, "--backend is gpu, but must be one of cpu, null"),
+    ([*NULL, "--kv-disk", "/dev/null"], 2, "--kv-disk /dev/null cannot be used: not a directory; give a folder that"),
+    (["serve", *NULL[1:], "--kv-disk", "/dev/null/kv"], 2, "--kv-disk /dev/null/kv cannot be used: not a directory"),
     (["check", "./no/such/model"], 3, "./no/such/model does not exist; give an existing folder or a hub name"),
     (["serve", "--backend", "null", "--host", "256.0.0.1"], 2, "--host 256.0.0.1 is no address of this machine"),
     (["generate", "--temperature", "-1", "x"], 2, "--temperature is -1.0, but must be between 0 and 100"),
