@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pypto_serving.errors import EXIT_CRASH, EXIT_OK, PyptoError
+from pypto_serving.errors import EXIT_CRASH, EXIT_OK, ConfigError, PyptoError
 
 if TYPE_CHECKING:
     from pypto_serving.store.inspect import FolderFacts
@@ -38,7 +39,7 @@ def stat(
     elif not found:
         typer.echo(f"{folder} holds no blocks")
     else:
-        head = ("part", "kept as", "in use", "last used", "group", "bytes/block", "blocks", "free")
+        head = ("part", "model", "kept as", "in use", "last used", "group", "bytes/block", "blocks", "free")
         typer.echo("\n".join(columns([head, *(row for one in found for row in _rows(one))])))
         typer.echo(f"{format_size(sum(one.usage.num_bytes for one in found))} on disk")
         for one in found:
@@ -73,8 +74,8 @@ def _one_line_errors(path: Path) -> Iterator[None]:
 
 def _rows(one: FolderFacts) -> list[tuple[str, ...]]:
     used_at = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.usage.used_at_s))
-    kind = one.meta.kind if one.meta else "-"
-    first = (one.usage.path.name, kind, "yes" if one.usage.in_use else "no", used_at)
+    model, kind = (one.meta.model or "-", one.meta.kind) if one.meta else ("-", "-")
+    first = (one.usage.path.name, model, kind, "yes" if one.usage.in_use else "no", used_at)
     rows = [
         (
             str(number),
@@ -84,12 +85,13 @@ def _rows(one: FolderFacts) -> list[tuple[str, ...]]:
         )
         for number, group in enumerate(one.groups)
     ]
-    return [(*(first if i == 0 else ("",) * 4), *row) for i, row in enumerate(rows or [("-",) * 4])]
+    return [(*(first if i == 0 else ("",) * len(first)), *row) for i, row in enumerate(rows or [("-",) * 4])]
 
 
 def _as_dict(one: FolderFacts) -> dict[str, Any]:
     return {
         "name": one.usage.path.name,
+        "model": one.meta.model if one.meta else None,
         "fingerprint": one.meta.fingerprint if one.meta else None,
         "kind": one.meta.kind if one.meta else None,
         "num_bytes": one.usage.num_bytes,
@@ -150,6 +152,8 @@ def clear(
         typer.echo("nothing to delete")
         return
     if not yes:
+        if not sys.stdin.isatty():
+            raise ConfigError("nobody can be asked, because this is no terminal; give --yes to delete without asking")
         size = format_size(sum(one.num_bytes for one in unused))
         typer.confirm(f"Delete {size} in {len(unused)} parts of {folder}?", abort=True)
     deleted = 0

@@ -39,15 +39,17 @@ def open_disk(
     num_slots: tuple[int, ...],
     size_bytes: int,
     *,
+    model: str = "",
     known: bool,
 ) -> Store:
     """The store for `folder`: slots on a local disk, a file for each block on a file system that hosts share.
 
+    `model` is what people call what has the fingerprint.
     Raises ConfigError if nothing can be kept there; if the folder is `known` to have been used, the store is empty.
     """
     if is_shared(Path(folder)):
-        return FileStore(folder, fingerprint, block_bytes, num_slots, known=known)
-    return DiskStore(folder, fingerprint, block_bytes, num_slots, size_bytes, known=known)
+        return FileStore(folder, fingerprint, block_bytes, num_slots, model=model, known=known)
+    return DiskStore(folder, fingerprint, block_bytes, num_slots, size_bytes, model=model, known=known)
 
 
 class DiskStore:
@@ -65,6 +67,7 @@ class DiskStore:
         num_slots: tuple[int, ...],
         size_bytes: int,
         *,
+        model: str = "",
         known: bool = False,
         clock: Clock | None = None,
     ) -> None:
@@ -76,7 +79,7 @@ class DiskStore:
         self._slabs: list[Slab] = []
         self._folder: Folder | None = None
         self._reason = ""
-        meta = Meta(FORMAT, "slots", fingerprint.hex(), block_bytes)
+        meta = Meta(FORMAT, "slots", fingerprint.hex(), block_bytes, model)
         try:
             self._folder = Folder(self._root, meta, known=known)
             self._writable, self._reason = self._folder.writable, self._folder.reason

@@ -54,6 +54,7 @@ class FileStore:
         block_bytes: tuple[int, ...],
         num_slots: tuple[int, ...],
         *,
+        model: str = "",
         known: bool = False,
         clock: Clock | None = None,
     ) -> None:
@@ -66,7 +67,7 @@ class FileStore:
         self._pool = ThreadPoolExecutor(STATS_AT_ONCE, "stat")
         self._reason = ""
         try:
-            meta = Meta(FORMAT, "files", fingerprint.hex(), block_bytes)
+            meta = Meta(FORMAT, "files", fingerprint.hex(), block_bytes, model)
             self._folder = Folder(Path(folder), meta, known=known)
             self._path, self._reason = self._folder.path, self._folder.reason
             self._inventory = self._take_slots()

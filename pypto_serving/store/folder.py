@@ -32,12 +32,17 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What a folder holds; `fingerprint` in hexadecimal digits."""
+    """What a folder holds; `fingerprint` in hexadecimal digits. `model` is what people call it, if that is known."""
 
     format: int
     kind: Kind
     fingerprint: str
     block_bytes: tuple[int, ...]
+    model: str = ""
+
+    def fits(self, other: Meta | None) -> bool:
+        """Whether blocks of `other` are blocks of this one, whatever it is called."""
+        return other is not None and msgspec.structs.replace(other, model=self.model) == self
 
 
 class _Format(msgspec.Struct):
@@ -84,11 +89,13 @@ class Folder:
             self._read_only(reason_of(error))
         held = self._held()
         if not self.writable:
-            if held != self.meta:
+            if not self.meta.fits(held):
                 raise Unusable(f"{self.reason}, and it is not complete")
             return
-        if held != self.meta:
+        if not self.meta.fits(held):
             self._begin(held)
+        elif held is not None and not held.model and self.meta.model:
+            self._write_meta()
         os.utime(self.path / IN_USE)
 
     def _join(self) -> int:
@@ -130,6 +137,9 @@ class Folder:
         """Say what the folder is. A damaged `meta.json` costs nothing, since the name says as much; another one all."""
         if held is not None:
             _empty(self.path)
+        self._write_meta()
+
+    def _write_meta(self) -> None:
         temporary = self.path / f"{META}.tmp"
         with temporary.open("wb") as file:
             file.write(msgspec.json.encode(self.meta))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend, Program
+from pypto_serving.config import EngineConfig, default_model_name
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent, SocketChannel
 from pypto_serving.store.base import Store
@@ -56,11 +57,24 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
             stores["host"] = HostStore(start.host_memory, sizes, tier.num_slots)
         elif tier.tier == "disk":
             stores["disk"] = open_disk(
-                tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes, known=start.epoch > 1
+                tier.place,
+                program.fingerprint,
+                sizes,
+                tier.num_slots,
+                tier.size_bytes,
+                model=describe(start.config),
+                known=start.epoch > 1,
             )
         elif tier.tier == "remote":
             stores["remote"] = open_remote(tier.place, program.fingerprint, sizes)
     return stores
+
+
+def describe(config: EngineConfig) -> str:
+    """What people call that whose blocks are kept: the model, and what else sets its blocks apart."""
+    name = default_model_name(config.model) if config.model else f"{config.backend} backend"
+    tokens = "/".join(str(size) for size in dict.fromkeys(group.block_size for group in config.groups))
+    return ", ".join(part for part in (name, config.dtype, config.kernels, f"{tokens} tokens/block") if part)
 
 
 def main(wrap: Wrap = lambda runner: runner) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pypto_serving.cli import main
+from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.files import FileStore
 from tests.store.blocks import BLOCK_BYTES, FINGERPRINT, NUM_SLOTS, Disk, key_of, listed, put
 
@@ -39,6 +40,13 @@ def fill_files(root: Path) -> None:
     store.close()
 
 
+class Terminal(io.StringIO):
+    """Input that says it is typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def damage(root: Path, name: str) -> None:
     (path,) = root.rglob(name)
     data = bytearray(path.read_bytes())
@@ -52,14 +60,14 @@ def test_stat_lists_groups_and_who_uses_them(disk: Disk, capsys: pytest.CaptureF
     code, out, err = run(capsys, "stat", disk.root)
     lines = [line.split() for line in out.splitlines()]
     assert (code, err) == (0, "")
-    assert lines[0][:4] == ["part", "kept", "as", "in"]
+    assert lines[0][:5] == ["part", "model", "kept", "as", "in"]
     assert sorted(line[-4:] for line in lines[1:5]) == [
         ["0", "8192", "0", "6"],
         ["0", "8192", "2", "4"],
         ["1", "1000", "0", "4"],
         ["1", "1000", "1", "3"],
     ]
-    assert {line[2] for line in lines[1:5:2]} == {"yes", "no"}
+    assert {line[3] for line in lines[1:5:2]} == {"yes", "no"}
     store.close()
 
 
@@ -164,7 +172,7 @@ def test_what_goes_while_clear_asks_is_gone(
     fill(disk, b"another")
     gone, left = disk.folders()
 
-    class Answer(io.StringIO):
+    class Answer(Terminal):
         def readline(self, size: int | None = -1, /) -> str:
             shutil.rmtree(gone)
             return "y\n"
@@ -185,8 +193,47 @@ def test_clear_asks(
     code: int,
     left: int,
 ) -> None:
-
     fill(disk)
-    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
     assert run(capsys, "clear", disk.root)[0] == code
     assert len(disk.folders()) == left
+
+
+def test_without_a_terminal_clear_says_how_to_confirm(
+    disk: Disk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(disk)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert run(capsys, "clear", disk.root) == (
+        2,
+        "",
+        "error: nobody can be asked, because this is no terminal; give --yes to delete without asking\n",
+    )
+    assert len(disk.folders()) == 1
+
+
+@pytest.mark.parametrize("kind", [DiskStore, FileStore])
+def test_stat_names_the_model(
+    disk: Disk, capsys: pytest.CaptureFixture[str], kind: type[DiskStore] | type[FileStore]
+) -> None:
+    """A folder that was made without a name gets one at the next start, and keeps it and its blocks."""
+
+    def opened(model: str) -> DiskStore | FileStore:
+        if kind is FileStore:
+            return FileStore(disk.root, FINGERPRINT, BLOCK_BYTES, NUM_SLOTS, model=model)
+        return DiskStore(disk.root, FINGERPRINT, BLOCK_BYTES, NUM_SLOTS, 1 << 30, model=model)
+
+    def named() -> str:
+        (folder,) = json.loads(run(capsys, "stat", disk.root, "--json")[1])["folders"]
+        return str(folder["model"])
+
+    store = opened("")
+    assert all(put(store, HELD))
+    store.close()
+    assert named() == ""
+    for given in ("Small, 32 tokens/block", "a copy"):
+        store = opened(given)
+        assert set(listed(store).values()) == set(HELD.values())
+        store.close()
+        assert named() == "Small, 32 tokens/block"
+    assert "Small, 32 tokens/block" in run(capsys, "stat", disk.root)[1]
