@@ -84,6 +84,7 @@ class EngineCore:
         self._report(now_s)
 
     def _take(self, message: ToCore) -> None:
+        self._checked = False
         if isinstance(message, AddRequests):
             refused = [self.scheduler.add(request) for request in message.requests]
             self._outputs += [output for output in refused if output is not None]
@@ -98,7 +99,9 @@ class EngineCore:
     def _handle(self, event: Event, now_s: float) -> None:
         if isinstance(event, ChildProgress):
             self._api.send(CoreProgress(event.phase, event.done, event.total))
-        elif isinstance(event, WorkerHello):
+            return
+        self._checked = False
+        if isinstance(event, WorkerHello):
             self._worker_ready(event)
         elif isinstance(event, WorkerDown):
             self._ready = False
@@ -153,7 +156,7 @@ class EngineCore:
             self._executor.transfer(transfers)
 
     def _report(self, now_s: float) -> None:
-        """Send outputs at once, and a snapshot at least once a heartbeat; look for leaks when idle."""
+        """Send outputs at once, and a snapshot at least once a heartbeat; look for leaks once after each busy time."""
         if not self.scheduler.has_work:
             self._work_since_s = 0.0
         elif not self._work_since_s:
