@@ -17,7 +17,7 @@ import numpy as np
 
 from pypto_serving.store.base import Piece, Store
 from pypto_serving.store.checksum import digest
-from pypto_serving.store.faults import FULL, Faults, reason_of
+from pypto_serving.store.faults import FULL, GONE, Faults, reason_of
 from pypto_serving.store.files import FileStore
 from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable, make_room
 from pypto_serving.store.index import SlotTable
@@ -134,7 +134,7 @@ class DiskStore:
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
         """See `Store`. One thread at a time."""
-        if not self._writable:
+        if not self._is_there() or not self._writable:
             return [False] * len(pieces)
         try:
             self._empty(pieces)
@@ -221,6 +221,7 @@ class DiskStore:
 
     def load(self, pieces: Sequence[Piece]) -> list[bool]:
         """See `Store`."""
+        self._is_there()
         loaded = [self._load(piece) for piece in pieces]
         self._write_stamps(TOUCHED_AT_ONCE)
         return loaded
@@ -287,6 +288,14 @@ class DiskStore:
                 table.sync()
         except OSError as error:
             self._become_reader(error)
+
+    def _is_there(self) -> bool:
+        """Whether the folder is where it was. If not, nothing is added any more; what is open can be loaded on."""
+        if self._folder is None or self._folder.is_there():
+            return True
+        self._writable, self._reason = False, GONE
+        self._faults.say("gone", f"blocks are not added any more: {GONE}")
+        return False
 
     def _become_reader(self, error: Exception) -> None:
         """Add nothing any more: the disk, or the folder, does not allow it."""

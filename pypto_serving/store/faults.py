@@ -5,30 +5,36 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 
 from pypto_serving.util import Clock
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The disk, a quota or the largest size of a file is used up: room may come back."""
 
+GONE = "its folder was deleted or moved away; a new one is made when the server is started again"
+
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
 
 
 class Faults:
-    """Owner of what is known about a folder's faults. Thread-safe enough: at worst a line is logged twice."""
+    """Owner of what is known about a folder's faults. Any thread may say one."""
 
     def __init__(self, name: str, log: logging.Logger, clock: Clock) -> None:
         self._name, self._log, self._clock = name, log, clock
         self._said: set[str] = set()
+        self._lock = threading.Lock()
         self._wait_s = 0.0
         self._retry_at_s = 0.0
 
     def say(self, kind: str, message: str) -> None:
         """Log a line about the folder, unless one of this kind was logged before."""
-        if kind not in self._said:
+        with self._lock:
+            if kind in self._said:
+                return
             self._said.add(kind)
-            self._log.warning("%s: %s", self._name, message)
+        self._log.warning("%s: %s", self._name, message)
 
     def full(self, error: OSError) -> None:
         """There was no room: let time pass before the next try."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from pypto_serving.store.base import BlockBytes, Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
-from pypto_serving.store.faults import FULL, Faults, reason_of
+from pypto_serving.store.faults import FULL, GONE, Faults, reason_of
 from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable
 from pypto_serving.store.slab import sync_folder
 from pypto_serving.types.tier import KEY_BYTES, TierInventory
@@ -136,6 +136,7 @@ class FileStore:
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
         """See `Store`. One thread at a time."""
+        self._is_there()
         stored = [self._store(piece) for piece in pieces]
         for folder in {
             self._file(piece.group, piece.key).parent for piece, done in zip(pieces, stored, strict=True) if done
@@ -203,7 +204,10 @@ class FileStore:
 
     def load(self, pieces: Sequence[Piece]) -> list[bool]:
         """See `Store`."""
-        return [self._load(piece) for piece in pieces]
+        loaded = [self._load(piece) for piece in pieces]
+        if not all(loaded):
+            self._is_there()
+        return loaded
 
     def _load(self, piece: Piece) -> bool:
         if self._folder is None:
@@ -257,6 +261,12 @@ class FileStore:
             self._file(group, key).unlink(missing_ok=True)
         except OSError as error:
             self._faults.say("delete", f"blocks cannot be deleted: {reason_of(error)}")
+
+    def _is_there(self) -> None:
+        """Add nothing any more if the folder is not where it was."""
+        if self._folder is not None and not self._folder.is_there():
+            self._reason = GONE
+            self._faults.say("gone", f"blocks are not added any more: {GONE}")
 
     def _become_reader(self, error: Exception) -> None:
         self._reason = reason_of(error)

@@ -149,6 +149,15 @@ class Folder:
         sync_folder(self.path)
         sync_folder(self.path.parent)
 
+    def is_there(self) -> bool:
+        """Whether the path still leads here. What was deleted or moved can be read on while it is open."""
+        try:
+            return not self._locks or os.path.samestat(os.fstat(self._locks[0]), (self.path / IN_USE).stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True  # for whoever reads or writes to find out
+
     def close(self) -> None:
         """Give up the locks."""
         if self.writable and self._locks:

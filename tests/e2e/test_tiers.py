@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pypto_serving.store.inspect import facts, folders_in
 from tests.e2e.server import Server
+from tests.store.pool import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -62,6 +65,27 @@ def test_a_restarted_server_and_a_second_one_find_blocks_on_disk(tmp_path: Path)
     with Server(*options) as server:
         assert server.http.post("/reset_prefix_cache").status_code == 200
         assert complete(server, prompts[0])[1]["disk"] == 0
+    (part,) = folders_in(tmp_path / "kv")
+    held = facts(part).meta
+    assert held is not None and held.model.startswith("bundled, bfloat16, ")
+    assert held.model.endswith(", 32 tokens/block")
+
+
+def test_a_folder_deleted_under_a_server_costs_hits_and_no_answer(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    prompt, other = rng.choices(range(32, 127), k=400), rng.choices(range(32, 127), k=400)
+    with Server("--kv-disk", tmp_path / "kv") as server:
+        text, _ = complete(server, prompt)
+        expected, _ = complete(server, other)
+        shutil.rmtree(tmp_path / "kv")
+        complete(server, prompt + other)
+        wait_until(lambda: server.metric("pypto:kv_tier_writable") == 0)
+        assert server.http.post("/reset_prefix_cache?tier=device").status_code == 200
+        assert complete(server, prompt)[0] == text
+        server.worker().kill()
+        assert complete(server, other)[0] == expected
+        wait_until(lambda: server.metric("pypto:kv_tier_writable") == 1)
+    assert (tmp_path / "kv").is_dir()
 
 
 def test_a_server_killed_while_it_stores_loses_no_answer(tmp_path: Path) -> None:
