@@ -114,12 +114,13 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything decided from the files, before anything is loaded."""
+    """Everything decided from the files, before anything is loaded. `warnings` are lines for the user."""
 
     engine: EngineConfig
     server: ServerConfig
     settings: tuple[Setting, ...]
     memory: MemoryPlan
+    warnings: tuple[str, ...] = ()
 
 
 def resolve(options: Options, model: ModelSpec, host: HostFacts) -> Resolved:
@@ -135,18 +136,23 @@ MAX_SLOTS = 1 << 22
 """Of one group in one tier; a disk keeps 64 bytes in memory for each."""
 REMOTE_BYTES, REMOTE_BLOCKS = 1 << 40, 1 << 16
 """What the engine core remembers of a remote store, which has a size of its own."""
+REMOTE_BLOCK_BYTES = 256 << 10
+"""Blocks of this size and more move at full speed to and from a remote store."""
+LARGEST_BLOCK = 1024
+"""Tokens of the largest block that is chosen without being asked for."""
 WEIGHT_BYTES_PER_THREAD = 32 << 20
 BACKEND_DEFAULTS = {"cpu": BackendDefaults(depth=2), "null": BackendDefaults(simulated=True)}
 
 
 class _Resolver:
-    """Decides one configuration; `settings` grows as values are picked."""
+    """Decides one configuration; `settings` and `warnings` grow as values are picked."""
 
     def __init__(self, options: Options, model: ModelSpec, host: HostFacts) -> None:
         self.options = options
         self.model = model
         self.host = host
         self.settings: list[Setting] = []
+        self.warnings: list[str] = []
 
     def resolve(self) -> Resolved:
         if self.model.obstacle:
@@ -154,6 +160,7 @@ class _Resolver:
         backend = self.pick("backend", "cpu", "default")
         defaults = BACKEND_DEFAULTS[backend]
         kernels = self._kernels() if backend == "cpu" else ""
+        self._pick_block_size()
         max_num_seqs = self.pick("max_num_seqs", defaults.max_num_seqs, f"default for {backend}")
         planner = MemoryPlanner(self.options, self.model, self.host, defaults, max_num_seqs)
         model_len, reason = planner.model_len()
@@ -182,7 +189,7 @@ class _Resolver:
         server = self._server()
         order = {flag(name): i for i, name in enumerate(RULES)}
         settings = tuple(sorted(self.settings, key=lambda setting: order[setting.name]))
-        return Resolved(engine=engine, server=server, settings=settings, memory=memory)
+        return Resolved(engine=engine, server=server, settings=settings, memory=memory, warnings=tuple(self.warnings))
 
     def pick(self, name: str, default: Any, reason: str) -> Any:
         """The user's value of option `name`, or `default` for `reason`; either is recorded."""
@@ -218,6 +225,32 @@ class _Resolver:
         if kernels != "torch":
             self.model = msgspec.structs.replace(self.model, weight_bytes=self.model.packed_bytes)
         return kernels
+
+    def _pick_block_size(self) -> None:
+        """A remote store is slow with small objects: there, blocks of a model with one group are made larger."""
+        own = "of the first KV group; each has its own" if self.model.own_blocks else "default"
+        (group, *others), reason = self.model.kv_groups, self._origin_or("block_size", own)
+        if self.options.kv_remote and not others and group.block_bytes < REMOTE_BLOCK_BYTES:
+            if self.options.block_size is None:
+                group, reason = self._larger_block(group)
+                self.model = msgspec.structs.replace(self.model, kv_groups=(group,))
+            else:
+                self.warnings.append(
+                    f"{self.options.label('block_size')} {group.block_size} makes blocks of "
+                    f"{format_size(group.block_bytes)}; --kv-remote moves those of {format_size(REMOTE_BLOCK_BYTES)} "
+                    "and more at full speed"
+                )
+        self.record("block_size", group.block_size, reason)
+
+    def _larger_block(self, group: KVCacheGroupSpec) -> tuple[KVCacheGroupSpec, str]:
+        """The smallest block, by doubling, that is large enough, but no more than a prompt can share; and why."""
+        longest = self.options.max_model_len or self.model.max_position_embeddings
+        while group.block_bytes < REMOTE_BLOCK_BYTES and 2 * group.block_size <= min(LARGEST_BLOCK, longest // 2):
+            group = msgspec.structs.replace(group, block_size=2 * group.block_size)
+        reason = f"kv-remote moves blocks of {format_size(REMOTE_BLOCK_BYTES)} and more at full speed"
+        if group.block_bytes < REMOTE_BLOCK_BYTES:
+            reason += f"; at most {LARGEST_BLOCK} tokens, and half of max-model-len"
+        return group, reason
 
     def _packed_cache(self, kernels: str) -> str:
         """The folder that keeps packed weights, or nothing. A start never fails for it."""
@@ -298,8 +331,6 @@ class _Resolver:
 
     def _model(self) -> dict[str, Any]:
         model = self.model
-        own = "of the first KV group; each has its own" if model.own_blocks else "default"
-        self.record("block_size", model.kv_groups[0].block_size, self._origin_or("block_size", own))
         self.record("dtype", model.dtype, self._origin_or("dtype", "from the model's files"))
         return {
             "model": model.path,

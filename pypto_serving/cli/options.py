@@ -57,7 +57,8 @@ FLAGS = (
         "block_size",
         KV,
         "TOKENS",
-        "Tokens per KV block, a power of two; the CPU kernels need at least 32. (default: 32)",
+        "Tokens per KV block, a power of two; the CPU kernels need at least 32. (default: 32; with --kv-remote as many "
+        "as make 256 KiB)",
     ),
     Flag("prefix_caching", KV, "", "Reuse the KV of prompts that begin alike. (default: on)"),
     Flag(

@@ -36,7 +36,10 @@ def prepare(options: Options, model: ModelSpec) -> Resolved:
         )
     kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
     host = msgspec.structs.replace(read_host_facts(), kernels=kernels, cache_dir=read_cache_dir(), kv_disk=kv_disk)
-    return resolve(options, model, host)
+    resolved = resolve(options, model, host)
+    for warning in resolved.warnings:
+        logger.warning(warning)
+    return resolved
 
 
 def model_spec(options: Options) -> ModelSpec:
