@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -54,6 +55,14 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"a clock cannot go back by {-seconds} s")
         self._now_s += seconds
+
+
+def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data`, which is of bytes, from `offset` on. Raises OSError."""
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(file, left, offset)
+        left, offset = left[count:], offset + count
 
 
 def hash128(*parts: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Sequence
@@ -9,8 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from pypto_serving.store.base import BlockBytes, Piece
+from pypto_serving.store.faults import Faults, reason_of
 from pypto_serving.types.tier import TierInventory
-from pypto_serving.util import ceil_div
+from pypto_serving.util import MonotonicClock, ceil_div, write_at
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
 
@@ -20,6 +24,9 @@ class HostStore:
 
     `fd` is memory that a parent owns (a memfd), which is made as large as the slots need; pages cost nothing until they
     are written. What it holds is known by the engine core alone, so there is no inventory.
+
+    Blocks are written by the file, which gives a new slot its pages for half the CPU time of faults of the mapping, and
+    without room fails where a fault would end the process. They are read by the mapping.
     """
 
     def __init__(self, fd: int, block_bytes: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
@@ -28,10 +35,14 @@ class HostStore:
         if os.fstat(fd).st_size < total:
             os.ftruncate(fd, total)
         memory = np.frombuffer(mmap.mmap(fd, total), dtype=np.uint8)
+        self._fd, self._strides = fd, strides
+        self._faults = Faults("host tier", log, MonotonicClock())
+        self._starts: list[int] = []
         self._slots: list[BlockBytes] = []
         start = 0
         for size, stride, slots in zip(block_bytes, strides, num_slots, strict=True):
             region = memory[start : start + stride * slots].reshape(slots, stride)
+            self._starts.append(start)
             self._slots.append(region[:, :size])
             start += stride * slots
 
@@ -43,9 +54,16 @@ class HostStore:
         return TierInventory("host")
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
-        for piece in pieces:
-            np.copyto(self._slots[piece.group][piece.slot], piece.memory)
-        return [True] * len(pieces)
+        return [self._write(piece) for piece in pieces]
+
+    def _write(self, piece: Piece) -> bool:
+        start, stride = self._starts[piece.group], self._strides[piece.group]
+        try:
+            write_at(self._fd, piece.memory.data, start + piece.slot * stride)
+        except OSError as error:
+            self._faults.say("write", f"no room for more blocks: {reason_of(error)}; what is there stays in use")
+            return False
+        return True
 
     def load(self, pieces: Sequence[Piece]) -> list[bool]:
         for piece in pieces:

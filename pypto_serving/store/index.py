@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pypto_serving.store.checksum import DIGEST_BYTES
 from pypto_serving.store.faults import FULL
 from pypto_serving.types.tier import INDEX_BYTES, KEY_BYTES
+from pypto_serving.util import write_at
 
 RECORD_BYTES = INDEX_BYTES
 _RECORD = struct.Struct("<16s16sQQQQ")
@@ -145,7 +146,7 @@ class SlotTable:
         words[:, _CHECK] = np.where(words[:, _STAMP] != 0, self._checks(words, slots), 0)
         breaks = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
         for first, end in itertools.pairwise(breaks):
-            _write(self._file, words[first:end].tobytes(), int(slots[first]) * RECORD_BYTES)
+            write_at(self._file, words[first:end].tobytes(), int(slots[first]) * RECORD_BYTES)
         self._dirty.clear()
 
     def sync(self) -> None:
@@ -168,9 +169,3 @@ def _set_size(file: int, num_slots: int) -> int:
         num_slots = held
     os.ftruncate(file, num_slots * RECORD_BYTES)
     return num_slots
-
-
-def _write(file: int, data: bytes, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, memoryview(data)[done:], offset + done)
