@@ -16,7 +16,7 @@ import msgspec
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import HostFacts
 from pypto_serving.options import MAX_KV_BYTES, Options
-from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec
+from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.util import format_size
@@ -258,8 +258,9 @@ class MemoryPlanner:
         return plan, reason
 
     def _uncommitted(self, model_len: int) -> int:
-        """Most tokens of one sequence that are computed before the first of them is committed."""
-        return min(model_len, self.step_tokens(model_len)) * self.defaults.depth
+        """Most tokens of one sequence that are computed before the first of them is committed and published."""
+        in_flight = min(model_len, self.step_tokens(model_len)) * self.defaults.depth
+        return in_flight + publication_lag(self.model.kv_groups)
 
     def _workspace(self, model_len: int) -> int:
         if self.defaults.simulated:

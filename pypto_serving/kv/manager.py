@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from pypto_serving.kv.events import EventLog, pool_events
 from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
+from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.kv.prefix import KeyChain, root_key
 from pypto_serving.kv.sequence import SequenceState
 from pypto_serving.kv.tiers import TierManager, Wanted
 from pypto_serving.types.events import KVEvent
-from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec
+from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.tier import Tier, TierInventory, TransferDone
 from pypto_serving.util import ceil_div
 
@@ -35,7 +36,7 @@ NO_MATCH = Match(0)
 class KVCacheManager:
     """Owns the block tables of all requests; block i of a table holds tokens [i * B, (i + 1) * B).
 
-    Blocks before `KVCacheGroupSpec.first_needed` are given back at commit and leave a null entry. A request's life:
+    Blocks before what `ResumePoints` says is needed are given back at commit and leave a null entry. A request's life:
     (match | fetch)* → reserve → (reserve | commit)* → release → ... → forget. Nothing here does I/O or reads a clock.
     `tiers` decides about the tiers below the device; `events`, which it shares, notes what happens to cached blocks.
     """
@@ -58,6 +59,7 @@ class KVCacheManager:
         self._nothing: BlockIds = tuple([] for _ in groups)
         self._history_first = sorted(range(len(groups)), key=lambda g: not groups[g].keeps_history)
         self._tail_groups = [g for g, group in enumerate(groups) if not group.keeps_history]
+        self.points = ResumePoints(groups)
         self.open(num_blocks, fingerprint)
 
     def match(self, request_id: str, tokens: array[int], cache_salt: str = "") -> Match:
@@ -72,8 +74,9 @@ class KVCacheManager:
             return NO_MATCH
         self._extend_keys(sequence, tokens)
         if self._events is not None and self._events.num_unknown:
-            for g in range(len(self.groups)):
-                self._describe(g, sequence, tokens, range(len(sequence.chains[g].keys)))
+            for g, chain in enumerate(sequence.chains):
+                for i in range(len(chain.keys)):
+                    self._describe(g, sequence, tokens, i)
         return Match(self._longest(sequence, len(tokens) - 1, 0))
 
     def _longest(self, sequence: SequenceState, limit: int, depth: int) -> int:
@@ -144,29 +147,22 @@ class KVCacheManager:
             refused = fetched
         return False
 
-    def _needed(self, g: int, num_tokens: int) -> range:
-        """Blocks of group g that resuming at `num_tokens`, a multiple of its block size, needs."""
-        end = num_tokens // self.groups[g].block_size
-        return range(min(end, self.groups[g].first_needed(num_tokens) // self.groups[g].block_size), end)
-
     def _lacking(self, sequence: SequenceState, num_tokens: int) -> list[tuple[int, bytes]]:
         """Blocks that the device lacks to resume at `num_tokens`."""
         return [
             (g, sequence.chains[g].keys[i])
             for g in range(len(self.groups))
-            for i in self._needed(g, num_tokens)
+            for i in self.points.needed(g, num_tokens)
             if self._pools[g].find(sequence.chains[g].keys[i]) is None
         ]
 
     def _unknown(self, sequence: SequenceState, limit: int) -> list[tuple[int, bytes]]:
-        """Blocks of the first `limit` tokens that are in no tier as far as we know; tails at checkpoints only."""
-        depth = len(self.tiers.tiers)
-        wanted = [(g, i) for g in self._history_first for i in range(limit // self.groups[g].block_size)]
-        if self._tail_groups:
-            wanted = [(g, i) for g, i in wanted if self.groups[g].keeps_history]
-            for end in {self._aligned(n) for n in (*range(CHECKPOINT_TOKENS, limit, CHECKPOINT_TOKENS), limit)}:
-                wanted += [(g, i) for g in self._tail_groups for i in self._needed(g, end)]
-        keys = [(g, sequence.chains[g].keys[i]) for g, i in wanted if i < len(sequence.chains[g].keys)]
+        """Blocks that resuming within the first `limit` tokens needs and that are in no tier as far as we know.
+
+        Where the prompts and turns of others ended is not known: any position may be a checkpoint.
+        """
+        depth, end = len(self.tiers.tiers), self.points.last(limit)
+        keys = ((g, sequence.chains[g].keys[i]) for g in self._history_first for i in self.points.useful(g, 0, end))
         return [(g, key) for g, key in keys if self._finder(g, depth)(key) is None]
 
     def _bytes_by_tier(self, blocks: Sequence[tuple[int, bytes]]) -> Counter[Tier]:
@@ -181,21 +177,20 @@ class KVCacheManager:
         """Give a request the blocks of its first `num_tokens` tokens and have the missing ones loaded, if they fit."""
         held = []
         for g, pool in enumerate(self._pools):
-            found = [pool.find(sequence.chains[g].keys[i]) for i in self._needed(g, num_tokens)]
+            found = [pool.find(sequence.chains[g].keys[i]) for i in self.points.needed(g, num_tokens)]
             if sum(1 for block_id in found if block_id is None or pool.is_free(block_id)) > pool.num_free:
                 return False
             held.append(found)
         wanted: list[Wanted] = []
         for g, (found, pool) in enumerate(zip(held, self._pools, strict=True)):
-            needed, keys = self._needed(g, num_tokens), sequence.chains[g].keys
+            needed, keys = self.points.needed(g, num_tokens), sequence.chains[g].keys
             pool.share(block_id for block_id in found if block_id is not None)
             fresh = iter(pool.allocate(found.count(None)))
             blocks = [next(fresh) if block_id is None else block_id for block_id in found]
             wanted += [Wanted(g, blocks[i - needed.start], keys[i]) for i in needed if found[i - needed.start] is None]
             sequence.tables[g] = [NULL_BLOCK] * needed.start + blocks
-            sequence.live_from[g], sequence.published[g] = needed.start, needed.stop
         self._set_capacity(sequence)
-        sequence.filled = sequence.checkpoint = num_tokens
+        sequence.filled = sequence.settled = num_tokens
         self._note_sources(sequence, held, wanted)
         self.tiers.load(request_id, wanted, num_tokens - sequence.sources["device"])
         return True
@@ -248,6 +243,7 @@ class KVCacheManager:
             if missing[g] + revived > pool.num_free:
                 return None
         added = tuple(self._append(g, sequence, shared[g], missing[g]) for g in range(len(self.groups)))
+        sequence.settled = max(sequence.settled, match.num_tokens)
         self._set_capacity(sequence)
         return added
 
@@ -267,20 +263,15 @@ class KVCacheManager:
         """Table entries of group g that a match of `num_tokens` gives: null before what is needed."""
         if num_tokens == 0 or sequence.tables[g]:
             return []
-        group, keys = self.groups[g], sequence.chains[g].keys
-        end = num_tokens // group.block_size
-        first = min(end, group.first_needed(num_tokens) // group.block_size)
-        blocks = [self._pools[g].find(key) for key in keys[first:end]]
-        assert None not in blocks, f"the match of {num_tokens} tokens no longer holds in group {group.name}"
-        return [NULL_BLOCK] * first + [b for b in blocks if b is not None]
+        keys, needed = sequence.chains[g].keys, self.points.needed(g, num_tokens)
+        blocks = [self._pools[g].find(keys[i]) for i in needed]
+        assert None not in blocks, f"the match of {num_tokens} tokens no longer holds in group {self.groups[g].name}"
+        return [NULL_BLOCK] * needed.start + [b for b in blocks if b is not None]
 
     def _append(self, g: int, sequence: SequenceState, shared: list[int], missing: int) -> list[int]:
         pool = self._pools[g]
         pool.share(b for b in shared if b != NULL_BLOCK)
         added = shared + pool.allocate(max(0, missing))
-        if shared:
-            sequence.live_from[g] = shared.count(NULL_BLOCK)
-            sequence.published[g] = len(shared)
         sequence.tables[g] += added
         return added
 
@@ -290,111 +281,106 @@ class KVCacheManager:
         for g, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
             shared = self._shared_blocks(g, sequence, match.num_tokens)
             in_use = sum(1 for block_id in shared if block_id != NULL_BLOCK and not pool.is_free(block_id))
-            in_use += len(sequence.tables[g]) - sequence.live_from[g]
+            in_use += len(self._live(g, sequence))
             needed = group.max_live_blocks(num_tokens, step_tokens) - in_use
             if needed + int(pool.num_blocks * spare) > pool.num_free:
                 return False
         return True
 
-    def commit(self, request_id: str, tokens: array[int], num_computed: int) -> None:
-        """Tokens [0, num_computed) are computed for certain: publish complete blocks, drop what is out of reach."""
+    def commit(self, request_id: str, tokens: array[int], num_computed: int, prompt_len: int) -> None:
+        """Tokens [0, num_computed) are computed for certain: publish complete blocks, drop what is out of reach.
+
+        Window and state blocks that end between two positions at which something can be resumed are not published.
+        """
         sequence = self._sequences[request_id]
         if num_computed < sequence.due:
             return
-        if self.prefix_caching:
-            self._extend_keys(sequence, tokens)
+        if not self.prefix_caching:
+            self._settle(sequence, num_computed)
+            return
+        self._extend_keys(sequence, tokens)
+        start, end = sequence.settled, min(num_computed, len(tokens) - self.points.lag)
+        if start < end:
             for g in range(len(self.groups)):
-                self._publish(g, sequence, tokens, num_computed)
+                self._publish(g, sequence, tokens, start, end)
             if self._tail_groups:
-                self._pass_checkpoint(sequence, num_computed)
-        for g, group in enumerate(self.groups):
-            if not group.keeps_history:
-                self._drop_before(g, sequence, group.first_needed(num_computed) // group.block_size)
-        sequence.due = min(self._due(g, sequence, num_computed) for g in range(len(self.groups)))
+                self._pass_checkpoints(sequence, start, end, prompt_len)
+            self._settle(sequence, end)
 
-    def _due(self, g: int, sequence: SequenceState, num_computed: int) -> int:
-        """Computed tokens at which group g has a block to publish or may have one to drop."""
-        group = self.groups[g]
-        if not group.keeps_history:
-            return num_computed + 1
-        return (sequence.published[g] + 1) * group.block_size if self.prefix_caching else sys.maxsize
+    def _settle(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Nothing before `num_tokens` is left to publish: drop what nobody needs who goes on from there."""
+        for g in self._tail_groups:
+            first, end = (self.points.needed(g, n).start for n in (sequence.settled, num_tokens))
+            if first < end:
+                self._pools[g].free(sequence.tables[g][first:end])
+                sequence.tables[g][first:end] = [NULL_BLOCK] * (end - first)
+        sequence.settled = num_tokens
+        if not self._tail_groups:
+            sizes = (group.block_size for group in self.groups)
+            sequence.due = (
+                min((num_tokens // size + 1) * size for size in sizes) if self.prefix_caching else sys.maxsize
+            )
 
-    def _publish(self, g: int, sequence: SequenceState, tokens: array[int], num_computed: int) -> None:
-        keys, table = sequence.chains[g].keys, sequence.tables[g]
-        end = min(num_computed // self.groups[g].block_size, len(keys))
-        for i in range(sequence.published[g], end):
-            if table[i] != NULL_BLOCK:
-                self._pools[g].publish(table[i], keys[i])
-                if self.tiers.tiers and self.groups[g].keeps_history:
-                    self._pools[g].keep(table[i])
-        if self._events is not None:
-            self._describe(g, sequence, tokens, range(sequence.published[g], end))
-        sequence.published[g] = max(sequence.published[g], end)
+    def _live(self, g: int, sequence: SequenceState) -> list[int]:
+        """The part of a table that is not given back yet."""
+        return sequence.tables[g][self.points.needed(g, sequence.settled).start :]
 
-    def _describe(self, g: int, sequence: SequenceState, tokens: array[int], blocks: range) -> None:
-        """Say what is in those blocks of a request that a tier holds, where that is not known."""
+    def _publish(self, g: int, sequence: SequenceState, tokens: array[int], start: int, end: int) -> None:
+        """Publish what is of use of the blocks of group g that end in (start, end]."""
+        keys, table, pool = sequence.chains[g].keys, sequence.tables[g], self._pools[g]
+        keep = self.tiers.tiers and self.groups[g].keeps_history
+        for i in self.points.useful(g, start, end):
+            pool.publish(table[i], keys[i])
+            if keep:
+                pool.keep(table[i])
+            if self._events is not None:
+                self._describe(g, sequence, tokens, i)
+
+    def _describe(self, g: int, sequence: SequenceState, tokens: array[int], i: int) -> None:
+        """Say what is in block i of a request, if a tier holds it and that is not known."""
         keys, size, events = sequence.chains[g].keys, self.groups[g].block_size, self._events
         assert events is not None
-        for i in blocks:
-            if events.lacks(g, keys[i]):
-                content = tokens[i * size : (i + 1) * size].tobytes()
-                events.describe(g, keys[i], (keys[i - 1] if i else b"", content, sequence.salted))
+        if events.lacks(g, keys[i]):
+            content = tokens[i * size : (i + 1) * size].tobytes()
+            events.describe(g, keys[i], (keys[i - 1] if i else b"", content, sequence.salted))
 
-    def _aligned(self, num_tokens: int) -> int:
-        """Largest position <= `num_tokens` at which a block ends in every group."""
-        agreed = -1
-        while num_tokens != agreed:
-            agreed = num_tokens
-            for group in self.groups:
-                num_tokens = num_tokens // group.block_size * group.block_size
-        return num_tokens
+    def _pass_checkpoints(self, sequence: SequenceState, start: int, end: int, prompt_len: int) -> None:
+        """Keep the tails of checkpoints in (start, end] in lower tiers, and hold those of the last position."""
+        for position in self.points.checkpoints(start, end, prompt_len):
+            self._keep_tails(sequence, position)
+        position = self.points.last(end)
+        if position > sequence.held:
+            sequence.held = position
+            for g in self._tail_groups:
+                tail = self._tail(g, sequence, position)
+                self._pools[g].share(tail)
+                self._pools[g].free(sequence.tails[g])
+                sequence.tails[g] = tail
 
-    def _pass_checkpoint(self, sequence: SequenceState, num_computed: int) -> None:
-        """Hold the tails of the last possible checkpoint; keep them in lower tiers if it is one of every so many."""
-        position, passed = self._aligned(num_computed), sequence.checkpoint
-        if position <= passed:
-            return
-        sequence.checkpoint = position
-        for g in self._tail_groups:
-            needed, table = self._needed(g, position), sequence.tables[g]
-            tail = [block_id for block_id in table[needed.start : needed.stop] if block_id != NULL_BLOCK]
-            self._pools[g].share(tail)
-            self._pools[g].free(sequence.tails[g])
-            sequence.tails[g] = tail
-        if position // CHECKPOINT_TOKENS > passed // CHECKPOINT_TOKENS:
-            self._keep_tails(sequence)
+    def _tail(self, g: int, sequence: SequenceState, position: int) -> list[int]:
+        """Blocks of group g, this request's or others', that hold what resuming at a settled position needs."""
+        found = (self._pools[g].find(sequence.chains[g].keys[i]) for i in self.points.needed(g, position))
+        return [block_id for block_id in found if block_id is not None]
 
-    def _keep_tails(self, sequence: SequenceState) -> None:
-        if self.tiers.tiers:
-            for pool, tail in zip(self._pools, sequence.tails, strict=True):
-                for block_id in tail:
-                    pool.keep(block_id)
-
-    def keep_checkpoint(self, request_id: str) -> None:
-        """A prompt is computed to its end: its last checkpoint is worth resuming at."""
-        self._keep_tails(self._sequences[request_id])
-
-    def _drop_before(self, g: int, sequence: SequenceState, index: int) -> None:
-        table, start = sequence.tables[g], sequence.live_from[g]
-        index = min(index, len(table))
-        if index > start:
-            self._pools[g].free(table[start:index])
-            table[start:index] = [NULL_BLOCK] * (index - start)
-            sequence.live_from[g] = index
+    def _keep_tails(self, sequence: SequenceState, position: int) -> None:
+        """Have what resuming at a settled position needs stored in lower tiers once nobody refers to it."""
+        for g in self._tail_groups if self.tiers.tiers else ():
+            for block_id in self._tail(g, sequence, position):
+                self._pools[g].keep(block_id)
 
     def release(self, request_id: str) -> None:
         """Give back all blocks of a request in every group; it may reserve again. Unknown ids are ignored.
 
-        Its last checkpoint is kept in lower tiers.
+        The tails of the last position at which it could be resumed are kept in lower tiers.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return
         self.tiers.abandon(request_id)
-        self._keep_tails(sequence)
+        self._keep_tails(sequence, sequence.held)
         for g, pool in enumerate(self._pools):
             pool.free(sequence.tails[g])
-            pool.free(sequence.tables[g][sequence.live_from[g] :])
+            pool.free(self._live(g, sequence))
         sequence.clear()
 
     def demote(self, request_id: str, now_s: float) -> None:
@@ -403,7 +389,7 @@ class KVCacheManager:
         keys = [
             (g, key)
             for g, pool in enumerate(self._pools)
-            for block_id in reversed([*sequence.tails[g], *sequence.tables[g][sequence.live_from[g] :]])
+            for block_id in reversed([*sequence.tails[g], *self._live(g, sequence)])
             if (key := pool.key(block_id)) is not None
         ]
         self.release(request_id)
@@ -461,7 +447,7 @@ class KVCacheManager:
         for g, pool in enumerate(self._pools):
             references: Counter[int] = Counter()
             for sequence in self._sequences.values():
-                live = sequence.tables[g][sequence.live_from[g] :]
+                live = self._live(g, sequence)
                 assert NULL_BLOCK not in live, f"null block inside the live part of group {self.groups[g].name}"
                 references.update(live)
                 references.update(sequence.tails[g])

@@ -9,25 +9,25 @@ from pypto_serving.types.tier import Tier
 
 
 class SequenceState:
-    """Tables and keys of one request. `live_from[g]`, `published[g]` are block indices, monotonic while it runs.
+    """Tables and keys of one request. Of its first `settled` tokens, complete blocks are published, and of window and
+    state groups those are given back that resuming there does not need.
 
     Up to `capacity` tokens nothing needs to be reserved, and before `due` computed tokens a commit has nothing to do.
-    `checkpoint` is the last position, at the end of a block in all groups, that was computed; `tails[g]` are the blocks
-    of window and state groups that resuming there needs, which it holds beside its tables. `filled` tokens were, or are
-    being, loaded into its tables before it runs, of which `sources` came from where. `asked` is set once shared tiers
-    were asked for its blocks. `salted` blocks are not told to those who follow the cache.
+    `held` is the last settled position at which it could be resumed; `tails[g]` are the blocks of window and state
+    groups that this needs, which it holds beside its tables. `filled` tokens were, or are being, loaded into its tables
+    before it runs, of which `sources` came from where. `asked` is set once shared tiers were asked for its blocks.
+    `salted` blocks are not told to those who follow the cache.
     """
 
     __slots__ = (
         "asked",
         "capacity",
         "chains",
-        "checkpoint",
         "due",
         "filled",
-        "live_from",
-        "published",
+        "held",
         "salted",
+        "settled",
         "sources",
         "tables",
         "tails",
@@ -41,11 +41,10 @@ class SequenceState:
 
     def clear(self) -> None:
         self.tables: list[list[int]] = [[] for _ in self.chains]
-        self.live_from = [0] * len(self.chains)
-        self.published = [0] * len(self.chains)
         self.capacity = 0
+        self.settled = 0
         self.due = 0
-        self.checkpoint = 0
+        self.held = 0
         self.tails: list[list[int]] = [[] for _ in self.chains]
         self.filled = 0
         self.sources: Counter[Tier] = Counter()

@@ -13,6 +13,7 @@ from pypto_serving.sched import outputs
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, Scheduled, Step
+from pypto_serving.types.kv import publication_lag
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import NewRow, RowLogprobs, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
@@ -52,6 +53,7 @@ class Scheduler:
         self._num_planned = 0
         self._last_writer = 0
         self._suspects: set[str] = set()
+        self._unsettled = config.max_num_batched_tokens * config.depth + publication_lag(config.groups)
         self._require_room(config.num_blocks)
 
     def worker_ready(
@@ -63,11 +65,10 @@ class Scheduler:
         self.kv.open(num_blocks, fingerprint, inventories)
 
     def _require_room(self, available: tuple[int, ...]) -> None:
-        config, step_tokens = self.config, self.config.max_num_batched_tokens * self.config.depth
-        for group, num_blocks in zip(config.groups, available, strict=True):
-            needed = group.max_live_blocks(config.max_model_len, step_tokens)
+        for group, num_blocks in zip(self.config.groups, available, strict=True):
+            needed = group.max_live_blocks(self.config.max_model_len, self._unsettled)
             if needed > num_blocks - 1:
-                raise ConfigError(outputs.too_few_blocks(group.name, num_blocks - 1, needed, config))
+                raise ConfigError(outputs.too_few_blocks(group.name, num_blocks - 1, needed, self.config))
 
     # Requests come and go.
 
@@ -277,8 +278,7 @@ class Scheduler:
     def _admit(self, step: Step, request: Request, now_s: float) -> bool:
         match = self.kv.match(request.id, request.tokens, request.source.cache_salt)
         spare = SPARE_BLOCKS if self._running else 0.0
-        step_tokens = self.config.max_num_batched_tokens * self.config.depth
-        while not self.kv.fits(request.id, match, request.num_tokens, step_tokens, spare):
+        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare):
             if self._running or self._loading or not self._release_loaded(request):
                 return False
         may_wait = not self._suspects and len(self._loading) < MAX_LOADING
@@ -415,9 +415,7 @@ class Scheduler:
     def _advance(self, entry: Scheduled) -> None:
         request = entry.request
         request.num_committed = entry.start + entry.count
-        self.kv.commit(request.id, request.tokens, request.num_committed)
-        if entry.start < request.prompt_len <= request.num_committed:
-            self.kv.keep_checkpoint(request.id)
+        self.kv.commit(request.id, request.tokens, request.num_committed, request.prompt_len)
         if request.strikes and request.num_committed >= request.suspect_end:
             request.strikes = 0
             self._suspects.discard(request.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -12,7 +13,7 @@ from pypto_serving.errors import ConfigError
 GroupKind = Literal["full", "sliding_window", "compressed", "rolling_state"]
 
 CHECKPOINT_TOKENS = 2048
-"""Beside the ends of prompts and turns, tails of window and state groups are kept every so many tokens."""
+"""Beside the ends of prompts and turns, tails of window and state groups are kept at multiples of so many tokens."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
 
@@ -95,7 +96,7 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(t.layers) * (self.block_size // t.ratio) * t.row_bytes for t in self.tensors)
 
     def max_live_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Most blocks a request of `num_tokens` holds at once when up to `step_tokens` are computed uncommitted.
+        """Most blocks a request of `num_tokens` holds at once when up to `step_tokens` are computed and not settled.
 
         Beside what it reads, that is the tail at which the latest checkpoint can be resumed.
         """
@@ -104,3 +105,8 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
             return total
         live = self.window - 1 if self.kind == "sliding_window" else self.period - 1 + self.overlap
         return min(total, -(-(live + step_tokens) // self.block_size) + 1 + -(-live // self.block_size))
+
+
+def publication_lag(groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Tokens after a computed one that must be known before the keys of all blocks up to it are."""
+    return max(group.key_lookahead for group in groups)

@@ -34,7 +34,7 @@ def compute(kv: KVCacheManager, request_id: str, tokens: array[int]) -> int:
     """Let a request match, grow and commit in one go; returns the tokens it found cached."""
     match = kv.match(request_id, tokens)
     assert kv.reserve(request_id, len(tokens), match) is not None
-    kv.commit(request_id, tokens, len(tokens))
+    kv.commit(request_id, tokens, len(tokens), len(tokens))
     return match.num_tokens
 
 
@@ -96,7 +96,7 @@ def test_window_blocks_are_given_back_once_out_of_reach() -> None:
     kv.match("a", tokens)
     for end in range(4, 41, 4):
         kv.reserve("a", end)
-        kv.commit("a", tokens, end)
+        kv.commit("a", tokens, end, len(tokens))
     table = kv.table("a")[0]
     assert table[:8] == [0] * 8
     assert all(table[8:])
@@ -174,7 +174,7 @@ def test_match_equals_the_brute_force_oracle(groups: tuple[KVCacheGroupSpec, ...
             end = min(len(tokens), end + data.draw(st.integers(1, 9), label="chunk"))
             if kv.reserve(f"r{i}", end, match) is None:
                 break
-            kv.commit(f"r{i}", tokens, end)
+            kv.commit(f"r{i}", tokens, end, len(tokens))
         kv.check()
         if data.draw(st.booleans(), label="leave"):
             kv.forget(f"r{i}")

@@ -146,7 +146,7 @@ def test_any_schedule_gives_the_same_answers(kind: str, policy: str, seed: int) 
 @pytest.mark.parametrize("kind", GROUP_SETS)
 def test_the_schedules_meet_hits_in_every_tier(kind: str) -> None:
     simulation = tiered(kind)
-    churn(simulation, random.Random(kind), num_requests=80, deaths=0.0, aborts=0.0)
+    churn(simulation, random.Random(kind), num_requests=120, deaths=0.0, aborts=0.0)
     found = hits(simulation)
     assert found["device"] > 0 and found["host"] > 0, found
     assert simulation.counters.num_preemptions > 0
