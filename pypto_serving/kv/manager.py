@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.kv.events import EventLog, pool_events
+from pypto_serving.kv.lease import Wanted
 from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.kv.prefix import KeyChain, root_key
 from pypto_serving.kv.sequence import SequenceState
-from pypto_serving.kv.tiers import TierManager, Wanted
+from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.events import KVEvent
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.tier import Tier, TierInventory, TransferDone
@@ -143,7 +143,7 @@ class KVCacheManager:
             if self.tiers.joins(request_id, lacking):
                 return True
             if self.tiers.worth(fetched - match.num_tokens, self._bytes_by_tier(lacking)):
-                return self._fill(request_id, sequence, fetched)
+                return self._fill(request_id, sequence, fetched, fetched - match.num_tokens)
             refused = fetched
         return False
 
@@ -173,8 +173,11 @@ class KVCacheManager:
                 sizes[tier.config.tier] += self.groups[g].block_bytes
         return sizes
 
-    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int) -> bool:
-        """Give a request the blocks of its first `num_tokens` tokens and have the missing ones loaded, if they fit."""
+    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> bool:
+        """Give a request the blocks of its first `num_tokens` tokens and have the missing ones loaded, if they fit.
+
+        That spares computing `num_spared` tokens.
+        """
         held = []
         for g, pool in enumerate(self._pools):
             found = [pool.find(sequence.chains[g].keys[i]) for i in self.points.needed(g, num_tokens)]
@@ -191,25 +194,15 @@ class KVCacheManager:
             sequence.tables[g] = [NULL_BLOCK] * needed.start + blocks
         self._set_capacity(sequence)
         sequence.filled = sequence.settled = num_tokens
-        self._note_sources(sequence, held, wanted)
-        self.tiers.load(request_id, wanted, num_tokens - sequence.sources["device"])
+        sequence.origins.update(self.tiers.load(request_id, wanted, num_spared))
         return True
-
-    def _note_sources(self, sequence: SequenceState, held: list[list[int | None]], wanted: list[Wanted]) -> None:
-        """Where the tokens of a fill come from, by the blocks of a group that keeps history."""
-        g = self._history_first[0]
-        size = self.groups[g].block_size
-        for piece in wanted:
-            tier = self.tiers.find(g, piece.key, len(self.tiers.tiers)) if piece.group == g else None
-            if tier is not None:
-                sequence.sources[tier.config.tier] += size
-        sequence.sources["device"] = sequence.filled - sequence.sources.total()
 
     def transferred(self, done: TransferDone, now_s: float) -> list[str]:
         """A transfer ended: take in its blocks. Returns the requests that need not wait any longer."""
         ended = self.tiers.take_done(done, now_s)
         for request_id, complete in ended:
             if not complete:
+                self._forget_missing(self._sequences[request_id])
                 self.release(request_id)
         return [request_id for request_id, _ in ended]
 
@@ -217,10 +210,20 @@ class KVCacheManager:
         """Whether a waiting request holds blocks that were loaded for it."""
         return bool(self._sequences[request_id].filled)
 
+    def _forget_missing(self, sequence: SequenceState) -> None:
+        """A fill failed: what did not arrive was not loaded. What did is on the device now, for the next match."""
+        origins = sequence.origins.items()
+        sequence.origins = {(g, key): tier for (g, key), tier in origins if self._pools[g].find(key) is not None}
+
     def sources(self, request_id: str, match: Match) -> Counter[Tier]:
-        """From which tiers the tokens of `match` came."""
-        sources = self._sequences[request_id].sources
-        return sources if sources else Counter({"device": match.num_tokens})
+        """From which tiers the tokens of `match` came, by the blocks of a group that keeps history."""
+        sequence, g = self._sequences[request_id], self._history_first[0]
+        if not sequence.origins:
+            return Counter({"device": match.num_tokens})
+        size = self.groups[g].block_size
+        keys = sequence.chains[g].keys[: match.num_tokens // size]
+        sources = Counter(sequence.origins.get((g, key), "device") for key in keys)
+        return Counter({tier: count * size for tier, count in sources.items()})
 
     # Growth.
 
@@ -315,11 +318,7 @@ class KVCacheManager:
                 self._pools[g].free(sequence.tables[g][first:end])
                 sequence.tables[g][first:end] = [NULL_BLOCK] * (end - first)
         sequence.settled = num_tokens
-        if not self._tail_groups:
-            sizes = (group.block_size for group in self.groups)
-            sequence.due = (
-                min((num_tokens // size + 1) * size for size in sizes) if self.prefix_caching else sys.maxsize
-            )
+        sequence.due = min(self.points.change(g, num_tokens) for g in range(len(self.groups)))
 
     def _live(self, g: int, sequence: SequenceState) -> list[int]:
         """The part of a table that is not given back yet."""

@@ -32,6 +32,14 @@ class ResumePoints:
         end = num_tokens // size
         return range(min(end, self.groups[g].first_needed(num_tokens) // size), end)
 
+    def change(self, g: int, num_tokens: int) -> int:
+        """How many tokens, after `num_tokens`, it takes until a block of group g is complete or not needed any more."""
+        group = self.groups[g]
+        complete = (num_tokens // group.block_size + 1) * group.block_size
+        if group.kind != "sliding_window":
+            return complete
+        return min(complete, (self.needed(g, num_tokens).start + 1) * group.block_size + group.window - 1)
+
     def useful(self, g: int, start: int, end: int) -> Iterator[int]:
         """Blocks of group g that end in (start, end] and are needed to resume somewhere, be it after `end`."""
         size = self.groups[g].block_size

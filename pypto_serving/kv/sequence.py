@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
+from pypto_serving.kv.lower import GroupKey
 from pypto_serving.kv.prefix import KeyChain
 from pypto_serving.types.tier import Tier
 
@@ -15,8 +14,8 @@ class SequenceState:
     Up to `capacity` tokens nothing needs to be reserved, and before `due` computed tokens a commit has nothing to do.
     `held` is the last settled position at which it could be resumed; `tails[g]` are the blocks of window and state
     groups that this needs, which it holds beside its tables. `filled` tokens were, or are being, loaded into its tables
-    before it runs, of which `sources` came from where. `asked` is set once shared tiers were asked for its blocks.
-    `salted` blocks are not told to those who follow the cache.
+    before it runs; `origins` says from where blocks came that were loaded for it at any time. `asked` is set once
+    shared tiers were asked for its blocks. `salted` blocks are not told to those who follow the cache.
     """
 
     __slots__ = (
@@ -26,9 +25,9 @@ class SequenceState:
         "due",
         "filled",
         "held",
+        "origins",
         "salted",
         "settled",
-        "sources",
         "tables",
         "tails",
     )
@@ -37,6 +36,7 @@ class SequenceState:
         self.chains = chains
         self.salted = salted
         self.asked = False
+        self.origins: dict[GroupKey, Tier] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -47,4 +47,3 @@ class SequenceState:
         self.held = 0
         self.tails: list[list[int]] = [[] for _ in self.chains]
         self.filled = 0
-        self.sources: Counter[Tier] = Counter()

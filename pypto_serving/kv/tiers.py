@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pypto_serving.kv.events import EventLog
+from pypto_serving.kv.lease import Fill, Lease, LeaseState, Moved, Wanted
 from pypto_serving.kv.lower import GroupKey, LowerTier
 from pypto_serving.kv.pool import NULL_BLOCK, BlockPool
 from pypto_serving.kv.rate import Rate
@@ -38,62 +36,6 @@ PATIENCE_S, SLOWEST_BYTES_PER_S = 10.0, 50e6
 """A transfer may take so long beside what the slowest usable tier takes for it and what is on its way before it."""
 EVICTION_MARGIN = 0.1
 """With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
-
-
-class LeaseState(enum.Enum):
-    """Of a lease: decided; handed over, so that somebody writes; somebody may still write what nobody waits for."""
-
-    PREPARING = "preparing"
-    FILLING = "filling"
-    QUARANTINED = "quarantined"
-
-
-class Moved(NamedTuple):
-    """One block of a lease: device block and, in the tier's pool, its place."""
-
-    group: int
-    block: int
-    place: int
-    key: bytes
-
-
-@dataclass(slots=True)
-class Lease:
-    """Blocks of both sides that a transfer holds one reference to each, until it is done.
-
-    `moved` is in order of position for loads, and the other way round, as blocks come free, for stores: the front of a
-    sequence is let go last, and so evicted last. What a `void` lease brings is not published: it was to be forgotten.
-    After `due_s` its tier counts as stuck.
-    """
-
-    job_id: int
-    kind: TransferKind
-    tier: LowerTier
-    moved: list[Moved]
-    num_bytes: int
-    fill: Fill | None
-    state: LeaseState = LeaseState.PREPARING
-    due_s: float = math.inf
-    void: bool = False
-
-
-@dataclass(slots=True)
-class Fill:
-    """What a request waits for: leases, that spare computing `num_tokens`. `waiters` want some of the same blocks."""
-
-    request_id: str
-    num_tokens: int
-    num_leases: int = 0
-    failed: bool = False
-    waiters: list[str] = field(default_factory=list)
-
-
-class Wanted(NamedTuple):
-    """A device block to be filled with the content that `key` names."""
-
-    group: int
-    block: int
-    key: bytes
 
 
 class TierManager:
@@ -181,8 +123,8 @@ class TierManager:
             fill.waiters.append(request_id)
         return fill is not None
 
-    def load(self, request_id: str, wanted: Sequence[Wanted], num_tokens: int) -> None:
-        """Fill device blocks, to which the caller refers, from the fastest tier that has each."""
+    def load(self, request_id: str, wanted: Sequence[Wanted], num_tokens: int) -> dict[GroupKey, Tier]:
+        """Fill device blocks, to which the caller refers, each from the fastest tier that has it. Returns which has."""
         fill = self._fills[request_id] = Fill(request_id, num_tokens)
         parts: dict[Tier, list[Moved]] = {}
         for g, block, key in wanted:
@@ -195,6 +137,7 @@ class TierManager:
         for tier in self.tiers:
             if moved := parts.get(tier.config.tier):
                 self._lease("load", tier, moved, fill)
+        return {(piece.group, piece.key): name for name, moved in parts.items() for piece in moved}
 
     def ask(self, request_id: str, wanted: Sequence[GroupKey]) -> bool:
         """Ask tiers that others fill too what they hold; False if there is nothing to ask."""
@@ -438,15 +381,23 @@ class TierManager:
         assert fill is not None
         fill.num_leases -= 1
         fill.failed |= not ok
+        fill.ended.append((lease, elapsed_s))
         if fill.num_leases:
             return []
         waiters = [(request_id, True) for request_id in fill.waiters]
         if lease.state is LeaseState.QUARANTINED:
             return waiters
         del self._fills[fill.request_id]
-        if fill.num_tokens and not fill.failed and self.prefill_rate.measured:
-            lease.tier.counters.saved_s += self.prefill_rate.seconds(fill.num_tokens) - elapsed_s
+        if not fill.failed and self.prefill_rate.measured:
+            self._credit(fill)
         return [(fill.request_id, not fill.failed), *waiters]
+
+    def _credit(self, fill: Fill) -> None:
+        """Time that a fill spared belongs to each tier as far as the bytes were its own, less what it took for them."""
+        num_bytes = sum(lease.num_bytes for lease, _ in fill.ended)
+        for lease, elapsed_s in fill.ended if num_bytes else ():
+            spared_s = self.prefill_rate.seconds(fill.num_tokens) * lease.num_bytes / num_bytes
+            lease.tier.counters.saved_s += spared_s - elapsed_s
 
     def clear(self, tier_names: Collection[Tier]) -> None:
         """Forget what some lower tiers hold, and have their stores forget it. What is on its way is not published."""

@@ -45,6 +45,16 @@ def test_useful_blocks_are_those_that_some_position_needs(
         assert list(points.useful(g, start, end)) == [i for i in ended if i in needed]
 
 
+@settings(max_examples=200, deadline=None)
+@given(GROUPS, st.integers(0, 100))
+def test_nothing_changes_before_the_next_change(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
+    points = ResumePoints(groups)
+    for g in range(len(groups)):
+        needed = [points.needed(g, n) for n in range(num_tokens, points.change(g, num_tokens) + 1)]
+        bounds = [(blocks.start, blocks.stop) for blocks in needed]
+        assert bounds[0] != bounds[-1] and set(bounds[:-1]) == {bounds[0]}
+
+
 @pytest.mark.parametrize("kind", GROUP_SETS)
 def test_every_sequence_has_checkpoints_at_the_same_positions(kind: str) -> None:
     points = ResumePoints(GROUP_SETS[kind])

@@ -1,0 +1,86 @@
+"""Fills from several tiers: who is credited with what."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+import pytest
+
+from pypto_serving.backend.null import plain_groups
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.kv.tiers import TierManager
+from pypto_serving.types.tier import TIERS, Tier, TierConfig, TransferDone, TransferJob
+
+BLOCK = 16
+TOKENS = array("i", range(10 * BLOCK + 1))
+
+
+def num_pieces(job: TransferJob) -> int:
+    return len(job.groups) // 4
+
+
+def filled_from_two_tiers() -> tuple[KVCacheManager, dict[Tier, TransferJob]]:
+    """A manager that begins to load ten blocks for the request "b": six from host memory, four from disk."""
+    groups = plain_groups(BLOCK)
+    configs = [TierConfig(tier=tier, size_bytes=0, num_slots=(32,)) for tier in TIERS if tier in ("host", "disk")]
+    kv = KVCacheManager(groups, (64,), tiers=TierManager(groups, configs))
+    match = kv.match("a", TOKENS)
+    kv.reserve("a", len(TOKENS), match)
+    kv.commit("a", TOKENS, len(TOKENS), len(TOKENS))
+    keys = list(kv._sequences["a"].chains[0].keys)
+    kv.forget("a")
+    while jobs := kv.tiers.take_jobs(1.0):
+        for job in jobs:
+            kv.transferred(TransferDone(job.job_id, b"\1" * num_pieces(job), 0.001), 1.0)
+    kv.clear(("device",))
+    host = kv.tiers.tiers[0]
+    for key in keys[6:]:
+        place = host.find(0, key)
+        assert place is not None
+        host.pools[0].drop(place)
+    kv.tiers.prefill_rate.add(100, 1.0)
+    assert kv.fetch("b", len(TOKENS), kv.match("b", TOKENS))
+    loads = {job.tier: job for job in kv.tiers.take_jobs(1.0)}
+    assert {tier: num_pieces(job) for tier, job in loads.items()} == {"host": 6, "disk": 4}
+    return kv, loads
+
+
+@pytest.mark.parametrize("last", ["host", "disk"])
+def test_each_tier_is_credited_with_what_came_from_it(last: Tier) -> None:
+    kv, loads = filled_from_two_tiers()
+    took_s: dict[Tier, float] = {"host": 0.25, "disk": 0.5}
+    for tier in sorted(loads, key=lambda tier: tier == last):
+        kv.transferred(TransferDone(loads[tier].job_id, b"\1" * num_pieces(loads[tier]), took_s[tier]), 2.0)
+    match = kv.match("b", TOKENS)
+    assert match.num_tokens == 10 * BLOCK
+    assert kv.sources("b", match) == Counter(host=6 * BLOCK, disk=4 * BLOCK)
+    saved_s = {tier.config.tier: tier.counters.saved_s for tier in kv.tiers.tiers}
+    assert saved_s == pytest.approx({"host": 6 * BLOCK / 100 - 0.25, "disk": 4 * BLOCK / 100 - 0.5})
+    kv.check()
+
+
+def test_what_arrived_of_a_fill_that_failed_came_from_its_tier() -> None:
+    kv, loads = filled_from_two_tiers()
+    assert kv.transferred(TransferDone(loads["disk"].job_id, b"\1\0\1\1", 0.1), 2.0) == []
+    assert kv.transferred(TransferDone(loads["host"].job_id, b"\1" * 6, 0.1), 2.0) == ["b"]
+    assert not kv.holds_fill("b")
+    match = kv.match("b", TOKENS)
+    assert match.num_tokens == 7 * BLOCK
+    assert kv.sources("b", match) == Counter(host=6 * BLOCK, disk=BLOCK)
+    assert not kv.fetch("b", len(TOKENS), match)
+    assert all(tier.counters.saved_s == 0 for tier in kv.tiers.tiers)
+    kv.match("c", TOKENS)
+    assert kv.sources("c", match) == Counter(device=7 * BLOCK), "another request finds them on the device"
+    kv.check()
+
+
+def test_what_did_not_arrive_is_not_credited_even_if_others_compute_it() -> None:
+    kv, loads = filled_from_two_tiers()
+    kv.transferred(TransferDone(loads["host"].job_id, b"\1" * 6, 0.1), 2.0)
+    kv.transferred(TransferDone(loads["disk"].job_id, b"\0" * 4, 0.1), 2.0)
+    match = kv.match("c", TOKENS)
+    kv.reserve("c", len(TOKENS), match)
+    kv.commit("c", TOKENS, len(TOKENS), len(TOKENS))
+    match = kv.match("b", TOKENS)
+    assert kv.sources("b", match) == Counter(host=6 * BLOCK, device=4 * BLOCK)
