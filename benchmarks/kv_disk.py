@@ -3,7 +3,8 @@
     python benchmarks/kv_disk.py --folder /path/on/the/disk
 
 Rounds of plain reads and of loads take turns on the same slots, in an order that is new in each round; the table has
-medians. CPU time is the process's, without what the kernel does elsewhere.
+medians. CPU time is the process's, without what the kernel does elsewhere. `parts`: what storing a block in host memory
+and on disk consists of, eight blocks at once.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from pathlib import Path
 import numpy as np
 
 from pypto_serving.store.base import Piece
+from pypto_serving.store.checksum import digest
 from pypto_serving.store.disk import DiskStore
+from pypto_serving.store.host import HostStore
 from pypto_serving.store.index import SlotTable
-from pypto_serving.store.slab import PAGE, SEGMENT_BYTES, stride_of
+from pypto_serving.store.slab import PAGE, SEGMENT_BYTES, Slab, stride_of
 from pypto_serving.util import MonotonicClock
 
 CLOCK = MonotonicClock()
 SIZES = {"3.67 MB": 3_670_016, "256 KiB": 256 << 10}
 THREADS = (1, 4, 8)
+BATCH = 8
+"""Blocks that are stored at once when parts are measured."""
 FINGERPRINT = b"benchmark"
 
 
@@ -42,6 +47,9 @@ def main() -> None:
     for name, size in SIZES.items():
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             measure_blocks(Path(folder), name, size, arguments.bytes // size, arguments.rounds)
+    (name, size), *_ = SIZES.items()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        measure_parts(Path(folder), name, size, arguments.bytes // size)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         measure_opening(Path(folder), arguments.entries, arguments.rounds)
 
@@ -114,6 +122,52 @@ def measure_blocks(folder: Path, name: str, size: int, count: int, rounds: int) 
         )
     os.close(file)
     store.close()
+
+
+def measure_parts(folder: Path, name: str, size: int, count: int) -> None:
+    """CPU time per block of each thing that storing blocks in host memory and on disk takes."""
+    pieces = make_pieces(size, count)
+    memory = os.memfd_create("parts")
+    host = HostStore(memory, (size,), (count,))
+    slab = Slab(folder, 0, size, count, writable=True)
+    slab.grow(0, stride_of(size) * count)
+    table = SlotTable(folder / "parts.index", 0, size, count, writable=True)
+
+    def each(work: Callable[[Piece], object]) -> Callable[[Sequence[Piece]], object]:
+        return lambda pieces: [work(piece) for piece in pieces]
+
+    def record(pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            table.put(piece.slot, piece.key, bytes(16), 1)
+        table.flush()
+
+    def show(part: str, *works: Callable[[Sequence[Piece]], object]) -> None:
+        spent_s = [0.0 for _ in works]
+        for first in range(0, count, BATCH):
+            for i, work in enumerate(works):
+                began_s = time.thread_time()
+                work(pieces[first : first + BATCH])
+                spent_s[i] += time.thread_time() - began_s
+        print(f"{name}  {part:40}", *(f"{spent / count * 1e6:6.0f}" for spent in spent_s), "us CPU per block")
+
+    show("host: store, new slots", host.store)
+    show("host: store, slots used before", host.store)
+    parts = (
+        each(lambda piece: slab.write(piece.slot, piece.memory)),
+        lambda _: slab.sync(),
+        record,
+        lambda _: table.sync(),
+    )
+    show("disk: hash", each(lambda piece: digest(piece.key, piece.memory)))
+    show("disk: write, wait, records, wait; new", *parts)
+    show("disk: write, wait, records, wait", *parts)
+    slab.close()
+    table.close()
+    store = DiskStore(folder, FINGERPRINT, (size,), (count,), stride_of(size) * count)
+    show("disk: store, new slots", store.store)
+    show("disk: store, slots used before", store.store)
+    store.close()
+    os.close(memory)
 
 
 def measure_opening(folder: Path, entries: int, rounds: int) -> None:
