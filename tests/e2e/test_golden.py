@@ -16,7 +16,8 @@ from tests.e2e.engines import GREEDY, QUICK_FAULTS, Killer, answers, engine_conf
 
 pytestmark = [pytest.mark.golden, pytest.mark.e2e]
 
-NUM_PROMPTS = 50
+CASES = {"qwen3": (50, 34), "qwen3_moe": (50, 34), "deepseek_v4_fast": (6, 18)}
+"""Number of prompts, and blocks of history that are too few for them at once."""
 SHARED = 40
 
 
@@ -27,15 +28,16 @@ class Reference:
     model: Path
     prompts: list[list[int]]
     answers: list[list[int]]
+    few_blocks: int
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "deepseek_v4_fast"])
+@pytest.fixture(scope="module", params=CASES)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     model = make_checkpoint(tmp_path_factory.mktemp("model") / request.param, kind=request.param, dtype="float32")
     rng = random.Random(7)
-    shared = rng.choices(range(250), k=SHARED)
-    prompts = [(shared if i % 2 else []) + rng.choices(range(250), k=rng.randrange(1, 120)) for i in range(NUM_PROMPTS)]
-    return Reference(model, prompts, golden_answers(model, prompts))
+    shared, count = rng.choices(range(250), k=SHARED), CASES[request.param][0]
+    prompts = [(shared if i % 2 else []) + rng.choices(range(250), k=rng.randrange(1, 120)) for i in range(count)]
+    return Reference(model, prompts, golden_answers(model, prompts), CASES[request.param][1])
 
 
 def golden_answers(model: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -70,10 +72,10 @@ def test_one_request_at_a_time(reference: Reference) -> None:
 def test_batched_together_and_again_with_prefix_hits(reference: Reference) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert await answers(engine, reference.prompts) == reference.answers
-        assert engine.stats.max_step_rows > 10
+        assert engine.stats.max_step_rows > len(reference.prompts) / 5
         hits = engine.stats.prefix_hits
         assert await answers(engine, reference.prompts) == reference.answers
-        assert engine.stats.prefix_hits > hits + 1000
+        assert engine.stats.prefix_hits > hits + 20 * len(reference.prompts)
 
     check(reference, scenario)
 
@@ -92,12 +94,12 @@ def test_forced_preemption(reference: Reference) -> None:
         assert await answers(engine, reference.prompts) == reference.answers
         assert engine.stats.num_preemptions > 0
 
-    config = engine_config(reference.model)
+    config = engine_config(reference.model, max_model_len=192)
     blocks = [
-        min(34, count) if group.keeps_history else count
+        min(reference.few_blocks, count) if group.keeps_history else count
         for group, count in zip(config.groups, config.num_blocks, strict=True)
     ]
-    check(reference, scenario, changes={"num_blocks": tuple(blocks)})
+    check(reference, scenario, changes={"num_blocks": tuple(blocks)}, max_model_len=192)
 
 
 def test_killed_workers(reference: Reference) -> None:
