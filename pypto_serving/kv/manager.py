@@ -130,7 +130,7 @@ class KVCacheManager:
             return False
         if not sequence.asked:
             sequence.asked = True
-            if self.tiers.ask(request_id, self._unknown(sequence, num_tokens - 1)):
+            if self.tiers.ask(request_id, self._unknown(sequence, num_tokens)):
                 return True
         refused = match.num_tokens
         for depth in range(len(self.tiers.tiers), 0, -1):
@@ -156,12 +156,12 @@ class KVCacheManager:
             if self._pools[g].find(sequence.chains[g].keys[i]) is None
         ]
 
-    def _unknown(self, sequence: SequenceState, limit: int) -> list[tuple[int, bytes]]:
-        """Blocks that resuming within the first `limit` tokens needs and that are in no tier as far as we know.
+    def _unknown(self, sequence: SequenceState, num_tokens: int) -> list[tuple[int, bytes]]:
+        """Blocks that resuming within `num_tokens` known tokens needs and that are in no tier as far as we know.
 
         Where the prompts and turns of others ended is not known: any position may be a checkpoint.
         """
-        depth, end = len(self.tiers.tiers), self.points.last(limit)
+        depth, end = len(self.tiers.tiers), self.points.last(max(0, num_tokens - max(1, self.points.lag)))
         keys = ((g, sequence.chains[g].keys[i]) for g in self._history_first for i in self.points.useful(g, 0, end))
         return [(g, key) for g, key in keys if self._finder(g, depth)(key) is None]
 

@@ -19,7 +19,7 @@ from tests.simulation import Simulation, null_config
 
 
 def small_groups() -> tuple[KVCacheGroupSpec, ...]:
-    """Every kind of group, in blocks of a few tokens."""
+    """Every kind of group, in blocks of a few tokens; keys of one are known late."""
 
     def row(ratio: int = 1, folded_from: str = "") -> tuple[KVTensorSpec, ...]:
         tensor = KVTensorSpec(
@@ -29,7 +29,7 @@ def small_groups() -> tuple[KVCacheGroupSpec, ...]:
 
     return (
         KVCacheGroupSpec(name="full", kind="full", block_size=8, tensors=row()),
-        KVCacheGroupSpec(name="window", kind="sliding_window", block_size=8, window=12, tensors=row()),
+        KVCacheGroupSpec(name="window", kind="sliding_window", block_size=8, window=12, tensors=row(), key_lookahead=5),
         KVCacheGroupSpec(name="cmp", kind="compressed", block_size=8, tensors=row(4, "state")),
         KVCacheGroupSpec(name="state", kind="rolling_state", block_size=4, period=4, overlap=4, tensors=row()),
     )
