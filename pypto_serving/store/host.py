@@ -25,8 +25,8 @@ class HostStore:
     `fd` is memory that a parent owns (a memfd), which is made as large as the slots need; pages cost nothing until they
     are written. What it holds is known by the engine core alone, so there is no inventory.
 
-    Blocks are written by the file, which gives a new slot its pages for half the CPU time of faults of the mapping, and
-    without room fails where a fault would end the process. They are read by the mapping.
+    The first block of a slot goes by the file: that gives the slot its pages for half the CPU time that faults of the
+    mapping take, and fails without room, where a fault would end the process. All else goes by the mapping.
     """
 
     def __init__(self, fd: int, block_bytes: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
@@ -38,6 +38,7 @@ class HostStore:
         self._fd, self._strides = fd, strides
         self._faults = Faults("host tier", log, MonotonicClock())
         self._starts: list[int] = []
+        self._mapped = [bytearray(slots) for slots in num_slots]
         self._slots: list[BlockBytes] = []
         start = 0
         for size, stride, slots in zip(block_bytes, strides, num_slots, strict=True):
@@ -57,12 +58,17 @@ class HostStore:
         return [self._write(piece) for piece in pieces]
 
     def _write(self, piece: Piece) -> bool:
-        start, stride = self._starts[piece.group], self._strides[piece.group]
+        group, slot = piece.group, piece.slot
+        if self._mapped[group][slot]:
+            np.copyto(self._slots[group][slot], piece.memory)
+            return True
         try:
-            write_at(self._fd, piece.memory.data, start + piece.slot * stride)
+            write_at(self._fd, piece.memory.data, self._starts[group] + slot * self._strides[group])
         except OSError as error:
             self._faults.say("write", f"no room for more blocks: {reason_of(error)}; what is there stays in use")
             return False
+        self._slots[group][slot][::ALIGNMENT].max()  # a read maps pages that are there, and sixteen with each fault
+        self._mapped[group][slot] = True
         return True
 
     def load(self, pieces: Sequence[Piece]) -> list[bool]:

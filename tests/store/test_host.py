@@ -31,8 +31,9 @@ def test_blocks_outlive_the_store(memory: int) -> None:
 def test_a_slot_holds_what_was_stored_last(memory: int) -> None:
     store = HostStore(memory, BLOCK_BYTES, NUM_SLOTS)
     put(store, HELD)
-    put(store, {(0, 0): key_of("new")})
-    assert all_load(store, {**HELD, (0, 0): key_of("new")})
+    for name in ("second", "third"):
+        put(store, {(0, 0): key_of(name)})
+        assert all_load(store, {**HELD, (0, 0): key_of(name)})
 
 
 def test_without_room_nothing_is_stored_and_it_is_said_once(
