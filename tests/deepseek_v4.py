@@ -132,6 +132,14 @@ def _spread(name: str) -> tuple[float, float]:
     return 0.15, 0.0
 
 
+def check_greedy(model: transformers.PreTrainedModel, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Each answer is what `model`, greedily, makes of its prompt. Its steps are slow, so it is asked once."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *answer]])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(dim=1).tolist() == answer
+
+
 def upstream(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """A state of `transformers` with the names, and the experts one by one, of released checkpoints."""
     renamed: dict[str, Tensor] = {}

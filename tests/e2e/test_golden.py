@@ -12,7 +12,9 @@ import torch
 
 from pypto_serving.engine.async_engine import AsyncEngine
 from tests.checkpoints import make_checkpoint
+from tests.deepseek_v4 import check_greedy
 from tests.e2e.engines import GREEDY, QUICK_FAULTS, Killer, answers, engine_config, run_engine
+from tests.model.sequences import Sequences, load_program
 
 pytestmark = [pytest.mark.golden, pytest.mark.e2e]
 
@@ -44,6 +46,10 @@ def golden_answers(model: Path, prompts: list[list[int]]) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     golden = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    if golden.config.model_type == "deepseek_v4":
+        found = Sequences(load_program(model, threads=1)).continued(prompts, GREEDY.max_tokens or 0)
+        check_greedy(golden, prompts, found)
+        return found
     found = []
     for prompt in prompts:
         tokens, cache, step = list(prompt), None, torch.tensor([prompt])

@@ -166,6 +166,18 @@ class Sequences:
             if left:
                 self.step([(sequence, min(chunk, left))])
 
+    def continued(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """What the program, greedily, makes of all prompts at once: `count` tokens each."""
+        work = [self.add(np.asarray([*prompt, *[0] * count])) for prompt in prompts]
+        ends = [len(prompt) for prompt in prompts]
+        for sequence, end in zip(work, ends, strict=True):
+            self.step([(sequence, end)])
+        for _ in range(count):
+            for sequence in work:
+                sequence.tokens[sequence.computed] = sequence.logits[sequence.computed - 1].argmax()
+            self.step([(sequence, 1) for sequence in work])
+        return [sequence.tokens[end:].tolist() for sequence, end in zip(work, ends, strict=True)]
+
 
 def int32(values: Any) -> Array:
     return np.asarray(values, dtype=np.int32)

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.config import EngineConfig
@@ -21,7 +20,8 @@ from pypto_serving.model.registry import load_spec
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TierConfig
 from tests.checkpoints import make_checkpoint, random_model
-from tests.model.sequences import poison
+from tests.deepseek_v4 import check_greedy
+from tests.model.sequences import Sequences, load_program, poison
 from tests.simulation import Simulation
 
 pytestmark = pytest.mark.golden
@@ -71,27 +71,10 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     families = [rng.choices(range(256), k=LONGEST) for _ in range(2)]
     cuts = [(family, rng.randrange(0, LONGEST - 8), rng.randrange(1, 8)) for family in families for _ in range(4)]
     prompts = [[*family[:shared], *rng.choices(range(256), k=own)] for family, shared, own in cuts]
-    oracle = Oracle(path, [*prompts, *families])
-    simulation = Simulation(
-        oracle.config(max_num_seqs=1, enable_prefix_caching=False), make_program=oracle.make_program
-    )
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
-    for prompt in oracle.prompts:
-        simulation.add(prompt, params=params, request_id=f"{prompt}")
-    simulation.run()
-    simulation.executor.stop()
-    oracle.answers = {tuple(prompt): simulation.tokens[f"{prompt}"] for prompt in oracle.prompts}
-    check_greedy(oracle.answers)
-    return oracle
-
-
-def check_greedy(answers: dict[tuple[int, ...], list[int]]) -> None:
-    """Each answer is what transformers, greedily, makes of its prompt."""
-    model = random_model("deepseek_v4_fast")
-    for prompt, answer in answers.items():
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*prompt, *answer]])).logits[0]
-        assert logits[len(prompt) - 1 : -1].argmax(dim=1).tolist() == answer
+    prompts += families
+    answers = Sequences(load_program(path, threads=1, max_model_len=LONGEST + OUTPUT)).continued(prompts, OUTPUT)
+    check_greedy(random_model("deepseek_v4_fast"), prompts, answers)
+    return Oracle(path, prompts, {tuple(p): answer for p, answer in zip(prompts, answers, strict=True)})
 
 
 def run_schedule(oracle: Oracle, seed: object, requests: int, deaths: float, tiered: bool) -> Simulation:
