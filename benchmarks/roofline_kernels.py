@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from roofline_work import BLOCK, Batch, Work
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Strips, zeros
+from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Scoring, Strips, zeros
 from pypto_serving.kernels.engine import PANEL
 from pypto_serving.kernels.limits import Memory, peak
 
@@ -182,7 +182,7 @@ def replay(recording: Recording, inputs: StepInputs) -> NDArray[np.float64]:
     """Run a step; returns the seconds of each operation."""
     seconds = np.zeros(len(recording.names))
     arrays = (inputs.token_ids, inputs.positions, inputs.query_start, inputs.context_lens, inputs.logits_rows)
-    recording.replay(*arrays, inputs.slot_mapping[0], inputs.block_tables[0], seconds)
+    recording.replay(*arrays, inputs.slot_mapping, inputs.block_tables, seconds)
     return seconds
 
 
@@ -374,7 +374,7 @@ def experts(bench: Bench) -> Callable[[int], list[Result]]:
         y = zeros(np.float32, entries, EXPERT_WIDTH)
         logits = bench.rng.standard_normal((EXPERT_LAYERS, tokens, EXPERTS), np.float32)
         # One kind of operation after the other, so that a round tells them apart.
-        routings = [recording.route(layer, PER_TOKEN, True) for layer in logits]
+        routings = [recording.route(layer, PER_TOKEN, Scoring.NORMALIZED) for layer in logits]
         for routing in routings:
             recording.gather(routing, x, EXPERT_WIDTH, rows)
         for routing in routings:

@@ -94,14 +94,13 @@ API void pypto_forget(Recording* recording) { delete recording; }
 
 API int pypto_operations(const Recording* recording) { return recording->size(); }
 
-API void pypto_replay(Recording* recording, int32_t tokens, int32_t rows, int32_t logits, int32_t table_width,
-                      const int32_t* token_ids, const int32_t* positions, const int32_t* query_start,
-                      const int32_t* context_lens, const int32_t* logits_rows, const int32_t* slots,
-                      const int32_t* tables, double* seconds) {
+API void pypto_replay(Recording* recording, int32_t tokens, int32_t rows, int32_t logits, const int32_t* token_ids,
+                      const int32_t* positions, const int32_t* query_start, const int32_t* context_lens,
+                      const int32_t* logits_rows, const GroupTables* groups, double* seconds) {
   Step step;
-  step.tokens = tokens, step.rows = rows, step.logits = logits, step.table_width = table_width;
+  step.tokens = tokens, step.rows = rows, step.logits = logits;
   step.token_ids = token_ids, step.positions = positions, step.query_start = query_start;
-  step.context_lens = context_lens, step.logits_rows = logits_rows, step.slots = slots, step.tables = tables;
+  step.context_lens = context_lens, step.logits_rows = logits_rows, step.groups = groups;
   recording->replay(step, seconds);
 }
 
@@ -118,13 +117,13 @@ Cache cache_of(bf16* keys, bf16* values, int64_t block_stride, int kv_heads, int
 
 }  // namespace
 
-API void pypto_embed(Recording* r, const bf16* table, const Pair* packed, int64_t width, float* x) {
-  add(r, r->kernels().embed, Embed{table, packed, width, x});
+API void pypto_embed(Recording* r, const bf16* table, const Pair* packed, int64_t width, int copies, float* x) {
+  add(r, r->kernels().embed, Embed{table, packed, width, copies, x});
 }
 
-API void pypto_norm(Recording* r, const float* x, const float* weight, int64_t width, float eps, int rows, Pair* out,
-                    float* scales) {
-  add(r, r->kernels().norm, Norm{x, weight, width, eps, static_cast<Rows>(rows), out, scales});
+API void pypto_norm(Recording* r, const float* x, int64_t stride, const float* weight, int64_t width, float eps,
+                    int rows, Pair* out, float* scales) {
+  add(r, r->kernels().norm, Norm{x, stride, weight, width, eps, static_cast<Rows>(rows), out, scales});
 }
 
 API void pypto_quantize(Recording* r, const Routing* routing, const Pair* x, int64_t k, Pair* out, float* scales) {
@@ -132,10 +131,10 @@ API void pypto_quantize(Recording* r, const Routing* routing, const Pair* x, int
 }
 
 API void pypto_linear(Recording* r, const Pair* x, const float* x_scales, const Pair* weight, const float* scales,
-                      const int32_t* compensation, const float* bias, int64_t n, int64_t k, int rows, int finish,
-                      void* out) {
+                      const int32_t* compensation, const float* bias, int64_t n, int64_t k, int64_t group, float limit,
+                      int rows, int finish, void* out) {
   add(r, r->kernels().linear,
-      Linear{x, weight, x_scales, scales, compensation, bias, n, k, static_cast<Rows>(rows),
+      Linear{x, weight, x_scales, scales, compensation, bias, n, k, group, limit, static_cast<Rows>(rows),
              static_cast<Finish>(finish), out});
 }
 
@@ -153,10 +152,11 @@ API void pypto_attend(Recording* r, const bf16* queries, int heads, bf16* keys, 
       Attend{queries, heads, cache_of(keys, values, block_stride, kv_heads, dim, size), out});
 }
 
-API Routing* pypto_route(Recording* r, int experts, int per_token, int normalize, const float* logits, int32_t* chosen,
-                         float* share, int32_t* order, int32_t* place, int32_t* starts, int32_t* active) {
-  Routing* routing =
-      r->keep({experts, per_token, normalize, logits, chosen, share, order, place, starts, active});
+API Routing* pypto_route(Recording* r, int experts, int per_token, int scoring, float scale, const float* logits,
+                         float* scores, const float* bias, const int32_t* table, int32_t* chosen, float* share,
+                         int32_t* order, int32_t* place, int32_t* starts, int32_t* active) {
+  Routing* routing = r->keep({experts, per_token, static_cast<Scoring>(scoring), scale, logits, scores, bias, table,
+                              chosen, share, order, place, starts, active});
   add(r, r->kernels().choose, *routing);
   add(r, r->kernels().sort, *routing);
   return routing;
@@ -169,15 +169,63 @@ API void pypto_gather(Recording* r, const Routing* routing, const Pair* x, int64
 
 API void pypto_expert_linear(Recording* r, const Routing* routing, const Pair* x, const float* x_scales,
                              const Pair* weight, const float* scales, const int32_t* compensation, int64_t n, int64_t k,
-                             int finish, void* out) {
+                             float limit, int finish, void* out) {
   add(r, r->kernels().expert_linear,
       ExpertLinear{routing,
-                   {x, weight, x_scales, scales, compensation, nullptr, n, k, Rows::kTokens,
+                   {x, weight, x_scales, scales, compensation, nullptr, n, k, n, limit, Rows::kTokens,
                     static_cast<Finish>(finish), out}});
 }
 
 API void pypto_combine(Recording* r, const Routing* routing, const float* y, int64_t width, float* x) {
   add(r, r->kernels().combine, Combine{routing, y, width, x});
+}
+
+API void pypto_products(Recording* r, const float* x, const float* weight, int64_t width, int outputs, float eps,
+                        int rows, float* out) {
+  add(r, r->kernels().products, Products{x, weight, width, outputs, eps, static_cast<Rows>(rows), out});
+}
+
+API void pypto_stream_inputs(Recording* r, const float* x, const float* products, const float* scale, const float* base,
+                             int64_t width, float eps, int iterations, int rows, float* mixes, float* out) {
+  add(r, r->kernels().stream_inputs,
+      StreamInputs{x, products, scale, base, width, eps, iterations, static_cast<Rows>(rows), mixes, out});
+}
+
+API void pypto_stream_outputs(Recording* r, const float* y, const float* mixes, int64_t width, float* x) {
+  add(r, r->kernels().stream_outputs, StreamOutputs{y, mixes, width, x});
+}
+
+API Pages* pypto_pages(Recording* r, char* data, int64_t block_stride, int64_t row_bytes, int group, int size,
+                       int ratio) {
+  return r->keep(Pages{data, block_stride, row_bytes, group, size, ratio});
+}
+
+API void pypto_turn(Recording* r, const float* x, int64_t stride, int heads, const float* weight, const float* cos,
+                    const float* sin, int64_t dim, int64_t rotary, float eps, float scale, Pair* out, const Pages* pages) {
+  add(r, r->kernels().turn, Turn{x, stride, heads, {weight, cos, sin, dim, rotary, eps, scale}, out, pages});
+}
+
+API void pypto_compressor_state(Recording* r, const float* values, const float* gates, const float* position,
+                                int64_t stride, int64_t width, int ratio, const Pages* pages) {
+  add(r, r->kernels().compressor_state, CompressorState{values, gates, position, stride, width, ratio, pages});
+}
+
+API void pypto_compress(Recording* r, const Pages* state, int64_t width, const float* weight, const float* cos,
+                        const float* sin, int64_t dim, int64_t rotary, float eps, const Pages* pages) {
+  add(r, r->kernels().compress, Compress{state, width, {weight, cos, sin, dim, rotary, eps, 1.0f}, pages});
+}
+
+API void pypto_index(Recording* r, const Pair* queries, const float* weights, int64_t stride, float scale, int heads,
+                     int dim, int top, const Pages* keys, int64_t most, float* scores, int32_t* chosen) {
+  add(r, r->kernels().index,
+      Index{queries, weights, stride, scale, heads, dim, top, keys, most, scores, chosen});
+}
+
+API void pypto_latent_attend(Recording* r, const Pair* queries, const float* sinks, const float* cos, const float* sin,
+                             int heads, int dim, int rotary, int window, int groups, int top, const Pages* rows,
+                             const Pages* entries, const int32_t* chosen, Pair* out) {
+  add(r, r->kernels().latent_attend, LatentAttend{queries, sinks, cos, sin, heads, dim, rotary, window, groups, top,
+                                                  rows, entries, chosen, out});
 }
 
 namespace {

@@ -5,29 +5,66 @@
 
 namespace ISA {
 
-// The `per_token` most probable experts of each token, most probable first, ties to the lower one; their share is the
-// softmax over all experts, or over the chosen ones where `normalize`.
+// log(1 + e^x), with its tail of small numbers.
+INLINE Floats softplus(Floats x) {
+  const Floats positive = larger(x, Floats{});
+  const Floats u = exp(select(above(x, Floats{}), -x, x)), s = u / (set1(2.0f) + u), q = s * s;
+  Floats y = set1(2.0f / 13);  // log(1 + u) = 2 atanh(u / (2 + u)), with s at most 1/3
+  for (int n = 11; n > 0; n -= 2) y = fma(y, q, set1(2.0f / n));
+  return fma(y, s, select(equal(x, x), positive, x));
+}
+
+// Scores of a token's experts, and with the bias added; returns what they are chosen by.
+INLINE const float* softplus_scores(const Routing& r, int64_t token) {
+  float *scores = r.scores + token * 2 * r.experts, *biased = scores + r.experts;
+  for (int64_t e = 0; e < r.experts; e += kLanes) {
+    const int64_t count = min(kLanes, r.experts - e);
+    float lane[kLanes];
+    store(lane, softplus((Floats)load_some(r.logits + token * r.experts + e, count)));
+    for (float& x : lane) x = std::sqrt(x);
+    store_some(scores + e, (Ints)load(lane), count);
+    const Floats bias = r.bias ? (Floats)load_some(r.bias + e, count) : Floats{};
+    store_some(biased + e, (Ints)(load(lane) + bias), count);
+  }
+  return biased;
+}
+
+// The `per_token` largest of a token's scores, largest first, ties to the lower expert.
+INLINE void choose_largest(const Routing& r, const float* scores, int32_t* chosen) {
+  for (int32_t slot = 0; slot < r.per_token; slot++) {
+    int32_t best = -1;
+    for (int32_t e = 0; e < r.experts; e++) {
+      bool taken = false;
+      for (int32_t i = 0; i < slot; i++) taken |= chosen[i] == e;
+      if (!taken && (best < 0 || scores[e] > scores[best])) best = e;
+    }
+    chosen[slot] = best;
+  }
+}
+
 static void choose(const Routing& r, const Step& step, Member& member) {
   Share share(member, step.tokens, 1);
   while (share.next()) {
     const int64_t t = share.begin;
     const float* logits = r.logits + t * r.experts;
+    const bool softplus = r.scoring == Scoring::kSoftplus;
     int32_t* chosen = r.chosen + t * r.per_token;
-    for (int32_t slot = 0; slot < r.per_token; slot++) {
-      int32_t best = -1;
-      for (int32_t e = 0; e < r.experts; e++) {
-        bool taken = false;
-        for (int32_t i = 0; i < slot; i++) taken |= chosen[i] == e;
-        if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
-      }
-      chosen[slot] = best;
+    const float* scores = softplus ? softplus_scores(r, t) : logits;
+    if (r.table) {
+      std::memcpy(chosen, r.table + step.token_ids[t] * int64_t{r.per_token}, r.per_token * sizeof(int32_t));
+    } else {
+      choose_largest(r, scores, chosen);
     }
-    const auto weight = [&](int32_t e) { return power((logits[e] - logits[chosen[0]]) * kLog2E); };
-    float total = 0, mass = 0;
-    for (int32_t e = 0; e < r.experts; e++) total += weight(e);
-    for (int32_t slot = 0; slot < r.per_token; slot++) mass += weight(chosen[slot]);
+    const auto weight = [&](int32_t e) {
+      return softplus ? r.scores[t * 2 * r.experts + e] : power((logits[e] - logits[chosen[0]]) * kLog2E);
+    };
+    float mass = 0;
+    if (r.scoring == Scoring::kSoftmax)
+      for (int32_t e = 0; e < r.experts; e++) mass += weight(e);
+    else
+      for (int32_t slot = 0; slot < r.per_token; slot++) mass += weight(chosen[slot]);
     for (int32_t slot = 0; slot < r.per_token; slot++)
-      r.share[t * r.per_token + slot] = weight(chosen[slot]) / (r.normalize ? mass : total);
+      r.share[t * r.per_token + slot] = weight(chosen[slot]) / mass * r.scale;
   }
 }
 

@@ -3,10 +3,14 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "indexer.h"
+#include "latent.h"
+#include "latent_attention.h"
 #include "limits.h"
 #include "linear.h"
 #include "rows.h"
 #include "sampling.h"
+#include "streams.h"
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -15,7 +19,8 @@ namespace ISA {
 
 extern const pypto::Kernels kKernels = {
     TEXT(ISA), kMaxRows, pack, embed, norm, quantize, linear, heads, attend, choose, sort, gather, expert_linear,
-    combine, sample, logprobs, read, compute<Pairs>, kRoundFlops, compute<Quads>, kRoundByteFlops,
+    combine, products, stream_inputs, stream_outputs, turn, compressor_state, compress, index, latent_attend, sample,
+    logprobs, read, compute<Pairs>, kRoundFlops, compute<Quads>, kRoundByteFlops,
 };
 
 }  // namespace ISA

@@ -73,10 +73,18 @@ struct AttentionItem {
   int32_t result = 0, tiles = 0;
 };
 
+// Where a step's tokens lie in one KV group: slots [tokens], and block tables, `width` ids from one row to the next.
+struct GroupTables {
+  const int32_t *slots, *tables;
+  int64_t width;
+};
+
 // One step over `rows` rows and `tokens` tokens; see StepInputs in pypto_serving/backend/base.py for the arrays.
 struct Step {
-  int32_t tokens = 0, rows = 0, logits = 0, table_width = 0;
-  const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows, *slots, *tables;
+  int32_t tokens = 0, rows = 0, logits = 0;
+  const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows;
+  const GroupTables* groups;
+  const int32_t* row_of = nullptr;  // [tokens]
   // Items [phases[i], phases[i + 1]) of attention need what those of all phases before have left.
   const AttentionItem* items = nullptr;
   const AttentionQuery* queries = nullptr;
@@ -97,13 +105,16 @@ struct Embed {
   const bf16* table;
   const Pair* packed;
   int64_t width;
+  int32_t copies;  // of each row, one behind the other
   float* x;
 };
 
 // out = x / rms(x) * weight in strips, for all tokens or for those whose logits are wanted; of bytes where there are
 // `scales`, see Quantize.
 struct Norm {
-  const float *x, *weight;
+  const float* x;
+  int64_t stride;  // floats from one row of x to the next
+  const float* weight;
   int64_t width;
   float eps;
   Rows rows;
@@ -126,22 +137,25 @@ enum class Finish : int32_t {
   kStore = 0,  // out[row, n] = y, float32
   kAdd = 1,    // out[row, n] += y, float32
   kGate = 2,   // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
+  kNarrow = 3,  // strips: y
 };
 
 // y = x W^T + bias, x in strips of k / 2 pairs. Where there are `scales`, x and W are bytes, and the sum of their products
-// is multiplied by x_scales[row] and then by scales[output].
+// is multiplied by x_scales[row] and then by scales[output]. Every `group` outputs, whole panels or all of them, have an x
+// of their own; the groups' strips follow each other.
 struct Linear {
   const Pair *x, *weight;
   const float *x_scales, *scales;  // [rows] and [panels * 32], or null
   const int32_t* compensation;     // [panels * 32], or null
   const float* bias;  // [panels * 32], or null
-  int64_t n, k;
+  int64_t n, k, group;
+  float limit;  // of kGate: gates are at most as large, and magnitudes of up
   Rows rows;
   Finish finish;
-  void* out;  // float32 [rows, n], or strips of n / 4 pairs for kGate, whose n counts gate and up
+  void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kGate, whose n counts gate and up
 };
 
-// Keys and values of a layer. For every 32 positions a block of `size` holds, for each kv head, a panel of keys,
+// Keys and values of a layer, in group 0. For every 32 positions a block of `size` holds, for each kv head, a panel of keys,
 // [dim / 2][32] pairs of dimensions, and one of values, [dim / 32][16][32] pairs of positions: each as a product reads it,
 // from one end to the other. The panels of a block's heads follow each other.
 struct Cache {
@@ -169,11 +183,23 @@ struct Attend {
   Pair* out;
 };
 
-// Who goes to which expert in one layer. An entry is token * per_token + slot; entries [starts[e], starts[e + 1]) in
-// `order` are those of expert e, by token.
+// How logits become the shares of the chosen experts.
+enum class Scoring : int32_t {
+  kSoftmax = 0,     // the softmax over all experts
+  kNormalized = 1,  // the softmax over those that are chosen
+  kSoftplus = 2,    // sqrt(log(1 + e^logit)), by which they are also chosen, over their sum
+};
+
+// Who goes to which expert in one layer: those with the largest scores, or scores plus `bias`, or those in the table. An
+// entry is token * per_token + slot; entries [starts[e], starts[e + 1]) in `order` are those of expert e, by token.
 struct Routing {
-  int32_t experts, per_token, normalize;
+  int32_t experts, per_token;
+  Scoring scoring;
+  float scale;             // of all shares
   const float* logits;     // [t, experts]
+  float* scores;           // [t, 2, experts] of kSoftplus: scores, and with the bias; else null
+  const float* bias;       // [experts], or null
+  const int32_t* table;    // [vocab, per_token]: experts of a token id; or null
   int32_t* chosen;         // [t, per_token]
   float* share;            // [t, per_token]
   int32_t *order, *place;  // [t * per_token]: entry at a place, place of an entry
@@ -201,6 +227,116 @@ struct Combine {
   const float* y;
   int64_t width;
   float* x;
+};
+
+// Hyper-connections (arXiv:2512.24880): a token has kStreams rows of `width` instead of one. Before each block of a layer
+// their mixture becomes its input, after it they are mixed with its output, by coefficients that are products of all of
+// them.
+constexpr int kStreams = 4;
+constexpr int kMixes = (2 + kStreams) * kStreams;  // of a token: for the input, for the output, from stream to stream
+
+// out[row, i] = x / rms(x) . weight[i], in float32: x [tokens, width] of the step's rows.
+struct Products {
+  const float *x, *weight;
+  int64_t width;
+  int32_t outputs;  // a multiple of 4
+  float eps;
+  Rows rows;
+  float* out;
+};
+
+// Coefficients from `products` of all streams * scale + base, and out[token] = the mixture of its streams.
+struct StreamInputs {
+  const float *x, *products, *scale, *base;
+  int64_t width;  // of one stream
+  float eps;
+  int32_t iterations;  // by which the mixes from stream to stream become doubly stochastic
+  Rows rows;
+  float *mixes;  // [rows, kStreams + kStreams * kStreams]: for the output, from stream j to k; or null
+  float* out;    // [tokens, width]
+};
+
+// x[t, k] = mix of the output * y[t] + sum over j of the mix from j to k * x[t, j].
+struct StreamOutputs {
+  const float *y, *mixes;
+  int64_t width;
+  float* x;
+};
+
+// Rows of one tensor of a layer in the blocks of KV group `group`, one for every `ratio` tokens.
+struct Pages {
+  char* data;                       // of block 0
+  int64_t block_stride, row_bytes;  // from one block, and one row, to the next
+  int32_t group, size, ratio;       // tokens in a block, tokens that share a row
+};
+
+// Most dimensions of a latent, and most query heads.
+constexpr int kMaxLatent = 512;
+constexpr int kMaxLatentHeads = 128;
+
+// A norm over `dim` (eps < 0: none), a weight (null: ones) and `scale`, then the rotation of the trailing `rotary`
+// dimensions, neighbours in pairs; cos, sin [positions, rotary / 2].
+struct Turning {
+  const float *weight, *cos, *sin;
+  int64_t dim, rotary;
+  float eps, scale;
+};
+
+// Vectors x [t, heads * dim], turned by the token's position, as bfloat16: panels [t, heads / 32, dim / 2, 32] of pairs,
+// or the only one into the token's row of `pages`.
+struct Turn {
+  const float* x;
+  int64_t stride;  // floats from one token to the next
+  int32_t heads;
+  Turning turning;
+  Pair* out;
+  const Pages* pages;  // or null
+};
+
+// What compressed entries will be made of: a row [values | gates + position[p % ratio]] of a token, float32.
+struct CompressorState {
+  const float *values, *gates, *position;
+  int64_t stride, width;  // of values, and of gates
+  int32_t ratio;
+  const Pages* pages;
+};
+
+// At every token that ends `ratio` tokens: the entry that they become, from their state. Its `turning.dim` dimensions are a
+// mean of values, weighted by the softmax of the gates of each dimension; of states twice as wide the second half, and of
+// the `ratio` tokens before, if there are any, the first. The entry is turned by the position of its first token.
+struct Compress {
+  const Pages* state;
+  int64_t width;
+  Turning turning;
+  const Pages* pages;
+};
+
+// The `top` best entries of each token that knows more: by the sum over heads of weight * max(0, query . key), ties to
+// the lower entry; in ascending order.
+struct Index {
+  const Pair* queries;   // panels
+  const float* weights;  // of heads, `stride` floats from one token to the next
+  int64_t stride;
+  float scale;
+  int32_t heads, dim, top;
+  const Pages* keys;
+  int64_t most;       // entries of a token
+  float* scores;      // [kIndexTokens, most]
+  int32_t* chosen;    // [t, top]
+};
+
+constexpr int kIndexTokens = 16;  // so many tokens are scored before they choose
+
+// Attention of `heads` queries that share one vector per row as key and value: of the last `window` tokens and of
+// compressed entries, all or those chosen. Each head has a sink, a score without a value, in base 2 like the others. What
+// comes out is turned back by the token's position, and lies in strips of heads * dim / groups / 2 pairs of each group.
+struct LatentAttend {
+  const Pair* queries;  // panels
+  const float *sinks, *cos, *sin;
+  int32_t heads, dim, rotary, window, groups, top;
+  const Pages *rows, *entries;  // entries may be null
+  const int32_t* chosen;        // [t, top] where a token knows more entries, or null
+  Pair* out;
 };
 
 // How a row's token is chosen; DRAW in pypto_serving/types/draws.py.
@@ -251,6 +387,14 @@ struct Kernels {
   void (*gather)(const Gather&, const Step&, Member&);
   void (*expert_linear)(const ExpertLinear&, const Step&, Member&);
   void (*combine)(const Combine&, const Step&, Member&);
+  void (*products)(const Products&, const Step&, Member&);
+  void (*stream_inputs)(const StreamInputs&, const Step&, Member&);
+  void (*stream_outputs)(const StreamOutputs&, const Step&, Member&);
+  void (*turn)(const Turn&, const Step&, Member&);
+  void (*compressor_state)(const CompressorState&, const Step&, Member&);
+  void (*compress)(const Compress&, const Step&, Member&);
+  void (*index)(const Index&, const Step&, Member&);
+  void (*latent_attend)(const LatentAttend&, const Step&, Member&);
   void (*sample)(const Sample&, Member&);
   void (*logprobs)(const Logprobs&, Member&);
 

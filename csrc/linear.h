@@ -30,7 +30,15 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
     if (op.finish == Finish::kGate) {
       int64_t stride;
       Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
-      store_pairs(out + panel * (kLanes / 2) * stride, stride, silu(load(y)) * load(y + kLanes));
+      const Floats most = set1(op.limit), up = larger(-most, smaller(most, load(y + kLanes)));
+      store_pairs(out + panel * (kLanes / 2) * stride, stride, silu(smaller(most, load(y))) * up);
+      continue;
+    }
+    if (op.finish == Finish::kNarrow) {
+      int64_t stride;
+      Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 2, first + m, stride) + column / 2 * stride;
+      store_pairs(out, stride, load(y));
+      store_pairs(out + kLanes / 2 * stride, stride, load(y + kLanes));
       continue;
     }
     float* out = static_cast<float*>(op.out) + (first + m) * op.n + column;
@@ -53,6 +61,7 @@ template <typename Kind>
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t pairs = op.k / Kind::kEach, panel_pairs = pairs * kPanel;
   const Pair* weight = op.weight + panel * panel_pairs;
+  const Pair* x = op.x + panel * kPanel / op.group * strips.rows * pairs;
   const bool many = strips.count() > 1, last = (panel + 1) * kPanel >= op.n;
   const bool fetches = strips.rows > 4 && !(many && last);
   const char* ahead = reinterpret_cast<const char*>(weight) + (many ? panel_pairs * 4 : kAheadBytes);
@@ -63,7 +72,7 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   for (int64_t strip = 0; strip < strips.count(); strip++) {
     stretch.ahead[0] = fetches && strip < parts ? ahead + strip * part_bytes : nullptr;
     stretch.ahead[1] = ahead + strip * part_bytes + 64;
-    multiply<0, Kind>(strips.size(strip), {op.x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile,
+    multiply<0, Kind>(strips.size(strip), {x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile,
                                            kPanel, false, compensation});
     finish_rows(op, panel, strips, strip, tile);
   }

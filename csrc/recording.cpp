@@ -6,7 +6,6 @@
 namespace pypto {
 namespace {
 
-
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -18,15 +17,28 @@ Routing* Recording::keep(const Routing& routing) {
   return routings_.back().get();
 }
 
+Pages* Recording::keep(const Pages& pages) {
+  pages_.push_back(std::make_unique<Pages>(pages));
+  return pages_.back().get();
+}
+
 void Recording::replay(const Step& step, double* seconds) {
   step_ = step;
   seconds_ = seconds;
   if (step_.tokens == 0) return;
+  find_rows();
   plan_.make(step_, engine_->team.count());
   if (seconds) arrivals_.resize(operations_.size() * engine_->team.count());
   const double began = now();
   engine_->team.run(*this);
   if (seconds) add_seconds(began);
+}
+
+void Recording::find_rows() {
+  row_of_.resize(step_.tokens);
+  for (int32_t row = 0; row < step_.rows; row++)
+    std::fill(row_of_.begin() + step_.query_start[row], row_of_.begin() + step_.query_start[row + 1], row);
+  step_.row_of = row_of_.data();
 }
 
 void Recording::run(Member& member) {

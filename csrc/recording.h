@@ -27,20 +27,24 @@ class Recording final : public Job {
   void add(Operation operation) { operations_.push_back(std::move(operation)); }
   AttentionPlan& attention() { return plan_; }
   Routing* keep(const Routing& routing);
+  Pages* keep(const Pages& pages);
   // Compute one step. With `seconds` [operations], adds the time that each took.
   void replay(const Step& step, double* seconds);
   int size() const { return static_cast<int>(operations_.size()); }
   void run(Member& member) override;
 
  private:
+  void find_rows();
   void add_seconds(double began);
 
   Engine* engine_;
   std::vector<Operation> operations_;
   std::vector<std::unique_ptr<Routing>> routings_;
+  std::vector<std::unique_ptr<Pages>> pages_;
   AttentionPlan plan_;
   Step step_;
   double* seconds_ = nullptr;
+  std::vector<int32_t> row_of_;
   std::vector<double> arrivals_;  // [members, operations]: when each member had done each, where it is asked for
 };
 

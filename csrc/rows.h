@@ -108,7 +108,7 @@ static void norm(const Norm& op, const Step& step, Member& member) {
     const int64_t begin = parts.begin(part), end = parts.end(part);
     for (int64_t m = 0; m < stride; m++) {
       const int64_t row = strips.start(strip) + m;
-      const float* x = op.x + (op.rows == Rows::kTokens ? row : step.logits_rows[row]) * op.width;
+      const float* x = op.x + (op.rows == Rows::kTokens ? row : step.logits_rows[row]) * op.stride;
       const float scale = inverse_rms(x, op.width, op.eps);
       if (!op.scales) {
         norm_pairs(op, x, scale, begin, end, op.out + strips.start(strip) * (op.width / 2) + m, stride);
@@ -182,22 +182,26 @@ static void quantize(const Quantize& op, const Step& step, Member& member) {
   }
 }
 
+INLINE void embed_row(const Embed& op, int64_t token, float* x) {
+  if (op.table) {
+    for (int64_t i = 0; i < op.width; i++) x[i] = widen(op.table[token * op.width + i]);
+    return;
+  }
+  const Pair* pairs = op.packed + token / kPanel * (op.width / 2) * kPanel + token % kPanel;
+  for (int64_t p = 0; p < op.width / 2; p++) {
+    const Pair pair = pairs[p * kPanel];
+    x[2 * p] = widen(static_cast<bf16>(pair));
+    x[2 * p + 1] = widen(static_cast<bf16>(pair >> 16));
+  }
+}
+
 static void embed(const Embed& op, const Step& step, Member& member) {
   Share share(member, step.tokens, row_grain(step.tokens, member));
   while (share.next()) {
     for (int64_t t = share.begin; t < share.end; t++) {
-      const int64_t token = step.token_ids[t];
-      float* x = op.x + t * op.width;
-      if (op.table) {
-        for (int64_t i = 0; i < op.width; i++) x[i] = widen(op.table[token * op.width + i]);
-        continue;
-      }
-      const Pair* pairs = op.packed + token / kPanel * (op.width / 2) * kPanel + token % kPanel;
-      for (int64_t p = 0; p < op.width / 2; p++) {
-        const Pair pair = pairs[p * kPanel];
-        x[2 * p] = widen(static_cast<bf16>(pair));
-        x[2 * p + 1] = widen(static_cast<bf16>(pair >> 16));
-      }
+      float* x = op.x + t * op.copies * op.width;
+      embed_row(op, step.token_ids[t], x);
+      for (int64_t copy = 1; copy < op.copies; copy++) std::memcpy(x + copy * op.width, x, op.width * sizeof(float));
     }
   }
 }
@@ -247,8 +251,9 @@ static void heads(const Heads& op, const Step& step, Member& member) {
       const float* x = op.x + t * all * dim;
       const float* cos = op.cos + step.positions[t] * (dim / 2);
       const float* sin = op.sin + step.positions[t] * (dim / 2);
-      const int64_t block = step.slots[t] / cache.size, offset = step.slots[t] % cache.size;
-      const bool last = t + 1 == step.tokens || step.slots[t + 1] != step.slots[t] + 1;
+      const int32_t* slots = step.groups[0].slots;
+      const int64_t block = slots[t] / cache.size, offset = slots[t] % cache.size;
+      const bool last = t + 1 == step.tokens || slots[t + 1] != slots[t] + 1;
       for (int64_t head = 0; head < op.heads; head++) {
         turn(x + head * dim, op.weights + head * dim, cos, sin, dim, op.eps, turned);
         bf16* out = op.queries + (t * op.heads + head) * dim;

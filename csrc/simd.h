@@ -38,6 +38,8 @@ INLINE void store(float* p, Floats x) { std::memcpy(p, &x, sizeof x); }
 
 INLINE Floats set1(float x) { return Floats{} + x; }
 
+INLINE Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
 INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -92,6 +94,17 @@ INLINE Floats smaller(Floats a, Floats b) { return select(above(b, a), a, b); }
 
 // Into the second-level cache: what is fetched ahead is larger than the first.
 INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
+
+// Lane i is lane order[i] of x.
+INLINE Floats permute(Floats x, Ints order) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_permutexvar_ps((__m512i)order, (__m512)x);
+#else
+  Floats y;
+  for (int i = 0; i < kLanes; i++) y[i] = x[order[i]];
+  return y;
+#endif
+}
 
 // Sum and largest of all lanes, in the order of a binary tree: lane i and i + 8, then i + 4, ...
 template <int kWidth>
@@ -170,8 +183,6 @@ INLINE void store_some(void* p, Ints x, int64_t count) {
   for (int64_t i = 0; i < count; i++) std::memcpy(static_cast<char*>(p) + 4 * i, lanes + i, 4);
 #endif
 }
-
-INLINE Ints lane_numbers() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 INLINE float widen(bf16 x) {
   uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -356,5 +367,7 @@ INLINE Floats exp(Floats x) {
 
 // x * sigmoid(x): Elfwing et al. 2017, arXiv:1702.03118.
 INLINE Floats silu(Floats x) { return x / (set1(1.0f) + exp2(x * set1(-kLog2E))); }
+
+INLINE Floats sigmoid(Floats x) { return set1(1.0f) / (set1(1.0f) + exp(-x)); }
 
 }  // namespace ISA

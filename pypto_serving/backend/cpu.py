@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from pypto_serving.backend.base import Backend, Progress, StepInputs, StepOutput
 from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
@@ -17,9 +15,6 @@ from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.util import hash128
 
-LAYOUT = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
-"""Order of the dimensions of a block's pages; part of the fingerprint."""
-
 
 class NativeProgram:
     """A model on the CPU kernels. Implements Program."""
@@ -28,7 +23,7 @@ class NativeProgram:
         self.model, self.sampler = model, NativeSampler(engine)
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
-        self.arenas = (model.pages.view(np.uint8).reshape(len(model.pages), -1),)
+        self.arenas = model.arenas
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """Compute one step: write the K/V of its tokens, then return float32 logits of `inputs.logits_rows`.
@@ -41,8 +36,8 @@ class NativeProgram:
             inputs.query_start,
             inputs.context_lens,
             inputs.logits_rows,
-            inputs.slot_mapping[0],
-            inputs.block_tables[0],
+            inputs.slot_mapping,
+            inputs.block_tables,
         )
         return StepOutput(logits=self.model.logits[: len(inputs.logits_rows)])
 
@@ -78,7 +73,7 @@ class CpuBackend(Backend):
         model = model_class(model_config, PackedWeights(config.model, engine, progress, file), engine, config)
         if file is not None:
             file.save()
-        numerics = (engine.instruction_set, LAYOUT)
+        numerics = (engine.instruction_set, model_class.layout)
         identity = program_fingerprint(config, architecture, name, *numerics)
         return NativeProgram(model, config, identity, engine)
 

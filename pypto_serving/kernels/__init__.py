@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.engine import (
-    PANEL,
+from pypto_serving.kernels.engine import PANEL, Engine, Matrix, Quads, Stored, Strips, hashes, zeros
+from pypto_serving.kernels.library import runnable
+from pypto_serving.kernels.recording import (
     CacheLayer,
-    Engine,
-    Matrix,
-    Quads,
+    LatentSizes,
+    Pages,
     Recording,
     Routing,
     Rows,
-    Stored,
-    Strips,
-    hashes,
-    zeros,
+    Scoring,
+    Turning,
 )
-from pypto_serving.kernels.library import runnable
 from pypto_serving.kernels.sampling import NativeSampler
 
 __all__ = [
     "PANEL",
     "CacheLayer",
     "Engine",
+    "LatentSizes",
     "Matrix",
     "NativeSampler",
+    "Pages",
     "Quads",
     "Recording",
     "Routing",
     "Rows",
+    "Scoring",
     "Stored",
     "Strips",
+    "Turning",
     "hashes",
     "runnable",
     "zeros",

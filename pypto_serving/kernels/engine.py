@@ -1,8 +1,8 @@
-"""What the library's kernels look like from Python: an Engine of threads, and a Recording of a step.
+"""What the library's kernels look like from Python: an Engine of threads, and the memory that they work on.
 
 Activations travel between operations as float32 rows, `[rows, width]`, or as strips, the layout that products read
 (csrc/kernels.h): of bfloat16 pairs, or of quads of bytes with a scale for each row. All are numpy arrays of the
-caller's; a recording keeps those it was given alive.
+caller's.
 """
 
 from __future__ import annotations
@@ -41,19 +41,6 @@ class Stored(enum.IntEnum):
     F32 = 1
     F16 = 2
     I8 = 3
-
-
-class Rows(enum.IntEnum):
-    """Which rows of a step an operation works on: all tokens, or those whose logits are wanted."""
-
-    TOKENS = 0
-    LOGITS = 1
-
-
-class _Finish(enum.IntEnum):
-    STORE = 0
-    ADD = 1
-    GATE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,31 +84,6 @@ class Quads:
 
 Strips = PairArray | Quads
 """Activations that a product reads: as many bits as the weights of its matrix have."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheLayer:
-    """Keys and values of one layer in an arena of pages, uint16 [blocks, layers, 2, kv_heads, size * dim]."""
-
-    pages: BFloat16Array
-    layer: int
-    dim: int
-
-    def arguments(self) -> tuple[int, int, int, int, int, int]:
-        """Addresses of keys and values in block 0, uint16 per block, kv heads, dim, tokens per block."""
-        _, layers, _, kv_heads, elements = self.pages.shape
-        keys = self.pages.ctypes.data + self.layer * 2 * kv_heads * elements * 2
-        stride = layers * 2 * kv_heads * elements
-        return keys, keys + kv_heads * elements * 2, stride, kv_heads, self.dim, elements // self.dim
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Handle of a recorded routing: which tokens go to which experts of a layer."""
-
-    handle: int
-    experts: int
-    per_token: int
 
 
 class _Pool:
@@ -270,147 +232,3 @@ class Engine:
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self.close()
-
-
-def _parts(x: Strips) -> tuple[PairArray, Float32Array | None]:
-    return (x.words, x.scales) if isinstance(x, Quads) else (x, None)
-
-
-def _factors(x: Strips, matrix: Matrix) -> tuple[Array | None, ...]:
-    """What a product reads of both. Raises ValueError where one is of bytes and the other is not."""
-    words, x_scales = _parts(x)
-    if (x_scales is None) == matrix.int8:
-        raise ValueError("a product's activations and weights must both be bytes, or neither")
-    return words, x_scales, matrix.words, matrix.scales, matrix.compensation
-
-
-class Recording:
-    """A step, recorded once as a list of operations in the order of the calls, and replayed by one native call."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._lib = engine, engine._lib
-        self._handle = self._lib.pypto_record(engine._handle)
-        self._kept: list[object] = []
-        self.names: list[str] = []
-
-    def _add(self, name: str, *arguments: Any) -> Any:
-        """Call a function of the library; arrays become addresses and are kept, None becomes a null pointer."""
-        self._kept.extend(argument for argument in arguments if isinstance(argument, np.ndarray))
-        values = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
-        result = getattr(self._lib, f"pypto_{name}")(self._handle, *values)
-        self.names += [name] * (self._lib.pypto_operations(self._handle) - len(self.names))
-        return result
-
-    def embed(self, table: BFloat16Array, x: Float32Array) -> None:
-        """x [tokens, width] = rows of `table` [vocab, width]."""
-        self._add("embed", table, None, x.shape[1], x)
-
-    def embed_packed(self, table: Matrix, x: Float32Array) -> None:
-        """x [tokens, width] = rows of a packed `table` [vocab, width]."""
-        self._add("embed", None, table.words, x.shape[1], x)
-
-    def norm(self, x: Float32Array, weight: Float32Array, eps: float, out: Strips, rows: Rows = Rows.TOKENS) -> None:
-        """Strips of x / rms(x) * weight, x [tokens, width]: arXiv:1910.07467."""
-        self._add("norm", x, weight, x.shape[1], eps, rows, *_parts(out))
-
-    def quantize(self, x: PairArray, k: int, out: Quads, routing: Routing | None = None) -> None:
-        """Strips of bytes from strips of bfloat16, [tokens, k], or of experts' rows: a row's largest becomes 127."""
-        self._add("quantize", None if routing is None else routing.handle, x, k, *_parts(out))
-
-    def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
-        """out [rows, n] = x W^T + b."""
-        self._linear(x, matrix, _Finish.STORE, out, rows)
-
-    def linear_add(self, x: Strips, matrix: Matrix, out: Float32Array) -> None:
-        """out [tokens, n] += x W^T + b."""
-        self._linear(x, matrix, _Finish.ADD, out, Rows.TOKENS)
-
-    def linear_gate(self, x: Strips, matrix: Matrix, out: PairArray) -> None:
-        """Strips of silu(x G^T) * (x U^T), for a matrix packed from G and U with `pack_gate`."""
-        self._linear(x, matrix, _Finish.GATE, out, Rows.TOKENS)
-
-    def _linear(self, x: Strips, matrix: Matrix, finish: _Finish, out: Array, rows: Rows) -> None:
-        self._add("linear", *_factors(x, matrix), matrix.bias, matrix.n, matrix.k, rows, finish, out)
-
-    def heads(
-        self,
-        x: Float32Array,
-        weights: Float32Array,
-        cos: Float32Array,
-        sin: Float32Array,
-        eps: float,
-        queries: BFloat16Array,
-        cache: CacheLayer,
-    ) -> None:
-        """Queries, keys and values from x [tokens, heads + 2 kv_heads, dim]: head norm, rotation, cache write.
-
-        `weights` [heads + kv_heads, dim] are the norms' weights, those of queries times log2(e) / sqrt(dim); `cos` and
-        `sin` are [positions, dim / 2]; `queries` become [tokens, heads, dim].
-        """
-        self._kept.append(cache.pages)
-        self._add("heads", x, weights, cos, sin, eps, queries.shape[1], queries, *cache.arguments())
-
-    def attend(self, queries: BFloat16Array, cache: CacheLayer, out: PairArray) -> None:
-        """Strips of causal attention of queries [tokens, heads, dim] over the cache."""
-        self._kept.append(cache.pages)
-        self._add("attend", queries, queries.shape[1], *cache.arguments(), out)
-
-    def route(self, logits: Float32Array, per_token: int, normalize: bool) -> Routing:
-        """Send each token to the `per_token` likeliest of the experts in logits [tokens, experts]."""
-        tokens, experts = logits.shape
-        entries = tokens * per_token
-        chosen, order, place = (np.zeros(entries, np.int32) for _ in range(3))
-        share = np.zeros(entries, np.float32)
-        starts, active = (np.zeros(experts + 1, np.int32) for _ in range(2))
-        handle = self._add("route", experts, per_token, normalize, logits, chosen, share, order, place, starts, active)
-        return Routing(handle, experts, per_token)
-
-    def gather(self, routing: Routing, x: Strips, k: int, out: Strips) -> None:
-        """Strips of each expert's rows, from strips x of all tokens."""
-        words, scales = _parts(x)
-        out_words, out_scales = _parts(out)
-        width = k // 2 if scales is None else k // 4
-        self._add("gather", routing.handle, words, width, out_words, scales, out_scales)
-
-    def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
-        """out [entries, n] = x W_e^T, each entry with the matrix of its expert."""
-        self._add("expert_linear", routing.handle, *_factors(x, matrix), matrix.n, matrix.k, _Finish.STORE, out)
-
-    def expert_gate(self, routing: Routing, x: Strips, matrix: Matrix, out: PairArray) -> None:
-        """As `linear_gate`, each entry with the matrix of its expert."""
-        self._add("expert_linear", routing.handle, *_factors(x, matrix), matrix.n, matrix.k, _Finish.GATE, out)
-
-    def combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
-        """x [tokens, width] += the entries y of each token, times their share, in slot order."""
-        self._add("combine", routing.handle, y, x.shape[1], x)
-
-    def replay(
-        self,
-        token_ids: Array,
-        positions: Array,
-        query_start: Array,
-        context_lens: Array,
-        logits_rows: Array,
-        slots: Array,
-        block_table: Array,
-        seconds: NDArray[np.float64] | None = None,
-    ) -> None:
-        """Compute one step; the arrays are those of StepInputs, int32 and contiguous but for the table's rows.
-
-        `seconds` [operations], where given, grows by the time that each operation took.
-        """
-        self._lib.pypto_replay(
-            self._handle,
-            len(token_ids),
-            len(context_lens),
-            len(logits_rows),
-            block_table.strides[0] // 4,
-            *(a.ctypes.data for a in (token_ids, positions, query_start, context_lens, logits_rows, slots)),
-            block_table.ctypes.data,
-            None if seconds is None else seconds.ctypes.data,
-        )
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self._lib.pypto_forget(self._handle)
-            self._handle = None

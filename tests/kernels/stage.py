@@ -66,9 +66,16 @@ class Stage:
         lengths: Sequence[tuple[int, int]] | None = None,
         slots: Any = None,
         tables: Array | None = None,
+        groups: Sequence[tuple[Array, Array]] = (),
         seconds: Array | None = None,
     ) -> None:
-        """Replay as a step of `tokens` tokens; `lengths` are (first position, tokens) of each row, by default one."""
+        """Replay as a step of `tokens` tokens; `lengths` are (first position, tokens) of each row, by default one.
+
+        `groups` are slots and tables of KV groups, where there are several.
+        """
+        if not groups:
+            table = int32(np.zeros((max(1, len(lengths or ())), 1))) if tables is None else tables
+            groups = [(int32(np.zeros(tokens) if slots is None else slots), table)]
         lengths = [(0, tokens)] * bool(tokens) if lengths is None else lengths
         positions = [np.arange(first, first + count) for first, count in lengths]
         self.record.replay(
@@ -77,8 +84,7 @@ class Stage:
             int32(np.cumsum([0, *(count for _, count in lengths)])),
             int32([first + count for first, count in lengths]),
             int32(logits_rows),
-            int32(np.zeros(tokens) if slots is None else slots),
-            int32(np.zeros((max(1, len(lengths)), 1))) if tables is None else tables,
+            *zip(*groups, strict=True),
             seconds,
         )
         assert all((fence == 0xFF).all() for fence in self._fences), "written beside an output"

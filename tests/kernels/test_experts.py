@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import Engine, Matrix
+from pypto_serving.kernels import Engine, Matrix, Scoring
 from tests.kernels import references
 from tests.kernels.layouts import Array, interleaved, random_bf16, to_panels, to_strips
-from tests.kernels.references import assert_close, product, product_error
+from tests.kernels.references import assert_close, double, product, product_error
 from tests.kernels.stage import Stage, engine_of
 from tests.kernels.test_linear import assert_gated
 
@@ -73,7 +74,8 @@ def record_layer(stage: Stage, layer: Layer, x: Array, logits: Array, out: Array
     entries = tokens * layer.per_token
     rows, gated = stage.strip_room(entries, width), stage.strip_room(entries, inner)
     y = stage.room(np.float32, entries, width)
-    routing = stage.record.route(logits, layer.per_token, layer.normalize)
+    scoring = Scoring.NORMALIZED if layer.normalize else Scoring.SOFTMAX
+    routing = stage.record.route(logits, layer.per_token, scoring)
     stage.record.gather(routing, x, width, rows)
     stage.record.expert_gate(routing, rows, packed_gates(layer), gated)
     stage.record.expert_linear(routing, gated, packed(layer.down), y)
@@ -168,7 +170,7 @@ def test_a_smaller_step_after_a_larger_one(engine: Engine) -> None:
     _, logits, onto = random_step(layer, 40, seed=2)
     stage = Stage(engine)
     routed, y, out = logits.copy(), random_bf16(np.random.default_rng(0), 80, 34), onto.copy()
-    routing = stage.record.route(routed, 2, True)
+    routing = stage.record.route(routed, 2, Scoring.NORMALIZED)
     stage.record.combine(routing, y, out)
     for tokens in (40, 1, 13, 40, 2):
         out[...], routed[:tokens] = onto, logits[40 - tokens :]
@@ -204,3 +206,45 @@ def test_a_token_is_the_same_in_every_company(instruction_set: str, width: int) 
         for begin, end in [(0, 50), (0, 1), (7, 9), (20, 33)]:
             found = run(engine_of(instruction_set, threads), layer, *(part[begin:end].copy() for part in step))
             assert np.array_equal(found, whole[begin:end])
+
+
+def routed(engine: Engine, tokens: int, shares: Array, **options: Any) -> Array:
+    """What `combine` makes of experts whose outputs are unit vectors: shares [tokens, experts]."""
+    logits, per_token = shares, 3
+    experts = logits.shape[1]
+    stage = Stage(engine)
+    routing = stage.record.route(logits, per_token, Scoring.SOFTPLUS, **options)
+    rows = stage.strip_room(tokens * per_token, 2 * experts)
+    units = np.zeros((experts, 2 * experts, 2), np.float32)
+    units[np.arange(experts), np.arange(experts), 0] = 1
+    y, out = (
+        stage.room(np.float32, tokens * per_token, 2 * experts),
+        stage.copy(np.zeros((tokens, 2 * experts), np.float32)),
+    )
+    ones = np.zeros((tokens, 2), np.float32)
+    ones[:, 0] = 1
+    stage.record.gather(routing, stage.strips(ones), 2, rows)
+    stage.record.expert_linear(routing, rows, packed(units), y)
+    stage.record.combine(routing, y, out)
+    stage.play(tokens, token_ids=np.arange(tokens) % 7)
+    return out[:, :experts]
+
+
+@pytest.mark.parametrize("tokens", [1, 14, 40])
+@pytest.mark.parametrize("choice", ["scores", "bias", "table"])
+def test_softplus_scores(engine: Engine, tokens: int, choice: str) -> None:
+    """Shares are sqrt(log(1 + e^logit)) over their sum, whatever chose; far below zero they keep their digits."""
+    rng, experts = np.random.default_rng(tokens), 20
+    logits = (rng.standard_normal((tokens, experts)) * 6).astype(np.float32)
+    logits[0] -= 40
+    scores = np.sqrt(np.logaddexp(0, double(logits)))
+    bias = rng.standard_normal(experts).astype(np.float32) if choice == "bias" else None
+    table = rng.random((7, experts)).argsort(1)[:, :3].astype(np.int32) if choice == "table" else None
+    found = routed(engine, tokens, logits, scale=1.5, bias=bias, table=table)
+    chosen = references.choices(scores + (0 if bias is None else bias), 3)
+    if table is not None:
+        chosen = table[np.arange(tokens) % 7]
+    mine = np.take_along_axis(scores, chosen, axis=1)
+    wanted = np.zeros((tokens, experts))
+    np.put_along_axis(wanted, chosen, 1.5 * mine / mine.sum(1, keepdims=True), axis=1)
+    assert_close(found, wanted, 2e-6)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import Engine, Matrix, Quads, Rows, Stored
+from pypto_serving.kernels import Engine, Matrix, Quads, Rows, Scoring, Stored
 from tests.kernels.layouts import (
     Array,
     bytes_from_strips,
@@ -246,7 +246,7 @@ def test_experts(engine: Engine, tokens: int) -> None:
         stage = Stage(engine)
         rows, gated, narrow = quads_room(stage, entries, width), stage.strip_room(entries, inner), None
         narrow, y = quads_room(stage, entries, inner), stage.room(np.float32, entries, width)
-        routing = stage.record.route(logits, per_token, True)
+        routing = stage.record.route(logits, per_token, Scoring.NORMALIZED)
         stage.record.gather(routing, quantize(stage, x), width, rows)
         gate_up = matrix_of([gate.interleaved(up) for gate, up in zip(gates, ups, strict=True)])
         stage.record.expert_gate(routing, rows, gate_up, gated)

@@ -126,3 +126,44 @@ def test_a_product_is_the_same_in_every_company(instruction_set: str, n: int, k:
         for begin, end in [(0, 50), (0, 1), (7, 9), (20, 33), (26, 50)]:
             assert np.array_equal(linear(engine, x[begin:end], weights), whole[begin:end])
             assert np.array_equal(linear_gate(engine, x[begin:end], weights, other), gated[begin:end])
+
+
+@pytest.mark.parametrize("rows", [1, 13, 50])
+def test_a_limit_of_gates(engine: Engine, rows: int) -> None:
+    """Gates are at most as large, ups lie between; what is not a number stays so."""
+    rng, limit = np.random.default_rng(rows), 1.5
+    x, gate, up = (random_bf16(rng, n, 64, scale=0.5) for n in (rows, 48, 48))
+    x[-1] = np.nan if rows > 1 else x[-1]
+    stage = Stage(engine)
+    out = stage.strip_room(rows, 48)
+    stage.record.linear_gate(stage.strips(x), matrix_of(interleaved(gate, up)), out, limit)
+    stage.play(rows)
+    found, ordinary = stage.rows(out, rows, 48), np.isfinite(x).all(1)
+    x, found, rest = x[ordinary], found[ordinary], found[~ordinary]
+    g, u = np.minimum(product(x, gate), limit), np.clip(product(x, up), -limit, limit)
+    assert (g == limit).any() and (np.abs(u) == limit).any() and np.isnan(rest).all()
+    error = 3 * (product_error(x, gate) + product_error(x, up)) + 1e-6
+    assert_close(found, silu(g) * u, 1.01 * BFLOAT16 * np.abs(silu(g) * u) + error)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 13, 37])
+@pytest.mark.parametrize(("groups", "n"), [(1, 96), (3, 32), (4, 64)])
+def test_groups_with_strips_of_their_own(engine: Engine, rows: int, groups: int, n: int) -> None:
+    rng = np.random.default_rng(rows)
+    parts, weights = random_bf16(rng, groups, rows, 34), random_bf16(rng, groups, n, 34)
+    stage = Stage(engine)
+    x = np.concatenate([stage.strips(part) for part in parts])
+    out = stage.strip_room(rows, groups * n)
+    stage.record.linear_groups(x, matrix_of(weights.reshape(-1, 34)), groups, out)
+    stage.play(rows)
+    for found, part, mine in zip(
+        np.split(stage.rows(out, rows, groups * n), groups, axis=1), parts, weights, strict=True
+    ):
+        wanted = product(part, mine)
+        assert_close(found, wanted, 1.01 * BFLOAT16 * np.abs(wanted) + product_error(part, mine))
+
+
+def test_groups_are_whole_panels(engine: Engine) -> None:
+    stage = Stage(engine)
+    with pytest.raises(ValueError, match="whole panels"):
+        stage.record.linear_groups(stage.strip_room(1, 32), matrix_of(np.zeros((96, 32), np.float32)), 2, np.zeros(48))

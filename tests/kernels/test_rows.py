@@ -65,3 +65,21 @@ def test_a_norm_is_the_same_in_every_company(instruction_set: str, width: int) -
     for threads in (1, 2, 3, 5):
         for begin, end in [(0, 50), (0, 1), (7, 9), (20, 33), (26, 50)]:
             assert np.array_equal(norm(engine_of(instruction_set, threads), x[begin:end], weight), whole[begin:end])
+
+
+def test_copies_of_embeddings(engine: Engine) -> None:
+    table, ids = random_bf16(np.random.default_rng(0), 77, 34), np.arange(13) * 5
+    stage = Stage(engine)
+    plain, packed = stage.room(np.float32, 13, 4, 34), stage.room(np.float32, 13, 4, 34)
+    stage.record.embed(narrow(table), plain)
+    stage.record.embed_packed(matrix_of(table), packed)
+    stage.play(13, token_ids=ids)
+    wanted = np.repeat(table[ids][:, None], 4, axis=1)
+    assert np.array_equal(plain, wanted) and np.array_equal(packed, wanted)
+
+
+def test_a_norm_of_columns(engine: Engine) -> None:
+    """Some columns of wider rows."""
+    rng = np.random.default_rng(2)
+    x, weight = rng.standard_normal((13, 200)).astype(np.float32), rng.standard_normal(64).astype(np.float32)
+    assert np.array_equal(norm(engine, x[:, 80:144], weight), norm(engine, x[:, 80:144].copy(), weight))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels import CacheLayer, Engine, Recording, runnable
+from pypto_serving.kernels import CacheLayer, Engine, Recording, Scoring, runnable
 from pypto_serving.kernels.library import INSTRUCTION_SETS
 from tests.kernels.layouts import random_bf16
 from tests.kernels.stage import Stage, engine_of, matrix_of
@@ -134,7 +134,7 @@ def test_many_recordings_leave_no_memory() -> None:
     def live() -> None:
         recording = Recording(engine)
         for _ in range(20):
-            recording.route(logits, 2, True)
+            recording.route(logits, 2, Scoring.NORMALIZED)
 
     assert_leaves_nothing(live)
 
@@ -170,7 +170,7 @@ def test_operations_are_named_and_timed() -> None:
     stage = Stage(engine_of(runnable()[0], 2))
     logits = np.zeros((5, 8), np.float32)
     stage.record.norm(np.ones((5, 64), np.float32), np.ones(64, np.float32), 1e-6, stage.strip_room(5, 64))
-    stage.record.route(logits, 2, True)
+    stage.record.route(logits, 2, Scoring.NORMALIZED)
     assert stage.record.names == ["norm", "route", "route"]
     seconds = np.zeros(3)
     for _ in range(3):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.config import EngineConfig
-from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Routing, Rows, Strips, zeros
+from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Routing, Rows, Scoring, Strips, zeros
 from pypto_serving.model.checkpoint import INT8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
@@ -24,6 +24,9 @@ class NativeQwen3:
     head's part of a block is laid out. `logits` is float32 [max_num_seqs, vocab].
     """
 
+    layout = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
+    """Order of the dimensions of a block's pages; part of the fingerprint."""
+
     @staticmethod
     def name(model: Qwen3Config) -> str:
         """What program and arithmetic are called."""
@@ -33,6 +36,7 @@ class NativeQwen3:
         weights.require(model.tensors(), model.ignores, dict.fromkeys(model.int8_weights(), INT8))
         self.model = model
         self.pages = _pages(config.groups[0], config.num_blocks[0], model)
+        self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
         self.step = Recording(engine)
         self._record(weights, config)
 
@@ -105,7 +109,8 @@ class NativeQwen3:
         router = weights.matrix([f"{prefix}gate"])
         gate_up, down = weights.gated(names["gate"], names["up"]), weights.several(names["down"])
         self.step.linear(self._factor(b.normed, router, b), router, b.router_logits)
-        routing = self.step.route(b.router_logits, experts.per_token, experts.normalize)
+        scoring = Scoring.NORMALIZED if experts.normalize else Scoring.SOFTMAX
+        routing = self.step.route(b.router_logits, experts.per_token, scoring)
         rows = b.expert_quads if gate_up.int8 else b.expert_rows
         self.step.gather(routing, self._factor(b.normed, gate_up, b), self.model.hidden_size, rows)
         self.step.expert_gate(routing, rows, gate_up, b.expert_gated)

@@ -1,0 +1,188 @@
+// Attention over latents: all heads of a token share the rows that it sees, each of which is key and value.
+//
+// What a token sees is a list: the rows of its window, oldest first, then compressed entries in ascending order. The list
+// is cut into tiles of kTile, which are gathered from their blocks, once as keys, row by row, and once as values, in pairs
+// of rows. A product takes keys as rows and 32 heads as columns, so that a head is a lane of the softmax (online: Milakov
+// and Gimelshein 2018, arXiv:1805.02867); the weights are then rows of the product with the values. Which tile an entry
+// is in depends on the token alone.
+#pragma once
+
+#include "latent.h"
+
+namespace ISA {
+
+constexpr int kKeyRow = kMaxLatent / 2;           // pairs from one gathered key to the next
+constexpr int kValueRows = kTile / 2 * kPanel;    // pairs of 32 dimensions of all values of a tile
+constexpr int kHeadPanels = kMaxLatentHeads / kPanel;
+
+struct alignas(64) LatentScratch {
+  Pair keys[kTile * kKeyRow];
+  Pair values[kMaxLatent / kPanel * kValueRows];  // [dim / 32][kTile / 2][32]
+  float scores[kTile * kPanel];                   // [keys][heads]
+  Pair pairs[kTile / 2 * kPanel];                 // weights of two keys, [keys / 2][heads]
+  Pair weights[kTile / 2 * kPanel];               // the same in strips of heads
+  float out[kMaxLatentHeads * kMaxLatent];
+  float peak[kMaxLatentHeads], mass[kMaxLatentHeads];
+};
+
+// What a token sees.
+struct Seen {
+  Seen(const LatentAttend& op, const Step& step, int64_t token)
+      : op(op), step(step), row(step.row_of[token]), end(step.positions[token] + 1),
+        window(min(end, op.window)), entries(op.entries ? end / op.entries->ratio : 0) {
+    if (op.chosen && entries > op.top) chosen = op.chosen + token * op.top, entries = op.top;
+  }
+
+  int64_t count() const { return window + entries; }
+
+  const char* at(int64_t i) const {
+    if (i < window) return page_row<const char>(*op.rows, step, row, end - window + i);
+    const int64_t entry = chosen ? chosen[i - window] : i - window;
+    return page_row<const char>(*op.entries, step, row, entry * op.entries->ratio);
+  }
+
+  const LatentAttend& op;
+  const Step& step;
+  int64_t row, end, window, entries;
+  const int32_t* chosen = nullptr;
+};
+
+// Keys 2 i and 2 i + 1, which may be null, and their values in pairs.
+INLINE void gather_pair(const char* even, const char* odd, int64_t i, int64_t dim, LatentScratch& s) {
+  Pair* keys = s.keys + 2 * i * kKeyRow;
+  std::memcpy(keys, even, dim * sizeof(bf16));
+  if (odd) std::memcpy(keys + kKeyRow, odd, dim * sizeof(bf16));
+  const bf16 *low = reinterpret_cast<const bf16*>(even), *high = reinterpret_cast<const bf16*>(odd);
+  for (int64_t d = 0; d < dim; d += kPanel) {
+    Pair* out = s.values + d / kPanel * kValueRows + i * kPanel;
+    for (int64_t lane = 0; lane < kPanel; lane++)
+      out[lane] = low[d + lane] | static_cast<Pair>(high ? high[d + lane] : 0) << 16;
+  }
+}
+
+INLINE void gather_tile(const Seen& seen, int64_t begin, int64_t count, LatentScratch& s) {
+  const char* following = seen.at(begin);
+  for (int64_t i = 0; i < count; i += 2) {
+    const char *even = following, *odd = i + 1 < count ? seen.at(begin + i + 1) : nullptr;
+    following = i + 2 < count ? seen.at(begin + i + 2) : nullptr;
+    gather_pair(even, odd, i / 2, seen.op.dim, s);
+  }
+}
+
+// scores[key][head] of 32 heads.
+INLINE void score_keys(const LatentAttend& op, const Pair* queries, int64_t count, LatentScratch& s) {
+  const Stretch stretch{queries, queries + kLanes, op.dim / 2, {nullptr, nullptr}};
+  const Strips strips{count, kMaxRows};
+  for (int64_t strip = 0; strip < strips.count(); strip++) {
+    const int64_t first = strips.start(strip);
+    multiply<kKeyRow>(strips.size(strip), {s.keys + first * kKeyRow, &stretch, 1, kPanel, 128,
+                                           s.scores + first * kPanel, kPanel, false});
+  }
+}
+
+// Turns 16 heads' scores into weights 2^(score - peak) in bfloat16, in pairs of keys; returns by how much what was there
+// before is worth less. The mass counts the rounded weights.
+INLINE Floats weigh_keys(int64_t count, int64_t lane, float* peaks, float* masses, LatentScratch& s) {
+  const Floats before = load(peaks + lane);
+  Floats peak = before;
+  for (int64_t i = 0; i < count; i++) peak = larger(peak, load(s.scores + i * kPanel + lane));
+  const Floats factor = exp2_to_126(before - peak);
+  Floats mass = load(masses + lane) * factor;
+  for (int64_t i = 0; i < count; i += 2) {
+    bf16 rounded[2][kLanes] = {};
+    for (int64_t odd = 0; odd < min(2, count - i); odd++)
+      mass += store_rounded(rounded[odd], exp2_to_126(load(s.scores + (i + odd) * kPanel + lane) - peak));
+    Pair* pairs = s.pairs + i / 2 * kPanel + lane;
+    for (int64_t head = 0; head < kLanes; head++)
+      pairs[head] = rounded[0][head] | static_cast<Pair>(rounded[1][head]) << 16;
+  }
+  store(peaks + lane, peak);
+  store(masses + lane, mass);
+  return factor;
+}
+
+// out[head] = out[head] * factor + sum over keys of weight * value.
+INLINE void mix_values(const LatentAttend& op, const Strips& heads, int64_t count, const float* factors, float* out,
+                       LatentScratch& s) {
+  const int64_t pairs = (count + 1) / 2;
+  for (int64_t head = 0; head < heads.rows; head++) {
+    if (factors[head] == 1.0f) continue;
+    float* values = out + head * op.dim;
+    for (int64_t i = 0; i < op.dim; i += kLanes) store(values + i, load(values + i) * set1(factors[head]));
+  }
+  for (int64_t strip = 0; strip < heads.count(); strip++) {
+    const int64_t first = heads.start(strip), size = heads.size(strip);
+    Pair* weights = s.weights + first * pairs;
+    for (int64_t i = 0; i < pairs; i++)
+      std::memcpy(weights + i * size, s.pairs + i * kPanel + first, size * sizeof(Pair));
+  }
+  for (int64_t d = 0; d < op.dim; d += kPanel) {
+    const Pair* values = s.values + d / kPanel * kValueRows;
+    const Stretch stretch{values, values + kLanes, pairs, {nullptr, nullptr}};
+    for (int64_t strip = 0; strip < heads.count(); strip++) {
+      const int64_t first = heads.start(strip);
+      multiply<0>(heads.size(strip),
+                  {s.weights + first * pairs, &stretch, 1, kPanel, 128, out + first * op.dim + d, op.dim, true});
+    }
+  }
+}
+
+INLINE int64_t heads_in(const LatentAttend& op, int64_t panel) { return min(kPanel, op.heads - panel * kPanel); }
+
+// Turned back by the token's position, in strips of the heads' group.
+INLINE void store_turned_back(const LatentAttend& op, const Step& step, int64_t token, int64_t head, const float* values,
+                              float mass) {
+  const Strips tokens{step.tokens, kMaxRows};
+  const int64_t heads = op.heads / op.groups, pairs = heads * op.dim / 2, plain = op.dim - op.rotary;
+  int64_t stride;
+  Pair* out = tokens.at(op.out + head / heads * tokens.rows * pairs, pairs, token, stride);
+  out += head % heads * (op.dim / 2) * stride;
+  for (int64_t i = 0; i < op.dim; i += kLanes) {
+    Floats y = load(values + i) / set1(mass);
+    if (i >= plain) {
+      const int64_t angle = step.positions[token] * int64_t{op.rotary / 2} + (i - plain) / 2;
+      y = turn_pairs(y, op.cos + angle, op.sin + angle, true);
+    }
+    store_pairs(out + i / 2 * stride, stride, y);
+  }
+}
+
+// One token's heads of panels [begin, end).
+static void attend_token(const LatentAttend& op, const Step& step, int64_t token, int64_t begin, int64_t end,
+                         LatentScratch& s) {
+  const Seen seen(op, step, token);
+  const int64_t panels = (op.heads + kPanel - 1) / kPanel, panel_pairs = op.dim / 2 * kPanel;
+  std::memset(s.out, 0, (end - begin) * kPanel * op.dim * sizeof(float));
+  for (int64_t i = 0; i < (end - begin) * kPanel; i++) s.peak[i] = op.sinks[begin * kPanel + i], s.mass[i] = 1.0f;
+  for (int64_t first = 0; first < seen.count(); first += kTile) {
+    const int64_t count = min(kTile, seen.count() - first);
+    gather_tile(seen, first, count, s);
+    for (int64_t panel = begin; panel < end; panel++) {
+      const int64_t lane = (panel - begin) * kPanel;
+      score_keys(op, op.queries + (token * panels + panel) * panel_pairs, count, s);
+      float factors[kPanel];
+      for (int64_t i = 0; i < kPanel; i += kLanes)
+        store(factors + i, weigh_keys(count, i, s.peak + lane, s.mass + lane, s));
+      mix_values(op, {heads_in(op, panel), kMaxRows}, count, factors, s.out + lane * op.dim, s);
+    }
+  }
+  for (int64_t panel = begin; panel < end; panel++)
+    for (int64_t i = 0; i < heads_in(op, panel); i++) {
+      const int64_t place = (panel - begin) * kPanel + i;
+      store_turned_back(op, step, token, panel * kPanel + i, s.out + place * op.dim, s.mass[place]);
+    }
+}
+
+// An item is a token; where there are too few, it is one of its panels of heads.
+static void latent_attend(const LatentAttend& op, const Step& step, Member& member) {
+  static thread_local LatentScratch s;
+  const int64_t panels = (op.heads + kPanel - 1) / kPanel;
+  const int64_t items = step.tokens < 2 * member.count() ? panels : 1;
+  Share share(member, step.tokens * items, 1);
+  while (share.next()) {
+    const int64_t item = share.begin % items;
+    attend_token(op, step, share.begin / items, panels * item / items, panels * (item + 1) / items, s);
+  }
+}
+
+}  // namespace ISA
