@@ -83,36 +83,47 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   one_panel<Pairs>(op, panel, strips);
 }
 
+// Panels that are taken at once.
+INLINE int64_t panel_grain(const Linear& op) {
+  const int64_t panel_bytes = words(op) * kPanel * 4;
+  return panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1;
+}
+
 static void linear(const Linear& op, const Step& step, Member& member) {
   const Strips strips{count(step, op.rows), kMaxRows};
   if (strips.rows == 0) return;
-  const int64_t panels = (op.n + kPanel - 1) / kPanel, panel_bytes = words(op) * kPanel * 4;
-  Share share(member, panels, panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1);
+  const int64_t panels = (op.n + kPanel - 1) / kPanel;
+  Share share(member, panels, panel_grain(op));
   while (share.next())
     for (int64_t panel = share.begin; panel < share.end; panel++) one_panel(op, panel, strips);
+}
+
+INLINE void expert_panel(const ExpertLinear& op, int64_t expert, int64_t panel) {
+  const Routing& routing = *op.routing;
+  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, pairs = words(op.linear);
+  const int64_t first = routing.starts[expert];
+  Linear one = op.linear;
+  one.x += first * pairs;
+  one.weight += expert * panels * pairs * kPanel;
+  if (one.scales) {
+    one.x_scales += first;
+    one.scales += expert * panels * kPanel;
+    one.compensation += expert * panels * kPanel;
+  }
+  one.out = op.linear.finish == Finish::kGate
+                ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))
+                : static_cast<void*>(static_cast<float*>(one.out) + first * one.n);
+  one_panel(one, panel, {routing.starts[expert + 1] - first, kMaxRows});
 }
 
 // As `linear`, for the experts that have rows: an item is one panel of one of them.
 static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
   const Routing& routing = *op.routing;
-  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, pairs = words(op.linear);
-  Share share(member, routing.active[routing.experts] * panels, 1);
-  while (share.next()) {
-    const int64_t expert = routing.active[share.begin / panels], panel = share.begin % panels;
-    const int64_t first = routing.starts[expert];
-    Linear one = op.linear;
-    one.x += first * pairs;
-    one.weight += expert * panels * pairs * kPanel;
-    if (one.scales) {
-      one.x_scales += first;
-      one.scales += expert * panels * kPanel;
-      one.compensation += expert * panels * kPanel;
-    }
-    one.out = op.linear.finish == Finish::kGate
-                  ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))
-                  : static_cast<void*>(static_cast<float*>(one.out) + first * one.n);
-    one_panel(one, panel, {routing.starts[expert + 1] - first, kMaxRows});
-  }
+  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel;
+  Share share(member, routing.active[routing.experts] * panels, panel_grain(op.linear));
+  while (share.next())
+    for (int64_t item = share.begin; item < share.end; item++)
+      expert_panel(op, routing.active[item / panels], item % panels);
 }
 
 enum Stored { kBf16 = 0, kF32 = 1, kF16 = 2, kI8 = 3 };

@@ -15,7 +15,11 @@ ALWAYS_INLINE int64_t token_of(const Step& step, Rows rows, int64_t row) {
 // out[m * stride + i] = x[m] . weight[i] for kProducts rows of weights: each sum runs over 16 lanes in order.
 template <int M>
 static void multiply_floats(const float* const* x, const float* weight, int64_t width, float* out, int64_t stride) {
-  Floats sums[M][kProducts] = {};
+  Floats sums[M][kProducts];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+    for (int i = 0; i < kProducts; i++) sums[m][i] = Floats{};
   for (int64_t p = 0; p < width; p += kLanes) {
 #pragma GCC unroll 4
     for (int i = 0; i < kProducts; i++) {
@@ -24,7 +28,9 @@ static void multiply_floats(const float* const* x, const float* weight, int64_t 
       for (int m = 0; m < M; m++) sums[m][i] = fma(w, load(x[m] + p), sums[m][i]);
     }
   }
+#pragma GCC unroll 4
   for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
     for (int i = 0; i < kProducts; i++) out[m * stride + i] = sum(sums[m][i]);
 }
 
