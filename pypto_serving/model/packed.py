@@ -39,6 +39,18 @@ class PackedWeights:
         """A tensor of one dimension in float32, rounded to bfloat16 as everything is that is served."""
         return _rounded(self._read(name))
 
+    def exact(self, name: str) -> NDArray[np.float32]:
+        """A tensor in float32, as it is stored."""
+        return self._read(name).reshape(self._tensors[name].shape)
+
+    def ids(self, name: str) -> NDArray[np.int32]:
+        """A tensor of ids."""
+        tensor = self._tensors[name]
+        stored = np.frombuffer(self._tensors.map(tensor), "<i8", math.prod(tensor.shape), tensor.begin)
+        ids = stored.astype(np.int32).reshape(tensor.shape)
+        self._tensors.forget(tensor)
+        return ids
+
     def table(self, name: str) -> NDArray[np.uint16]:
         """A tensor as bfloat16, in row-major order."""
         tensor = self._tensors[name]

@@ -34,7 +34,7 @@ PROGRAMS = LazyRegistry(
 NATIVE_PROGRAMS = LazyRegistry(
     "architecture",
     {
-        "DeepseekV4ForCausalLM": f"{_DEEPSEEK_V4}.program:DeepseekV4Program",
+        "DeepseekV4ForCausalLM": f"{_DEEPSEEK_V4}.native:NativeDeepseekV4",
         "Qwen3ForCausalLM": f"{_QWEN3}.native:NativeQwen3",
         "Qwen3MoeForCausalLM": f"{_QWEN3}.native:NativeQwen3",
     },

@@ -315,6 +315,8 @@ class DeepseekV4Config:
             max_position_embeddings=self.max_position_embeddings,
             num_parameters=self.num_parameters(),
             weight_bytes=sum(tensor.num_bytes for tensor in required.values()) if quantised else resident,
+            packed_bytes=self._packed_bytes(),
+            needs_torch=self._needs_torch(dtype),
             quantization=quantised,
             obstacle=_QUANTISED.format(quantised) if quantised else "",
             own_blocks=True,
@@ -323,6 +325,38 @@ class DeepseekV4Config:
             kv_groups=self.kv_groups(dtype),
             eos_token_ids=eos,
         )
+
+    def _packed_bytes(self) -> int:
+        """Bytes of the weights as the CPU kernels hold them: routers in float32, other matrices in bfloat16."""
+        sizes = {"float": 4, "ids": 4}
+        return sum(
+            tensor.count * (4 if name.endswith("ffn.gate.weight") else sizes.get(tensor.role, 2))
+            for name, tensor in self.inventory().items()
+        )
+
+    def _needs_torch(self, dtype: str) -> str:
+        """Why the CPU kernels cannot serve the model, if so; see csrc/kernels.h for the layouts behind the numbers."""
+        if dtype != "bfloat16":
+            return "the kernels serve --dtype bfloat16 only"
+        experts, indexer = self.experts, self.indexer
+        sizes = {
+            "head_dim": (self.head_dim, 32, 512),
+            "qk_rope_head_dim": (self.rope_dim, 16, 512),
+            "num_attention_heads": (self.num_heads, self.o_groups, 128),
+            "hidden_size": (self.hidden_size, 16, 0),
+            "q_lora_rank": (self.q_lora_rank, 16, 0),
+            "o_lora_rank": (self.o_lora_rank, 32, 0),
+            "moe_intermediate_size": (experts.intermediate_size, 16, 0),
+            "n_routed_experts": (experts.count, 4, 0),
+            "compress rate": (self.hca_ratio, 1, 128),
+        }
+        if indexer is not None:
+            sizes |= {"index_head_dim": (indexer.head_dim, 32, 256), "index_n_heads": (indexer.num_heads, 1, 128)}
+        for name, (size, unit, most) in sizes.items():
+            if size % unit or size > most > 0:
+                bound = f" up to {most}" if most else ""
+                return f"the kernels need a {name} that is a multiple of {unit}{bound}, not {size}"
+        return "" if self.hyper.streams == 4 else f"the kernels mix 4 streams, not {self.hyper.streams}"
 
     def _item_bytes(self, tensor: Tensor, dtype: str) -> int:
         """Bytes of an element in memory."""
