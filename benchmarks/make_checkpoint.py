@@ -2,6 +2,7 @@
 
     python benchmarks/make_checkpoint.py 0.6b DIR      596 M parameters, the shape of Qwen3-0.6B, 1.19 GB in bf16
     python benchmarks/make_checkpoint.py tiny DIR      4.2 M parameters, for what the control plane costs
+    python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   958 M parameters, 186 M active, layers of all kinds
 
 Embedding rows of tokens that are not visible ASCII are scaled down, so that greedy output is visible text and does
 not end early.
@@ -20,6 +21,8 @@ import typer
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
+
+from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.6b": {
@@ -41,12 +44,61 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 4096,
     },
 }
+DEEPSEEK_V4_1B: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 256,
+    "o_groups": 8,
+    "o_lora_rank": 128,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 7, 0],
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 256,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 65536,
+    },
+    "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-6,
+    "hc_eps": 1e-6,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 256,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 10.0,
+    "num_hash_layers": 2,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""config.json of a small DeepSeek V4, spelled as the release spells it."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 HIDDEN_ROW_SCALE = 0.02
+DEEPSEEK = "deepseek-v4-1b"
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
@@ -123,23 +175,41 @@ def make_weights(shape: dict[str, int], visible: torch.Tensor) -> dict[str, torc
     return weights
 
 
+def make_deepseek_weights(config: dict[str, Any], visible: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Normal weights with variance 1 / fan-in for every tensor of the model; norms and scales of ones."""
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in tqdm(DeepseekV4Config.from_json(config, "config.json").inventory().items(), desc="tensors"):
+        if tensor.role == "ids":
+            order = torch.rand(tensor.shape[0], config["n_routed_experts"], generator=generator).argsort(dim=1)
+            weights[name] = order[:, : tensor.shape[1]].contiguous()
+            continue
+        ones = name.endswith(("norm.weight", "_scale"))
+        spread = tensor.shape[1] ** -0.5 if len(tensor.shape) > 1 else 0.1
+        values = torch.ones(tensor.shape) if ones else torch.randn(tensor.shape, generator=generator) * spread
+        weights[name] = values if tensor.role == "float" else values.to(torch.bfloat16)
+    weights["head.weight"][~visible] *= HIDDEN_ROW_SCALE
+    return weights
+
+
 def main(
-    shape: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
+    shape: Annotated[str, typer.Argument(help=f"One of {', '.join((*SHAPES, DEEPSEEK))}.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
 ) -> None:
     """Write a checkpoint of random weights."""
-    if shape not in SHAPES:
-        raise typer.BadParameter(f"{shape} is not one of {', '.join(SHAPES)}")
-    sizes = SHAPES[shape]
+    if shape not in (*SHAPES, DEEPSEEK):
+        raise typer.BadParameter(f"{shape} is not one of {', '.join((*SHAPES, DEEPSEEK))}")
+    sizes = DEEPSEEK_V4_1B if shape == DEEPSEEK else SHAPES[shape]
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(sizes["vocab_size"])
     tokenizer.save(str(out / "tokenizer.json"))
     end = tokenizer.token_to_id("<|im_end|>")
     texts = (tokenizer.decode([i]) for i in range(sizes["vocab_size"]))
     visible = torch.tensor([bool(text) and all("!" <= char <= "~" for char in text) for text in texts])
-    save_file(make_weights(sizes, visible), out / "model.safetensors", metadata={"format": "pt"})
+    weights = make_deepseek_weights(sizes, visible) if shape == DEEPSEEK else make_weights(sizes, visible)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     files = {
-        "config.json": make_config(sizes, end),
+        "config.json": {**sizes, "eos_token_id": end} if shape == DEEPSEEK else make_config(sizes, end),
         "generation_config.json": {"do_sample": False, "eos_token_id": end},
         "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE},
     }
