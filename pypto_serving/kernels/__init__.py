@@ -5,6 +5,7 @@ from __future__ import annotations
 from pypto_serving.kernels.engine import PANEL, Engine, Matrix, Quads, Stored, Strips, hashes, zeros
 from pypto_serving.kernels.library import runnable
 from pypto_serving.kernels.recording import (
+    INDEX_TOKENS,
     CacheLayer,
     LatentSizes,
     Pages,
@@ -17,6 +18,7 @@ from pypto_serving.kernels.recording import (
 from pypto_serving.kernels.sampling import NativeSampler
 
 __all__ = [
+    "INDEX_TOKENS",
     "PANEL",
     "CacheLayer",
     "Engine",

@@ -24,6 +24,9 @@ from pypto_serving.kernels.engine import (
     Strips,
 )
 
+INDEX_TOKENS = 16
+"""Tokens whose entries are scored before they choose, as csrc/kernels.h has it."""
+
 
 class Rows(enum.IntEnum):
     """Which rows of a step an operation works on: all tokens, or those whose logits are wanted."""
@@ -122,9 +125,6 @@ def _factors(x: Strips, matrix: Matrix) -> tuple[Array | None, ...]:
     if (x_scales is None) == matrix.int8:
         raise ValueError("a product's activations and weights must both be bytes, or neither")
     return words, x_scales, matrix.words, matrix.scales, matrix.compensation
-
-
-_INDEX_TOKENS = 16
 
 
 def _stride(x: Float32Array) -> int:
@@ -334,15 +334,16 @@ class Recording:
         turning: Turning,
         keys: Pages,
         chosen: Int32Array,
-        most: int,
+        scores: Float32Array,
     ) -> None:
-        """chosen [tokens, top]: the best of more than `top` entries, ascending, of at most `most` that a token knows.
+        """chosen [tokens, top]: the best of more than `top` entries, ascending.
 
         By the sum over queries, in panels, of weight * scale * max(0, query . key); weights are [tokens, heads].
+        `scores` [INDEX_TOKENS, most entries that a token knows] is overwritten.
         """
-        scores = np.zeros((_INDEX_TOKENS, most), np.float32)
         sizes = (weights.shape[1], turning.dim, chosen.shape[1])
-        self._add("index", queries, weights, _stride(weights), scale, *sizes, keys.handle, most, scores, chosen)
+        arguments = (keys.handle, scores.shape[1], scores, chosen)
+        self._add("index", queries, weights, _stride(weights), scale, *sizes, *arguments)
 
     def latent_attend(
         self,

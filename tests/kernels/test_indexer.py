@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import Engine, Turning
+from pypto_serving.kernels import INDEX_TOKENS, Engine, Turning
 from tests.kernels.latents import Blocks, Rows, angles, to_query_panels
 from tests.kernels.layouts import Array, random_bf16
 from tests.kernels.references import double
@@ -49,7 +49,8 @@ def choose(engine: Engine, work: Work) -> Array:
     turning, most = Turning(dim=dim, cos=angles(1, 8)[0], sin=angles(1, 8)[1]), max(map(len, work.keys))
     pages = blocks.pages(stage, 1)
     queries = to_query_panels(work.queries)
-    stage.record.index(queries, weights[:, 3:-2], SCALE, turning, pages, chosen, most)
+    scores = stage.room(np.float32, INDEX_TOKENS, most)
+    stage.record.index(queries, weights[:, 3:-2], SCALE, turning, pages, chosen, scores)
     blocks.play(stage)
     return chosen
 

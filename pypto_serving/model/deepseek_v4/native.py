@@ -8,7 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.config import EngineConfig
-from pypto_serving.kernels import PANEL, Engine, LatentSizes, Pages, Recording, Rows, Scoring, Turning, zeros
+from pypto_serving.kernels import (
+    INDEX_TOKENS,
+    PANEL,
+    Engine,
+    LatentSizes,
+    Pages,
+    Recording,
+    Rows,
+    Scoring,
+    Turning,
+    zeros,
+)
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config, LayerKind
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.util import ceil_div
@@ -42,9 +53,8 @@ class NativeDeepseekV4:
         self.step = Recording(engine)
         self._arenas = Arenas(config, self.step)
         self.arenas = self._arenas.blocks
-        self._buffers = Buffers(model, config.max_num_batched_tokens, config.max_num_seqs)
+        self._buffers = Buffers(model, config)
         self.logits = self._buffers.logits
-        self._most_entries = ceil_div(config.max_model_len, model.csa_ratio)
         self._record(config.max_model_len)
         del self._weights
 
@@ -139,7 +149,7 @@ class NativeDeepseekV4:
         self.step.turn(queries, indexer.num_heads, turned, b.index_queries)
         scale = (indexer.num_heads * indexer.head_dim) ** -0.5
         head_weights = parts["indexer.weights_proj"]
-        self.step.index(b.index_queries, head_weights, scale, turned, keys, b.chosen, self._most_entries)
+        self.step.index(b.index_queries, head_weights, scale, turned, keys, b.chosen, b.scores)
 
     def _record_experts(self, layer: int, norm: Float32Array) -> None:
         """y = the shared expert's output and the weighted sum of the chosen ones'."""
@@ -208,9 +218,10 @@ class Arenas:
 
 
 class Buffers:
-    """Activations of a step of up to `tokens` tokens, of which `rows` get logits; see kernels/engine.py for layouts."""
+    """Activations of the largest step; see kernels/engine.py for layouts."""
 
-    def __init__(self, model: DeepseekV4Config, tokens: int, rows: int) -> None:
+    def __init__(self, model: DeepseekV4Config, config: EngineConfig) -> None:
+        tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
         hidden, experts, heads = model.hidden_size, model.experts, model.num_heads * model.head_dim
         entries = tokens * experts.per_token
         self.streams = zeros(np.float32, tokens, model.hyper.streams, hidden)
@@ -233,6 +244,7 @@ class Buffers:
         if model.indexer is not None:
             self.index_queries = _panels(tokens, model.indexer.num_heads, model.indexer.head_dim)
             self.chosen = zeros(np.int32, tokens, model.indexer.topk)
+            self.scores = zeros(np.float32, INDEX_TOKENS, ceil_div(config.max_model_len, model.csa_ratio))
         self.attended = zeros(np.uint32, tokens * heads // 2)
         self.out_latent = zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)
         self.router_logits = zeros(np.float32, tokens, experts.count)

@@ -348,7 +348,7 @@ class DeepseekV4Config:
             "o_lora_rank": (self.o_lora_rank, 32, 0),
             "moe_intermediate_size": (experts.intermediate_size, 16, 0),
             "n_routed_experts": (experts.count, 4, 0),
-            "compress rate": (self.hca_ratio, 1, 128),
+            "compress rate": (max(2 * self.csa_ratio, self.hca_ratio), 1, 128),
         }
         if indexer is not None:
             sizes |= {"index_head_dim": (indexer.head_dim, 32, 256), "index_n_heads": (indexer.num_heads, 1, 128)}

@@ -48,7 +48,7 @@ def logits_of(program: Any, tokens: Array, chunks: list[int]) -> Array:
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kernels", runnable())
 def test_errors_are_those_of_bfloat16(checkpoint: MakeCheckpoint, kernels: str, sizes: str) -> None:
-    """Every position of some sequences counts: where rounding changes a choice of experts, errors are large."""
+    """At the median position: where rounding changes a choice of experts, by chance, errors are large for either."""
     errors: dict[str, list[float]] = {"kernels": [], "torch": []}
     chunks = [1] * 60
     programs = {
@@ -59,7 +59,7 @@ def test_errors_are_those_of_bfloat16(checkpoint: MakeCheckpoint, kernels: str, 
     for seed in range(3):
         found = {name: logits_of(program, random_tokens(seed, 60), chunks) for name, program in programs.items()}
         for name, mine in errors.items():
-            mine.append(float(np.abs(found[name] - found["exact"]).mean()))
+            mine.append(float(np.median(np.abs(found[name] - found["exact"]).mean(axis=1))))
     assert np.mean(errors["kernels"]) < ROOM * np.mean(errors["torch"]), errors
 
 
