@@ -1,12 +1,13 @@
 """Greedy answers of a whole replica on the torch program, under any schedule: transformers' own, token by token.
 
-Requests share prefixes, are preempted, aborted and resumed from the prefix cache and from host memory, and workers
-die. Each life of a worker begins with pages full of NaN.
+Requests share prefixes, are preempted, aborted and resumed from the prefix cache, from host memory and from a disk that
+outlives the replica, and workers die. Each life of a worker begins with pages full of NaN.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.config import EngineConfig
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tier import TierConfig
+from pypto_serving.types.tier import TIERS, TierConfig
 from tests.checkpoints import make_checkpoint, random_model
 from tests.deepseek_v4 import check_greedy
 from tests.model.sequences import Sequences, load_program, poison
@@ -77,10 +78,19 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle(path, prompts, {tuple(p): answer for p, answer in zip(prompts, answers, strict=True)})
 
 
-def run_schedule(oracle: Oracle, seed: object, requests: int, deaths: float, tiered: bool) -> Simulation:
+def tiers_of(seed: int, disk: Path) -> tuple[TierConfig, ...]:
+    """None, host memory, the disk, or both."""
+    host = TierConfig(tier="host", size_bytes=0, num_slots=NUM_SLOTS)
+    slots = tuple(2 * count for count in NUM_SLOTS)
+    below = TierConfig(tier="disk", size_bytes=1 << 30, num_slots=slots, place=str(disk))
+    return ((), (host,), (below,), (host, below))[seed % 4]
+
+
+def run_schedule(
+    oracle: Oracle, seed: object, requests: int, deaths: float, tiers: tuple[TierConfig, ...]
+) -> Simulation:
     """Random traffic in random steps; every answer must be the oracle's."""
     rng = random.Random(f"{seed}")
-    tiers = (TierConfig(tier="host", size_bytes=0, num_slots=NUM_SLOTS),) if tiered else ()
     config = oracle.config(
         tiers=tiers,
         depth=rng.choice((1, 2)),
@@ -89,8 +99,9 @@ def run_schedule(oracle: Oracle, seed: object, requests: int, deaths: float, tie
     )
     oracle.make_program(msgspec.structs.replace(oracle.config(), max_num_batched_tokens=120))
     simulation = Simulation(config, make_program=oracle.make_program)
-    simulation.executor.delay = lambda: rng.choice((0, 0, 1, 3))
-    simulation.executor.die_if = lambda plan: rng.random() < deaths
+    executor = simulation.executor
+    executor.delay = lambda: rng.choice((0, 0, 1, 3))
+    executor.die_if = lambda plan: executor.num_deaths < 2 and rng.random() < deaths  # at the third a request fails
     wanted, aborted = {}, set()
     for _ in range(requests):
         prompt = rng.choice(oracle.prompts)
@@ -103,42 +114,34 @@ def run_schedule(oracle: Oracle, seed: object, requests: int, deaths: float, tie
         if rng.random() < 0.1:
             aborted.add(request_id)
             simulation.abort(request_id)
-    simulation.executor.die_if = lambda plan: False
+    executor.die_if = lambda plan: False
     simulation.run()
     for request_id, output in simulation.last.items():
         assert output.fault is None, output.fault
         answer = simulation.tokens[request_id]
         assert answer == wanted[request_id][: len(answer)]
         assert request_id in aborted or answer == wanted[request_id]
-    simulation.executor.stop()
+    executor.stop()
     return simulation
 
 
-def cached(simulation: Simulation) -> dict[str, int]:
-    """Prompt tokens that came from the device's and the host's cache."""
-    outputs = simulation.last.values()
-    return {
-        "device": sum(sum(output.cached_by_tier[:1]) for output in outputs),
-        "host": sum(sum(output.cached_by_tier[1:2]) for output in outputs),
-    }
-
-
-def soak(oracle: Oracle, seeds: range, requests: int) -> None:
-    totals = {"device": 0, "host": 0, "preemptions": 0, "deaths": 0}
+def soak(oracle: Oracle, seeds: range, requests: int, disk: Path) -> None:
+    """One replica after the other; those with a disk find what earlier ones left there."""
+    totals: Counter[str] = Counter()
     for seed in seeds:
-        simulation = run_schedule(oracle, seed, requests, deaths=0.02 * (seed % 2), tiered=seed % 3 > 0)
-        for tier, count in cached(simulation).items():
-            totals[tier] += count
+        simulation = run_schedule(oracle, seed, requests, 0.02 * (seed // 4 % 2), tiers_of(seed, disk))
+        for output in simulation.last.values():
+            totals.update(dict(zip(TIERS, output.cached_by_tier, strict=False)))  # none where nothing ran
         totals["preemptions"] += simulation.counters.num_preemptions
         totals["deaths"] += simulation.executor.num_deaths
-    assert all(totals.values()), totals
+    assert all(totals[name] for name in ("device", "host", "disk", "preemptions", "deaths")), totals
 
 
-def test_some_schedules(oracle: Oracle) -> None:
-    soak(oracle, range(4), requests=20)
+def test_some_schedules(oracle: Oracle, tmp_path: Path) -> None:
+    soak(oracle, range(2, 8), requests=16, disk=tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_two_hundred_schedules(oracle: Oracle) -> None:
-    soak(oracle, range(1000, 1200), requests=20)
+def test_two_hundred_schedules(oracle: Oracle, tmp_path: Path) -> None:
+    soak(oracle, range(1000, 1200), requests=20, disk=tmp_path)
