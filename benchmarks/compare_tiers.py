@@ -100,8 +100,8 @@ def launches(checkpoint: Checkpoint, environments: Path, disk: Path) -> dict[str
 
 
 def table(passes: dict[str, list[Pass]]) -> Iterator[str]:
-    """Medians over the rounds; ratios of our server with the disk tier over each, least and greatest in brackets."""
-    yield "| server | output tok/s | prompt tok/s | median TTFT ms | cached | our tok/s over it | our TTFT over it |"
+    """Medians over the rounds; ratios of the server with the disk tier over each, least and greatest in brackets."""
+    yield "| server | output tok/s | prompt tok/s | median TTFT ms | cached | tok/s (rounds) | TTFT (rounds) |"
     yield "|---|---|---|---|---|---|---|"
     prompt_tokens = PREFIXES * (PREFIX + OWN)
     for name, runs in passes.items():

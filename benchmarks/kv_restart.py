@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ import typer
 import workloads
 
 TIERS = ("device", "disk")
+PATIENCE_S = 240
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Clients:
         self._url, self._shape, self._next, self._end = url, shape, first, end
         self._changed = threading.Condition()
         self._stopped = self._failed = False
-        self._threads = [threading.Thread(target=self._run) for _ in range(shape.clients)]
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(shape.clients)]
         for thread in self._threads:
             thread.start()
 
@@ -107,9 +108,10 @@ class Clients:
             return self._next - 1
 
     def wait(self, enough: Callable[[Sequence[Answer]], bool]) -> list[Answer]:
-        """The answers so far when there are enough of them; the clients go on. Raises RuntimeError if one failed."""
+        """The answers so far when there are enough of them; the clients go on. Raises RuntimeError if that fails."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failed or enough(self.answers))
+            if not self._changed.wait_for(lambda: self._failed or enough(self.answers), PATIENCE_S):
+                raise RuntimeError(f"{len(self.answers)} answers in {PATIENCE_S} s were not enough")
             if self._failed:
                 raise RuntimeError("a request failed")
             return list(self.answers)
@@ -156,7 +158,8 @@ def end(pid: int, signum: int) -> None:
     api = psutil.Process(pid)
     family = [api, *api.children(recursive=True)]
     for process in family if signum == signal.SIGKILL else [api]:
-        process.send_signal(signum)
+        with suppress(psutil.NoSuchProcess):  # its end follows from that of its parent
+            process.send_signal(signum)
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, f"left behind: {alive}"
 

@@ -240,6 +240,12 @@ class _Resolver:
                     f"{format_size(group.block_bytes)}; --kv-remote moves those of {format_size(REMOTE_BLOCK_BYTES)} "
                     "and more at full speed"
                 )
+        small = ", ".join(g.name for g in self.model.kv_groups if others and g.block_bytes < REMOTE_BLOCK_BYTES)
+        if self.options.kv_remote and small:
+            size = format_size(REMOTE_BLOCK_BYTES)
+            self.warnings.append(
+                f"--kv-remote moves blocks of {size} and more at full speed; those of {small} are less"
+            )
         self.record("block_size", group.block_size, reason)
 
     def _larger_block(self, group: KVCacheGroupSpec) -> tuple[KVCacheGroupSpec, str]:
@@ -316,7 +322,7 @@ class _Resolver:
         if disk.free_bytes < needed:
             raise ConfigError(
                 f"{label} has {format_size(disk.free_bytes)} left on its disk, but one block and the index take "
-                f"{format_size(needed)}; free some, lower --kv-disk-size, or give another folder"
+                f"{format_size(needed)}; free some, lower {self.options.label('kv_disk_size')}, or give another folder"
             )
 
     def _threads(self) -> tuple[int, str]:

@@ -105,6 +105,13 @@ class LowerTier:
                 pool.publish(block_ids[0], key)
                 pool.free(block_ids)
 
+    def put_off(self, block: GroupKey, at_most: int) -> None:
+        """Note a block that is to be stored, for so many at most: of more, the first are on the device no longer."""
+        self.backlog[block] = None
+        if len(self.backlog) > at_most:
+            self.backlog.popitem(last=False)
+            self.counters.lost_blocks += 1
+
     def failed(self, now_s: float) -> None:
         """Nothing of a job could be stored."""
         self.retry_s = now_s + self._retry_after_s

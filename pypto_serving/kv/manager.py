@@ -202,18 +202,19 @@ class KVCacheManager:
         ended = self.tiers.take_done(done, now_s)
         for request_id, complete in ended:
             if not complete:
-                self._forget_missing(self._sequences[request_id])
-                self.release(request_id)
+                self.give_up_fill(request_id)
         return [request_id for request_id, _ in ended]
 
     def holds_fill(self, request_id: str) -> bool:
         """Whether a waiting request holds blocks that were loaded for it."""
         return bool(self._sequences[request_id].filled)
 
-    def _forget_missing(self, sequence: SequenceState) -> None:
-        """A fill failed: what did not arrive was not loaded. What did is on the device now, for the next match."""
+    def give_up_fill(self, request_id: str) -> None:
+        """What did not arrive was not loaded. What did is on the device now, for the next match."""
+        sequence = self._sequences[request_id]
         origins = sequence.origins.items()
         sequence.origins = {(g, key): tier for (g, key), tier in origins if self._pools[g].find(key) is not None}
+        self.release(request_id)
 
     def sources(self, request_id: str, match: Match) -> Counter[Tier]:
         """From which tiers the tokens of `match` came, by the blocks of a group that keeps history."""

@@ -55,7 +55,10 @@ class ResumePoints:
             first = max(first, needed.stop)
 
     def checkpoints(self, start: int, end: int, prompt_len: int) -> Iterator[int]:
-        """Positions in (start, end] whose tails are kept: multiples of `interval`, and the end of the prompt."""
+        """Positions in (start, end] whose tails are kept: multiples of `interval`, and the end of the prompt.
+
+        The latter also at `start`: others may have computed all of the prompt, and gone on without keeping its end.
+        """
         yield from range(start // self.interval * self.interval + self.interval, end + 1, self.interval)
-        if start < self.last(prompt_len) <= end:
+        if start <= self.last(prompt_len) <= end:
             yield self.last(prompt_len)

@@ -139,7 +139,7 @@ class Scheduler:
             for request in self._waiting.take_expired(now_s)
         ]
         for request_id in self.kv.tiers.overdue(now_s):
-            self.kv.release(request_id)
+            self.kv.give_up_fill(request_id)
             self._may_start(request_id)
         self.kv.tiers.plan_stores(now_s)
         step = Step(

@@ -142,7 +142,8 @@ class DiskStore:
             self._keep([piece for piece, done in zip(pieces, stored, strict=True) if done])
         except OSError as error:
             self._forget(pieces)
-            self._become_reader(error)
+            if self._is_there():
+                self._become_reader(error)
             return [False] * len(pieces)
         return stored
 

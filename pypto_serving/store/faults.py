@@ -12,7 +12,7 @@ from pypto_serving.util import Clock
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """The disk, a quota or the largest size of a file is used up: room may come back."""
 
-GONE = "its folder was deleted or moved away; a new one is made when the server is started again"
+GONE = "its folder was deleted or moved away; a new one is made when the worker or the server starts again"
 
 _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0

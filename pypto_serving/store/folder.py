@@ -95,7 +95,8 @@ class Folder:
         if not self.meta.fits(held):
             self._begin(held)
         elif held is not None and not held.model and self.meta.model:
-            self._write_meta()
+            with contextlib.suppress(OSError):  # the folder is as good without the name
+                self._write_meta()
         os.utime(self.path / IN_USE)
 
     def _join(self) -> int:

@@ -29,7 +29,7 @@ def settled(answers: Sequence[Answer]) -> bool:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_after_a_restart_under_load_the_disk_gives_what_device_and_disk_gave(tmp_path: Path, signum: int) -> None:
-    """The slowest kernels make computing much slower than loading, so that loads are never refused for speed."""
+    """The slowest kernels make computing much slower than loading: only on a very slow disk are loads refused."""
     assert SHAPE.tokens >= 2 * DEVICE_TOKENS
     kernels = "portable" if runnable() else "torch"
     options = ("--kv-memory", "2.5MiB", "--max-model-len", "512", "--kernels", kernels, "--kv-disk", tmp_path / "kv")
@@ -42,9 +42,11 @@ def test_after_a_restart_under_load_the_disk_gives_what_device_and_disk_gave(tmp
     with Server(*options) as server:
         after = one_round(server.url, SHAPE, first)
         assert server.metric("pypto:kv_tier_writable") == 1
+        refused = server.metric("pypto:kv_tier_refused_fills_total")
         assert server.http.post("/reset_prefix_cache").status_code == 200
         computed = one_round(server.url, SHAPE, first)
-    assert sum(answer.cached["disk"] for answer in after) == sum(answer.hits for answer in before)
+    missed = sum(answer.hits for answer in before) - sum(answer.cached["disk"] for answer in after)
+    assert missed == 0 or 0 < missed <= refused * SHAPE.prefix < SHAPE.tokens / 2, f"{refused} loads were refused"
     assert any(answer.cached["disk"] for answer in before)
     assert [answer.text for answer in after] == [answer.text for answer in computed]
     assert not any(answer.cached["disk"] for answer in computed)

@@ -158,6 +158,17 @@ def forget_device(simulation: Simulation) -> None:
     simulation.turn()
 
 
+def test_the_end_of_a_prompt_that_others_have_computed_is_kept_too() -> None:
+    simulation = replica(512, (tier("host"),))
+    longer = simulation.add(PROMPT[:1900], max_tokens=400)
+    while longer not in simulation.last:
+        simulation.turn()
+    simulation.add([*PROMPT[:1024], 1, 2, 3], max_tokens=300)
+    simulation.run()
+    forget_device(simulation)
+    assert cached(simulation, 1024) == {"host": 1024}
+
+
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_prompt_is_resumed_at_its_checkpoints_on_the_device_and_in_host_memory(chunk: int, depth: int) -> None:
