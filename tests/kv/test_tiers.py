@@ -76,7 +76,7 @@ def churn(simulation: Simulation, rng: random.Random, num_requests: int, deaths:
     """Random traffic with random delays; then every answer must be the oracle's."""
     executor = simulation.executor
     executor.delay = lambda: rng.choice((0, 0, 1, 3, 9))
-    executor.die_if = lambda plan: executor.num_deaths < 2 and rng.random() < deaths  # at the third a request fails
+    executor.die_if = lambda plan: rng.random() < deaths and executor.num_deaths < 2  # at the third a request fails
     aborted = set()
     for _ in range(num_requests):
         request_id = simulation.add(prompt(rng), max_tokens=rng.randrange(1, 30))
