@@ -1,8 +1,8 @@
-"""Write a checkpoint of random weights in a given shape, with a byte-level BPE tokenizer and a ChatML template.
+"""Write a checkpoint of random weights in a given shape, with a byte-level BPE tokenizer and tokens for chats.
 
     python benchmarks/make_checkpoint.py 0.6b DIR      596 M parameters, the shape of Qwen3-0.6B, 1.19 GB in bf16
     python benchmarks/make_checkpoint.py tiny DIR      4.2 M parameters, for what the control plane costs
-    python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   958 M parameters, 186 M active, layers of all kinds
+    python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   954 M parameters, 182 M active, layers of all kinds
 
 Embedding rows of tokens that are not visible ASCII are scaled down, so that greedy output is visible text and does
 not end early.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
+from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -92,7 +94,8 @@ DEEPSEEK_V4_1B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 """config.json of a small DeepSeek V4, spelled as the release spells it."""
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+QWEN_TOKENS = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+DEEPSEEK_TOKENS = [AddedToken(token, special=token in (BOS, EOS)) for token in NEEDED_TOKENS]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -101,13 +104,13 @@ HIDDEN_ROW_SCALE = 0.02
 DEEPSEEK = "deepseek-v4-1b"
 
 
-def make_tokenizer(vocab_size: int) -> Tokenizer:
+def make_tokenizer(vocab_size: int, added: Sequence[AddedToken]) -> Tokenizer:
     """Byte-level BPE whose merges build words of lower-case letters, shortest first, until the vocabulary is full."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
     for length in itertools.count(2):
         for letters in itertools.product(string.ascii_lowercase, repeat=length):
-            if len(vocab) == vocab_size - len(SPECIAL_TOKENS):
+            if len(vocab) == vocab_size - len(added):
                 break
             word = "".join(letters)
             merges.append((word[:-1], word[-1]))
@@ -118,7 +121,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.add_tokens(list(added))
     return tokenizer
 
 
@@ -199,19 +202,21 @@ def main(
     """Write a checkpoint of random weights."""
     if shape not in (*SHAPES, DEEPSEEK):
         raise typer.BadParameter(f"{shape} is not one of {', '.join((*SHAPES, DEEPSEEK))}")
-    sizes = DEEPSEEK_V4_1B if shape == DEEPSEEK else SHAPES[shape]
+    deepseek = shape == DEEPSEEK
+    sizes = DEEPSEEK_V4_1B if deepseek else SHAPES[shape]
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(sizes["vocab_size"])
+    tokenizer = make_tokenizer(sizes["vocab_size"], DEEPSEEK_TOKENS if deepseek else QWEN_TOKENS)
     tokenizer.save(str(out / "tokenizer.json"))
-    end = tokenizer.token_to_id("<|im_end|>")
+    end_token = EOS if deepseek else "<|im_end|>"
+    end = tokenizer.token_to_id(end_token)
     texts = (tokenizer.decode([i]) for i in range(sizes["vocab_size"]))
     visible = torch.tensor([bool(text) and all("!" <= char <= "~" for char in text) for text in texts])
-    weights = make_deepseek_weights(sizes, visible) if shape == DEEPSEEK else make_weights(sizes, visible)
+    weights = make_deepseek_weights(sizes, visible) if deepseek else make_weights(sizes, visible)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     files = {
-        "config.json": {**sizes, "eos_token_id": end} if shape == DEEPSEEK else make_config(sizes, end),
+        "config.json": {**sizes, "eos_token_id": end} if deepseek else make_config(sizes, end),
         "generation_config.json": {"do_sample": False, "eos_token_id": end},
-        "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE},
+        "tokenizer_config.json": {"eos_token": end_token} | ({} if deepseek else {"chat_template": CHAT_TEMPLATE}),
     }
     for name, content in files.items():
         (out / name).write_text(json.dumps(content, indent=2) + "\n")

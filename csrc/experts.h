@@ -29,6 +29,8 @@ INLINE const float* softplus_scores(const Routing& r, int64_t token) {
   return biased;
 }
 
+constexpr float kSmallestSum = 1e-20f;  // added to sums of scores, all of which may be zero
+
 // The `per_token` largest of a token's scores, largest first, ties to the lower expert.
 INLINE void choose_largest(const Routing& r, const float* scores, int32_t* chosen) {
   for (int32_t slot = 0; slot < r.per_token; slot++) {
@@ -63,6 +65,7 @@ static void choose(const Routing& r, const Step& step, Member& member) {
       for (int32_t e = 0; e < r.experts; e++) mass += weight(e);
     else
       for (int32_t slot = 0; slot < r.per_token; slot++) mass += weight(chosen[slot]);
+    if (softplus) mass += kSmallestSum;
     for (int32_t slot = 0; slot < r.per_token; slot++)
       r.share[t * r.per_token + slot] = weight(chosen[slot]) / mass * r.scale;
   }

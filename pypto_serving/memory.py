@@ -145,7 +145,7 @@ def tier_slots(groups: Sequence[KVCacheGroupSpec], size_bytes: int) -> tuple[int
 
     strides = [-(-group.block_bytes // 4096) * 4096 for group in groups]
     num_tokens = size_bytes / sum(per_token(group) * stride for group, stride in zip(groups, strides, strict=True))
-    return tuple(max(int(num_tokens * per_token(group)), not group.keeps_history) for group in groups)
+    return tuple(max(int(num_tokens * per_token(group)), 0 if group.keeps_history else 1) for group in groups)
 
 
 def plan_tier(groups: Sequence[KVCacheGroupSpec], tier: TierConfig) -> tuple[GroupPlan, ...]:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pypto_serving.backend.null import deepseek_v4_groups
 from pypto_serving.config import EngineConfig, HostFacts, Options, Resolved, default_model_name, resolve
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import DiskFacts, read_cache_dir, read_host_facts
@@ -459,3 +460,11 @@ def test_a_folder_of_blocks_that_cannot_work_is_refused() -> None:
 def test_a_pool_is_a_tier(url: str) -> None:
     (tier,) = make_resolved(kv_remote=url).engine.tiers
     assert (tier.tier, tier.place) == ("remote", url)
+
+
+def test_a_configuration_with_tiers_for_groups_of_all_kinds_passes_every_wire() -> None:
+    model = make_model(deepseek_v4_groups(), max_position_embeddings=8192)
+    host = msgspec.structs.replace(HOST, kv_disk=DiskFacts(free_bytes=1 << 40))
+    config = make_resolved(model, host, kv_disk="/kv", kv_host_memory="1GiB").engine
+    assert [tier.num_slots[3] for tier in config.tiers] == [1, 1]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config

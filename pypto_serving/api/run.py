@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from pypto_serving.api.admission import Admission
+from pypto_serving.api.service import Service
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -29,7 +29,7 @@ class ApiServer:
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
-        self._admission: Admission = app.state.service.admission
+        self._service: Service = app.state.service
         self._socket = bind(host, port)
         self._drain_timeout_s = drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
@@ -62,20 +62,26 @@ class ApiServer:
     def stop(self) -> None:
         """First call: take no more requests, finish the admitted ones, end. Second call: end now."""
         if self._drain is None:
-            left = self._admission.in_flight
+            left = self._service.admission.in_flight
             logger.info("draining: %d requests left, at most %g s; stop again to end now", left, self._drain_timeout_s)
-            self._admission.drain()
+            self._service.admission.drain()
             self._drain = asyncio.get_running_loop().create_task(self._drain_then_exit())
         else:
-            logger.warning("ending now, %d requests are cut off", self._admission.in_flight)
-            self._server.end_now()
+            logger.warning("ending now, %d requests get a 503", self._service.admission.in_flight)
+            self._end_now()
 
     async def _drain_then_exit(self) -> None:
         try:
-            await asyncio.wait_for(self._admission.wait_idle(), self._drain_timeout_s)
+            await asyncio.wait_for(self._service.admission.wait_idle(), self._drain_timeout_s)
+            self._server.exit()
         except TimeoutError:
-            logger.warning("%d requests did not finish within %g s", self._admission.in_flight, self._drain_timeout_s)
-            self._server.end_now()
+            left = self._service.admission.in_flight
+            logger.warning("%d requests did not finish within %g s and get a 503", left, self._drain_timeout_s)
+            self._end_now()
+
+    def _end_now(self) -> None:
+        """Who waits is told; whoever does not take it within CLOSE_TIMEOUT_S is cut off."""
+        self._service.engine.give_up_all()
         self._server.exit()
 
 
@@ -129,12 +135,6 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    def end_now(self) -> None:
-        """Cancel what is left instead of waiting for it."""
-        for task in list(self.server_state.tasks):
-            task.cancel()
-        self.exit()
 
     def exit(self) -> None:
         """Leave the main loop."""

@@ -88,8 +88,8 @@ def _tensor_lines(model: ModelSpec) -> Iterable[str]:
 
 
 def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int]:
-    """What a sequence of the longest length holds at once, computed token by token."""
-    blocks = group.max_live_blocks(model.max_position_embeddings, 1)
+    """What a sequence of the longest length needs at once, computed token by token; checkpoints come on top."""
+    blocks = group.min_live_blocks(model.max_position_embeddings)
     return {
         "num_layers": len({layer for tensor in group.tensors for layer in tensor.layers}),
         "block_tokens": group.block_size,
@@ -106,7 +106,11 @@ def _sequence_lines(model: ModelSpec) -> Iterable[str]:
     yield from columns([("KV group", "kind", *names), *rows])
     facts = [_sequence_facts(group, model) for group in model.kv_groups]
     growth, size = (sum(fact[name] for fact in facts) for name in ("bytes_per_token", "total_bytes"))
-    yield f"{growth} bytes for each token, {format_size(size)} at {model.max_position_embeddings} tokens"
+    fixed = sum(fact["total_bytes"] for fact in facts if not fact["bytes_per_token"])
+    yield (
+        f"{growth} bytes for each token and {fixed} bytes for each sequence, "
+        f"{format_size(size)} at {model.max_position_embeddings} tokens"
+    )
 
 
 def _memory_lines(resolved: Resolved) -> Iterable[str]:

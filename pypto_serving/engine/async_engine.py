@@ -99,7 +99,7 @@ class AsyncEngine:
     async def stop(self) -> None:
         """End the core and its worker; unfinished requests are aborted."""
         self._stopping = True
-        self._fail_all(RequestFault(503, "unavailable", "the server is shutting down"))
+        self.give_up_all()
         self._send(ShutdownCore())
         if self._replacing is not None:
             await self._replacing
@@ -249,6 +249,10 @@ class AsyncEngine:
             return 1
         rate = (len(times) - 1) / (times[-1] - times[0])
         return max(1, min(60, round(waiting / rate)))
+
+    def give_up_all(self) -> None:
+        """See `EngineClient`."""
+        self._fail_all(RequestFault(503, "unavailable", "the server is shutting down"))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests without a further output. Unknown ids are ignored."""

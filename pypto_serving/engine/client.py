@@ -48,6 +48,9 @@ class EngineClient(Protocol):
         The last output of a request has its finish_reason, and a fault where the engine gave it up.
         """
 
+    def give_up_all(self) -> None:
+        """End every unfinished request with a 503, because the server is about to end."""
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests that nobody waits for any more; unknown and finished ids are ignored."""
 

@@ -15,7 +15,7 @@ from pypto_serving.kernels import PANEL, Engine, Matrix, Stored, zeros
 from pypto_serving.model.checkpoint import INT8, StoredTensor
 from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.model.quantization import scale_name
-from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
+from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
 from pypto_serving.util import ceil_div
 
 _STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16, INT8: Stored.I8}
@@ -43,10 +43,11 @@ class PackedWeights:
         """A tensor in float32, as it is stored."""
         return self._read(name).reshape(self._tensors[name].shape)
 
-    def ids(self, name: str) -> NDArray[np.int32]:
-        """A tensor of ids."""
+    def ids(self, name: str, count: int) -> NDArray[np.int32]:
+        """A tensor of ids below `count`; raises ModelError for others."""
         tensor = self._tensors[name]
         stored = np.frombuffer(self._tensors.map(tensor), "<i8", math.prod(tensor.shape), tensor.begin)
+        require_ids(name, int(stored.min()), int(stored.max()), count)
         ids = stored.astype(np.int32).reshape(tensor.shape)
         self._tensors.forget(tensor)
         return ids

@@ -44,6 +44,7 @@ class Rope:
             partial = source.get("partial_rotary_factor")
             source.require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1")
         theta = scaling.get("rope_theta") or config.positive_float("rope_theta", default=10000.0)
+        scaling.require(isinstance(theta, int | float) and theta > 1, "rope_theta", theta, "a number above 1")
         base = cls(kind="default", head_dim=head_dim, theta=float(theta), trained_len=max_position_embeddings)
         if kind == "default":
             return base

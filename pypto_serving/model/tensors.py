@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
 from pypto_serving.util import ceil_div
 
@@ -80,3 +81,12 @@ def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Bits of bfloat16: rounded to the nearest, ties to even."""
     bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def require_ids(name: str, lowest: int, highest: int, count: int) -> None:
+    """Raise ModelError unless what a tensor holds, from `lowest` to `highest`, are ids below `count`."""
+    for value in (lowest, highest):
+        if not 0 <= value < count:
+            raise ModelError(
+                f"{name} holds {value}, but must hold ids from 0 to {count - 1}: the checkpoint is damaged"
+            )

@@ -95,6 +95,11 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one block over all layers of the group."""
         return sum(len(t.layers) * (self.block_size // t.ratio) * t.row_bytes for t in self.tensors)
 
+    def min_live_blocks(self, num_tokens: int) -> int:
+        """Most blocks a request needs at once while it grows to `num_tokens` one by one, checkpoints not counted."""
+        recent = range(max(0, num_tokens - 2 * (self.window + self.period) - self.block_size), num_tokens)
+        return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
+
     def max_live_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Most blocks a request of `num_tokens` holds at once when up to `step_tokens` are computed and not settled.
 

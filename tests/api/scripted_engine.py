@@ -130,6 +130,15 @@ class ScriptedEngine:
             self.played += 1
             self.changed.notify_all()
 
+    def give_up_all(self) -> None:
+        fault = RequestFault(503, "unavailable", "the server is shutting down")
+        for submission in self.submissions:
+            for request_id in {*submission.hanging, *submission.waiting}:
+                submission.waiting.pop(request_id, None)
+                submission.stream.push(RequestOutput(request_id=request_id, finish_reason="error", fault=fault))
+            submission.hanging.clear()
+            submission.stream.deliver()
+
     def clear_cache(self, tiers: Sequence[Tier]) -> None:
         self.cleared.append(tuple(tiers))
 

@@ -151,29 +151,31 @@ def test_drain_finishes_what_was_admitted(start: Callable[..., RunningServer]) -
     assert not server.thread.is_alive()
 
 
-def test_a_second_stop_ends_at_once(start: Callable[..., RunningServer]) -> None:
-    server = start(drain_timeout_s=1000.0)
-    server.engine.script = lambda request: Script([], hang=True)
-    connection = server.raw_post(PATH, {"prompt": "hello", "stream": True})
-    server.engine.wait_for(lambda: len(server.engine.requests) == 1)
-    server.call(server.server.stop)
-    server.call(server.server.stop)
+@pytest.mark.parametrize(("drain_timeout_s", "stops"), [(1000.0, 2), (0.01, 1)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_waits_when_the_server_ends_is_told(
+    start: Callable[..., RunningServer],
+    caplog: pytest.LogCaptureFixture,
+    drain_timeout_s: float,
+    stops: int,
+    stream: bool,
+) -> None:
+    """A second stop ends at once, and so does the first after the drain time."""
+    server = start(drain_timeout_s=drain_timeout_s)
+    server.engine.script = lambda request: Script([5] if stream else [], hang=True)
+    answers = []
+    body = {"prompt": "hello", "stream": stream}
+    client = threading.Thread(target=lambda: answers.append(server.post(PATH, body)))
+    client.start()
+    server.engine.wait_for(lambda: server.engine.played == 1)
+    for _ in range(stops):
+        server.call(server.server.stop)
+    client.join(WAIT_S)
     server.thread.join(WAIT_S)
     assert not server.thread.is_alive()
-    assert len(server.engine.aborted) == 1
-    connection.close()
-
-
-def test_the_drain_time_is_limited(start: Callable[..., RunningServer]) -> None:
-    server = start(drain_timeout_s=0.01)
-    server.engine.script = lambda request: Script([], hang=True)
-    connection = server.raw_post(PATH, {"prompt": "hello"})
-    server.engine.wait_for(lambda: len(server.engine.requests) == 1)
-    server.call(server.server.stop)
-    server.thread.join(WAIT_S)
-    assert not server.thread.is_alive()
-    assert len(server.engine.aborted) == 1
-    connection.close()
+    assert answers[0].status_code == (200 if stream else 503)
+    assert answers[0].text.count("the server is shutting down") == 1
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 PROGRAM = """

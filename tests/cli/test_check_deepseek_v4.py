@@ -41,7 +41,7 @@ def test_a_release(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         "159609485896",
         "284332240471 parameters",
         "index: 69187 tensors",
-        "6880 bytes for each token",
+        "6880 bytes for each token and 23478272 bytes for each sequence",
     ):
         assert words in out
     assert all(f"  {group} " in out for group in GROUPS)

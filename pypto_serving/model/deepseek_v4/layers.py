@@ -17,9 +17,13 @@ from torch import Tensor
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config, Experts, HyperConnections
 from pypto_serving.model.layers import Linear, rms_norm, run_experts
 from pypto_serving.model.loader import Weights
+from pypto_serving.model.tensors import require_ids
 
 MIN_ROWS = 8
 """Rows of a step are a multiple of this, so that 4 values of each fill whole vectors."""
+
+SMALLEST_SUM = 1e-20
+"""Added to sums of scores, all of which may be zero."""
 
 _PIECE = 1 << 14
 
@@ -128,7 +132,9 @@ class ExpertLayer:
         self.router = matrix(weights, f"{prefix}gate", dtype=torch.float32)
         self.by_id = layer in self.sizes.hash_layers
         if self.by_id:
-            self.choice = weights.read(f"{prefix}gate.tid2eid", dtype=torch.int64)
+            name = f"{prefix}gate.tid2eid"
+            self.choice = weights.read(name, dtype=torch.int64)
+            require_ids(name, int(self.choice.min()), int(self.choice.max()), self.sizes.count)
         else:
             self.choice = vector(weights, f"{prefix}gate.bias")
         self.experts = [ClampedMLP(weights, f"{prefix}experts.{e}", limit) for e in range(self.sizes.count)]
@@ -149,7 +155,7 @@ class ExpertLayer:
             order = torch.sort(scores + self.choice, dim=1, descending=True, stable=True).indices
             chosen = order[:, : self.sizes.per_token]
         weights = scores.gather(1, chosen)
-        return weights / add_up(weights, 1)[:, None] * self.sizes.scale, chosen
+        return weights / (add_up(weights, 1)[:, None] + SMALLEST_SUM) * self.sizes.scale, chosen
 
     def linears(self) -> list[Linear]:
         return [self.router, *self.shared.linears(), *(linear for e in self.experts for linear in e.linears())]

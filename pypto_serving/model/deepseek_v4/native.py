@@ -159,7 +159,7 @@ class NativeDeepseekV4:
         names = {part: [f"{prefix}experts.{e}.{part}" for e in range(experts.count)] for part in ("w1", "w2", "w3")}
         bias = table = None
         if layer in experts.hash_layers:
-            table = weights.ids(f"{prefix}gate.tid2eid")
+            table = weights.ids(f"{prefix}gate.tid2eid", experts.count)
         else:
             bias = weights.exact(f"{prefix}gate.bias")
         self.step.products(b.x, router, model.rms_norm_eps, b.router_logits)

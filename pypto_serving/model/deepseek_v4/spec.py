@@ -431,7 +431,9 @@ def _read_layers(config: Fields, count: int) -> tuple[tuple[LayerKind, ...], dic
         raise ModelError(f"{config.source}: compress_ratios is missing")
     config.require(isinstance(given, list) and len(given) >= count, key, given, f"a list of at least {count} entries")
     for value in given[:count]:
-        config.require(value in known, key, value, "one of " + ", ".join(map(str, known)))
+        config.require(
+            isinstance(value, int | str) and value in known, key, value, "one of " + ", ".join(map(str, known))
+        )
     kinds = tuple(cast(LayerKind, known[value]) for value in given[:count])
     return kinds, {"swa": 0, "csa": csa, "hca": hca}
 
@@ -449,6 +451,7 @@ def _read_ropes(config: Fields, dim: int, max_len: int) -> tuple[Rope, Rope]:
     given = config.get("rope_parameters", "rope_scaling") or {}
     theta = config.positive_float("rope_theta", default=10000.0)
     compress_theta = config.positive_float("compress_rope_theta", default=160000.0)
+    config.require(compress_theta > 1, "compress_rope_theta", compress_theta, "above 1")
     if "main" in given and "compress" in given:
         main, compress = given["main"], given["compress"]
     else:

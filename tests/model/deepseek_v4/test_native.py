@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
+from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.registry import load_config
 from tests.model.conftest import MakeCheckpoint
@@ -61,6 +65,22 @@ def test_errors_are_those_of_bfloat16(checkpoint: MakeCheckpoint, kernels: str, 
         for name, mine in errors.items():
             mine.append(float(np.median(np.abs(found[name] - found["exact"]).mean(axis=1))))
     assert np.mean(errors["kernels"]) < ROOM * np.mean(errors["torch"]), errors
+
+
+@pytest.mark.parametrize("expert", [-1, 8, 1 << 32])
+@pytest.mark.parametrize("kernels", [*runnable()[:1], "torch"])
+def test_a_table_that_names_no_expert_is_refused(
+    checkpoint: MakeCheckpoint, tmp_path: Path, kernels: str, expert: int
+) -> None:
+    path = tmp_path / "damaged"
+    shutil.copytree(checkpoint("deepseek_v4_fast", dtype="bfloat16", **SIZES["fast"]), path)
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("gate.tid2eid"))
+    tensors[name][3, 1] = expert
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"{name} holds {expert}, but must hold ids from 0 to 7"):
+        load_program(path, "bfloat16", num_blocks=BLOCKS, kernels=kernels)
 
 
 @dataclass(frozen=True)
