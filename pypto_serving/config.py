@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
-from pypto_serving.errors import ConfigError
+from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.host import HostFacts
 from pypto_serving.memory import BackendDefaults, MemoryPlan, MemoryPlanner, plan_tier, tier_slots
 from pypto_serving.options import MAX_PORT, RULES, Options, flag
@@ -156,7 +156,7 @@ class _Resolver:
 
     def resolve(self) -> Resolved:
         if self.model.obstacle:
-            raise ConfigError(f"{self.model.path} cannot be served: {self.model.obstacle}")
+            raise ModelError(f"{self.model.path} cannot be served: {self.model.obstacle}")
         backend = self.pick("backend", "cpu", "default")
         defaults = BACKEND_DEFAULTS[backend]
         kernels = self._kernels() if backend == "cpu" else ""

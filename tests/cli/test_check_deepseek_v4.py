@@ -59,7 +59,7 @@ def test_a_release_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
 
 
 def test_a_quantised_model_is_not_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["serve", str(write(tmp_path, FLASH | SMALL))]) == 2
+    assert main(["serve", str(write(tmp_path, FLASH | SMALL))]) == 3
     assert "cannot be served: its weights are fp8" in capsys.readouterr().err
 
 
