@@ -18,6 +18,9 @@ from pypto_serving.model.quantization import scale_name
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
 from pypto_serving.util import ceil_div
 
+TABLE_PIECE = 1 << 20
+"""Elements of a table that are converted at once."""
+
 _STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16, INT8: Stored.I8}
 
 
@@ -57,7 +60,10 @@ class PackedWeights:
         tensor = self._tensors[name]
 
         def fill(table: NDArray[np.uint16]) -> None:
-            table[:] = bfloat16(self._read(name))
+            for begin in range(0, len(table), TABLE_PIECE):
+                end = min(begin + TABLE_PIECE, len(table))
+                table[begin:end] = bfloat16(self._tensors.read(tensor, begin, end))
+            self._tensors.forget(tensor)
 
         return self._packed("table", [tensor], np.uint16, math.prod(tensor.shape), fill).reshape(tensor.shape)
 

@@ -6,8 +6,9 @@ RoPE: Su et al. 2021, arXiv:2104.09864. YaRN: Peng et al. 2023, arXiv:2309.00071
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, cast, get_args
+from typing import Literal, Self, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,10 @@ from numpy.typing import NDArray
 from pypto_serving.model.fields import Fields
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn"]
+Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
+"""Cosines and sines."""
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +125,7 @@ class Rope:
         ramp = (np.arange(self.head_dim // 2, dtype=np.float64) - low) / (high - low)
         return 1 - np.clip(ramp, 0, 1)
 
-    def tables(self, max_model_len: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def tables(self, max_model_len: int) -> Tables:
         """Cosines and sines, float32 [max_model_len, head_dim / 2] each, `attention_factor` included."""
         positions = np.arange(max_model_len, dtype=np.float32)
         angles = positions[:, None] * self.frequencies(max_model_len)
@@ -142,3 +147,9 @@ def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
     if mscale and mscale_all_dim:
         return magnitude(mscale) / magnitude(mscale_all_dim)
     return magnitude(1.0)
+
+
+def rope_tables(ropes: Mapping[Kind, Rope], max_model_len: int) -> dict[Kind, Tables]:
+    """`Rope.tables` of each kind of layer; kinds that rotate alike share them."""
+    tables = {rope: rope.tables(max_model_len) for rope in set(ropes.values())}
+    return {kind: tables[rope] for kind, rope in ropes.items()}

@@ -22,6 +22,7 @@ from pypto_serving.kernels import (
 )
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config, LayerKind
 from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.rope import rope_tables
 from pypto_serving.util import ceil_div
 
 Float32Array = NDArray[np.float32]
@@ -61,10 +62,10 @@ class NativeDeepseekV4:
     def _record(self, max_model_len: int) -> None:
         b, model = self._buffers, self.model
         self.step.embed(self._weights.table("embed.weight"), b.streams)
-        plain, compressed = model.rope.tables(max_model_len), model.compress_rope.tables(max_model_len)
+        tables = rope_tables(model.ropes(), max_model_len)
         for layer, kind in enumerate(model.kinds):
             self._record_inputs(f"layers.{layer}.hc_attn", f"layers.{layer}.attn_norm.weight")
-            self._record_attention(layer, kind, *(plain if kind == "swa" else compressed))
+            self._record_attention(layer, kind, *tables[kind])
             self.step.stream_outputs(b.y, b.mixes, b.streams)
             norm = self._record_inputs(f"layers.{layer}.hc_ffn", f"layers.{layer}.ffn_norm.weight")
             self._record_experts(layer, norm)

@@ -14,6 +14,7 @@ from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config, LayerKind
 from pypto_serving.model.layers import Linear, rms_norm, settle_rows
 from pypto_serving.model.loader import Weights
+from pypto_serving.model.rope import rope_tables
 from pypto_serving.model.step import StepTensors
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,10 @@ class DeepseekV4Program:
         self.layers = [DecoderLayer(model, weights, layer, self._groups) for layer in range(model.num_layers)]
         self.mixer = StreamMixer(weights, "hc_head", model.hyper, model.rms_norm_eps)
         self.norm, self.head = vector(weights, "norm.weight"), matrix(weights, "head")
-        ropes = {"swa": model.rope, "csa": model.compress_rope, "hca": model.compress_rope}
-        self._tables: dict[LayerKind, tuple[Tensor, Tensor]] = {}
-        for kind in set(model.kinds):
-            cos, sin = ropes[kind].tables(config.max_model_len)
-            self._tables[kind] = (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
+        self._tables: dict[LayerKind, tuple[Tensor, Tensor]] = {
+            kind: (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
+            for kind, (cos, sin) in rope_tables(model.ropes(), config.max_model_len).items()
+        }
         self.rows = self._settle_rows()
 
     def _settle_rows(self) -> int:

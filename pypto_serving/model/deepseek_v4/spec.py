@@ -155,6 +155,10 @@ class DeepseekV4Config:
         """
         return 2 * dim if kind == "csa" else dim
 
+    def ropes(self) -> dict[LayerKind, Rope]:
+        """Rotation in each kind of layer that there is."""
+        return {kind: self.rope if kind == "swa" else self.compress_rope for kind in self.kinds}
+
     def tensors(self) -> dict[str, Shape]:
         """Name and shape of every tensor that a plain checkpoint must have."""
         return {name: tensor.shape for name, tensor in self.inventory().items()}
