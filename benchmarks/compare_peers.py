@@ -181,7 +181,7 @@ class Llama:
 class Transformers:
     """transformers serve with continuous batching. Its API takes text, and has no way to go on past an end."""
 
-    name, workloads = "transformers", ("W1", "W2")
+    name, workloads = "transformers", ("W1", "W2", "W3", "W4", "T1")
     title = f"transformers {TRANSFORMERS} serve"
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
