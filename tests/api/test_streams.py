@@ -63,7 +63,7 @@ def test_a_client_that_stalls_loses_nothing_and_gets_the_rest_at_once(
     assert "".join(texts) == tokenizer.decode(tokens)
     counts = [chunk.count(b"data: ") for chunk in chunks]
     assert counts.count(1) > len(chunks) - 5, "while the sockets take them, outputs leave one by one"
-    assert max(counts) > NUM_TOKENS / 4
+    assert max(counts) > 100, "what waited, more or less by how much the system's buffers take, leaves in one write"
 
 
 def test_a_client_that_leaves_while_it_stalls_frees_its_request(narrow: RunningServer, tokenizer: Tokenizer) -> None:
