@@ -1,22 +1,30 @@
 """The memory plan: how many blocks each KV group gets, and what the rest of the process needs beside them.
 
-Every group holds the same number of slots for sequences of `max_model_len` tokens:
+Every group gets, in this order, as long as memory lasts:
 
-    slot bytes   = sum over groups g of max_live_blocks[g] * block_bytes[g]
-    blocks of g  = 1 null block + floor(slots * max_live_blocks[g])
+    1 null block
+    what one sequence of `max_model_len` tokens holds, with whole steps of it in flight
+    windows and states: what `max_num_seqs` sequences that decode hold, but not from more than half of the memory
+    the rest as in a lower tier: history of N tokens, and for windows and states the checkpoints of N tokens
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import HostFacts
 from pypto_serving.options import MAX_KV_BYTES, Options
-from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, publication_lag
+from pypto_serving.types.kv import (
+    CHECKPOINT_TOKENS,
+    KVCacheGroupSpec,
+    max_live_blocks,
+    publication_lag,
+    resume_step,
+)
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.util import format_size
@@ -38,7 +46,10 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one KV group gets in one tier: `num_blocks` with the null block, `live_blocks` per sequence."""
+    """What one KV group gets in one tier: `num_blocks` with the null block of the device.
+
+    `first_blocks` of them are for one sequence of full length and the steps in flight, `more_blocks` for each more.
+    """
 
     name: str
     kind: str
@@ -46,8 +57,10 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     block_tokens: int
     block_bytes: int
+    keeps_history: bool
     num_blocks: int
-    live_blocks: int
+    first_blocks: int = 0
+    more_blocks: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -58,9 +71,14 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Source tokens that the usable blocks hold; on the device, one is the null block."""
         return (self.num_blocks - (self.tier == "device")) * self.block_tokens
 
+    @property
+    def num_sequences(self) -> float:
+        """Sequences of full length that fit at once on the device."""
+        return 1 + (self.num_blocks - 1 - self.first_blocks) / self.more_blocks
+
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where `available_bytes` go. `num_sequences`: sequences of full length that fit at once.
+    """Where `available_bytes` go.
 
     `lower` are the groups in tiers below the device, of which host memory is taken from `available_bytes` too.
     """
@@ -86,83 +104,109 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_sequences(self) -> float:
-        return min((g.num_blocks - 1) / g.live_blocks for g in self.groups)
+        """Sequences of full length that fit at once."""
+        return min(group.num_sequences for group in self.groups)
+
+    def share(self, max_num_seqs: int, model_len: int) -> tuple[int, int]:
+        """As many sequences as fit at once, at most `max_num_seqs`, and the tokens that each of them may have then."""
+        history = [g for g in self.groups if g.keeps_history]
+        tails = [g for g in self.groups if not g.keeps_history]
+        count = min([max_num_seqs, *(int(g.num_sequences) for g in tails)])
+        return count, min([model_len, *((g.num_blocks - 1) // count * g.block_tokens for g in history)])
 
 
-def null_bytes(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Bytes of the null blocks, one per group."""
-    return sum(group.block_bytes for group in groups)
+def max_sequence_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, step_tokens: int) -> int:
+    """Bytes of the null blocks and of one sequence of `model_len` tokens, `step_tokens` of them not settled."""
+    live = max_live_blocks(groups, model_len, step_tokens)
+    return sum((1 + blocks) * group.block_bytes for blocks, group in zip(live, groups, strict=True))
 
 
-def slot_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, step_tokens: int) -> int:
-    """Bytes that one sequence of `model_len` tokens holds at most, `step_tokens` of them uncommitted."""
-    return sum(g.max_live_blocks(model_len, step_tokens) * g.block_bytes for g in groups)
+def tail_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, decode_tokens: int) -> int:
+    """Bytes of windows and states that one sequence holds while it decodes."""
+    live = max_live_blocks(groups, model_len, decode_tokens)
+    return sum(blocks * g.block_bytes for blocks, g in zip(live, groups, strict=True) if not g.keeps_history)
+
+
+def num_beside(kv_bytes: int, tails: int, max_num_seqs: int) -> int:
+    """Sequences beside the first that get `tails` bytes of windows and states each, from at most half of `kv_bytes`."""
+    return min(max_num_seqs - 1, kv_bytes // 2 // tails) if tails else 0
 
 
 def plan_groups(
-    groups: Sequence[KVCacheGroupSpec], kv_bytes: int, model_len: int, step_tokens: int, max_num_seqs: int
+    groups: Sequence[KVCacheGroupSpec],
+    kv_bytes: int,
+    model_len: int,
+    step_tokens: int,
+    decode_tokens: int,
+    max_num_seqs: int,
 ) -> tuple[GroupPlan, ...]:
     """Share `kv_bytes` out among the groups, for at most `max_num_seqs` full sequences.
 
-    `kv_bytes` must hold the null blocks and one slot; the plan never takes more than `kv_bytes`.
+    Of a sequence up to `step_tokens` are computed and not settled, `decode_tokens` of each further one beside it.
+    `kv_bytes` must hold `max_sequence_bytes`; the plan never takes more than `kv_bytes`.
     """
-    spare = kv_bytes - null_bytes(groups)
-    per_slot = slot_bytes(groups, model_len, step_tokens)
+    first = max_live_blocks(groups, model_len, step_tokens)
+    more = max_live_blocks(groups, model_len, decode_tokens)
+    per_token = blocks_per_token(groups)
+    cost = sum((blocks * group.block_bytes for blocks, group in zip(per_token, groups, strict=True)), Fraction())
+    tails = tail_bytes(groups, model_len, decode_tokens)
+    spare = kv_bytes - max_sequence_bytes(groups, model_len, step_tokens)
+    num_more = min(num_beside(kv_bytes, tails, max_num_seqs), spare // max(1, tails))
+    longest = Fraction(max_num_seqs * -(-model_len // resume_step(groups)) * resume_step(groups))
+    num_tokens = min(longest, (spare - num_more * tails) / cost) if cost else longest
 
-    def plan(group: KVCacheGroupSpec) -> GroupPlan:
-        live = group.max_live_blocks(model_len, step_tokens)
-        usable = min(spare * live // per_slot, max_num_seqs * live, MAX_SLOT // group.block_size - 1)
-        return GroupPlan(
-            name=group.name,
-            kind=group.kind,
-            tier="device",
-            num_layers=len({layer for tensor in group.tensors for layer in tensor.layers}),
-            block_tokens=group.block_size,
-            block_bytes=group.block_bytes,
-            num_blocks=1 + usable,
-            live_blocks=live,
-        )
+    def usable(g: int) -> int:
+        cached = int(num_tokens * per_token[g])
+        wanted = min(cached, (max_num_seqs - 1) * more[g]) if groups[g].keeps_history else num_more * more[g] + cached
+        return min(first[g] + wanted, MAX_SLOT // groups[g].block_size - 1)
 
-    return tuple(plan(group) for group in groups)
+    return tuple(
+        msgspec.structs.replace(group_plan(group, "device", 1 + usable(g)), first_blocks=first[g], more_blocks=more[g])
+        for g, group in enumerate(groups)
+    )
+
+
+def blocks_per_token(groups: Sequence[KVCacheGroupSpec]) -> tuple[Fraction, ...]:
+    """Blocks of each group that cached sequences take for each of their tokens.
+
+    Of window and state groups the tails at checkpoints are kept, which are counted twice as often as they come in one
+    sequence, because each prompt and turn ends with one too.
+    """
+    step = resume_step(groups)
+    return tuple(
+        Fraction(1, group.block_size)
+        if group.keeps_history
+        else Fraction(2 * group.tail_blocks(step), CHECKPOINT_TOKENS)
+        for group in groups
+    )
 
 
 def tier_slots(groups: Sequence[KVCacheGroupSpec], size_bytes: int) -> tuple[int, ...]:
-    """Blocks of each group that a lower tier of `size_bytes` keeps: history of N tokens, and tails for N tokens.
-
-    Tails of window and state groups are kept at checkpoints, which are counted twice as often as they come in one
-    sequence, because each prompt and turn ends with one too. A block takes a multiple of 4096 bytes.
-    """
-    step = math.lcm(*(group.block_size for group in groups))
-
-    def tail(group: KVCacheGroupSpec) -> int:
-        return max(
-            (end - group.first_needed(end) // group.block_size * group.block_size) // group.block_size
-            for end in range(step, 9 * step, step)
-        )
-
-    def per_token(group: KVCacheGroupSpec) -> float:
-        return 1 / group.block_size if group.keeps_history else 2 * tail(group) / CHECKPOINT_TOKENS
-
+    """Blocks of each group that a lower tier of `size_bytes` keeps. A block takes a multiple of 4096 bytes."""
+    per_token = blocks_per_token(groups)
     strides = [-(-group.block_bytes // 4096) * 4096 for group in groups]
-    num_tokens = size_bytes / sum(per_token(group) * stride for group, stride in zip(groups, strides, strict=True))
-    return tuple(max(int(num_tokens * per_token(group)), 0 if group.keeps_history else 1) for group in groups)
+    num_tokens = size_bytes / sum(blocks * stride for blocks, stride in zip(per_token, strides, strict=True))
+    least = [0 if group.keeps_history else 1 for group in groups]
+    return tuple(max(int(num_tokens * blocks), few) for blocks, few in zip(per_token, least, strict=True))
+
+
+def group_plan(group: KVCacheGroupSpec, tier: str, num_blocks: int) -> GroupPlan:
+    """What a group gets in a tier."""
+    return GroupPlan(
+        name=group.name,
+        kind=group.kind,
+        tier=tier,
+        num_layers=len({layer for tensor in group.tensors for layer in tensor.layers}),
+        block_tokens=group.block_size,
+        block_bytes=group.block_bytes,
+        keeps_history=group.keeps_history,
+        num_blocks=num_blocks,
+    )
 
 
 def plan_tier(groups: Sequence[KVCacheGroupSpec], tier: TierConfig) -> tuple[GroupPlan, ...]:
     """What each group gets in a lower tier."""
-    return tuple(
-        GroupPlan(
-            name=group.name,
-            kind=group.kind,
-            tier=tier.tier,
-            num_layers=len({layer for tensor in group.tensors for layer in tensor.layers}),
-            block_tokens=group.block_size,
-            block_bytes=group.block_bytes,
-            num_blocks=slots,
-            live_blocks=0,
-        )
-        for group, slots in zip(groups, tier.num_slots, strict=True)
-    )
+    return tuple(group_plan(group, tier.tier, slots) for group, slots in zip(groups, tier.num_slots, strict=True))
 
 
 def largest(fits: Callable[[int], bool], high: int) -> int:
@@ -230,7 +274,9 @@ class MemoryPlanner:
         budget = self.options.max_num_batched_tokens
         if not self.chunked and budget is not None and budget < limit:
             limit, reason = budget, "max-num-batched-tokens, because chunked prefill is off"
-        best = largest(self._fits, limit)
+        best = largest(self._fits_beside_others, limit)
+        if best < min(2, limit):
+            best = largest(self._fits, limit)
         if best < min(2, limit):
             raise self._too_little(min(2, limit), 0)
         if best < limit:
@@ -243,7 +289,8 @@ class MemoryPlanner:
             self.model.kv_groups,
             self._kv_limit(model_len),
             model_len,
-            self._uncommitted(model_len),
+            self._unsettled(model_len, self.step_tokens(model_len)),
+            self._unsettled(model_len, 1),
             self.max_num_seqs,
         )
         plan = MemoryPlan(
@@ -257,10 +304,9 @@ class MemoryPlanner:
             reason += f"; no more than {self.max_num_seqs} sequences of {model_len} tokens can use"
         return plan, reason
 
-    def _uncommitted(self, model_len: int) -> int:
-        """Most tokens of one sequence that are computed before the first of them is committed and published."""
-        in_flight = min(model_len, self.step_tokens(model_len)) * self.defaults.depth
-        return in_flight + publication_lag(self.model.kv_groups)
+    def _unsettled(self, model_len: int, step_tokens: int) -> int:
+        """Most tokens of one sequence, `step_tokens` a step, that are computed before the first of them is settled."""
+        return min(model_len, step_tokens) * self.defaults.depth + publication_lag(self.model.kv_groups)
 
     def _workspace(self, model_len: int) -> int:
         if self.defaults.simulated:
@@ -289,11 +335,17 @@ class MemoryPlanner:
 
     def _kv_needed(self, model_len: int) -> int:
         """Bytes of one sequence of `model_len` tokens, null blocks included."""
-        groups = self.model.kv_groups
-        return null_bytes(groups) + slot_bytes(groups, model_len, self._uncommitted(model_len))
+        unsettled = self._unsettled(model_len, self.step_tokens(model_len))
+        return max_sequence_bytes(self.model.kv_groups, model_len, unsettled)
 
     def _fits(self, model_len: int) -> bool:
         return self._kv_needed(model_len) <= self._kv_limit(model_len) <= self._room(model_len)
+
+    def _fits_beside_others(self, model_len: int) -> bool:
+        limit = self._kv_limit(model_len)
+        tails = tail_bytes(self.model.kv_groups, model_len, self._unsettled(model_len, 1))
+        others = num_beside(limit, tails, self.max_num_seqs) * tails
+        return self._fits(model_len) and self._kv_needed(model_len) + others <= limit
 
     def _kv_reason(self) -> str:
         free, given = format_size(self.available_bytes), self.options.kv_memory

@@ -16,9 +16,9 @@ from pypto_serving.backend.null import deepseek_v4_groups
 from pypto_serving.config import EngineConfig, HostFacts, Options, Resolved, default_model_name, resolve
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import DiskFacts, read_cache_dir, read_host_facts
-from pypto_serving.memory import largest, plan_groups, size_option
+from pypto_serving.memory import largest, max_sequence_bytes, plan_groups, size_option, tail_bytes
 from pypto_serving.options import RULES, make_options
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec, max_live_blocks
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import GIB, parse_size
 
@@ -121,11 +121,44 @@ def test_kv_memory_as_a_share_of_free_memory() -> None:
     assert setting(resolved, "kv-memory")[1] == "given by --kv-memory: 0.25 of 16 GiB free"
 
 
-def test_groups_hold_the_same_number_of_sequences() -> None:
-    plans = plan_groups((FULL, WINDOW, STATE), 50 * MIB, model_len=2048, step_tokens=512, max_num_seqs=1000)
-    sequences = [(plan.num_blocks - 1) / plan.live_blocks for plan in plans]
-    assert max(sequences) - min(sequences) < 1
-    assert plans[1].live_blocks < plans[0].live_blocks
+@given(
+    groups=st.sampled_from([*GROUPS, deepseek_v4_groups()]),
+    given_bytes=st.integers(0, 4 * GIB),
+    model_len=st.integers(1, 1 << 20),
+    step_tokens=st.integers(1, 4096),
+    max_num_seqs=st.integers(1, 1000),
+)
+def test_groups_share_what_there_is(
+    groups: tuple[KVCacheGroupSpec, ...], given_bytes: int, model_len: int, step_tokens: int, max_num_seqs: int
+) -> None:
+    """One sequence of full length always fits; windows and states of others get up to half before history does."""
+    least = max_sequence_bytes(groups, model_len, step_tokens)
+    kv_bytes = least + given_bytes
+    plans = plan_groups(groups, kv_bytes, model_len, step_tokens, 2, max_num_seqs)
+    assert sum(plan.total_bytes for plan in plans) <= kv_bytes
+    assert all(plan.num_sequences >= 1 for plan in plans)
+    tails = tail_bytes(groups, model_len, 2)
+    share = min(kv_bytes // 2, given_bytes)
+    for plan in plans:
+        if not plan.keeps_history:
+            assert plan.num_sequences >= min(max_num_seqs, 1 + share // tails)
+    if given_bytes // 2 > max_num_seqs * (tails + least):
+        assert all(plan.num_sequences >= max_num_seqs for plan in plans)
+
+
+def test_what_sequences_do_not_hold_is_for_history_and_its_checkpoints() -> None:
+    full, window, state = plan_groups((FULL, WINDOW, STATE), GIB, 2048, 512, 2, max_num_seqs=16)
+    assert full.num_blocks == 1 + 16 * full.first_blocks
+    assert window.num_blocks > 1 + window.first_blocks + 15 * window.more_blocks
+    assert state.num_blocks > 1 + state.first_blocks + 15 * state.more_blocks
+
+
+def test_a_length_that_is_chosen_leaves_room_for_windows_and_states_of_others() -> None:
+    groups = deepseek_v4_groups()
+    resolved = make_resolved(make_model(groups, max_position_embeddings=1 << 20), kv_memory="2GiB")
+    assert 2 <= resolved.engine.max_model_len < 1 << 20
+    count, tokens = resolved.memory.share(resolved.engine.max_num_seqs, resolved.engine.max_model_len)
+    assert count > 30 and tokens > 0
 
 
 def test_longest_length_that_fits_is_the_default() -> None:
@@ -248,9 +281,9 @@ def check_consistency(resolved: Resolved, longest: int) -> None:
     assert 1 <= engine.max_model_len <= longest
     assert engine.enable_chunked_prefill or engine.max_num_batched_tokens >= engine.max_model_len
     step_tokens = min(engine.max_num_batched_tokens, engine.max_model_len) * engine.depth
-    for group, blocks in zip(engine.groups, engine.num_blocks, strict=True):
-        live = group.max_live_blocks(engine.max_model_len, step_tokens)
-        assert live <= blocks - 1 <= live * engine.max_num_seqs
+    first = max_live_blocks(engine.groups, engine.max_model_len, step_tokens)
+    for group, blocks, live in zip(engine.groups, engine.num_blocks, first, strict=True):
+        assert live <= blocks - 1 and (blocks - 1 <= live * engine.max_num_seqs or not group.keeps_history)
         assert blocks * group.block_size <= 2**31
 
 

@@ -126,7 +126,9 @@ def _memory_lines(resolved: Resolved) -> Iterable[str]:
         f"KV {format_size(plan.kv_bytes)}{host} = {format_size(plan.total_bytes)} of "
         f"{format_size(plan.available_bytes)} free"
     )
-    yield f"room for {plan.num_sequences:.4g} sequences of {model_len} tokens at once"
+    count, each = plan.share(resolved.engine.max_num_seqs, model_len)
+    shorter = f", or {count} of {each}" if each < model_len else ""
+    yield f"room for {plan.num_sequences:.4g} sequences of {model_len} tokens at once{shorter}"
 
 
 def _group_row(group: GroupPlan) -> tuple[str, ...]:

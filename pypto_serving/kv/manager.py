@@ -15,7 +15,7 @@ from pypto_serving.kv.prefix import KeyChain, root_key
 from pypto_serving.kv.sequence import SequenceState
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.types.events import KVEvent
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.tier import Tier, TierInventory, TransferDone
 from pypto_serving.util import ceil_div
 
@@ -282,11 +282,12 @@ class KVCacheManager:
     def fits(self, request_id: str, match: Match, num_tokens: int, step_tokens: int, spare: float) -> bool:
         """Whether a request may grow to `num_tokens` with the blocks free now, leaving `spare` of each pool."""
         sequence = self._sequences[request_id]
-        for g, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
+        live = max_live_blocks(self.groups, num_tokens, step_tokens)
+        for g, (most, pool) in enumerate(zip(live, self._pools, strict=True)):
             shared = self._shared_blocks(g, sequence, match.num_tokens)
             in_use = sum(1 for block_id in shared if block_id != NULL_BLOCK and not pool.is_free(block_id))
             in_use += len(self._live(g, sequence))
-            needed = group.max_live_blocks(num_tokens, step_tokens) - in_use
+            needed = most - in_use
             if needed + int(pool.num_blocks * spare) > pool.num_free:
                 return False
         return True

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, publication_lag
+from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, publication_lag, resume_step
 from pypto_serving.util import ceil_div
 
 
@@ -19,7 +18,7 @@ class ResumePoints:
     def __init__(self, groups: tuple[KVCacheGroupSpec, ...]) -> None:
         self.groups = groups
         self.lag = publication_lag(groups)
-        self._step = math.lcm(*(group.block_size for group in groups))
+        self._step = resume_step(groups)
         self.interval = ceil_div(CHECKPOINT_TOKENS, self._step) * self._step
 
     def last(self, num_tokens: int) -> int:

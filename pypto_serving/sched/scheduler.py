@@ -13,7 +13,7 @@ from pypto_serving.sched import outputs
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, Scheduled, Step
-from pypto_serving.types.kv import publication_lag
+from pypto_serving.types.kv import max_live_blocks, publication_lag
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import NewRow, RowLogprobs, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
@@ -65,8 +65,8 @@ class Scheduler:
         self.kv.open(num_blocks, fingerprint, inventories)
 
     def _require_room(self, available: tuple[int, ...]) -> None:
-        for group, num_blocks in zip(self.config.groups, available, strict=True):
-            needed = group.max_live_blocks(self.config.max_model_len, self._unsettled)
+        live = max_live_blocks(self.config.groups, self.config.max_model_len, self._unsettled)
+        for group, num_blocks, needed in zip(self.config.groups, available, live, strict=True):
             if needed > num_blocks - 1:
                 raise ConfigError(outputs.too_few_blocks(group.name, num_blocks - 1, needed, self.config))
 

@@ -100,16 +100,39 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
         recent = range(max(0, num_tokens - 2 * (self.window + self.period) - self.block_size), num_tokens)
         return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
 
-    def max_live_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Most blocks a request of `num_tokens` holds at once when up to `step_tokens` are computed and not settled.
+    def read_blocks(self, step_tokens: int) -> int:
+        """Most blocks of a window or state that `step_tokens` tokens, and what they read, lie in."""
+        if self.kind == "rolling_state":
+            overlap = -(-self.overlap // self.block_size) * self.block_size
+            return -(-(overlap + self.period - 1 + step_tokens) // self.block_size)
+        return (self.window - 1 + step_tokens + self.block_size - 2) // self.block_size + 1
 
-        Beside what it reads, that is the tail at which the latest checkpoint can be resumed.
-        """
-        total = -(-num_tokens // self.block_size)
-        if self.keeps_history:
+    def tail_blocks(self, step: int) -> int:
+        """Most blocks that resuming a window or state at a multiple of `step` tokens, where a block ends, needs."""
+        if self.kind == "rolling_state":
+            return -(-(self.period - math.gcd(self.period, step) + self.overlap) // self.block_size)
+        return -(-(self.window - 1) // self.block_size)
+
+
+def resume_step(groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Sequences can be resumed at multiples of so many tokens, where a block ends in every group."""
+    return math.lcm(*(group.block_size for group in groups))
+
+
+def max_live_blocks(groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_tokens: int) -> tuple[int, ...]:
+    """Most blocks of each group that a request of `num_tokens` holds, `step_tokens` of them computed and not settled.
+
+    Of windows and states that is what it reads, and the tail at which the last checkpoint can be resumed.
+    """
+    step = resume_step(groups)
+
+    def live(group: KVCacheGroupSpec) -> int:
+        total = -(-num_tokens // group.block_size)
+        if group.keeps_history:
             return total
-        live = self.window - 1 if self.kind == "sliding_window" else self.period - 1 + self.overlap
-        return min(total, -(-(live + step_tokens) // self.block_size) + 1 + -(-live // self.block_size))
+        return min(total, group.read_blocks(step_tokens)) + min(total, group.tail_blocks(step))
+
+    return tuple(live(group) for group in groups)
 
 
 def publication_lag(groups: Sequence[KVCacheGroupSpec]) -> int:

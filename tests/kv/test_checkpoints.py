@@ -17,7 +17,7 @@ from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.store.files import FileStore
-from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, publication_lag
+from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, max_live_blocks, publication_lag
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TierConfig, TransferDone
 from pypto_serving.util import ceil_div
@@ -96,9 +96,8 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     )
     tokens = array("i", range(total))
     slots = tuple(ceil_div(total, spec.block_size) for spec in groups)
-    blocks = tuple(
-        count + spec.max_live_blocks(total, depth * longest + lag) for spec, count in zip(groups, slots, strict=True)
-    )
+    live = max_live_blocks(groups, total, depth * longest + lag)
+    blocks = tuple(map(sum, zip(slots, live, strict=True)))
     kv = KVCacheManager(
         groups, blocks, tiers=TierManager(groups, [TierConfig(tier="host", size_bytes=0, num_slots=slots)])
     )
@@ -123,6 +122,38 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     assert kv.num_blocks_in_use() == (0,) * len(groups)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(GROUP_SETS)),
+    lookahead=st.sampled_from([0, 1, 150]),
+    chunk=st.sampled_from([1, 7, 64, 300]),
+    depth=st.integers(1, 3),
+    prompt_len=st.integers(1, 1500),
+    caching=st.booleans(),
+)
+def test_a_sequence_fits_blocks_for_one(
+    kind: str, lookahead: int, chunk: int, depth: int, prompt_len: int, caching: bool
+) -> None:
+    """And twice in a row, so that what is cached of the first must make way for the second."""
+    groups = tuple(msgspec.structs.replace(spec, key_lookahead=lookahead) for spec in GROUP_SETS[kind])
+    longest = prompt_len + 200
+    live = max_live_blocks(groups, longest, chunk * depth + publication_lag(groups))
+    config = null_config(
+        groups,
+        tuple(1 + blocks for blocks in live),
+        max_model_len=longest,
+        max_num_batched_tokens=chunk,
+        depth=depth,
+        enable_prefix_caching=caching,
+    )
+    simulation = Simulation(config)
+    for first in (1, 2):
+        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=190)
+        simulation.run()
+        simulation.assert_correct(request_id)
+    assert simulation.counters.num_preemptions == 0
+
+
 CHUNKS = (64, 100, 512, 3000)
 LONGEST = 5400
 
@@ -130,7 +161,7 @@ LONGEST = 5400
 def replica(chunk: int, tiers: tuple[TierConfig, ...] = (), **changes: Any) -> Simulation:
     """A DeepSeek V4 of which one sequence, and little more, fits on the device."""
     groups = deepseek_v4_groups()
-    blocks = tuple(spec.max_live_blocks(LONGEST, chunk * changes.get("depth", 1)) + 40 for spec in groups)
+    blocks = tuple(live + 40 for live in max_live_blocks(groups, LONGEST, chunk * changes.get("depth", 1)))
     return Simulation(
         null_config(groups, blocks, tiers=tiers, max_model_len=LONGEST, max_num_batched_tokens=chunk, **changes)
     )
