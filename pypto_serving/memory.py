@@ -311,7 +311,8 @@ class MemoryPlanner:
     def _workspace(self, model_len: int) -> int:
         if self.defaults.simulated:
             return 0
-        return workspace_bytes(self.model, self.max_num_seqs, self.step_tokens(model_len))
+        positions = self.model.position_bytes * model_len
+        return positions + workspace_bytes(self.model, self.max_num_seqs, self.step_tokens(model_len))
 
     def _room(self, model_len: int) -> int:
         """Bytes that weights and workspace leave for KV."""
@@ -344,7 +345,7 @@ class MemoryPlanner:
     def _fits_beside_others(self, model_len: int) -> bool:
         limit = self._kv_limit(model_len)
         tails = tail_bytes(self.model.kv_groups, model_len, self._unsettled(model_len, 1))
-        others = num_beside(limit, tails, self.max_num_seqs) * tails
+        others = min((self.max_num_seqs - 1) * tails, limit // 2)
         return self._fits(model_len) and self._kv_needed(model_len) + others <= limit
 
     def _kv_reason(self) -> str:

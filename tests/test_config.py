@@ -161,6 +161,11 @@ def test_a_length_that_is_chosen_leaves_room_for_windows_and_states_of_others() 
     assert count > 30 and tokens > 0
 
 
+def test_tables_for_every_position_are_planned() -> None:
+    without, tables = (make_resolved(make_model(position_bytes=size)).memory for size in (0, 1024))
+    assert tables.workspace_bytes == without.workspace_bytes + 4096 * 1024
+
+
 def test_longest_length_that_fits_is_the_default() -> None:
     resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="10MiB")
     usable = 10 * MIB // FULL.block_bytes - 1

@@ -21,6 +21,9 @@ Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 Kind = TypeVar("Kind")
 
+_PIECE = 4096
+"""Positions whose angles are in memory at once while tables are made."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
@@ -125,12 +128,22 @@ class Rope:
         ramp = (np.arange(self.head_dim // 2, dtype=np.float64) - low) / (high - low)
         return 1 - np.clip(ramp, 0, 1)
 
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the tables for one position."""
+        return 2 * (self.head_dim // 2) * 4
+
     def tables(self, max_model_len: int) -> Tables:
         """Cosines and sines, float32 [max_model_len, head_dim / 2] each, `attention_factor` included."""
-        positions = np.arange(max_model_len, dtype=np.float32)
-        angles = positions[:, None] * self.frequencies(max_model_len)
-        factor = np.float32(self.attention_factor)
-        return np.cos(angles) * factor, np.sin(angles) * factor
+        frequencies, factor = self.frequencies(max_model_len), np.float32(self.attention_factor)
+        cos, sin = (np.empty((max_model_len, len(frequencies)), np.float32) for _ in range(2))
+        for start in range(0, max_model_len, _PIECE):
+            rows = slice(start, min(start + _PIECE, max_model_len))
+            angles = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] * frequencies
+            for table, function in ((cos, np.cos), (sin, np.sin)):
+                function(angles, out=table[rows])
+                table[rows] *= factor
+        return cos, sin
 
 
 def _factor(scaling: Fields) -> float:

@@ -19,7 +19,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint as its files describe it. `dtype` is the serving dtype of weights, activations and KV.
 
     `max_position_embeddings` is the longest sequence in tokens, rope scaling included. `weight_bytes` counts the
-    weights as torch holds them, `packed_bytes` as the CPU kernels do. `needs_torch` says why the kernels cannot serve
+    weights as torch holds them, `packed_bytes` as the CPU kernels do; `position_bytes` are for each position of the
+    longest sequence, such as tables of angles. `needs_torch` says why the kernels cannot serve
     the model; it is empty if they can. `quantization` names how weights are quantised, which only the kernels serve.
     `own_blocks`: the KV groups have block sizes of their own, so that no other can be chosen.
     `obstacle` says why nothing serves the model, and is empty if something does. `stored` is what the files of a
@@ -36,6 +37,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     weight_bytes: int
     packed_bytes: int = 0
+    position_bytes: int = 0
     needs_torch: str = "it has no program for the CPU kernels"
     quantization: str = ""
     obstacle: str = ""

@@ -320,6 +320,7 @@ class DeepseekV4Config:
             num_parameters=self.num_parameters(),
             weight_bytes=sum(tensor.num_bytes for tensor in required.values()) if quantised else resident,
             packed_bytes=self._packed_bytes(),
+            position_bytes=sum(rope.position_bytes for rope in set(self.ropes().values())),
             needs_torch=self._needs_torch(dtype),
             quantization=quantised,
             obstacle=_QUANTISED.format(quantised) if quantised else "",

@@ -178,6 +178,7 @@ class Qwen3Config:
             num_parameters=num_parameters,
             weight_bytes=resident * DTYPE_BYTES[dtype],
             packed_bytes=self._packed_bytes(dtype),
+            position_bytes=self.rope.position_bytes,
             needs_torch=self._needs_torch(dtype, block_size),
             quantization=self.quantization.name if self.quantization else "",
             kv_groups=self.kv_groups(dtype, block_size),
