@@ -111,7 +111,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         """As many sequences as fit at once, at most `max_num_seqs`, and the tokens that each of them may have then."""
         history = [g for g in self.groups if g.keeps_history]
         tails = [g for g in self.groups if not g.keeps_history]
-        count = min([max_num_seqs, *(int(g.num_sequences) for g in tails)])
+        count = min([max_num_seqs, *(int(g.num_sequences) for g in tails), *(g.num_blocks - 1 for g in history)])
         return count, min([model_len, *((g.num_blocks - 1) // count * g.block_tokens for g in history)])
 
 
