@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -118,11 +119,13 @@ class Switch:
 
 @dataclass(frozen=True)
 class Text:
-    """Text on one line, not empty."""
+    """Text on one line, not empty; a path stands for its text."""
 
     allowed: str = "text on one line, not empty"
 
     def parse(self, value: object) -> str:
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise ValueError
         return value

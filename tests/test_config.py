@@ -315,6 +315,10 @@ def test_a_value_of_the_file_is_refused_by_its_key() -> None:
         make_options({}, {"max_num_seqs": 0}, "serve.yaml")
 
 
+def test_a_path_is_as_good_as_its_text(tmp_path: Path) -> None:
+    assert Options(kv_disk=tmp_path).kv_disk == str(tmp_path)
+
+
 def test_unknown_options_get_the_closest_name() -> None:
     with pytest.raises(ConfigError, match=r"unknown option 'max-num-seq' in a.json; did you mean max-num-seqs\?"):
         make_options({}, {"max-num-seq": 1}, "a.json")

@@ -15,6 +15,7 @@ from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, run_
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 32
+FOR_KERNELS = {"deepseek_v4_fast": {"o_lora_rank": 32}}
 
 
 def streams(max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -48,20 +49,27 @@ def survive(model: Path, kills: int, max_tokens: int, points: dict[str, list[obj
     assert len({tuple(answer) for answer in undisturbed}) == NUM_STREAMS
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_streams_survive_kills(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("deepseek_v4_fast", "bfloat16")]
+)
+def test_streams_survive_kills(tmp_path: Path, kind: str, dtype: str) -> None:
     """The worker dies in prefill, between sampling and commit, and while its successor loads."""
     points: dict[str, list[object]] = {"1": ["after", 3], "2": ["load", 0], "4": ["before", 2]}
-    survive(make_checkpoint(tmp_path / "model", dtype=dtype), kills=3, max_tokens=40, points=points)
+    survive(
+        make_checkpoint(tmp_path / "model", kind=kind, dtype=dtype, **FOR_KERNELS.get(kind, {})),
+        kills=3,
+        max_tokens=40,
+        points=points,
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v4_fast"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streams_survive_a_hundred_kills(tmp_path: Path, dtype: str, kind: str) -> None:
     points: dict[str, list[object]] = {}
     for epoch in range(2, 60, 6):
         points |= {str(epoch): ["load", 0], str(epoch + 2): ["after", 2 + epoch % 7], str(epoch + 4): ["before", 2]}
-    model = make_checkpoint(tmp_path / "model", kind=kind, dtype=dtype)
+    model = make_checkpoint(tmp_path / "model", kind=kind, dtype=dtype, **FOR_KERNELS.get(kind, {}))
     survive(model, kills=100 - len(points), max_tokens=300, points=points)
