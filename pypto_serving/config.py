@@ -312,9 +312,21 @@ class _Resolver:
         return TierConfig(tier=tier, size_bytes=size_bytes, num_slots=slots, place=place)
 
     def _check_disk(self, tier: TierConfig) -> None:
-        """Refuse a folder that can neither be written nor hold blocks already. Later losses are the worker's."""
+        """Refuse a folder that can neither be written nor hold blocks already. Later losses are the worker's.
+
+        Blocks that are there already are part of the tier, so that what is left on the disk is no bound for it then.
+        """
         disk, label = self.host.kv_disk, f"{self.options.label('kv_disk')} {tier.place}"
-        if disk is None or disk.used:
+        if disk is None:
+            return
+        room_bytes, part = (disk.disk_bytes, "in all") if disk.used else (disk.free_bytes, "left")
+        if room_bytes and tier.size_bytes > room_bytes:
+            asked = f"{self.options.label('kv_disk_size')} is {format_size(tier.size_bytes)}"
+            self.warnings.append(
+                f"{asked}, but the disk of {tier.place} has {format_size(room_bytes)} {part}; "
+                "blocks are kept until it is full"
+            )
+        if disk.used:
             return
         if disk.obstacle:
             raise ConfigError(f"{label} cannot be used: {disk.obstacle}; give a folder that can be written")

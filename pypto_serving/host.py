@@ -15,12 +15,13 @@ from pypto_serving.types.tier import PART_NAME
 
 
 class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be kept in a folder. `obstacle` says why nothing can; `free_bytes` is the room on its disk.
+    """What can be kept in a folder. `obstacle` says why nothing can; of its disk's `disk_bytes`, `free_bytes` are left.
 
     A folder that is `used` holds blocks that can be read, and perhaps written, whatever else it allows.
     """
 
     obstacle: str = ""
+    disk_bytes: int = 0
     free_bytes: int = 0
     used: bool = False
 
@@ -67,13 +68,13 @@ def read_disk_facts(folder: Path) -> DiskFacts:
             parts = [path for path in existing.iterdir() if PART_NAME.fullmatch(path.name)]
             read_only = os.statvfs(existing).f_flag & os.ST_RDONLY
             used = any(read_only or os.access(path, os.W_OK | os.X_OK, effective_ids=True) for path in parts)
-        free_bytes = shutil.disk_usage(existing).free
+        disk = shutil.disk_usage(existing)
         Path(tempfile.mkdtemp(prefix=".pypto-", dir=existing)).rmdir()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return DiskFacts(used=used)
         return DiskFacts(obstacle="" if used else os.strerror(error.errno or 0).lower(), used=used)
-    return DiskFacts(free_bytes=free_bytes, used=used)
+    return DiskFacts(disk_bytes=disk.total, free_bytes=disk.free, used=used)
 
 
 def _control_groups(root: Path) -> Iterator[Path]:

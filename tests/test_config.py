@@ -484,20 +484,6 @@ def test_a_pool_that_cannot_be_is_refused(url: str) -> None:
         make_resolved(kv_remote=url)
 
 
-def test_a_folder_of_blocks_that_cannot_work_is_refused() -> None:
-    def resolved(disk: DiskFacts) -> Resolved:
-        return make_resolved(make_model(), msgspec.structs.replace(HOST, kv_disk=disk), kv_disk="/kv")
-
-    slots = resolved(DiskFacts(free_bytes=GIB)).engine.tiers[0].num_slots[0]
-    needed = FULL.block_bytes + 64 * slots
-    assert resolved(DiskFacts(free_bytes=needed)).engine.tiers
-    assert resolved(DiskFacts(used=True)).engine.tiers
-    with pytest.raises(ConfigError, match=r"^--kv-disk /kv has 128 MiB left on its disk, .* lower --kv-disk-size, or"):
-        resolved(DiskFacts(free_bytes=needed - 1))
-    with pytest.raises(ConfigError, match=r"^--kv-disk /kv cannot be used: permission denied; give a folder that can"):
-        resolved(DiskFacts(free_bytes=GIB, obstacle="permission denied"))
-
-
 @pytest.mark.parametrize("url", ["mooncake://a", "mooncake://[::1]:7/?protocol=rdma&device=mlx5_0&segment_size=1GiB"])
 def test_a_pool_is_a_tier(url: str) -> None:
     (tier,) = make_resolved(kv_remote=url).engine.tiers

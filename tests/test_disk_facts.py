@@ -1,4 +1,4 @@
-"""What a folder on a disk allows is known before anything is loaded, and trying leaves nothing behind."""
+"""What a folder on a disk allows is known before anything is loaded, and decides; trying leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,12 +8,21 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from pypto_serving.config import Resolved
+from pypto_serving.errors import ConfigError
 from pypto_serving.host import DiskFacts, read_disk_facts
+from pypto_serving.util import GIB
 from tests.store.blocks import Disk, key_of, mounted, put
+from tests.test_config import FULL, HOST, make_resolved
 
 NOBODY = 65534
+
+
+def resolved(disk: DiskFacts, **options: str) -> Resolved:
+    return make_resolved(None, msgspec.structs.replace(HOST, kv_disk=disk), kv_disk="/kv", **options)
 
 
 @pytest.fixture
@@ -71,4 +80,27 @@ def test_a_full_disk_has_no_room(tmp_path: Path) -> None:
         with pytest.raises(OSError), (root / "ballast").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
-        assert read_disk_facts(root) == DiskFacts()
+        facts = read_disk_facts(root)
+        assert (facts.obstacle, facts.free_bytes, facts.used) == ("", 0, False)
+
+
+def test_a_folder_of_blocks_that_cannot_work_is_refused() -> None:
+    slots = resolved(DiskFacts(free_bytes=GIB)).engine.tiers[0].num_slots[0]
+    needed = FULL.block_bytes + 64 * slots
+    assert resolved(DiskFacts(free_bytes=needed)).engine.tiers
+    assert resolved(DiskFacts(used=True)).engine.tiers
+    with pytest.raises(ConfigError, match=r"^--kv-disk /kv has 128 MiB left on its disk, .* lower --kv-disk-size, or"):
+        resolved(DiskFacts(free_bytes=needed - 1))
+    with pytest.raises(ConfigError, match=r"^--kv-disk /kv cannot be used: permission denied; give a folder that can"):
+        resolved(DiskFacts(free_bytes=GIB, obstacle="permission denied"))
+
+
+def test_a_disk_that_holds_less_than_was_asked_for_is_named() -> None:
+    asked = "--kv-disk-size is 900 TiB, but the disk of /kv has "
+    left = DiskFacts(disk_bytes=80 * GIB, free_bytes=50 * GIB)
+    assert resolved(left, kv_disk_size="900TiB").warnings == (f"{asked}50 GiB left; blocks are kept until it is full",)
+    used = msgspec.structs.replace(left, used=True)
+    assert resolved(used, kv_disk_size="900TiB").warnings == (
+        f"{asked}80 GiB in all; blocks are kept until it is full",
+    )
+    assert resolved(left, kv_disk_size="50GiB").warnings == resolved(used, kv_disk_size="60GiB").warnings == ()

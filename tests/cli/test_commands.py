@@ -135,6 +135,14 @@ def test_a_mistake_in_a_real_process() -> None:
     assert result.stderr == "error: --port is -1, but must be a whole number from 0 to 65535\n"
 
 
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_a_disk_that_is_too_small_is_named(tmp_path: Path, options: list[str]) -> None:
+    result = run_process(*NULL, *options, "--kv-disk", str(tmp_path), "--kv-disk-size", "900TiB")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.startswith(f"--kv-disk-size is 900 TiB, but the disk of {tmp_path} has ")
+    assert result.stderr.endswith(" left; blocks are kept until it is full\n")
+
+
 def test_generate_without_a_prompt() -> None:
     result = run_process("generate", "--backend", "null")
     assert (result.returncode, result.stdout) == (2, "")
