@@ -80,3 +80,12 @@ def describe(error: Exception) -> ApiError:
     headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
     code = getattr(error, "error_code", error.code)
     return ApiError(status, str(error), code, getattr(error, "param", None), retry, headers)
+
+
+def brief(value: Any) -> str:
+    """`value` as it may stand in a message: at most 100 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."

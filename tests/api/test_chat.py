@@ -128,7 +128,10 @@ def test_a_model_without_a_template_or_tokenizer_says_so(start: Callable[..., Ru
     plain = start(write_checkpoint(tmp_path / "a", template=None))
     response = plain.post(PATH, {"messages": [HELLO]})
     assert response.status_code == 400
-    assert "no chat template" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"] == ("chat is off: this model has no chat template; use /v1/completions")
+    for body in ({"tools": [{"type": "function"}]}, {"tool_choice": "required"}, {"temperature": "hot"}):
+        error = plain.post(PATH, {"messages": [HELLO], **body}).json()["error"]
+        assert (error["param"], error["code"]) == ("messages", "chat_unavailable")
     assert plain.post("/v1/completions", {"prompt": "hello"}).status_code == 200
     bare = start(write_checkpoint(tmp_path / "b", tokenizer=False))
     assert "no tokenizer.json" in bare.post(PATH, {"messages": [HELLO]}).json()["error"]["message"]

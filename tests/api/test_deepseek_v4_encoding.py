@@ -64,6 +64,10 @@ def call(name: str, arguments: Any, call_id: Any = "") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def function(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 def prompt(*messages: Message, efforts: dict[str, str] = FIRST_EFFORTS, **kwargs: Any) -> str:
     text = DeepseekV4Encoder(efforts).encode(messages, kwargs).prompt
     assert isinstance(text, str)
@@ -275,6 +279,12 @@ def test_results_stand_in_the_order_of_their_calls() -> None:
     said = (user("Wie?"), CALLING, tool("noon", "2"), user("And?"), tool("rain", "1"), user("Go."))
     words = "<tool_result>rain</tool_result>\n\nAnd?\n\n<tool_result>noon</tool_result>\n\nGo."
     assert prompt(*said).endswith(f"{E}{U}{words}{A}<think>")
+    unnamed = (user("Wie?"), CALLING, tool("rain"), tool("noon"))
+    in_order = "<tool_result>rain</tool_result>\n\n<tool_result>noon</tool_result>"
+    assert prompt(*unnamed).endswith(f"{in_order}{A}<think>")
+    later = assistant("", tool_calls=[call("now", "", "3")])
+    late = (*said[:3], later, tool("c", "3"), tool("a", "1"))
+    assert chat(*late).endswith("<tool_result>a</tool_result>\n\n<tool_result>c</tool_result>" + f"{A}</think>")
     again = (*said, assistant("Hm."), tool("b", "2"), tool("a", "1"))
     assert chat(*again).endswith("<tool_result>a</tool_result>\n\n<tool_result>b</tool_result>" + f"{A}</think>")
 
@@ -335,7 +345,7 @@ BAD: list[tuple[list[Any], dict[str, Any], str, str]] = [
     ([{"role": "assistant", "reasoning": 5}], {}, "messages[0].reasoning", "must be a string"),
     ([assistant("a", tool_calls={})], {}, "messages[0].tool_calls", "must be a list"),
     ([assistant("a", tool_calls=[1])], {}, "messages[0].tool_calls[0]", "'function'"),
-    ([assistant("a", tool_calls=[call("", "{}")])], {}, "messages[0].tool_calls[0].function.name", "missing"),
+    ([assistant("a", tool_calls=[call("", "{}")])], {}, "messages[0].tool_calls[0].function.name", "is ''"),
     ([assistant("a", tool_calls=[call("f", 5)])], {}, "messages[0].tool_calls[0].function.arguments", "JSON object"),
     ([assistant("a", tool_calls=[call("f", "{}", 5)])], {}, "messages[0].tool_calls[0].id", "string"),
     ([user("a"), {"role": "tool", "content": "x", "tool_call_id": 1}], {}, "messages[1].tool_call_id", "string"),
@@ -346,6 +356,19 @@ BAD: list[tuple[list[Any], dict[str, Any], str, str]] = [
     ([user("a")], {"tools": [{"type": "function"}]}, "tools[0]", "'function'"),
     ([user("a")], {"tools": [{"type": "web"}]}, "tools[0]", "'function'"),
     ([user("a")], {"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
+    ([user("a")], {"tools": [{"function": {"name": 5}}]}, "tools[0].function.name", "is 5, but must be a string"),
+    ([user("a")], {"tools": [{"function": {"name": ""}}]}, "tools[0].function.name", "is '', but must be a string"),
+    ([user("a")], {"tools": [function("x")]}, "tools[0].function.parameters", "is 'x', but must be a JSON schema"),
+    ([system("a", tools=[function([])])], {}, "messages[0].tools[0].function.parameters", "is []"),
+    ([tool("x", "1")], {}, "messages[0].tool_call_id", "is '1', but the ids of earlier calls are none"),
+    (
+        [user("a"), CALLING, tool("y", "3")],
+        {},
+        "messages[2].tool_call_id",
+        "is '3', but the ids of earlier calls are [",
+    ),
+    ([user("a"), CALLING, tool("x", "1"), user("b"), tool("y")], {}, "messages[4].tool_call_id", "or in none of them"),
+    ([user("a"), CALLING, tool("x"), tool("y", "2")], {}, "messages[3].tool_call_id", "or in none of them"),
     ([user("a")], {"reasoning_effort": "huge"}, "reasoning_effort", "'huge', but must be one of none, minimal, low"),
     ([user("a")], {"reasoning_effort": 3}, "reasoning_effort", "3"),
     ([user("a")], {"thinking": "on"}, "thinking", "true or false"),

@@ -31,7 +31,10 @@ class ChatEncoder(Protocol):
 
     @property
     def request_fields(self) -> frozenset[str]:
-        """Fields of a request, besides its messages, that `encode` takes in `kwargs`."""
+        """Fields of a request, besides its messages, that `encode` takes in `kwargs`.
+
+        Raises RequestError where the model cannot chat, whatever the request asks for.
+        """
 
     def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> EncodedChat:
         """The prompt; raises RequestError for what the family cannot express.
@@ -54,13 +57,20 @@ ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
 class UnavailableEncoder:
     """Stands in where a model cannot chat, and tells each request why."""
 
-    request_fields = frozenset[str]()
-
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
+    @property
+    def request_fields(self) -> NoReturn:
+        self._refuse()
+
     def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> NoReturn:
-        raise RequestError(f"{self._reason}; use /v1/completions", param="messages", code="chat_unavailable")
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RequestError(
+            f"chat is off: {self._reason}; use /v1/completions", param="messages", code="chat_unavailable"
+        )
 
 
 def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEncoder:

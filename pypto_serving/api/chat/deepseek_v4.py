@@ -16,6 +16,7 @@ from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.chat.deepseek_v4_output import THINK_END, DeepseekV4Parser
 from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_tools, read_turns, refuse, with_request
 from pypto_serving.api.chat.dsml import to_json, write_calls, write_tools
+from pypto_serving.api.errors import brief
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
@@ -130,7 +131,7 @@ def read_mode(options: Mapping[str, Any]) -> Mode:
         refuse("chat_template_kwargs", f"has {names}, but this model knows only {', '.join(OPTIONS)}")
     effort = options.get("reasoning_effort")
     if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
-        refuse("reasoning_effort", f"is {effort!r:.100}, but must be one of {', '.join(EFFORTS)}")
+        refuse("reasoning_effort", f"is {brief(effort)}, but must be one of {', '.join(EFFORTS)}")
     said = [
         flag for flag in (_thinking(options.get("thinking")), _flag(options, "enable_thinking")) if flag is not None
     ]
@@ -192,7 +193,7 @@ def _read_format(wanted: Any) -> Mapping[str, Any] | None:
     described = wanted.get("json_schema") if kind == "json_schema" else None
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(described, dict) or not isinstance(schema, dict):
-        refuse("response_format", f"of type {kind!r:.100} is not supported; send text, or json_schema with a schema")
+        refuse("response_format", f"of type {brief(kind)} is not supported; send text, or json_schema with a schema")
     if described.get("strict"):
         refuse("response_format", "cannot be strict: the schema is asked for, not enforced; set strict to false")
     return schema
@@ -212,5 +213,5 @@ def _thinking(value: Any) -> bool | None:
 def _flag(options: Mapping[str, Any], name: str) -> bool | None:
     value = options.get(name)
     if not isinstance(value, bool | None):
-        refuse(f"chat_template_kwargs.{name}", f"is {value!r:.100}, but must be true or false")
+        refuse(f"chat_template_kwargs.{name}", f"is {brief(value)}, but must be true or false")
     return value

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
+from pypto_serving.api.errors import brief
 from pypto_serving.errors import RequestError
 
 Role = Literal["system", "user", "developer", "assistant", "latest_reminder"]
@@ -43,17 +44,17 @@ def read_turns(messages: Sequence[Message]) -> list[Turn]:
         where = f"messages[{i}]"
         role = message.get("role")
         if role not in ROLES:
-            refuse(f"{where}.role", f"is {role!r:.100}, but must be one of {', '.join(ROLES)}")
+            refuse(f"{where}.role", f"is {brief(role)}, but must be one of {', '.join(ROLES)}")
         text = _text(message, "content", where)
         if role == "user":
             said.words(text)
         elif role == "tool":
-            said.result(text, _text(message, "tool_call_id", where))
+            said.result(text, _text(message, "tool_call_id", where), where)
         else:
             turns += said.turns()
             turns.append(_turn(message, role, text, where))
         if role == "assistant" and message.get("tool_calls"):
-            said.call_ids = _call_ids(message, where)
+            said.expect(_call_ids(message, where))
     return turns + said.turns()
 
 
@@ -73,8 +74,8 @@ def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
     if tools is None:
         return []
     if not isinstance(tools, list):
-        refuse(where, "must be a list of {'type': 'function', 'function': {'name': ...}}")
-    return [_function(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
+        refuse(where, f"is {brief(tools)}, but must be a list of {{'type': 'function', 'function': {{'name': ...}}}}")
+    return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
 
 
 def refuse(where: str, complaint: str) -> NoReturn:
@@ -83,27 +84,42 @@ def refuse(where: str, complaint: str) -> NoReturn:
 
 
 class _Said:
-    """Collects what is said between two answers. `call_ids` are those of the latest answer's calls, in order."""
+    """Collects what is said between two answers, and knows the places of all calls before, by their ids."""
 
     def __init__(self) -> None:
-        self.call_ids: list[str] = []
+        self._places: dict[str, int] = {}
+        self._num_calls = 0
         self._blocks: list[tuple[str | None, str]] = []
+        self._have_ids: bool | None = None
+
+    def expect(self, call_ids: Sequence[str]) -> None:
+        """An answer made these calls. An id that occurs again is from then on the later call's."""
+        for call_id in call_ids:
+            self._num_calls += 1
+            if call_id:
+                self._places[call_id] = self._num_calls
 
     def words(self, text: str) -> None:
         self._blocks.append((None, text))
 
-    def result(self, text: str, call_id: str) -> None:
+    def result(self, text: str, call_id: str, where: str) -> None:
+        """What a call gave. Results may all come without ids, then in the order of their calls."""
+        if call_id and call_id not in self._places:
+            known = brief(list(self._places)) if self._places else "none"
+            refuse(f"{where}.tool_call_id", f"is {brief(call_id)}, but the ids of earlier calls are {known}")
+        if self._have_ids not in (None, bool(call_id)):
+            refuse(f"{where}.tool_call_id", "must stand in all results of an answer's calls, or in none of them")
+        self._have_ids = bool(call_id)
         self._blocks.append((call_id, f"<tool_result>{text}</tool_result>"))
 
     def turns(self) -> list[Turn]:
         """The user's turn, if anything was said: results in the order of their calls, where results stand."""
         if not self._blocks:
             return []
-        place = {call_id: i for i, call_id in enumerate(self.call_ids) if call_id}
         results = [block for block in self._blocks if block[0] is not None]
-        in_order = iter(sorted(results, key=lambda block: place.get(block[0] or "", 0)))
+        in_order = iter(sorted(results, key=lambda block: self._places.get(block[0] or "", 0)))
         texts = [text if call_id is None else next(in_order)[1] for call_id, text in self._blocks]
-        self._blocks = []
+        self._blocks, self._have_ids = [], None
         return [Turn("user", "\n\n".join(texts))]
 
 
@@ -118,7 +134,7 @@ def _turn(message: Message, role: Role, text: str, where: str) -> Turn:
     tools = read_tools(message.get("tools"), f"{where}.tools")
     schema = message.get("response_format")
     if schema is not None and not isinstance(schema, dict):
-        refuse(f"{where}.response_format", "must be a JSON schema")
+        refuse(f"{where}.response_format", f"is {brief(schema)}, but must be a JSON schema")
     if role not in INSTRUCTING and (tools or schema is not None):
         refuse(where, "has tools or a response_format; only system and developer messages, and the request, may")
     return Turn(role, text, tools, schema)
@@ -129,7 +145,8 @@ def _calls(message: Message, where: str) -> list[Call]:
     if calls is None:
         return []
     if not isinstance(calls, list):
-        refuse(f"{where}.tool_calls", "must be a list of {'id': ..., 'function': {'name': ..., 'arguments': ...}}")
+        form = "{'id': ..., 'function': {'name': ..., 'arguments': ...}}"
+        refuse(f"{where}.tool_calls", f"is {brief(calls)}, but must be a list of {form}")
     return [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
@@ -139,7 +156,7 @@ def _call(call: Any, where: str) -> Call:
     if isinstance(arguments, dict):
         return function["name"], arguments
     if arguments is not None and not isinstance(arguments, str):
-        refuse(f"{where}.function.arguments", "must be a JSON object, as text")
+        refuse(f"{where}.function.arguments", f"is {brief(arguments)}, but must be a JSON object, as text")
     return function["name"], _arguments(arguments or "{}")
 
 
@@ -156,13 +173,24 @@ def _call_ids(message: Message, where: str) -> list[str]:
     return [_text(call, "id", f"{where}.tool_calls[{i}]") for i, call in enumerate(message.get("tool_calls") or [])]
 
 
+def _tool(entry: Any, where: str) -> Mapping[str, Any]:
+    """The function object of a tool."""
+    function = _function(entry, where)
+    if not isinstance(function.get("parameters"), dict | None):
+        complaint = f"is {brief(function['parameters'])}, but must be a JSON schema, which is an object"
+        refuse(f"{where}.function.parameters", complaint)
+    return function
+
+
 def _function(entry: Any, where: str) -> Mapping[str, Any]:
     """The function object of a tool or of a call."""
     function = entry.get("function") if isinstance(entry, dict) else None
     if not isinstance(function, dict) or entry.get("type", "function") != "function":
-        refuse(where, "must be {'type': 'function', 'function': {...}}")
-    if not isinstance(function.get("name"), str) or not function["name"]:
+        refuse(where, f"is {brief(entry)}, but must be {{'type': 'function', 'function': {{...}}}}")
+    if function.get("name") is None:
         refuse(f"{where}.function.name", "is missing; send a string")
+    if not isinstance(function["name"], str) or not function["name"]:
+        refuse(f"{where}.function.name", f"is {brief(function['name'])}, but must be a string, not empty")
     return function
 
 
@@ -170,5 +198,5 @@ def _text(entry: Message, field: str, where: str) -> str:
     """A field that may be left out."""
     value = entry.get(field)
     if not isinstance(value, str | None):
-        refuse(f"{where}.{field}", "must be a string")
+        refuse(f"{where}.{field}", f"is {brief(value)}, but must be a string")
     return value or ""

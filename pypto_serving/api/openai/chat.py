@@ -11,9 +11,10 @@ from starlette.responses import Response
 
 from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.chat.template import RESERVED
+from pypto_serving.api.errors import brief
 from pypto_serving.api.openai.body import parse_body
 from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
-from pypto_serving.api.openai.fields import brief, chat_rules, ignored_header
+from pypto_serving.api.openai.fields import chat_rules, ignored_header
 from pypto_serving.api.openai.generation import Generation, Prompt
 from pypto_serving.api.openai.params import parseable, sampling_params
 from pypto_serving.api.openai.prompts import encode_chat, fit_max_tokens

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pypto_serving.api.errors import brief
 from pypto_serving.errors import RequestError
 
 IGNORED_HEADER = "x-ignored-fields"
@@ -38,21 +39,12 @@ class FieldRules:
 def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     if value is None or any(value == allowed for allowed in neutral):
         return
-    advice = f"leave it out or set it to {json.dumps(neutral[0])}" if neutral else "leave it out"
+    advice = f"leave it out or set it to {' or '.join(map(json.dumps, neutral))}" if neutral else "leave it out"
     raise RequestError(
         f"{name} = {brief(value)} is not supported by this server; {advice}",
         param=name,
         code="unsupported_field",
     )
-
-
-def brief(value: Any) -> str:
-    """`value` as it may stand in a message: at most 100 characters."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def ignored_header(fields: list[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.openai.fields import brief
+from pypto_serving.api.errors import brief
 from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.settings import DefaultSampling
 from pypto_serving.errors import RequestError

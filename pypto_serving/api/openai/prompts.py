@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pypto_serving.api.chat import EncodedChat
-from pypto_serving.api.openai.fields import brief
+from pypto_serving.api.errors import brief
 from pypto_serving.api.service import Service
 from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import ContextLengthError, RequestError
