@@ -96,6 +96,11 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.4g} TiB"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 request`, `2 requests`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class LazyRegistry:
     """Names mapped to `module:attribute`, imported on first use."""
 

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pypto_serving.api.service import Service
+from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -63,11 +64,12 @@ class ApiServer:
         """First call: take no more requests, finish the admitted ones, end. Second call: end now."""
         if self._drain is None:
             left = self._service.admission.in_flight
-            logger.info("draining: %d requests left, at most %g s; stop again to end now", left, self._drain_timeout_s)
+            wait_s = self._drain_timeout_s
+            logger.info("draining: %s left, at most %g s; stop again to end now", counted(left, "request"), wait_s)
             self._service.admission.drain()
             self._drain = asyncio.get_running_loop().create_task(self._drain_then_exit())
         else:
-            logger.warning("ending now, %d requests get a 503", self._service.admission.in_flight)
+            logger.warning("ending now, with a 503 for %s", counted(self._service.admission.in_flight, "request"))
             self._end_now()
 
     async def _drain_then_exit(self) -> None:
@@ -75,8 +77,8 @@ class ApiServer:
             await asyncio.wait_for(self._service.admission.wait_idle(), self._drain_timeout_s)
             self._server.exit()
         except TimeoutError:
-            left = self._service.admission.in_flight
-            logger.warning("%d requests did not finish within %g s and get a 503", left, self._drain_timeout_s)
+            left = counted(self._service.admission.in_flight, "request")
+            logger.warning("ending after %g s, with a 503 for %s that did not finish", self._drain_timeout_s, left)
             self._end_now()
 
     def _end_now(self) -> None:

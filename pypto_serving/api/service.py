@@ -13,6 +13,7 @@ from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.engine.text import Tokenizer, load_eos_token_ids
 from pypto_serving.errors import ModelError, UnknownModelError
+from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -64,7 +65,7 @@ class Service:
         """The engine's health, or that this server drains."""
         health = self.engine.health()
         if self.admission.draining:
-            detail = f"shutting down, {self.admission.in_flight} requests left"
+            detail = f"shutting down, {counted(self.admission.in_flight, 'request')} left"
             return Health(ok=False, status="draining", detail=detail, age_s=health.age_s)
         return health
 

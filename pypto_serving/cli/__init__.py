@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from pypto_serving.errors import EXIT_CRASH, EXIT_OK, EXIT_USAGE, PyptoError
 
 EXIT_INTERRUPTED = 130
 STARTED_S = time.monotonic()
+_VALIDATOR = re.compile(r"^(Invalid value for [^:]*: )Value error, ")
+"""How pydantic, with which typer checks values, begins a complaint."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = typer.main.get_command(app).main(argv, prog_name=_program_name(), standalone_mode=False)
     except typer.TyperException as error:
-        return _fail(error.format_message(), EXIT_USAGE)
+        return _fail(_VALIDATOR.sub(r"\1", error.format_message()), EXIT_USAGE)
     except PyptoError as error:
         return _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):

@@ -35,7 +35,8 @@ def convert(
 
     progress = LoadProgress()
     try:
-        convert_to_w8a8(locate_model(source), target.expanduser(), progress)
+        folder = locate_model(source)
+        convert_to_w8a8(folder, target.expanduser(), lambda phase, *done: progress(f"converting {phase}", *done))
     finally:
         progress.close()
     typer.echo(f"{target} is complete; serve it with `pypto-serving serve {target}`")

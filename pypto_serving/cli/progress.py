@@ -1,4 +1,4 @@
-"""Progress of loading, on stderr: a bar on a terminal, one timed line per phase elsewhere."""
+"""Progress of long work, on stderr: a bar on a terminal, one timed line per phase elsewhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
+_SHOWN = {"weights": "loading weights", "warm-up": "warming up", "prepare": "preparing"}
+"""Phases of a worker, as people read them."""
+
+
 class LoadProgress:
-    """Called with (phase, done, total); owns the bar on the terminal until `close()`."""
+    """Called with (phase, done, total); owns the bar on the terminal until `close()`.
+
+    A phase lasts from the end of the one before it, the first from when this was made, so that the times add up.
+    """
 
     def __init__(self) -> None:
         self._bar = _start_bar() if sys.stderr.isatty() else None
         self._task: TaskID | None = None
         self._phase = ""
-        self._since_s = 0.0
+        self._since_s = time.monotonic()
         self._closed = False
 
     def __call__(self, phase: str, done: int, total: int) -> None:
@@ -25,8 +32,8 @@ class LoadProgress:
             return
         if phase != self._phase:
             self._finish_phase()
-            self._phase, self._since_s = phase, time.monotonic()
-            self._task = self._bar.add_task(phase, total=total) if self._bar else None
+            self._phase = phase
+            self._task = self._bar.add_task(_SHOWN.get(phase, phase), total=total) if self._bar else None
         if self._bar and self._task is not None:
             self._bar.update(self._task, completed=done, total=total)
         if done >= total:
@@ -40,9 +47,13 @@ class LoadProgress:
             self._bar.stop()
 
     def _finish_phase(self) -> None:
-        if self._phase and self._bar is None:
-            print(f"{self._phase}: {time.monotonic() - self._since_s:.2f} s", file=sys.stderr, flush=True)
-        self._phase = ""
+        if not self._phase:
+            return
+        now_s = time.monotonic()
+        if self._bar is None:
+            shown = _SHOWN.get(self._phase, self._phase)
+            print(f"{shown}: {now_s - self._since_s:.2f} s", file=sys.stderr, flush=True)
+        self._phase, self._since_s = "", now_s
 
 
 def _start_bar() -> Progress:

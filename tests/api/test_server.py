@@ -132,7 +132,10 @@ def test_a_client_that_leaves_while_it_sends(server: RunningServer) -> None:
     assert server.http.get("/version").status_code == 200
 
 
-def test_drain_finishes_what_was_admitted(start: Callable[..., RunningServer]) -> None:
+def test_drain_finishes_what_was_admitted(
+    start: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pypto_serving.api")
     server = start()
     server.engine.script = lambda request: Script([], hang=True)
     answers = []
@@ -144,6 +147,8 @@ def test_drain_finishes_what_was_admitted(start: Callable[..., RunningServer]) -
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     health = server.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (503, "draining")
+    assert health.json()["detail"] == "shutting down, 1 request left"
+    assert "draining: 1 request left, at most 5 s; stop again to end now" in caplog.messages
     server.call(server.engine.finish_hanging)
     client.join(WAIT_S)
     server.thread.join(WAIT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,8 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*NULL, "--max-model-len", "99999"], 2, "give at most 40960"),
     ([*NULL, "--config", "no/such.yaml"], 2, "--config no/such.yaml cannot be read: No such file"),
     ([*NULL, "deepseek_v4", "--block-size", "32"], 2, "--block-size cannot be chosen for deepseek_v4"),
+    (["convert", "a", "b", "--format", "x"], 2, "Invalid value for '--format': 'x' is not one of 'w8a8'."),
+    (["bench", "serve", "--backend", "x"], 2, "Invalid value for '--backend': 'x' is not one of 'openai', 'openai-"),
     (["check", "--backend", "gpu"], 2, "--backend is gpu, but must be one of cpu, null"),
     ([*NULL, "--kv-disk", "/dev/null"], 2, "--kv-disk /dev/null cannot be used: not a directory; give a folder that"),
     (["serve", *NULL[1:], "--kv-disk", "/dev/null/kv"], 2, "--kv-disk /dev/null/kv cannot be used: not a directory"),
@@ -265,6 +268,12 @@ def test_locate_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate_model(".") == tmp_path.resolve()
     monkeypatch.setattr(locate, "_fetch", lambda name: Path("cache") / name)
     assert locate_model("owner/name.v1-2") == Path("cache/owner/name.v1-2")
+
+
+def test_convert_says_what_took_how_long(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, "convert", str(BUNDLED), str(tmp_path / "w8a8"), "--format", "w8a8")
+    assert (code, out.count("is complete; serve it with")) == (0, 1)
+    assert re.fullmatch(r"converting weights: \d+\.\d\d s\n", err)
 
 
 def test_completion_is_offered() -> None:
