@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -15,10 +14,8 @@ from pypto_serving.config import Resolved
 from pypto_serving.errors import ConfigError
 from pypto_serving.host import DiskFacts, read_disk_facts
 from pypto_serving.util import GIB
-from tests.store.blocks import Disk, key_of, mounted, put
+from tests.store.blocks import Disk, as_nobody, key_of, mounted, put
 from tests.test_config import FULL, HOST, make_resolved
-
-NOBODY = 65534
 
 
 def resolved(disk: DiskFacts, **options: str) -> Resolved:
@@ -31,11 +28,8 @@ def locked() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o555)
-        if os.geteuid() == 0:
-            os.seteuid(NOBODY)
-        yield folder
-        if os.getuid() == 0:
-            os.seteuid(0)
+        with as_nobody():
+            yield folder
         folder.chmod(0o700)
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 kv_app = typer.Typer(help="Look after the folder of --kv-disk.", no_args_is_help=True)
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that --kv-disk names.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that --kv-disk names.", readable=False)]
+"""Whether it can be read is said in our words."""
 
 
 @kv_app.command()
@@ -112,13 +113,17 @@ def verify(folder: Folder) -> int:
     from pypto_serving.store.folder import Unusable
     from pypto_serving.store.inspect import folders_in
     from pypto_serving.store.inspect import verify as verify_folder
+    from pypto_serving.util import counted
 
     code = EXIT_OK
-    for path in folders_in(folder.expanduser()):
+    found = folders_in(folder.expanduser())
+    if not found:
+        typer.echo(f"{folder} holds no blocks")
+    for path in found:
         progress = LoadProgress()
         try:
             with _one_line_errors(path):
-                found = verify_folder(path, partial(progress, path.name))
+                checked = verify_folder(path, partial(progress, f"reading {path.name}"))
         except Unusable as error:
             typer.echo(f"{path.name} is left alone: {error}")
             continue
@@ -126,10 +131,10 @@ def verify(folder: Folder) -> int:
             continue  # deleted meanwhile
         finally:
             progress.close()
-        line = f"{path.name}: {found.num_blocks} blocks, {found.num_damaged} damaged"
-        if found.num_damaged:
+        line = f"{path.name}: {counted(checked.num_blocks, 'block')}, {checked.num_damaged} damaged"
+        if checked.num_damaged:
             code = EXIT_CRASH
-            line += ", dropped" if found.dropped else "; a server has them open and will drop them when it meets them"
+            line += ", dropped" if checked.dropped else "; a server has them open and will drop them when it meets them"
         typer.echo(line)
     return code
 
@@ -138,10 +143,10 @@ def verify(folder: Folder) -> int:
 def clear(
     folder: Folder,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> None:
-    """Delete all blocks in DIR that no server has open."""
+) -> int:
+    """Delete all blocks in DIR that no server has open. Asks before; exits with 1 if the answer is no."""
     from pypto_serving.store.folder import delete
-    from pypto_serving.util import format_size
+    from pypto_serving.util import counted, format_size
 
     found = _facts(folder)
     unused = [one.usage for one in found if not one.usage.in_use]
@@ -150,14 +155,17 @@ def clear(
         typer.echo(f"{in_use} of {len(found)} parts are in use by a server and stay")
     if not unused:
         typer.echo("nothing to delete")
-        return
+        return EXIT_OK
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("nobody can be asked, because this is no terminal; give --yes to delete without asking")
         size = format_size(sum(one.num_bytes for one in unused))
-        typer.confirm(f"Delete {size} in {len(unused)} parts of {folder}?", abort=True)
+        if not typer.confirm(f"Delete {size} in {counted(len(unused), 'part')} of {folder}?"):
+            typer.echo("nothing was deleted")
+            return EXIT_CRASH
     deleted = 0
     for one in unused:
         with suppress(FileNotFoundError), _one_line_errors(one.path):  # deleted meanwhile
             deleted += one.num_bytes if delete(one.path) else 0
     typer.echo(f"deleted {format_size(deleted)}")
+    return EXIT_OK

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from pypto_serving.cli import main
 from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.files import FileStore
-from tests.store.blocks import BLOCK_BYTES, FINGERPRINT, NUM_SLOTS, Disk, key_of, listed, put
+from tests.store.blocks import BLOCK_BYTES, FINGERPRINT, NUM_SLOTS, Disk, as_nobody, key_of, listed, put
 
 HELD = {(0, 0): key_of("a"), (0, 1): key_of("b"), (1, 2): key_of("c")}
 
@@ -83,8 +85,26 @@ def test_stat_as_json(disk: Disk, capsys: pytest.CaptureFixture[str], kind: str)
     assert folder["num_bytes"] > 3 * 8192
 
 
-def test_stat_of_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "stat", tmp_path) == (0, f"{tmp_path} holds no blocks\n", "")
+@pytest.mark.parametrize("command", ["stat", "verify"])
+def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert run(capsys, command, tmp_path) == (0, f"{tmp_path} holds no blocks\n", "")
+
+
+@pytest.mark.parametrize("command", ["stat", "verify", "clear"])
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_folder_that_cannot_be_read(capsys: pytest.CaptureFixture[str], command: str, mode: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name) / "kv"
+        root.mkdir()
+        run(capsys, command, root)  # imports what nobody may not read
+        fill(Disk(root, []))
+        Path(name).chmod(0o755)
+        root.chmod(mode)
+        with as_nobody():
+            code, out, err = run(capsys, command, root)
+        root.chmod(0o755)
+    reason = "permission denied; give the folder that --kv-disk names"
+    assert (code, out, err) == (2, "", f"error: {root} cannot be read: {reason}\n")
 
 
 @pytest.mark.parametrize("command", ["stat", "verify", "clear"])
@@ -102,8 +122,9 @@ def test_a_path_that_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_verify_finds_nothing_wrong(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     fill(disk)
     (path,) = disk.folders()
-    code, out, _ = run(capsys, "verify", disk.root)
+    code, out, err = run(capsys, "verify", disk.root)
     assert (code, out) == (0, f"{path.name}: 3 blocks, 0 damaged\n")
+    assert re.fullmatch(rf"reading {path.name}: \d+\.\d\d s\n", err)
 
 
 def test_verify_drops_damaged_slots(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +205,7 @@ def test_what_goes_while_clear_asks_is_gone(
     assert not left.exists()
 
 
-@pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 130, 1), ("", 130, 1)])
+@pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 1, 1), ("", 130, 1)])
 def test_clear_asks(
     disk: Disk,
     capsys: pytest.CaptureFixture[str],
@@ -195,8 +216,9 @@ def test_clear_asks(
 ) -> None:
     fill(disk)
     monkeypatch.setattr("sys.stdin", Terminal(answer))
-    assert run(capsys, "clear", disk.root)[0] == code
-    assert len(disk.folders()) == left
+    actual, out, _ = run(capsys, "clear", disk.root)
+    assert (actual, len(disk.folders())) == (code, left)
+    assert ("nothing was deleted\n" in out) == (code == 1)
 
 
 def test_without_a_terminal_clear_says_how_to_confirm(

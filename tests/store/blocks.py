@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import resource
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ FINGERPRINT = b"model, weights, ..."
 BLOCK_BYTES = (8192, 1000)
 """One that direct I/O takes as it is, one that it does not."""
 NUM_SLOTS = (6, 4)
+NOBODY = 65534
 
 Place = tuple[int, int]
 """(group, slot)"""
@@ -106,6 +108,19 @@ class Disk:
 
 def places(count: int, group: int = 0) -> Iterable[Place]:
     return ((group, slot) for slot in range(count))
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without the rights of root, if this process has them."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 @contextmanager
