@@ -23,7 +23,7 @@ def check(
     Of a model that cannot be served, what its files hold and what its KV groups take is printed.
     """
     from pypto_serving.cli import report
-    from pypto_serving.cli.sampling import default_sampling
+    from pypto_serving.cli.serve import serving_config, with_chat
     from pypto_serving.model.locate import model_spec, prepare
 
     model = model_spec(options)
@@ -33,7 +33,8 @@ def check(
         typer.echo(report.files_as_json(model) if json else f"Cannot be served: {model.obstacle}")
         return
     resolved = prepare(options, model)
-    sampling = default_sampling(model)
+    serving = serving_config(resolved, model)
+    resolved, sampling = with_chat(resolved, serving), serving.default_sampling
     if json:
         typer.echo(report.as_json(resolved, model, sampling.given()))
     else:

@@ -15,11 +15,12 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import typer
 
 from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.options import ALL_PANELS, takes_options
-from pypto_serving.config import Resolved, ServerConfig
+from pypto_serving.config import Resolved, ServerConfig, Setting
 from pypto_serving.errors import ConfigError
 from pypto_serving.options import Options
 from pypto_serving.types.model import ModelSpec
@@ -46,10 +47,11 @@ def serve(options: Options) -> None:
     model = model_spec(options)
     resolved = prepare(options, model)
     check_address(resolved.server)
+    serving = serving_config(resolved, model)
     typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
-    report.show(resolved, model, err=True)
+    report.show(with_chat(resolved, serving), model, err=True)
     configure_logging(resolved.engine.log_level)
-    uvloop.run(_serve(resolved, model))
+    uvloop.run(_serve(resolved, serving))
 
 
 def check_address(server: ServerConfig) -> None:
@@ -74,7 +76,7 @@ def _unusable(server: ServerConfig, error: OSError) -> ConfigError:
     )
 
 
-async def _serve(resolved: Resolved, model: ModelSpec) -> None:
+async def _serve(resolved: Resolved, serving: ServingConfig) -> None:
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.engine.async_engine import AsyncEngine
 
@@ -82,7 +84,7 @@ async def _serve(resolved: Resolved, model: ModelSpec) -> None:
     engine = AsyncEngine(resolved.engine, on_progress=progress)
     await engine.start()  # the worker imports torch while this process imports the HTTP server
     try:
-        await _serve_http(resolved.server, serving_config(resolved, model), engine, progress)
+        await _serve_http(resolved.server, serving, engine, progress)
     finally:
         progress.close()
         await engine.stop()
@@ -165,6 +167,18 @@ def serving_config(resolved: Resolved, model: ModelSpec) -> ServingConfig:
         chat_template=server.chat_template,
         log_requests=server.log_requests,
     )
+
+
+def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
+    """`resolved`, its settings saying what writes chats; raises ModelError or ConfigError where a given file cannot."""
+    from pypto_serving.api.chat import describe_chat
+
+    value, reason = describe_chat(serving)
+    found = Setting("chat-template", value, reason)
+    if value != "off" and serving.chat_template is not None:
+        return resolved
+    settings = tuple(found if setting.name == found.name else setting for setting in resolved.settings)
+    return msgspec.structs.replace(resolved, settings=settings)
 
 
 def configure_logging(level: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from pypto_serving.cli import main
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+from tests.api.checkpoint import write_deepseek_v4
 from tests.model.deepseek_v4.configs import FLASH, PLAIN_FLASH
 
 GROUPS = ("ori", "cmp", "idx", "hca_state", "csa_state", "csa_inner_state")
@@ -70,6 +71,15 @@ def test_a_plain_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "index: layers.1.ffn.gate.weight: missing" in out
     assert "index: layers.9.odd: not part of this model" in out
     assert "Memory plan" in out and "mtp." not in out
+
+
+def test_chats_have_an_encoding_of_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, options = write_deepseek_v4(write(tmp_path, PLAIN_FLASH | SMALL)), ["--max-model-len", "4096"]
+    line = next(line for line in check(capsys, str(path), *options)[1].splitlines() if "chat-template" in line)
+    assert line.split(maxsplit=3)[1:] == ["its", "own", "DeepSeek V4 has an encoding instead of a template"]
+    (path / "x.jinja").touch()
+    code, _, err = check(capsys, str(path), *options, "--chat-template", str(path / "x.jinja"))
+    assert code == 2 and "--chat-template has no effect" in err
 
 
 def test_what_does_not_fit_is_told_after_what_it_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

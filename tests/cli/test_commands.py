@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,30 @@ def test_check_without_a_model_is_the_bundled_one(capsys: pytest.CaptureFixture[
     code, out, _ = run(capsys, "check")
     assert code == 0
     assert str(BUNDLED) in out
+
+
+def chat_setting(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, str]:
+    code, out, _ = run(capsys, "check", *argv, "--json")
+    assert code == 0
+    return next((s["value"], s["reason"]) for s in json.loads(out)["settings"] if s["name"] == "chat-template")
+
+
+def test_check_says_whether_the_model_can_chat(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    assert chat_setting(capsys) == ("tokenizer_config.json", "from the model's files")
+    assert chat_setting(capsys, "--backend", "null") == ("off", "this model has no tokenizer.json")
+    assert chat_setting(capsys, str(checkpoint)) == ("off", "this model has no tokenizer.json")
+    shutil.copy(BUNDLED / "tokenizer.json", checkpoint)
+    assert chat_setting(capsys, str(checkpoint)) == ("off", "this model has no chat template")
+    own = checkpoint / "own.jinja"
+    own.write_text("{{ messages }}")
+    assert chat_setting(capsys, str(checkpoint), "--chat-template", str(own)) == (str(own), "given by --chat-template")
+    own.write_text("{% if %}")
+    code, _, err = run(capsys, "check", str(checkpoint), "--chat-template", str(own))
+    assert (code, err.count("\n")) == (3, 1)
+    assert "is not valid Jinja" in err
+    own.rename(checkpoint / "chat_template.jinja")
+    value, reason = chat_setting(capsys, str(checkpoint))
+    assert value == "off" and "is not valid Jinja" in reason
 
 
 def test_check_shows_every_group(capsys: pytest.CaptureFixture[str]) -> None:

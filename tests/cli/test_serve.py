@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -63,6 +64,7 @@ def test_serve_announces_itself_in_one_line_and_drains() -> None:
         assert (process.returncode, out) == (0, "")
         assert "Memory plan" in err
         assert "given by --kv-memory" in err
+        assert re.search(r"chat-template +off +this model has no tokenizer.json", err)
 
 
 def test_an_api_key_guards_all_but_health() -> None:

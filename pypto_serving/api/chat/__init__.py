@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from pypto_serving.api.chat.output import OutputParser
@@ -50,6 +51,12 @@ ENCODERS = LazyRegistry(
 )
 """Loaders: (ServingConfig, Tokenizer) -> ChatEncoder; raise ModelError where the checkpoint lacks what they need."""
 
+ORIGINS = LazyRegistry(
+    "chat encoder",
+    {"jinja": "pypto_serving.api.chat.template:origin", "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:origin"},
+)
+"""What ENCODERS would load, for people: ServingConfig -> (name, reason); raise as those, and read small files only."""
+
 ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
 """Architectures whose checkpoints write chats by other means than a Jinja template."""
 
@@ -77,12 +84,28 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
     """The encoder of a checkpoint, or one that explains to each request why there is none."""
     if tokenizer is None:
         return UnavailableEncoder("this model has no tokenizer.json, so the server cannot chat with it")
-    name = ENCODER_OF_ARCHITECTURE.get(serving.architecture, "jinja")
     try:
-        encoder: ChatEncoder = ENCODERS.load(name)(serving, tokenizer)
+        encoder: ChatEncoder = ENCODERS.load(_family(serving))(serving, tokenizer)
     except ModelError as error:
         if serving.chat_template is not None:
             raise
         logger.warning("chat is off: %s", error)
         return UnavailableEncoder(str(error))
     return encoder
+
+
+def describe_chat(serving: ServingConfig) -> tuple[str, str]:
+    """What writes a checkpoint's chats, or "off", with the reason; raises as `load_encoder`, but reads no tokenizer."""
+    if not serving.model_dir or not (Path(serving.model_dir) / "tokenizer.json").is_file():
+        return "off", "this model has no tokenizer.json"
+    try:
+        found: tuple[str, str] = ORIGINS.load(_family(serving))(serving)
+    except ModelError as error:
+        if serving.chat_template is not None:
+            raise
+        return "off", str(error)
+    return found
+
+
+def _family(serving: ServingConfig) -> str:
+    return ENCODER_OF_ARCHITECTURE.get(serving.architecture, "jinja")

@@ -112,8 +112,7 @@ class DeepseekV4Encoder:
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
     """The encoder of a checkpoint; raises ModelError where its tokenizer lacks a token that marks turns."""
-    if serving.chat_template is not None:
-        raise ConfigError("--chat-template has no effect: DeepSeek V4 has an encoding of its own; drop it")
+    origin(serving)
     for token in NEEDED_TOKENS:
         if tokenizer.raw.token_to_id(token) is None:
             raise ModelError(f"tokenizer.json has no token {token}, which chats of DeepSeek V4 need")
@@ -122,6 +121,13 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
     except (OSError, ValueError):
         encoding = ""
     return DeepseekV4Encoder(LATER_EFFORTS if "REASONING_EFFORT_PROMPTS" in encoding else FIRST_EFFORTS)
+
+
+def origin(serving: ServingConfig) -> tuple[str, str]:
+    """That the encoding is not in the files, and why; raises ConfigError where it is to be replaced."""
+    if serving.chat_template is not None:
+        raise ConfigError("--chat-template has no effect: DeepSeek V4 has an encoding of its own; drop it")
+    return "its own", "DeepSeek V4 has an encoding instead of a template"
 
 
 def read_mode(options: Mapping[str, Any]) -> Mode:

@@ -57,6 +57,13 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
     return TemplateEncoder(source, load_special_tokens(serving.model_dir))
 
 
+def origin(serving: ServingConfig) -> tuple[str, str]:
+    """The file that the template stands in, and why; raises ModelError as `load`."""
+    source, path = find_template(Path(serving.model_dir), serving.chat_template)
+    TemplateEncoder(source, {})
+    return (path.name, "from the model's files") if serving.chat_template is None else (str(path), "given")
+
+
 def find_template(model_dir: Path, override: str | None = None) -> tuple[str, Path]:
     """A template's source and the file it stands in: the override, else as Hugging Face looks for it."""
     if override is not None:
