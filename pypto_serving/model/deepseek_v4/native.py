@@ -20,7 +20,8 @@ from pypto_serving.kernels import (
     Turning,
     zeros,
 )
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config, LayerKind
+from pypto_serving.model.deepseek_v4.parts import LayerKind
+from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.util import ceil_div

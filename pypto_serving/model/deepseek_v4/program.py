@@ -11,7 +11,8 @@ from pypto_serving.config import EngineConfig
 from pypto_serving.model.deepseek_v4.attention import Attention, StepView
 from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, ExpertLayer, StreamMixer, matrix, vector, write_streams
 from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config, LayerKind
+from pypto_serving.model.deepseek_v4.parts import LayerKind
+from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.layers import Linear, rms_norm, settle_rows
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.rope import rope_tables

@@ -1,0 +1,67 @@
+"""The cache families of DeepSeek V4 as KV groups. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pypto_serving.types.kv import GroupKind, KVCacheGroupSpec, KVTensorSpec
+
+if TYPE_CHECKING:
+    from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+
+_MAX_STATE_BLOCK = 8
+
+
+def kv_groups(model: DeepseekV4Config, dtype: str) -> tuple[KVCacheGroupSpec, ...]:
+    """The families of the layers there are, with latents of `dtype` and float32 states.
+
+    | group           | a row                                       | rows          |
+    |-----------------|---------------------------------------------|---------------|
+    | ori             | rotated latent, key and value of all heads  | one per token |
+    | cmp csa, hca    | the same of a compressed entry              | one per ratio |
+    | idx             | rotated key of the indexer                  | one per ratio |
+    | hca_state       | keys, then gates with position bias         | one per token |
+    | csa_state       | the same, twice as wide: windows overlap    | one per token |
+    | csa_inner_state | the same for the indexer's keys             | one per token |
+
+    A block holds tensor after tensor, in it layer after layer, in it row after row.
+    """
+    csa, hca, dim, size = model.layers_of("csa"), model.layers_of("hca"), model.head_dim, model.block_size
+    ori = KVTensorSpec(name="kv", layers=tuple(range(model.num_layers)), dtype=dtype, row_shape=(dim,))
+    groups = [_group("ori", "sliding_window", size, ori, window=model.window)]
+    compressed = []
+    if csa:
+        compressed.append(_entries("csa", csa, dtype, dim, model.csa_ratio, "csa_state"))
+    if hca:
+        compressed.append(_entries("hca", hca, dtype, dim, model.hca_ratio, "hca_state"))
+    if compressed:
+        groups.append(_group("cmp", "compressed", size, *compressed))
+    if csa:
+        assert model.indexer is not None
+        key = _entries("key", csa, dtype, model.indexer.head_dim, model.csa_ratio, "csa_inner_state")
+        groups.append(_group("idx", "compressed", size, key))
+    if hca:
+        groups.append(_state("hca_state", hca, 2 * dim, model.hca_ratio, 0))
+    if csa:
+        assert model.indexer is not None
+        groups.append(_state("csa_state", csa, 4 * dim, model.csa_ratio, model.csa_ratio))
+        groups.append(_state("csa_inner_state", csa, 4 * model.indexer.head_dim, model.csa_ratio, model.csa_ratio))
+    return tuple(groups)
+
+
+def _group(name: str, kind: GroupKind, block_size: int, *tensors: KVTensorSpec, window: int = 0) -> KVCacheGroupSpec:
+    return KVCacheGroupSpec(name=name, kind=kind, block_size=block_size, window=window, tensors=tensors)
+
+
+def _entries(name: str, layers: tuple[int, ...], dtype: str, dim: int, ratio: int, source: str) -> KVTensorSpec:
+    """One row of `dim` for every `ratio` tokens."""
+    return KVTensorSpec(name=name, layers=layers, dtype=dtype, row_shape=(dim,), ratio=ratio, folded_from=source)
+
+
+def _state(name: str, layers: tuple[int, ...], width: int, period: int, overlap: int) -> KVCacheGroupSpec:
+    """Float32 rows of the tokens whose entry is not closed yet, and of `overlap` tokens before them."""
+    size = max(n for n in range(1, min(period, _MAX_STATE_BLOCK) + 1) if period % n == 0)
+    rows = KVTensorSpec(name="state", layers=layers, dtype="float32", row_shape=(width,))
+    return KVCacheGroupSpec(
+        name=name, kind="rolling_state", block_size=size, period=period, overlap=overlap, tensors=(rows,)
+    )

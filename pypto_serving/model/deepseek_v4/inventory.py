@@ -1,0 +1,96 @@
+"""The tensors of a DeepSeek V4 checkpoint by upstream name. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pypto_serving.model.deepseek_v4.parts import LayerKind
+from pypto_serving.model.deepseek_v4.storage import Role, Tensor
+
+if TYPE_CHECKING:
+    from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+
+
+def model_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
+    """Every tensor of the model by upstream name, without draft layers."""
+    vocab, hidden = model.vocab_size, model.hidden_size
+    tensors = {"embed.weight": Tensor((vocab, hidden))}
+    for layer, kind in enumerate(model.kinds):
+        prefix = f"layers.{layer}."
+        tensors |= {prefix + name: tensor for name, tensor in _layer_tensors(model, layer, kind).items()}
+    tensors |= {"norm.weight": Tensor((hidden,)), "head.weight": Tensor((vocab, hidden))}
+    return tensors | _head_mix_tensors(model)
+
+
+def _head_mix_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
+    streams = model.hyper.streams
+    shapes = {"fn": (streams, streams * model.hidden_size), "base": (streams,), "scale": (1,)}
+    return {f"hc_head_{name}": Tensor(shape, "float") for name, shape in shapes.items()}
+
+
+def _layer_tensors(model: DeepseekV4Config, layer: int, kind: LayerKind) -> dict[str, Tensor]:
+    hidden, streams = model.hidden_size, model.hyper.streams
+    tensors = {f"{part}_norm.weight": Tensor((hidden,)) for part in ("attn", "ffn")}
+    for part in ("attn", "ffn"):
+        tensors[f"hc_{part}_fn"] = Tensor((model.hyper.mixes, streams * hidden), "float")
+        tensors[f"hc_{part}_base"] = Tensor((model.hyper.mixes,), "float")
+        tensors[f"hc_{part}_scale"] = Tensor((3,), "float")
+    tensors |= {f"attn.{name}": tensor for name, tensor in _attention_tensors(model, kind).items()}
+    return tensors | {f"ffn.{name}": tensor for name, tensor in _expert_tensors(model, layer).items()}
+
+
+def _attention_tensors(model: DeepseekV4Config, kind: LayerKind) -> dict[str, Tensor]:
+    hidden, heads, rank, groups = model.hidden_size, model.num_heads * model.head_dim, model.q_lora_rank, model.o_groups
+    tensors = {
+        "wq_a.weight": Tensor((rank, hidden), "latent"),
+        "q_norm.weight": Tensor((rank,)),
+        "wq_b.weight": Tensor((heads, rank), "linear"),
+        "wkv.weight": Tensor((model.head_dim, hidden), "latent"),
+        "kv_norm.weight": Tensor((model.head_dim,)),
+        "wo_a.weight": Tensor((groups * model.o_lora_rank, heads // groups), "latent"),
+        "wo_b.weight": Tensor((hidden, groups * model.o_lora_rank), "linear"),
+        "attn_sink": Tensor((model.num_heads,), "float"),
+    }
+    if kind != "swa":
+        tensors |= _compressor_tensors(model, "compressor.", kind, model.head_dim)
+    if kind == "csa":
+        assert model.indexer is not None
+        dim, count = model.indexer.head_dim, model.indexer.num_heads
+        tensors["indexer.wq_b.weight"] = Tensor((count * dim, rank), "linear")
+        tensors["indexer.weights_proj.weight"] = Tensor((count, hidden), "precise")
+        tensors |= _compressor_tensors(model, "indexer.compressor.", kind, dim)
+    return tensors
+
+
+def _compressor_tensors(model: DeepseekV4Config, prefix: str, kind: LayerKind, dim: int) -> dict[str, Tensor]:
+    width = model.compressed_width(kind, dim)
+    return {
+        f"{prefix}wkv.weight": Tensor((width, model.hidden_size), "precise"),
+        f"{prefix}wgate.weight": Tensor((width, model.hidden_size), "precise"),
+        f"{prefix}ape": Tensor((model.ratio(kind), width), "float"),
+        f"{prefix}norm.weight": Tensor((dim,)),
+    }
+
+
+def _expert_tensors(model: DeepseekV4Config, layer: int) -> dict[str, Tensor]:
+    experts, hidden = model.experts, model.hidden_size
+    tensors = {"gate.weight": Tensor((experts.count, hidden), "precise")}
+    if layer in experts.hash_layers:
+        tensors["gate.tid2eid"] = Tensor((model.vocab_size, experts.per_token), "ids")
+    else:
+        tensors["gate.bias"] = Tensor((experts.count,), "float")
+    members: list[tuple[str, Role]] = [(f"experts.{e}", "expert") for e in range(experts.count)]
+    for name, role in [*members, ("shared_experts", "linear")]:
+        tensors[f"{name}.w1.weight"] = Tensor((experts.intermediate_size, hidden), role)
+        tensors[f"{name}.w2.weight"] = Tensor((hidden, experts.intermediate_size), role)
+        tensors[f"{name}.w3.weight"] = Tensor((experts.intermediate_size, hidden), role)
+    return tensors
+
+
+def draft_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
+    """Draft layers: an SWA layer routed by score, what joins stream and token, and an end of its own."""
+    hidden = model.hidden_size
+    layer = _layer_tensors(model, model.num_layers, "swa") | _head_mix_tensors(model)
+    layer |= {f"{name}.weight": Tensor((hidden, hidden), "linear") for name in ("e_proj", "h_proj")}
+    layer |= {f"{name}.weight": Tensor((hidden,)) for name in ("enorm", "hnorm", "norm")}
+    return {f"mtp.{i}.{name}": tensor for i in range(model.mtp_layers) for name, tensor in layer.items()}
