@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pypto_serving.cli.options import ALL_PANELS, takes_options
+from pypto_serving.errors import ConfigError
 from pypto_serving.options import Options
 
 app = typer.Typer(add_completion=False)
@@ -18,25 +19,32 @@ def check(
     options: Options,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the resolved configuration, the reason of each value and the memory plan; load nothing.
+    """Print what the model's files hold, the resolved configuration, why, and the memory plan; load nothing.
 
-    Of a model that cannot be served, what its files hold and what its KV groups take is printed.
+    Of a model that cannot be served here, what its files hold and what its KV groups take is printed.
     """
     from pypto_serving.cli import report
     from pypto_serving.cli.serve import serving_config, with_chat
     from pypto_serving.model.locate import model_spec, prepare
+    from pypto_serving.model.registry import load_contents
 
     model = model_spec(options)
-    if model.stored and not json:
-        report.show_files(model)
-    if model.obstacle:
-        typer.echo(report.files_as_json(model) if json else f"Cannot be served: {model.obstacle}")
+    contents = load_contents(model.path) if model.path else None
+    if contents is not None and not json:
+        report.show_files(model, contents)
+    if why := model.obstacle:
+        typer.echo(report.as_json(model, contents, obstacle=why) if json else f"Cannot be served: {why}")
         return
-    resolved = prepare(options, model)
+    try:
+        resolved = prepare(options, model)
+    except ConfigError as error:
+        if json:
+            typer.echo(report.as_json(model, contents, obstacle=str(error)))
+        raise
     serving = serving_config(resolved, model)
     resolved, sampling = with_chat(resolved, serving), serving.default_sampling
     if json:
-        typer.echo(report.as_json(resolved, model, sampling.given()))
+        typer.echo(report.as_json(model, contents, resolved, sampling.given()))
     else:
         report.show(resolved, model, err=False)
         typer.echo(sampling.describe())

@@ -9,12 +9,19 @@ import msgspec
 import typer
 
 from pypto_serving.config import Resolved
-from pypto_serving.memory import GroupPlan
+from pypto_serving.memory import GroupPlan, MemoryPlan
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.model import Contents, ModelSpec
 from pypto_serving.util import format_size
 
 _MODEL_FACTS = ("path", "architecture", "dtype", "quantization", "num_parameters")
+_CHECKPOINT_FACTS = (
+    "source",
+    "draft_tensors",
+    "draft_bytes",
+    "index",
+    "verdicts",
+)
 
 
 def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
@@ -25,50 +32,67 @@ def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
             typer.echo(f"  {line}", err=err)
 
 
-def show_files(model: ModelSpec) -> None:
+def show_files(model: ModelSpec, contents: Contents) -> None:
     """Print what the files of a model hold, and what one sequence takes of each KV group, to stdout."""
-    for title, lines in (("Tensors", _tensor_lines(model)), ("KV of one sequence", _sequence_lines(model))):
+    for title, lines in (("Tensors", _tensor_lines(contents)), ("KV of one sequence", _sequence_lines(model))):
         typer.secho(title, bold=True)
         for line in lines:
             typer.echo(f"  {line}")
 
 
-def files_as_json(model: ModelSpec) -> str:
-    """The same, and why the model cannot be served, as one JSON object."""
+def as_json(
+    model: ModelSpec,
+    contents: Contents | None,
+    resolved: Resolved | None = None,
+    sampling: dict[str, Any] | None = None,
+    obstacle: str = "",
+) -> str:
+    """All that is known, as one JSON object; without `resolved`, of a model that an `obstacle` keeps from being served.
+
+    Of each KV group there is what one sequence takes (`sequence`), and what it gets of the memory once that is planned.
+    """
+    drafts = contents.num_parameters_with_drafts if contents is not None else model.num_parameters
     content = {
-        "model": {name: getattr(model, name) for name in _MODEL_FACTS},
-        "obstacle": model.obstacle,
-        "tensors": model.stored,
-        "memory": {
-            "weight_bytes": model.weight_bytes,
-            "groups": [{"name": g.name, "kind": g.kind, **_sequence_facts(g, model)} for g in model.kv_groups],
-        },
+        "model": {name: getattr(model, name) for name in _MODEL_FACTS} | {"num_parameters_with_drafts": drafts},
+        "obstacle": obstacle,
+        "tensors": contents.tensors if contents is not None else [],
+        "checkpoint": None if contents is None else {name: getattr(contents, name) for name in _CHECKPOINT_FACTS},
+        "settings": resolved.settings if resolved is not None else [],
+        "sampling_defaults": sampling or {},
+        "memory": _unplanned(model) if resolved is None else _planned(model, resolved.memory),
     }
     return msgspec.json.encode(content).decode()
 
 
-def as_json(resolved: Resolved, model: ModelSpec, sampling: dict[str, Any]) -> str:
-    """The same as one JSON object."""
-    memory = resolved.memory
-    content = {
-        "model": {name: getattr(model, name) for name in _MODEL_FACTS},
-        "settings": resolved.settings,
-        "sampling_defaults": sampling,
-        "memory": {
-            "groups": [
-                msgspec.structs.asdict(g) | {"total_bytes": g.total_bytes, "num_tokens": g.num_tokens}
-                for g in (*memory.groups, *memory.lower)
-            ],
-            "weight_bytes": memory.weight_bytes,
-            "workspace_bytes": memory.workspace_bytes,
-            "kv_bytes": memory.kv_bytes,
-            "host_bytes": memory.host_bytes,
-            "total_bytes": memory.total_bytes,
-            "available_bytes": memory.available_bytes,
-            "num_sequences": round(memory.num_sequences, 2),
-        },
+def _unplanned(model: ModelSpec) -> dict[str, Any]:
+    return {
+        "weight_bytes": model.weight_bytes,
+        "sequence": _sequence_totals(model),
+        "groups": [
+            {"name": g.name, "kind": g.kind, **_group_facts(g), "sequence": _sequence_facts(g, model)}
+            for g in model.kv_groups
+        ],
     }
-    return msgspec.json.encode(content).decode()
+
+
+def _planned(model: ModelSpec, memory: MemoryPlan) -> dict[str, Any]:
+    """The same fields, and more. Groups of lower tiers follow those of the device."""
+    sequences = {group.name: _sequence_facts(group, model) for group in model.kv_groups}
+    return {
+        "weight_bytes": memory.weight_bytes,
+        "sequence": _sequence_totals(model),
+        "groups": [
+            msgspec.structs.asdict(g)
+            | {"total_bytes": g.total_bytes, "num_tokens": g.num_tokens, "sequence": sequences[g.name]}
+            for g in (*memory.groups, *memory.lower)
+        ],
+        "workspace_bytes": memory.workspace_bytes,
+        "kv_bytes": memory.kv_bytes,
+        "host_bytes": memory.host_bytes,
+        "total_bytes": memory.total_bytes,
+        "available_bytes": memory.available_bytes,
+        "num_sequences": round(memory.num_sequences, 2),
+    }
 
 
 def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Iterable[str]]]:
@@ -79,37 +103,75 @@ def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Itera
     yield "Memory plan", _memory_lines(resolved)
 
 
-def _tensor_lines(model: ModelSpec) -> Iterable[str]:
-    rows = [(t.dtype, str(t.count), str(t.num_bytes), format_size(t.num_bytes)) for t in model.stored]
-    count, size = sum(t.count for t in model.stored), sum(t.num_bytes for t in model.stored)
-    yield from columns([("dtype", "tensors", "bytes", ""), *rows, ("all", str(count), str(size), format_size(size))])
-    yield f"{model.num_parameters} parameters, of which {format_size(model.weight_bytes)} lie in memory"
-    yield from model.index
+def _tensor_lines(contents: Contents) -> Iterable[str]:
+    rows = [(t.dtype, t.count, t.num_bytes) for t in contents.tensors]
+    rows.append(("all", sum(t.count for t in contents.tensors), sum(t.num_bytes for t in contents.tensors)))
+    parameters = f"{contents.num_parameters} parameters"
+    if contents.draft_tensors:
+        rows.append(("of draft layers", contents.draft_tensors, contents.draft_bytes))
+        parameters += f", {contents.num_parameters_with_drafts} with draft layers, which are left alone"
+    cells = [(name, str(count), str(size), format_size(size)) for name, count, size in rows]
+    yield from columns([("dtype", "tensors", "bytes", ""), *cells])
+    yield parameters
+    yield _source(contents)
+    index = contents.index
+    if index is not None:
+        size = "" if index.total_size is None else f", {index.total_size} bytes"
+        yield f"index: {index.num_tensors} tensors in {index.num_files} files{size}"
+    yield from contents.verdicts
+
+
+def _source(contents: Contents) -> str:
+    """Where the table of tensors comes from."""
+    if contents.source == "files":
+        return "dtypes and bytes are those in the headers of the files"
+    implied = f"dtypes and bytes are what config.json implies, plain weights in {contents.dtype}"
+    if contents.index is None:
+        return f"there are neither weights nor an index here: {implied}"
+    here = f"{contents.index.files_here} of {contents.index.num_files} weight files are here"
+    return f"{here}: {implied}"
+
+
+def _group_facts(group: KVCacheGroupSpec) -> dict[str, int]:
+    return {
+        "num_layers": len({layer for tensor in group.tensors for layer in tensor.layers}),
+        "block_tokens": group.block_size,
+        "block_bytes": group.block_bytes,
+    }
 
 
 def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int]:
     """What a sequence of the longest length needs at once, computed token by token; checkpoints come on top."""
     blocks = group.min_live_blocks(model.max_position_embeddings)
     return {
-        "num_layers": len({layer for tensor in group.tensors for layer in tensor.layers}),
-        "block_tokens": group.block_size,
-        "block_bytes": group.block_bytes,
         "bytes_per_token": group.block_bytes // group.block_size if group.keeps_history else 0,
         "num_blocks": blocks,
         "total_bytes": blocks * group.block_bytes,
     }
 
 
+def _sequence_totals(model: ModelSpec) -> dict[str, int]:
+    """Of all groups: what each token adds, what a sequence takes besides, and both at the longest length."""
+    facts = [_sequence_facts(group, model) for group in model.kv_groups]
+    return {
+        "num_tokens": model.max_position_embeddings,
+        "bytes_per_token": sum(fact["bytes_per_token"] for fact in facts),
+        "fixed_bytes": sum(fact["total_bytes"] for fact in facts if not fact["bytes_per_token"]),
+        "total_bytes": sum(fact["total_bytes"] for fact in facts),
+    }
+
+
 def _sequence_lines(model: ModelSpec) -> Iterable[str]:
     names = ("layers", "tokens/block", "bytes/block", "bytes/token", "blocks", "bytes")
-    rows = [(g.name, g.kind, *map(str, _sequence_facts(g, model).values())) for g in model.kv_groups]
+    rows = [
+        (g.name, g.kind, *map(str, (*_group_facts(g).values(), *_sequence_facts(g, model).values())))
+        for g in model.kv_groups
+    ]
     yield from columns([("KV group", "kind", *names), *rows])
-    facts = [_sequence_facts(group, model) for group in model.kv_groups]
-    growth, size = (sum(fact[name] for fact in facts) for name in ("bytes_per_token", "total_bytes"))
-    fixed = sum(fact["total_bytes"] for fact in facts if not fact["bytes_per_token"])
+    totals = _sequence_totals(model)
     yield (
-        f"{growth} bytes for each token and {fixed} bytes for each sequence, "
-        f"{format_size(size)} at {model.max_position_embeddings} tokens"
+        f"{totals['bytes_per_token']} bytes for each token and {totals['fixed_bytes']} bytes for each sequence, "
+        f"{format_size(totals['total_bytes'])} at {totals['num_tokens']} tokens"
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,10 @@ class StoredTensor:
     begin: int
     end: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -52,7 +56,10 @@ class Checkpoint:
     def open(cls, model_dir: str | Path) -> Checkpoint:
         """Read the headers of all files; raises ModelError naming a missing, damaged or truncated file."""
         directory = Path(model_dir)
-        files = _weight_files(directory)
+        files = weight_files(directory)
+        for file in files:
+            if not file.is_file():
+                raise ModelError(f"{directory} is not a complete checkpoint: it has no {file.name}")
         tensors: dict[str, StoredTensor] = {}
         for file in files:
             for tensor in _read_header(file):
@@ -90,27 +97,6 @@ class Checkpoint:
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
 
 
-def describe_index(model_dir: str | Path, required: Collection[str], ignores: Callable[[str], bool]) -> tuple[str, ...]:
-    """In lines, what the index of a checkpoint lists and how that differs from `required`; nothing without an index."""
-    path = Path(model_dir) / INDEX_FILE
-    if not path.exists():
-        return ()
-    content = read_json_file(path)
-    names, metadata = content.get("weight_map"), content.get("metadata")
-    if not isinstance(names, dict):
-        raise ModelError(f"{path}: weight_map is missing")
-    size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    lines = [f"index: {len(names)} tensors in {len(set(names.values()))} files" + (f", {size} bytes" if size else "")]
-    wanted = set(required)
-    for verdict, odd in (
-        ("missing", sorted(wanted - names.keys())),
-        ("not part of this model", sorted(n for n in names.keys() - wanted if not ignores(n))),
-    ):
-        if odd:
-            lines.append(f"index: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}: {verdict}")
-    return tuple(lines)
-
-
 def fingerprint(model_dir: str | Path) -> bytes:
     """16 bytes that change when the weights do: config.json, headers, sizes and evenly sampled pages."""
     checkpoint = Checkpoint.open(model_dir)
@@ -129,19 +115,15 @@ def fingerprint(model_dir: str | Path) -> bytes:
     return hash128(*parts)
 
 
-def _weight_files(directory: Path) -> tuple[Path, ...]:
+def weight_files(directory: Path) -> tuple[Path, ...]:
+    """The files that the index of a checkpoint names, or the only one; raises ModelError for a damaged index."""
     index = directory / INDEX_FILE
     if index.exists():
         entries = read_json_file(index).get("weight_map")
         if not isinstance(entries, dict) or not entries:
             raise ModelError(f"{index}: weight_map is missing")
-        files = tuple(directory / name for name in sorted(set(entries.values())))
-    else:
-        files = (directory / SINGLE_FILE,)
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"{directory} is not a complete checkpoint: it has no {file.name}")
-    return files
+        return tuple(directory / name for name in sorted(set(entries.values())))
+    return (directory / SINGLE_FILE,)
 
 
 def _read_header(file: Path) -> list[StoredTensor]:

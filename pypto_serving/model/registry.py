@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.contents import STORED_DTYPES, read_contents
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.quantization import SECTION
-from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.model import Contents, ModelSpec
 from pypto_serving.util import LazyRegistry
 
 _DEEPSEEK_V4 = "pypto_serving.model.deepseek_v4"
@@ -99,15 +100,29 @@ def load_spec(model_dir: str | Path, dtype: str = "auto", block_size: int = DEFA
     return spec
 
 
+def load_contents(model_dir: str | Path) -> Contents:
+    """What a checkpoint directory holds, by what is there of it: files, an index, or config.json alone.
+
+    Raises ModelError as `load_spec` does, and for a damaged index.
+    """
+    return read_contents(model_dir, load_config(model_dir)[1], stored_dtype(model_dir))
+
+
+def stored_dtype(model_dir: str | Path) -> str:
+    """The dtype that config.json names for weights that are not quantised: bfloat16, float16 or float32."""
+    path = Path(model_dir) / "config.json"
+    fields = Fields(read_json_file(path), str(path))
+    stored = fields.get("dtype", "torch_dtype") or ("float32" if fields.get(SECTION) is None else "bfloat16")
+    fields.require(stored in tuple(STORED_DTYPES), "dtype", stored, "float32, bfloat16 or float16")
+    return str(stored)
+
+
 def serving_dtype(model_dir: str | Path, dtype: str = "auto") -> str:
     """The dtype that weights, activations and KV are served in."""
     if dtype == "auto":
-        path = Path(model_dir) / "config.json"
-        fields = Fields(read_json_file(path), str(path))
-        stored = fields.get("dtype", "torch_dtype") or "float32"
-        fields.require(stored in (*SERVING_DTYPES, "float16"), "dtype", stored, "float32, bfloat16 or float16")
-        narrow = stored == "float16" or fields.get(SECTION) is not None
-        dtype = "bfloat16" if narrow else str(stored)
+        quantised = read_json_file(Path(model_dir) / "config.json").get(SECTION) is not None
+        stored = stored_dtype(model_dir)
+        dtype = "bfloat16" if quantised or stored == "float16" else stored
     if dtype not in SERVING_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
     return dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -15,6 +17,36 @@ class StoredTensors(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+Source = Literal["files", "index", "config.json"]
+
+
+class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint's index says; `files_here` of its files are in the folder, `total_size` is in bytes."""
+
+    num_tensors: int
+    num_files: int
+    files_here: int
+    total_size: int | None
+
+
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds, as `source` lists it; without files, plain weights are taken to be of `dtype`.
+
+    `tensors` counts all tensors, `draft_tensors` and `draft_bytes` those of draft layers among them, which nothing
+    reads. Parameters are elements of float tensors before quantisation. `verdicts` says in lines how sources differ.
+    """
+
+    source: Source
+    dtype: str
+    tensors: tuple[StoredTensors, ...]
+    draft_tensors: int
+    draft_bytes: int
+    num_parameters: int
+    num_parameters_with_drafts: int
+    index: IndexFacts | None
+    verdicts: tuple[str, ...]
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint as its files describe it. `dtype` is the serving dtype of weights, activations and KV.
 
@@ -23,9 +55,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     longest sequence, such as tables of angles. `needs_torch` says why the kernels cannot serve
     the model; it is empty if they can. `quantization` names how weights are quantised, which only the kernels serve.
     `own_blocks`: the KV groups have block sizes of their own, so that no other can be chosen.
-    `obstacle` says why nothing serves the model, and is empty if something does. `stored` is what the files of a
-    release of this shape hold, draft layers included, where that is known; `index` says in lines how the checkpoint's
-    own index agrees.
+    `obstacle` says why nothing serves the model, and is empty if something does.
     """
 
     path: str
@@ -42,7 +72,5 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     obstacle: str = ""
     own_blocks: bool = False
-    stored: tuple[StoredTensors, ...] = ()
-    index: tuple[str, ...] = ()
     kv_groups: tuple[KVCacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()

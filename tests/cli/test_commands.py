@@ -170,6 +170,9 @@ def test_check_as_json(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> 
     assert memory["kv_bytes"] == group["total_bytes"] == group["num_blocks"] * group["block_bytes"] <= 1 << 20
     assert group["block_bytes"] == 3 * 2 * 32 * 2 * 16 * 2  # layers, K and V, tokens, heads, head size, bfloat16
     assert group["num_tokens"] == (group["num_blocks"] - 1) * 32
+    assert group["sequence"] == {"bytes_per_token": 384, "num_blocks": 32, "total_bytes": 1024 * 384}
+    assert (content["checkpoint"]["source"], content["obstacle"]) == ("config.json", "")
+    assert [tensors["dtype"] for tensors in content["tensors"]] == ["BF16"]
 
 
 def test_check_without_a_model_is_the_bundled_one(capsys: pytest.CaptureFixture[str]) -> None:

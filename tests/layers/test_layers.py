@@ -49,6 +49,7 @@ TORCH_FREE = {
 }
 TORCH_FREE_MODEL = {
     "checkpoint",
+    "contents",
     "convert",
     "fields",
     "groups",

@@ -8,19 +8,19 @@ attention) adds one for every many tokens, all of them.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pypto_serving.model.checkpoint import INT64, describe_index
+from pypto_serving.model.checkpoint import INT64
+from pypto_serving.model.contents import Shape, Stored
 from pypto_serving.model.deepseek_v4 import groups, parts
 from pypto_serving.model.deepseek_v4.inventory import draft_tensors, model_tensors
 from pypto_serving.model.deepseek_v4.parts import Experts, HyperConnections, Indexer, LayerKind
-from pypto_serving.model.deepseek_v4.storage import Shape, Storage, Stored, Tensor
+from pypto_serving.model.deepseek_v4.storage import Storage
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.rope import Rope
 from pypto_serving.types.kv import DTYPE_BYTES, KVCacheGroupSpec
-from pypto_serving.types.model import ModelSpec, StoredTensors
+from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import ceil_div
 
 _MAX_BLOCK = 128
@@ -122,13 +122,13 @@ class DeepseekV4Config:
         """Name and shape of every tensor that a plain checkpoint must have."""
         return {name: tensor.shape for name, tensor in model_tensors(self).items()}
 
-    def stored(self, mtp: bool = True) -> dict[str, Stored]:
-        """Every tensor as the files of a release hold it, with draft layers if `mtp`."""
+    def stored(self, dtype: str = "bfloat16", mtp: bool = True) -> dict[str, Stored]:
+        """Every tensor as files hold it, those in `dtype` that are not quantised; with draft layers if `mtp`."""
         inventory = model_tensors(self) | (draft_tensors(self) if mtp else {})
         return {
             key: stored
             for name, tensor in inventory.items()
-            for key, stored in self.storage.stored(name, tensor).items()
+            for key, stored in self.storage.stored(name, tensor, dtype).items()
         }
 
     def num_parameters(self, mtp: bool = False) -> int:
@@ -157,8 +157,6 @@ class DeepseekV4Config:
     def spec(self, path: str, architecture: str, dtype: str, block_size: int, eos: tuple[int, ...]) -> ModelSpec:
         """The checkpoint as the engine sees it."""
         quantised = self.storage.name
-        stored, required = self.stored(), self.stored(mtp=False)
-        resident = sum(tensor.count * self._item_bytes(tensor, dtype) for tensor in model_tensors(self).values())
         return ModelSpec(
             path=path,
             architecture=architecture,
@@ -167,18 +165,23 @@ class DeepseekV4Config:
             vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings,
             num_parameters=self.num_parameters(),
-            weight_bytes=sum(tensor.num_bytes for tensor in required.values()) if quantised else resident,
+            weight_bytes=self._weight_bytes(dtype),
             packed_bytes=self._packed_bytes(),
             position_bytes=sum(rope.position_bytes for rope in set(self.ropes().values())),
             needs_torch=self._needs_torch(dtype),
             quantization=quantised,
             obstacle=_QUANTISED.format(quantised) if quantised else "",
             own_blocks=True,
-            stored=_count(stored),
-            index=describe_index(path, required, self.ignores),
             kv_groups=self.kv_groups(dtype),
             eos_token_ids=eos,
         )
+
+    def _weight_bytes(self, dtype: str) -> int:
+        """Bytes of the weights as torch holds them; quantised ones as they are stored."""
+        if self.storage.name:
+            return sum(tensor.num_bytes for tensor in self.stored(mtp=False).values())
+        sizes = {"precise": 4, "float": 4, "ids": 8}
+        return sum(t.count * sizes.get(t.role, DTYPE_BYTES[dtype]) for t in model_tensors(self).values())
 
     def _packed_bytes(self) -> int:
         """Bytes of the weights as the CPU kernels hold them: routers in float32, other matrices in bfloat16."""
@@ -212,17 +215,5 @@ class DeepseekV4Config:
                 return f"the kernels need a {name} that is a multiple of {unit}{bound}, not {size}"
         return "" if self.hyper.streams == 4 else f"the kernels mix 4 streams, not {self.hyper.streams}"
 
-    def _item_bytes(self, tensor: Tensor, dtype: str) -> int:
-        """Bytes of an element in memory."""
-        return {"precise": 4, "float": 4, "ids": 8}.get(tensor.role, DTYPE_BYTES[dtype])
-
 
 _QUANTISED = "its weights are {}, which is not served yet: it needs a checkpoint of bfloat16 or float32"
-
-
-def _count(stored: dict[str, Stored]) -> tuple[StoredTensors, ...]:
-    """How many tensors there are of each dtype, and their bytes; the largest share first."""
-    counts, sizes = Counter(t.dtype for t in stored.values()), Counter[str]()
-    for tensor in stored.values():
-        sizes[tensor.dtype] += tensor.num_bytes
-    return tuple(StoredTensors(dtype=dtype, count=counts[dtype], num_bytes=size) for dtype, size in sizes.most_common())

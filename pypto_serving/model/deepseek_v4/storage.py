@@ -6,20 +6,20 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Self
 
+from pypto_serving.model.contents import STORED_DTYPES, Shape, Stored
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.quantization import SECTION
 from pypto_serving.util import ceil_div
 
-Shape = tuple[int, ...]
 Role = Literal["plain", "precise", "float", "ids", "latent", "linear", "expert"]
 """What a tensor is.
 
-`plain` and `precise` ones are bfloat16 in releases, of which the latter are used in float32; `float` ones are float32
-everywhere, `ids` int64. The others are matrices: a latent's, one of the large ones, an expert's.
+`plain` and `precise` ones are of the checkpoint's dtype, bfloat16 in releases, and the latter are used in float32;
+`float` ones are float32 everywhere, `ids` int64. The others are matrices: a latent's, one of the large ones, an
+expert's.
 """
 Form = Literal["fp8", "fp4", "int8"]
 
-ITEM_BYTES = {"F32": 4, "BF16": 2, "I64": 8, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
 _PLAIN: dict[Role, str] = {"float": "F32", "ids": "I64"}
 _FP8_BLOCK, _FP4_BLOCK = 128, 32
 
@@ -35,18 +35,6 @@ class Tensor:
     def count(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as a file holds it."""
-
-    dtype: str
-    shape: Shape
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +67,11 @@ class Storage:
         name = "fp8" if expert == "fp8" else "fp8 with fp4 experts"
         return cls(name, (("latent", "fp8"), ("linear", "fp8"), ("expert", expert)))
 
-    def stored(self, name: str, tensor: Tensor) -> dict[str, Stored]:
-        """What a file holds for a tensor of the model: itself, or its quantised form with scales."""
+    def stored(self, name: str, tensor: Tensor, dtype: str) -> dict[str, Stored]:
+        """What a file holds for a tensor of the model: itself in `dtype`, or its quantised form with scales."""
         form = dict(self.forms).get(tensor.role)
         if form is None:
-            return {name: Stored(_PLAIN.get(tensor.role, "BF16"), tensor.shape)}
+            return {name: Stored(_PLAIN.get(tensor.role, STORED_DTYPES[dtype]), tensor.shape)}
         rows, columns = tensor.shape
         scale = f"{name.removesuffix('.weight')}.scale"
         if form == "fp8":

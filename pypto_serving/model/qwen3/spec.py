@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import INT8
+from pypto_serving.model.contents import STORED_DTYPES, Shape, Stored
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.quantization import SECTION, Quantization, scale_name
 from pypto_serving.model.rope import Rope
 from pypto_serving.types.kv import DTYPE_BYTES, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
-
-Shape = tuple[int, ...]
 
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -99,6 +99,18 @@ class Qwen3Config:
         weights, int8 = self.weights(), self.int8_weights()
         return weights | {scale_name(name): (shape[0], 1) for name, shape in weights.items() if name in int8}
 
+    def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
+        """Every tensor as files hold it: int8 weights, and all else in `dtype`. There are no draft layers."""
+        int8 = self.int8_weights()
+        return {
+            name: Stored(INT8 if name in int8 else STORED_DTYPES[dtype], shape)
+            for name, shape in self.tensors().items()
+        }
+
+    def num_parameters(self, mtp: bool = False) -> int:
+        """Elements of all tensors but the scales of int8 weights."""
+        return sum(math.prod(shape) for shape in self.weights().values())
+
     def int8_weights(self) -> frozenset[str]:
         """Names of the tensors that are int8; each has a tensor of scales."""
         quantization = self.quantization
@@ -166,7 +178,7 @@ class Qwen3Config:
 
     def spec(self, path: str, architecture: str, dtype: str, block_size: int, eos: tuple[int, ...]) -> ModelSpec:
         """The checkpoint as the engine sees it. In torch a tied embedding lies in memory twice: as table and packed."""
-        num_parameters = sum(math.prod(shape) for shape in self.weights().values())
+        num_parameters = self.num_parameters()
         resident = num_parameters + (self.vocab_size * self.hidden_size if self.tied_embeddings else 0)
         return ModelSpec(
             path=path,

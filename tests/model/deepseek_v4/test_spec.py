@@ -11,7 +11,7 @@ import pytest
 from pypto_serving.backend.null import deepseek_v4_groups
 from pypto_serving.errors import ModelError
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
-from pypto_serving.model.registry import load_config, load_spec
+from pypto_serving.model.registry import load_config, load_contents, load_spec
 from pypto_serving.types.kv import KVCacheGroupSpec
 from tests.model.deepseek_v4.configs import FLASH, PLAIN_FLASH, PRO
 
@@ -58,8 +58,11 @@ def test_a_released_config(tmp_path: Path) -> None:
     assert (spec.num_parameters, spec.max_position_embeddings) == (284_332_240_471, 1 << 20)
     assert spec.eos_token_ids == (1,)
     assert spec.quantization == "fp8 with fp4 experts" and "not served" in spec.obstacle
-    assert sum(tensors.num_bytes for tensors in spec.stored) == 159_609_485_896
-    assert [tensors.dtype for tensors in spec.stored] == ["I8", "F8_E8M0", "F8_E4M3", "BF16", "F32", "I64"]
+    contents = load_contents(tmp_path)
+    assert (contents.source, contents.index, contents.verdicts) == ("config.json", None, ())
+    assert sum(tensors.num_bytes for tensors in contents.tensors) == 159_609_485_896
+    assert [tensors.dtype for tensors in contents.tensors] == ["I8", "F8_E8M0", "F8_E4M3", "BF16", "F32", "I64"]
+    assert (contents.num_parameters, contents.num_parameters_with_drafts) == (284_332_240_471, 290_942_289_362)
 
 
 def test_a_plain_checkpoint_of_the_same_shape() -> None:

@@ -1,0 +1,146 @@
+"""What a checkpoint holds: as the headers of its files say, else its index, else config.json alone. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import INDEX_FILE, Checkpoint, StoredTensor, weight_files
+from pypto_serving.model.fields import read_json_file
+from pypto_serving.types.model import Contents, IndexFacts, Source, StoredTensors
+
+Shape = tuple[int, ...]
+STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""How safetensors calls the dtypes that config.json names."""
+
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as a file holds it."""
+
+    dtype: str
+    shape: Shape
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+class ModelConfig(Protocol):
+    """What a family's configuration says of its checkpoints. `mtp` stands for draft layers."""
+
+    def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
+        """Every tensor of a checkpoint whose weights are of `dtype`, a key of STORED_DTYPES, unless quantised."""
+
+    def num_parameters(self, mtp: bool) -> int:
+        """Elements of all float tensors before quantisation."""
+
+    def ignores(self, name: str) -> bool:
+        """True for tensors that may be there and nothing needs, draft layers among them."""
+
+
+def read_contents(model_dir: str | Path, config: ModelConfig, dtype: str) -> Contents:
+    """What the best source that is here lists, and in lines how all sources agree with `config`.
+
+    Without headers a tensor is what `config` and `dtype` make of it. Draft layers count where the source lists them;
+    config.json alone lists as many as it names.
+    """
+    required, whole = config.stored(dtype, False), config.stored(dtype, True)
+    index, names = _read_index(Path(model_dir))
+    headers, error = _read_headers(Path(model_dir))
+    verdicts = [error] if error else []
+    found: Mapping[str, Stored | StoredTensor] = headers
+    source: Source = "files" if headers else "index" if index else "config.json"
+    if index is not None:
+        verdicts += _differences("index", names, required, whole, config)
+    if source == "files":
+        verdicts += [*_differences("files", headers, required, whole, config), *_shapes(headers, required)]
+    else:
+        found = {name: whole[name] for name in names if name in whole} if index else whole
+    if index is not None:
+        verdicts.append(_compare_size(index, sum(tensor.num_bytes for tensor in found.values())))
+    drafts = [tensor for name, tensor in found.items() if name in whole and name not in required]
+    return Contents(
+        source=source,
+        dtype=dtype,
+        tensors=_count(found.values()),
+        draft_tensors=len(drafts),
+        draft_bytes=sum(tensor.num_bytes for tensor in drafts),
+        num_parameters=config.num_parameters(False),
+        num_parameters_with_drafts=config.num_parameters(bool(drafts)),
+        index=index,
+        verdicts=tuple(verdicts),
+    )
+
+
+def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
+    """Facts of the index, and the names that it lists; None without an index. Raises ModelError for a damaged one."""
+    path = directory / INDEX_FILE
+    if not path.exists():
+        return None, ()
+    content = read_json_file(path)
+    names, metadata = content.get("weight_map"), content.get("metadata")
+    if not isinstance(names, dict):
+        raise ModelError(f"{path}: weight_map is missing")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    files = set(names.values())
+    here = sum((directory / file).is_file() for file in files)
+    total = size if isinstance(size, int) else None
+    return IndexFacts(num_tensors=len(names), num_files=len(files), files_here=here, total_size=total), names.keys()
+
+
+def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
+    """The tensors of the files, and what is wrong with those; neither unless all files are here."""
+    if not all(file.is_file() for file in weight_files(directory)):
+        return {}, ""
+    try:
+        return Checkpoint.open(directory).tensors, ""
+    except ModelError as error:
+        return {}, f"files: {error}"
+
+
+def _differences(
+    source: str, names: Collection[str], required: Collection[str], whole: Collection[str], config: ModelConfig
+) -> Iterator[str]:
+    """In a line each: what `source` lacks, what is no part of the model, and what else nothing needs."""
+    surplus = sorted(name for name in names if name not in whole)
+    for verdict, odd in (
+        ("missing", sorted(name for name in required if name not in names)),
+        ("not part of this model", [name for name in surplus if not config.ignores(name)]),
+        ("left alone", [name for name in surplus if config.ignores(name)]),
+    ):
+        if odd:
+            yield f"{source}: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}: {verdict}"
+
+
+def _shapes(found: Mapping[str, StoredTensor], required: Mapping[str, Stored]) -> Iterator[str]:
+    """A line for the first tensor whose shape is not that of config.json."""
+    for name, tensor in required.items():
+        if name in found and found[name].shape != tensor.shape:
+            yield f"files: {name} has shape {list(found[name].shape)}, but config.json makes it {list(tensor.shape)}"
+            return
+
+
+def _compare_size(index: IndexFacts, num_bytes: int) -> str:
+    if index.total_size is None:
+        return "index: it has no total_size"
+    if index.total_size == num_bytes:
+        return "index: its total_size is what these tensors take"
+    difference = index.total_size - num_bytes
+    odd = f"{abs(difference)} bytes {'more' if difference > 0 else 'less'}"
+    return f"index: its total_size is {odd} than these tensors take"
+
+
+def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[StoredTensors, ...]:
+    """How many tensors there are of each dtype, and their bytes; the largest share first."""
+    counts, sizes = Counter(tensor.dtype for tensor in tensors), Counter[str]()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.num_bytes
+    return tuple(StoredTensors(dtype=dtype, count=counts[dtype], num_bytes=size) for dtype, size in sizes.most_common())
