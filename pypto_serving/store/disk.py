@@ -121,7 +121,7 @@ class DiskStore:
         slots = np.concatenate([e.slots for e in entries]).astype("<i4")
         keys = np.concatenate([e.keys for e in entries])
         newest_first = np.argsort(np.concatenate([e.stamps for e in entries]), kind="stable")[::-1]
-        _, first = np.unique(keys.view(np.uint64)[newest_first, 0], return_index=True)
+        _, first = np.unique(keys[newest_first, 0], return_index=True)
         order = newest_first[np.sort(first)][::-1]
         return TierInventory(
             tier="disk",

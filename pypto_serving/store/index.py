@@ -33,11 +33,11 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What a table holds: `slots` int64 [n], `stamps` uint64 [n], `keys` uint8 [n, 16]."""
+    """What a table holds: `slots` int64 [n], `stamps` uint64 [n], `keys` uint64 [n, 2]."""
 
     slots: NDArray[np.int64]
     stamps: Words
-    keys: NDArray[np.uint8]
+    keys: Words
 
 
 class SlotTable:
@@ -131,8 +131,7 @@ class SlotTable:
         """What is held, by slot."""
         slots = np.flatnonzero(self._words[:, _STAMP])
         words = self._words[slots]
-        keys = np.ascontiguousarray(words[:, : KEY_BYTES // 8]).view(np.uint8)
-        return Entries(slots, words[:, _STAMP].copy(), keys)
+        return Entries(slots, words[:, _STAMP].copy(), words[:, : KEY_BYTES // 8].copy())
 
     def last_stamp(self) -> int:
         return int(self._words[:, _STAMP].max(initial=0))

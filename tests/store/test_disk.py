@@ -105,6 +105,16 @@ def test_a_key_in_two_slots_is_listed_where_it_was_used_last(disk: Disk) -> None
     assert listed(store) == {(0, 1): key_of("b"), (0, 2): key_of("a")}
 
 
+@pytest.mark.parametrize("counts", [(1, 1, 0), (0, 1, 1, 1), (1, 0), (2, 1, 0), (1, 1, 1, 0, 1, 1)])
+def test_few_blocks_last_too(tmp_path: Path, counts: tuple[int, ...]) -> None:
+    sizes, held = (64,) * len(counts), {(g, i): key_of((g, i)) for g, n in enumerate(counts) for i in range(n)}
+    for _ in range(2):
+        store = DiskStore(tmp_path, FINGERPRINT, sizes, (4,) * len(counts), 1 << 20)
+        put(store, held, sizes)
+        assert listed(store) == held
+        store.close()
+
+
 def test_find_knows_what_is_held(disk: Disk) -> None:
     store = disk.open()
     put(store, HELD)
