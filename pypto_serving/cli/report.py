@@ -125,7 +125,7 @@ def _source(contents: Contents) -> str:
     """Where the table of tensors comes from."""
     if contents.source == "files":
         return "dtypes and bytes are those in the headers of the files"
-    implied = f"dtypes and bytes are what config.json implies, plain weights in {contents.dtype}"
+    implied = "dtypes and bytes are what config.json implies"
     if contents.index is None:
         return f"there are neither weights nor an index here: {implied}"
     here = f"{contents.index.files_here} of {contents.index.num_files} weight files are here"

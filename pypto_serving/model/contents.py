@@ -69,7 +69,6 @@ def read_contents(model_dir: str | Path, config: ModelConfig, dtype: str) -> Con
     drafts = [tensor for name, tensor in found.items() if name in whole and name not in required]
     return Contents(
         source=source,
-        dtype=dtype,
         tensors=_count(found.values()),
         draft_tensors=len(drafts),
         draft_bytes=sum(tensor.num_bytes for tensor in drafts),

@@ -30,14 +30,13 @@ class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds, as `source` lists it; without files, plain weights are taken to be of `dtype`.
+    """What a checkpoint holds, as `source` lists it.
 
     `tensors` counts all tensors, `draft_tensors` and `draft_bytes` those of draft layers among them, which nothing
     reads. Parameters are elements of float tensors before quantisation. `verdicts` says in lines how sources differ.
     """
 
     source: Source
-    dtype: str
     tensors: tuple[StoredTensors, ...]
     draft_tensors: int
     draft_bytes: int
