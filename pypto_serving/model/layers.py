@@ -30,14 +30,14 @@ def _onednn_serves(weight: Tensor) -> bool:
 
 
 class Linear:
-    """y = x W^T + b. Owns its weight [out, in], packed for oneDNN where that serves the dtype; b is [out]."""
+    """y = x W^T + b. Owns a copy of W [out, in], packed for oneDNN where that serves the dtype; b is [out]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.rows = ROW_FLOORS[0]
         self._packed = _onednn_serves(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.rows) if self._packed else weight
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.rows) if self._packed else weight.clone()
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:

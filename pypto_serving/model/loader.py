@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,13 +27,29 @@ class Weights:
     def __init__(self, model_dir: str | Path, dtype: str, progress: Progress) -> None:
         self.dtype = torch_dtype(dtype)
         self._tensors = StoredTensors(model_dir, progress)
+        self._lent = torch.empty(0, dtype=torch.uint8)
         self.require, self.has = self._tensors.require, self._tensors.has
 
     def read(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
         """A new tensor of `dtype`, or the weights': the named tensors one below the other along dimension 0."""
         stored = [self._view(name) for name in names]
-        rows = sum(view.shape[0] for view in stored)
-        joined = torch.empty((rows, *stored[0].shape[1:]), dtype=dtype or self.dtype)
+        joined = torch.empty(_joined_shape(stored), dtype=dtype or self.dtype)
+        self._copy(joined, names, stored)
+        return joined
+
+    def lend(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The same in memory that the next call overwrites.
+
+        For weights that are packed into other memory: allocators rarely give the room of one such copy to the next, so
+        that new tensors would take as much as the packed weights.
+        """
+        stored, dtype = [self._view(name) for name in names], dtype or self.dtype
+        shape = _joined_shape(stored)
+        size = math.prod(shape) * dtype.itemsize
+        if len(self._lent) < size:
+            self._lent = torch.empty(0, dtype=torch.uint8)
+            self._lent = torch.empty(size, dtype=torch.uint8)
+        joined = self._lent[:size].view(dtype).view(shape)
         self._copy(joined, names, stored)
         return joined
 
@@ -49,3 +66,8 @@ class Weights:
         count = (tensor.end - tensor.begin) // dtype.itemsize
         data = self._tensors.map(tensor)
         return torch.frombuffer(data, dtype=dtype, count=count, offset=tensor.begin).view(tensor.shape)
+
+
+def _joined_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The shape of `tensors` one below the other."""
+    return (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.backend.base import StepInputs
+from pypto_serving.backend.base import Progress, StepInputs
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.config import EngineConfig
 from pypto_serving.model.registry import load_spec
@@ -28,6 +28,7 @@ def load_program(
     block_size: int = 32,
     kernels: str = "torch",
     packed_cache: str = "",
+    progress: Progress = lambda *_: None,
 ) -> Any:
     """The CPU program of a checkpoint, on torch or on the kernels of an instruction set."""
     spec = load_spec(path, dtype, block_size)
@@ -44,7 +45,7 @@ def load_program(
         kernels=kernels,
         packed_cache=packed_cache,
     )
-    return CpuBackend(config).prepare(lambda *_: None)
+    return CpuBackend(config).prepare(progress)
 
 
 def poison(program: Any, blocks: Sequence[Sequence[int]]) -> None:

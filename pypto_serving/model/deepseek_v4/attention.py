@@ -113,8 +113,8 @@ class Attention:
         self.latent = matrix(weights, f"{prefix}wkv")
         self.query_norm, self.norm = (vector(weights, f"{prefix}{name}_norm.weight") for name in ("q", "kv"))
         self.sink = vector(weights, f"{prefix}attn_sink")
-        groups = weights.read(f"{prefix}wo_a.weight").chunk(model.o_groups)
-        self.out_latents = [Linear(group.clone()) for group in groups]
+        groups = weights.lend(f"{prefix}wo_a.weight").chunk(model.o_groups)
+        self.out_latents = [Linear(group) for group in groups]
         self.out = matrix(weights, f"{prefix}wo_b")
         self.rows = pages["ori"].layer("kv", layer)
         self.compressors: list[tuple[Compressor, LayerRows, LayerRows]] = []

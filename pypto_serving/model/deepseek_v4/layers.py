@@ -42,7 +42,7 @@ def add_up(x: Tensor, dim: int) -> Tensor:
 
 def matrix(weights: Weights, *names: str, dtype: torch.dtype | None = None) -> Linear:
     """The named matrices as one, outputs one after the other."""
-    return Linear(weights.read(*(f"{name}.weight" for name in names), dtype=dtype))
+    return Linear(weights.lend(*(f"{name}.weight" for name in names), dtype=dtype))
 
 
 def vector(weights: Weights, name: str) -> Tensor:
@@ -70,7 +70,7 @@ class StreamMixer:
     """
 
     def __init__(self, weights: Weights, prefix: str, hyper: HyperConnections, norm_eps: float) -> None:
-        self.fn = Linear(vector(weights, f"{prefix}_fn"))
+        self.fn = Linear(weights.lend(f"{prefix}_fn", dtype=torch.float32))
         self.base, self.scale = vector(weights, f"{prefix}_base"), vector(weights, f"{prefix}_scale")
         self.hyper, self.norm_eps = hyper, norm_eps
 

@@ -81,7 +81,7 @@ class Qwen3Program:
         self.embedding = weights.read("model.embed_tokens.weight")
         self.layers = [DecoderLayer(model, weights, i) for i in range(model.num_layers)]
         self.norm = weights.read("model.norm.weight")
-        self.lm_head = Linear(self.embedding if model.tied_embeddings else weights.read("lm_head.weight"))
+        self.lm_head = Linear(self.embedding if model.tied_embeddings else weights.lend("lm_head.weight"))
         cos, sin = (torch.from_numpy(table) for table in model.rope.tables(config.max_model_len))
         self._cos, self._sin = torch.cat([cos, cos], dim=1)[:, None], torch.cat([-sin, sin], dim=1)[:, None]
         self.rows = self._settle_rows()
@@ -115,7 +115,7 @@ def _linear(weights: Weights, *names: str) -> Linear:
     """The named projections as one, outputs one after the other."""
     biases = [f"{name}.bias" for name in names]
     bias = weights.read(*biases) if weights.has(biases[0]) else None
-    return Linear(weights.read(*(f"{name}.weight" for name in names)), bias)
+    return Linear(weights.lend(*(f"{name}.weight" for name in names)), bias)
 
 
 def _gated_mlp(weights: Weights, prefix: str) -> GatedMLP:
