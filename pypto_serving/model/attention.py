@@ -47,19 +47,19 @@ class KVArena:
         shape = (num_blocks + 1, self.layers, 2, self.kv_heads, self.block_size, self.head_dim)
         memory = mmap.mmap(-1, (num_blocks + 1) * group.block_bytes)
         with torch.inference_mode(False):  # others may write pages too
-            self.pages = torch.frombuffer(memory, dtype=dtype).view(shape)
+            self.pages = torch.frombuffer(memory, dtype=dtype).to(torch.get_default_device()).view(shape)
         self._rows = self.pages.view(-1, self.head_dim)
         self._head_blocks = self.pages.view(-1, self.block_size * self.head_dim)
 
     def row_index(self, slots: Tensor) -> Tensor:
         """Rows of layer 0's keys that `slots` [t] name, int64 [t * kv_heads]."""
         heads_per_block = self.layers * 2 * self.kv_heads
-        head = slots[:, None] // self.block_size * heads_per_block + torch.arange(self.kv_heads)
+        head = slots[:, None] // self.block_size * heads_per_block + torch.arange(self.kv_heads, device=slots.device)
         return (head * self.block_size + slots[:, None] % self.block_size).flatten()
 
     def block_index(self, blocks: Tensor) -> Tensor:
         """Head blocks of layer 0's keys for `blocks` [rows, n], int64 [rows * kv_heads * n]."""
-        heads = torch.arange(self.kv_heads)[None, :, None]
+        heads = torch.arange(self.kv_heads, device=blocks.device)[None, :, None]
         return (blocks[:, None, :] * (self.layers * 2 * self.kv_heads) + heads).flatten()
 
     def write(self, layer: int, which: int, row_index: Tensor, values: Tensor) -> None:
@@ -142,10 +142,12 @@ class StepAttention:
     def _tile(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> QueryTile:
         """`counts[i]` queries of rows[i] from token firsts[i] on, all counts alike; the last query fills up."""
         queries = _recurring_size(counts[0])
-        tokens = (torch.tensor(firsts)[:, None] + torch.arange(queries).clamp(max=counts[0] - 1)).flatten()
+        device = self._positions.device
+        offsets = torch.arange(queries, device=device).clamp(max=counts[0] - 1)
+        tokens = (torch.tensor(firsts, device=device)[:, None] + offsets).flatten()
         positions = self._positions[tokens].view(len(rows), queries)
         lengths = positions[:, -1] + 1
-        tables = self._tables[torch.tensor(rows)]
+        tables = self._tables[torch.tensor(rows, device=device)]
         kv = []
         for start in range(0, int(lengths[0]), self._width):
             reached = min(len(rows), _recurring_size(int((lengths > start).sum())))
@@ -153,15 +155,15 @@ class StepAttention:
         return QueryTile(tokens, len(rows), queries, tuple(kv))
 
     def _kv_tile(self, tables: Tensor, positions: Tensor, lengths: Tensor, start: int) -> KVTile:
-        size = self._arena.block_size
+        size, device = self._arena.block_size, tables.device
         first, count = start // size, self._width // size
-        blocks = torch.full((len(tables), count), self._arena.zero_block)
+        blocks = torch.full((len(tables), count), self._arena.zero_block, device=device)
         known = tables[:, first : first + count]
-        written = torch.arange(first, first + known.shape[1]) * size < lengths[:, None]
+        written = torch.arange(first, first + known.shape[1], device=device) * size < lengths[:, None]
         blocks[:, : known.shape[1]] = known.where(written, self._arena.zero_block)
         hidden = None
         if int(positions.min()) < start + self._width - 1:
-            hidden = torch.arange(start, start + self._width) > positions[..., None]
+            hidden = torch.arange(start, start + self._width, device=device) > positions[..., None]
             hidden = hidden[:, None, :, None, :]
         return KVTile(len(tables), self._arena.block_index(blocks), hidden)
 
@@ -263,7 +265,8 @@ def settle_query_rows(head_dim: int, dtype: torch.dtype) -> int | None:
     """Fewest queries per product from which on results do not depend on their number; None if there are none."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((3, 128, head_dim), (3, head_dim, TILE), (3, TILE, head_dim))
-    q, keys, values = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    device = torch.get_default_device()
+    q, keys, values = (torch.randn(s, generator=generator, device="cpu").to(device, dtype) for s in shapes)
 
     def attend(rows: int, heads: int) -> Tensor:
         return _attend_tile(product(q[:heads, :rows].contiguous(), keys[:heads]), values[:heads], False).out

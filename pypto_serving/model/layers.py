@@ -75,7 +75,8 @@ class Linear:
         False if there is none here; then the largest is kept. Measured on copies of one row, whose rounded result
         enters again as a negative bias, so that what rounding would hide is compared too.
         """
-        row = torch.randn(1, self.in_features, generator=torch.Generator().manual_seed(0)).to(self.dtype)
+        generator = torch.Generator().manual_seed(0)
+        row = torch.randn(1, self.in_features, generator=generator, device="cpu").to(self._weight.device, self.dtype)
         rounded = self(row.expand(_PROBE_ROWS, -1).contiguous())
         rest = Linear.__new__(Linear)
         rest.__dict__.update(self.__dict__, _bias=-rounded[0])

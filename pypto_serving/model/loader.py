@@ -22,7 +22,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Weights:
-    """Copies a checkpoint's tensors into the tensors that are served, converted to `dtype` on the way."""
+    """Copies a checkpoint's tensors to torch's default device, converted to `dtype` on the way."""
 
     def __init__(self, model_dir: str | Path, dtype: str, progress: Progress) -> None:
         self.dtype = torch_dtype(dtype)

@@ -47,7 +47,8 @@ class DecoderLayer:
 class DeepseekV4Program:
     """Owns weights and cache pages of a DeepSeek V4 model. `rows` is the fewest rows that a step computes.
 
-    Streams between layers, cache states, mixing and routing are float32 whatever the weights are.
+    Streams between layers, cache states, mixing and routing are float32 whatever the weights are. Everything lies on
+    the device that is torch's default when the program is made; a step's tensors must too.
     """
 
     name = "deepseek-v4-torch-1"
@@ -82,7 +83,7 @@ class DeepseekV4Program:
     def forward(self, step: StepTensors) -> Tensor:
         """Write the cache rows of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""
         if not len(step.token_ids):
-            return torch.empty(0, self.model.vocab_size)
+            return torch.empty(0, self.model.vocab_size, device=self.embedding.device)
         rows = StepRows(step, self._groups)
         views = {kind: StepView.of(rows, tables, kind, self.model.ratio(kind)) for kind, tables in self._tables.items()}
         h = self.embedding.index_select(0, step.token_ids).float()
@@ -90,6 +91,6 @@ class DeepseekV4Program:
         for layer in self.layers:
             h = layer(h, views[layer.kind])
         if not len(step.logits_rows):
-            return torch.empty(0, self.model.vocab_size)
+            return torch.empty(0, self.model.vocab_size, device=self.embedding.device)
         x = self.mixer.collapse(h.index_select(0, step.logits_rows))
         return self.head(rms_norm(x, self.norm, self.model.rms_norm_eps).to(self.embedding.dtype)).float()

@@ -51,7 +51,7 @@ class DecoderLayer:
         q, k, v = self._heads(self.qkv(rms_norm(h, self.input_norm, eps)), cos, sin)
         arena.write(self.index, 0, attention.row_index, k)
         arena.write(self.index, 1, attention.row_index, v)
-        attended = torch.zeros(len(h), self.o.in_features, dtype=h.dtype)
+        attended = torch.zeros(len(h), self.o.in_features, dtype=h.dtype, device=h.device)
         attention(self.index, q, attended)
         h = h + self.o(attended)
         return h + self.mlp(rms_norm(h, self.mlp_norm, eps))
@@ -69,7 +69,10 @@ class DecoderLayer:
 
 
 class Qwen3Program:
-    """Owns weights and KV pages of a Qwen3 model. `rows` is the fewest rows that a step computes."""
+    """Owns weights and KV pages of a Qwen3 model. `rows` is the fewest rows that a step computes.
+
+    Everything lies on the device that is torch's default when the program is made; a step's tensors must too.
+    """
 
     name = "qwen3-torch-1"
 
@@ -82,7 +85,8 @@ class Qwen3Program:
         self.layers = [DecoderLayer(model, weights, i) for i in range(model.num_layers)]
         self.norm = weights.read("model.norm.weight")
         self.lm_head = Linear(self.embedding if model.tied_embeddings else weights.lend("lm_head.weight"))
-        cos, sin = (torch.from_numpy(table) for table in model.rope.tables(config.max_model_len))
+        device = self.embedding.device
+        cos, sin = (torch.from_numpy(table).to(device) for table in model.rope.tables(config.max_model_len))
         self._cos, self._sin = torch.cat([cos, cos], dim=1)[:, None], torch.cat([-sin, sin], dim=1)[:, None]
         self.rows = self._settle_rows()
 
@@ -99,14 +103,14 @@ class Qwen3Program:
     def forward(self, step: StepTensors) -> Tensor:
         """Write the K/V of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""
         if not len(step.token_ids):
-            return torch.empty(0, self.model.vocab_size)
+            return torch.empty(0, self.model.vocab_size, device=self.embedding.device)
         attention = StepAttention(self.arena, step)
         cos, sin = self._cos.index_select(0, step.positions), self._sin.index_select(0, step.positions)
         h = self.embedding.index_select(0, step.token_ids)
         for layer in self.layers:
             h = layer(h, cos, sin, attention, self.arena)
         if not len(step.logits_rows):
-            return torch.empty(0, self.model.vocab_size)
+            return torch.empty(0, self.model.vocab_size, device=self.embedding.device)
         h = h.index_select(0, step.logits_rows)
         return self.lm_head(rms_norm(h, self.norm, self.model.rms_norm_eps)).float()
 
