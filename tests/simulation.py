@@ -62,7 +62,8 @@ def null_program(config: EngineConfig) -> Any:
 class InlineExecutor:
     """Runs plans in the core's own thread, one per poll, on a runner that dies when told to.
 
-    Transfers are done after as many polls as `delay` says, in any order; host memory and `stores` outlive the runner.
+    Transfers are done after as many polls as `delay` says, in any order, and say that they took `transfer_s`; host
+    memory and `stores` outlive the runner.
     """
 
     def __init__(self, config: EngineConfig, clock: VirtualClock, make_program: MakeProgram) -> None:
@@ -75,6 +76,7 @@ class InlineExecutor:
         self.num_forgiven = 0
         self.die_if: Callable[[StepPlan], bool] = lambda plan: False
         self.delay: Callable[[], int] = lambda: 0
+        self.transfer_s = 0.001
         self.is_stuck: Callable[[TransferJob], bool] = lambda job: False
         self.stores: dict[Tier, Store] = {}
         self._host_memory = HostMemory(config)
@@ -100,7 +102,7 @@ class InlineExecutor:
                 left.append((delay - 1, after_step, job))
                 continue
             worked = self._mover.move(job, self._mover.pieces(job))
-            done.append(TransferDone(job.job_id, bytes(worked), 0.001))
+            done.append(TransferDone(job.job_id, bytes(worked), self.transfer_s))
         self._moving = left
         return TransferReport(self.epoch, done)
 

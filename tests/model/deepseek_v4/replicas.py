@@ -1,0 +1,366 @@
+"""Whole replicas of DeepSeek V4 under random schedules: every answer must be the one that its prompt has.
+
+Requests share prefixes, continue earlier turns, are preempted and aborted, and resumed from the device, from host
+memory and from a disk; workers die, and replicas are started again over the disk. Each life of a worker begins with
+pages full of NaN, and blocks that are given back without content become NaN again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pypto_serving.backend.base import StepInputs, StepOutput
+from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.config import EngineConfig
+from pypto_serving.kernels import runnable
+from pypto_serving.kv import positions
+from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.model.registry import load_spec
+from pypto_serving.types.kv import max_live_blocks, resume_step
+from pypto_serving.types.request import ClearCache
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import NewRow, StepPlan
+from pypto_serving.types.tier import Tier, TierConfig, Transfers
+from pypto_serving.types.tokens import unpack_ids
+from tests.checkpoints import make_checkpoint, random_model
+from tests.deepseek_v4 import check_greedy
+from tests.model.sequences import Sequences, poison
+from tests.simulation import Simulation
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kind of checkpoint in one arithmetic, and traffic of up to `longest` prompt and `output` tokens.
+
+    `steps` are token budgets to choose from; `interval` is the distance of common checkpoints in tokens.
+    """
+
+    kind: str
+    dtype: str
+    longest: int
+    output: int
+    steps: tuple[int, ...]
+    interval: int
+    requests: int
+
+    @property
+    def native(self) -> bool:
+        return self.dtype == "bfloat16"
+
+
+FAST: dict[str, Any] = {"kind": "deepseek_v4_fast", "longest": 70, "output": 24, "steps": (7, 16, 64, 120)}
+RELEASED: dict[str, Any] = {"kind": "deepseek_v4", "longest": 600, "output": 16, "steps": (60, 128, 300, 700)}
+SUBJECTS = {
+    "torch": Subject(**FAST, dtype="float32", interval=32, requests=12),
+    "native": Subject(**FAST, dtype="bfloat16", interval=32, requests=18),
+    "torch, ratios 4 and 128": Subject(**RELEASED, dtype="float32", interval=256, requests=8),
+    "native, ratios 4 and 128": Subject(**RELEASED, dtype="bfloat16", interval=256, requests=14),
+}
+CHANGES: dict[str, Any] = {"o_lora_rank": 32, "hc_sinkhorn_iters": 4}
+"""What the kernels need, and less of what takes longest in the torch program."""
+
+MAX_NUM_SEQS = 6
+DEPTH = 2
+
+
+class TimedProgram:
+    """A program that was loaded for more blocks and longer steps than `config` has, in virtual time."""
+
+    def __init__(self, program: Any, config: EngineConfig) -> None:
+        self._program = program
+        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.fingerprint, self.arenas, self.sampler = program.fingerprint, program.arenas, program.sampler
+
+    def run(self, inputs: StepInputs) -> StepOutput:
+        output = self._program.run(inputs)
+        return StepOutput(logits=output.logits, virtual_s=1e-3 + 1e-4 * len(inputs.token_ids))
+
+
+@dataclass
+class Oracle:
+    """Prompts of which many share a beginning, and the greedy answer to each.
+
+    Answers of the torch program are those of transformers; of the kernels, those that they give to each prompt alone.
+    """
+
+    subject: Subject
+    model: Path
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, subject: Subject, folder: Path) -> Oracle:
+        oracle = cls(subject, make_checkpoint(folder / "v4", subject.kind, subject.dtype, **CHANGES))
+        rng, longest, size = random.Random(5), subject.longest, load_spec(oracle.model).kv_groups[0].block_size
+        families = [rng.choices(range(256), k=longest) for _ in range(2)]
+        prompts = []
+        for family in families * 4:
+            shared = family[: rng.randrange(longest // 4, longest * 3 // 4)]
+            own = -(len(shared) + rng.randrange(1, 6)) % size  # the answer goes on in the next block
+            prompts.append([*shared, *rng.choices(range(256), k=own)])
+        oracle.answer([*prompts, *families])
+        turns = [[*prompt, *oracle.answers[tuple(prompt)], *rng.choices(range(256), k=3)] for prompt in prompts]
+        oracle.answer([turn for turn in turns if len(turn) <= longest])
+        assert len({tuple(answer) for answer in oracle.answers.values()}) > len(oracle.answers) // 2
+        return oracle
+
+    def answer(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Note what the answers to `prompts` are."""
+        if self.subject.native:
+            answers = [Sequences(self.program).continued([prompt], self.subject.output)[0] for prompt in prompts]
+        else:
+            answers = Sequences(self.program).continued(prompts, self.subject.output)
+            check_greedy(random_model(self.subject.kind, **CHANGES), [list(prompt) for prompt in prompts], answers)
+        self.answers |= {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
+
+    @cached_property
+    def program(self) -> Any:
+        """Loaded once, with pages for the largest configuration."""
+        return CpuBackend(self.largest).prepare(lambda *_: None)
+
+    @cached_property
+    def largest(self) -> EngineConfig:
+        spec = load_spec(self.model, self.subject.dtype)
+        budget = max(self.subject.steps)
+        groups, total = spec.kv_groups, self.subject.longest + self.subject.output
+        return EngineConfig(
+            model=str(self.model),
+            backend="cpu",
+            dtype=self.subject.dtype,
+            vocab_size=spec.vocab_size,
+            groups=groups,
+            num_blocks=tuple(1 + 2 * MAX_NUM_SEQS * live for live in max_live_blocks(groups, total, DEPTH * budget)),
+            max_model_len=total,
+            num_threads=1,
+            kernels=runnable()[0] if self.subject.native else "torch",
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=budget,
+        )
+
+    def config(self, rng: random.Random, tiers: tuple[TierConfig, ...], most: float) -> EngineConfig:
+        """Steps of any size; room for the history of one to `most` long sequences, and the rest of more."""
+        budget, depth = rng.choice(self.subject.steps), rng.randint(1, DEPTH)
+        groups = self.largest.groups
+        live = zip(groups, max_live_blocks(groups, self.largest.max_model_len, depth * budget), strict=True)
+        room = {True: rng.uniform(1.0, most), False: 2.5}
+        return msgspec.structs.replace(
+            self.largest,
+            num_blocks=tuple(2 + int(blocks * room[group.keeps_history]) for group, blocks in live),
+            max_num_batched_tokens=budget,
+            depth=depth,
+            kv_store=rng.choice(("through", "eviction")),
+            tiers=tiers,
+        )
+
+    def make_program(self, config: EngineConfig) -> Any:
+        """The one program with pages of NaN, as a worker of `config` would have it."""
+        poison(self.program, [range(count) for count in self.largest.num_blocks])
+        return TimedProgram(self.program, config)
+
+    def tiers(self, names: Sequence[Tier], disk: Path) -> tuple[TierConfig, ...]:
+        """Host memory for some five sequences and twenty checkpoints, a disk for three times as much."""
+        whole, groups = self.largest.max_model_len, self.largest.groups
+        tails = [group.tail_blocks(resume_step(groups)) for group in groups]
+        slots = [
+            5 * whole // group.block_size if group.keeps_history else max(1, 20 * tail)
+            for group, tail in zip(groups, tails, strict=True)
+        ]
+        known = {
+            "host": TierConfig(tier="host", size_bytes=0, num_slots=tuple(slots)),
+            "disk": TierConfig(
+                tier="disk", size_bytes=1 << 30, num_slots=tuple(3 * count for count in slots), place=str(disk)
+            ),
+        }
+        return tuple(known[name] for name in names)
+
+
+class Resumptions:
+    """Where requests were resumed, by the tier that the tails of windows and states came from: `counts`.
+
+    Of positions, common checkpoints and ends of prompts are told apart. Watches what a simulation's executor is sent.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.counts: Counter[str] = Counter()
+        self._points = ResumePoints(simulation.config.groups)
+        self._tails = [g for g, group in enumerate(simulation.config.groups) if not group.keeps_history]
+        self._simulation = simulation
+        self._loaded: dict[tuple[int, int], Tier] = {}
+        self._epoch = 0
+        executor = simulation.executor
+        executor.send = self._before(executor.send, self._see_plan)
+        executor.transfer = self._before(executor.transfer, self._see_transfers)
+
+    def _before(self, function: Callable[[Any], None], see: Callable[[Any], None]) -> Callable[[Any], None]:
+        def both(message: Any) -> None:
+            if self._epoch != self._simulation.executor.epoch:
+                self._epoch = self._simulation.executor.epoch
+                self._loaded.clear()
+            see(message)
+            function(message)
+
+        return both
+
+    def _see_transfers(self, transfers: Transfers) -> None:
+        for job in transfers.jobs:
+            if job.kind == "load":
+                places = zip(unpack_ids(job.groups).tolist(), unpack_ids(job.blocks).tolist(), strict=True)
+                self._loaded |= dict.fromkeys(places, job.tier)
+
+    def _see_plan(self, plan: StepPlan) -> None:
+        for row in plan.new_rows:
+            if row.num_computed:
+                self._see_resumed(row)
+        for g, added in enumerate(plan.new_blocks):
+            for block in unpack_ids(added).tolist()[1::2]:
+                self._loaded.pop((g, block), None)
+
+    def _see_resumed(self, row: NewRow) -> None:
+        """A request goes on at a boundary, with the tails that this needs and null blocks before them."""
+        position = row.num_computed
+        assert self._points.last(position) == position
+        came: set[Tier] = set()
+        for g in self._tails:
+            table, needed = unpack_ids(row.blocks[g]).tolist(), self._points.needed(g, position)
+            assert not any(table[: needed.start]) and all(table[needed.start : needed.stop])
+            came |= {self._loaded.pop((g, table[i]), "device") for i in needed}
+        assert came
+        ends = {self._points.last(len(prompt)) for prompt in self._simulation.prompts.values()}
+        for tier in came:
+            self.counts[tier] += 1
+            self.counts[f"{tier}, common checkpoint"] += position % self._points.interval == 0
+            self.counts[f"{tier}, end of a prompt"] += position in ends
+            self.counts[f"{tier}, within an answer"] += len(row.token_ids) // 4 > row.prompt_len
+
+
+class Poisoner:
+    """Makes free blocks that hold nothing NaN, once no step that was planned before they came free can read them."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._empty: list[set[int]] | None = None
+        self._last_step = 0
+
+    def turn(self) -> None:
+        """To be called after each turn of the simulation."""
+        executor, pools = self._simulation.executor, self._simulation.core.scheduler.kv._pools
+        empty = [{block for block in pool._free if pool.key(block) is None} for pool in pools]
+        if self._empty is not None:
+            self._empty = [before & now for before, now in zip(self._empty, empty, strict=True)]
+        if executor._completed_step >= self._last_step and executor._runner is not None:
+            if self._empty is not None:
+                poison(executor._runner.program, [sorted(blocks) for blocks in self._empty])
+            self._empty = empty
+            self._last_step = executor.plans[-1].step_id if executor.plans else 0
+
+
+class Client:
+    """Sends random requests to a replica and knows what the answers are.
+
+    If it `hurries`, requests come together, and their answers need a block more than their prompts.
+    """
+
+    def __init__(self, oracle: Oracle, simulation: Simulation, rng: random.Random, hurries: bool) -> None:
+        self.oracle, self.simulation, self.rng, self.hurries = oracle, simulation, rng, hurries
+        self.wanted: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self._poisoner = Poisoner(simulation)
+
+    def send(self, prompt: Sequence[int], length: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        request_id = self.simulation.add(prompt, params=params)
+        self.wanted[request_id] = self.oracle.answers[tuple(prompt)][:length]
+
+    def send_some(self, count: int) -> None:
+        """One after the other, with turns between them; some are aborted."""
+        rng, longest, size = self.rng, self.oracle.subject.output, self.simulation.config.groups[0].block_size
+        prompts = [p for p in self.oracle.answers if not self.hurries or -len(p) % size < longest]
+        for _ in range(count):
+            self.send(rng.choice(prompts), longest if self.hurries else rng.randint(1, longest))
+            for _ in range(rng.randrange(2 if self.hurries else 8)):
+                self.turn()
+            if self.simulation.config.tiers and rng.random() < 0.3:
+                self.simulation.client.send(ClearCache(("device",)))
+            if rng.random() < 0.1:
+                self.aborted.add(last := list(self.wanted)[-1])
+                self.simulation.abort(last)
+
+    def turn(self) -> None:
+        self.simulation.turn()
+        self._poisoner.turn()
+
+    def unanswered(self) -> list[tuple[list[int], int]]:
+        """Requests, with their lengths, that have no whole answer."""
+        names = [name for name in self.wanted if name not in self.simulation.last]
+        return [(self.simulation.prompts[name], len(self.wanted[name])) for name in names]
+
+    def check(self, ended: bool) -> None:
+        """Whatever was said is right; if all `ended`, all was said."""
+        simulation = self.simulation
+        for output in simulation.last.values():
+            assert output.fault is None, output.fault
+        for request_id, answer in self.wanted.items():
+            found = simulation.tokens[request_id]
+            assert found == answer[: len(found)], request_id
+            assert not ended or request_id in self.aborted or found == answer
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A seed, what happens under it, and the tiers of the replica."""
+
+    seed: int
+    tiers: tuple[Tier, ...] = ()
+    crowded: bool = False
+    dies: bool = False
+    restarts: bool = False
+
+
+def run_schedule(oracle: Oracle, schedule: Schedule, disk: Path) -> Counter[str]:
+    """Random traffic in random steps, in one life of the replica or two. Returns how often what happened."""
+    rng = random.Random(repr(schedule))
+    tiers = oracle.tiers(schedule.tiers, disk)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(positions, "CHECKPOINT_TOKENS", oracle.subject.interval)
+        counts, unanswered = _live(oracle, schedule, rng, tiers, [])
+        if schedule.restarts:
+            counts = Counter({f"before a restart: {name}": count for name, count in counts.items()})
+            counts += _live(oracle, schedule, rng, tiers, unanswered)[0]
+    return counts
+
+
+def _live(
+    oracle: Oracle,
+    schedule: Schedule,
+    rng: random.Random,
+    tiers: tuple[TierConfig, ...],
+    unanswered: list[tuple[list[int], int]],
+) -> tuple[Counter[str], list[tuple[list[int], int]]]:
+    """One life of a replica, to the end of all requests or, before a restart, to some point. Returns what is left."""
+    config = oracle.config(rng, tiers, most=1.2 if schedule.crowded else 1.6)
+    simulation = Simulation(config, make_program=oracle.make_program)
+    executor, resumptions = simulation.executor, Resumptions(simulation)
+    executor.delay = lambda: rng.choice((0, 0, 1, 3))
+    executor.transfer_s = rng.choice((1e-2, 1e-5, 1e-5))  # computing may be faster, and mostly is not
+    deaths = [rng.randrange(1, 12), rng.randrange(12, 40)] if schedule.dies else []  # at the third a request fails
+    executor.die_if = lambda plan: executor.num_deaths < len(deaths) and plan.step_id >= deaths[executor.num_deaths]
+    client = Client(oracle, simulation, rng, hurries=schedule.crowded)
+    for prompt, length in unanswered:
+        client.send(prompt, length)
+    client.send_some(oracle.subject.requests)
+    ends = not schedule.restarts or bool(unanswered)
+    if ends:
+        simulation.run()
+    client.check(ended=ends)
+    executor.stop()
+    resumptions.counts["preemptions"] += simulation.counters.num_preemptions
+    resumptions.counts["deaths"] += executor.num_deaths
+    return resumptions.counts, client.unanswered()
