@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +22,7 @@ import typer
 from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.options import ALL_PANELS, takes_options
 from pypto_serving.config import Resolved, ServerConfig, Setting
-from pypto_serving.errors import ConfigError
+from pypto_serving.errors import EXIT_OK, ConfigError
 from pypto_serving.options import Options
 from pypto_serving.types.model import ModelSpec
 
@@ -32,12 +33,27 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 LAST_REPLIES_S = 5.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @app.command()
 @takes_options(*ALL_PANELS)
 def serve(options: Options) -> None:
     """Serve MODEL over an OpenAI-compatible API; without MODEL, the bundled one."""
+    before = {number: signal.signal(number, _exit) for number in STOP_SIGNALS}
+    try:
+        _run(options)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: object) -> None:
+    """Until there is an event loop, a signal to stop ends the process: nothing was begun."""
+    raise SystemExit(EXIT_OK)
+
+
+def _run(options: Options) -> None:
     import uvloop
 
     from pypto_serving import __version__
@@ -51,7 +67,8 @@ def serve(options: Options) -> None:
     typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
     report.show(with_chat(resolved, serving), model, err=True)
     configure_logging(resolved.engine.log_level)
-    uvloop.run(_serve(resolved, serving))
+    with suppress(asyncio.CancelledError):  # told to stop before the HTTP server was there
+        uvloop.run(_serve(resolved, serving))
 
 
 def check_address(server: ServerConfig) -> None:
@@ -80,6 +97,10 @@ async def _serve(resolved: Resolved, serving: ServingConfig) -> None:
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.engine.async_engine import AsyncEngine
 
+    task = asyncio.current_task()
+    assert task is not None
+    for number in STOP_SIGNALS:  # until the HTTP server takes them over
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     progress = LoadProgress()
     engine = AsyncEngine(resolved.engine, on_progress=progress)
     await engine.start()  # the worker imports torch while this process imports the HTTP server

@@ -67,6 +67,18 @@ def test_serve_announces_itself_in_one_line_and_drains() -> None:
         assert re.search(r"chat-template +off +this model has no tokenizer.json", err)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("line", ["pypto-serving ", "worker 1 started"])
+def test_a_server_that_is_stopped_while_it_starts(number: signal.Signals, line: str) -> None:
+    command = [*PYPTO, "serve", *NULL, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        assert any(line in said for said in iter(process.stderr.readline, ""))
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, "Traceback" in err) == (0, False)
+
+
 def test_an_api_key_guards_all_but_health() -> None:
     with serving(*NULL, "--api-key", "secret") as (_, ready):
         assert get(ready["port"], "/health")[0] == 200
