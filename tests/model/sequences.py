@@ -95,17 +95,18 @@ class Sequences:
             free += ids
             self._rng.shuffle(free)
 
-    def step(self, work: Sequence[tuple[Sequence_, int]]) -> None:
-        """Compute the next `n` tokens of each sequence, with logits of the last of them."""
+    def step(self, work: Sequence[tuple[Sequence_, int]], everywhere: bool = False) -> None:
+        """Compute the next `n` tokens of each sequence, with logits of the last of them, or of all."""
         for sequence, count in work:
             for group, table, free in zip(self.groups, sequence.tables, self._free, strict=True):
                 wanted = -(-(sequence.computed + count) // group.block_size)
                 table += [int(free.pop()) for _ in range(wanted - len(table))]
-        self.last_inputs = self._inputs(work)
-        logits = self.program.run(self.last_inputs).logits
-        for (sequence, count), row in zip(work, logits, strict=True):
+        self.last_inputs = self._inputs(work, everywhere)
+        logits = iter(self.program.run(self.last_inputs).logits)
+        for sequence, count in work:
             sequence.computed += count
-            sequence.logits[sequence.computed - 1] = row.copy()
+            for position in range(sequence.computed - (count if everywhere else 1), sequence.computed):
+                sequence.logits[position] = next(logits).copy()
             self._drop(sequence)
 
     def _drop(self, sequence: Sequence_) -> None:
@@ -133,7 +134,7 @@ class Sequences:
                 self.program.arenas[g][other.tables[g][-1]] = self.program.arenas[g][block]
         return other
 
-    def _inputs(self, work: Sequence[tuple[Sequence_, int]]) -> StepInputs:
+    def _inputs(self, work: Sequence[tuple[Sequence_, int]], everywhere: bool) -> StepInputs:
         counts = [count for _, count in work]
         starts = np.cumsum([0, *counts])
         positions = [np.arange(s.computed, s.computed + n) for s, n in work]
@@ -143,7 +144,7 @@ class Sequences:
             positions=int32(np.concatenate(positions)),
             query_start=int32(starts),
             context_lens=int32([s.computed + n for s, n in work]),
-            logits_rows=int32(starts[1:] - 1),
+            logits_rows=int32(np.arange(starts[-1]) if everywhere else starts[1:] - 1),
             slot_mapping=tuple(slots for slots, _ in addresses),
             block_tables=tuple(table for _, table in addresses),
             fresh_blocks=tuple(int32([]) for _ in self.groups),
@@ -160,12 +161,12 @@ class Sequences:
             row[: len(table)] = table
         return int32(np.concatenate(slots)), packed
 
-    def run(self, sequence: Sequence_, chunks: Sequence[int]) -> None:
+    def run(self, sequence: Sequence_, chunks: Sequence[int], everywhere: bool = False) -> None:
         """Compute a sequence alone in chunks; the last one is cut to what is left."""
         for chunk in chunks:
             left = len(sequence.tokens) - sequence.computed
             if left:
-                self.step([(sequence, min(chunk, left))])
+                self.step([(sequence, min(chunk, left))], everywhere)
 
     def continued(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """What the program, greedily, makes of all prompts at once: `count` tokens each."""
