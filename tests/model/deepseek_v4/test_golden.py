@@ -16,7 +16,7 @@ from tests.model.sequences import Array, Sequence_, Sequences, load_program
 pytestmark = pytest.mark.golden
 
 TOLERANCE = 1e-4
-LENGTH = 90
+LENGTH, LONG = 90, 2048
 VARIANTS: dict[str, dict[str, Any]] = {
     "all-csa": {"layer_types": [SPARSE] * 4},
     "all-hca": {"layer_types": [HEAVY] * 4},
@@ -47,7 +47,8 @@ def worst(sequence: Sequence_, wanted: Array) -> float:
 
 
 def loaded(checkpoint: MakeCheckpoint, kind: str = "deepseek_v4_fast", **overrides: Any) -> Sequences:
-    return Sequences(load_program(checkpoint(kind, **overrides), threads=1, num_blocks=240))
+    path, longest = checkpoint(kind, **overrides), LONG if kind == "deepseek_v4" else 1024
+    return Sequences(load_program(path, threads=1, num_blocks=longest // 4 + 50, max_model_len=longest))
 
 
 def test_as_released_but_small(checkpoint: MakeCheckpoint) -> None:
@@ -60,6 +61,28 @@ def test_as_released_but_small(checkpoint: MakeCheckpoint) -> None:
         sequences.run(sequence, chunks)
         assert worst(sequence, wanted) < TOLERANCE
         sequences.free(sequence)
+
+
+@pytest.mark.parametrize(
+    ("length", "topk"),
+    [(300, 512), (700, 64), (2000, 16), *(pytest.param(n, 64, marks=pytest.mark.soak) for n in (1333, 1700, 2000))],
+)
+def test_long_sequences(checkpoint: MakeCheckpoint, length: int, topk: int) -> None:
+    """All logits of a prefill at once, and those of random chunks and steps."""
+    tokens = random_tokens(length, length)
+    wanted = golden(tokens, "deepseek_v4", index_topk=topk)
+    sequences = loaded(checkpoint, "deepseek_v4", index_topk=topk)
+    at_once = sequences.add(tokens)
+    sequences.run(at_once, [length], everywhere=True)
+    assert worst(at_once, wanted) < TOLERANCE
+    sequences.free(at_once)
+    rng, steps = np.random.default_rng(length), 12
+    chunked = sequences.add(tokens)
+    while (left := length - steps - chunked.computed) > 0:
+        sequences.run(chunked, [min(left, int(rng.integers(1, 400)))], everywhere=True)
+    sequences.run(chunked, [1] * steps)
+    assert len(chunked.logits) == length
+    assert worst(chunked, wanted) < TOLERANCE
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 31, 64, LENGTH])
@@ -104,15 +127,20 @@ def test_resumed_at_every_block(checkpoint: MakeCheckpoint) -> None:
         assert worst(second, golden(tokens)) < TOLERANCE
 
 
-def test_resumed_in_large_blocks(checkpoint: MakeCheckpoint) -> None:
-    prefix, sequences = random_tokens(length=256), loaded(checkpoint, "deepseek_v4")
-    first = sequences.add(prefix)
-    for end in (128, 256):
+def test_resumed_at_every_large_block(checkpoint: MakeCheckpoint) -> None:
+    """With ratios 4 and 128; what a hit needs is copied at each boundary, and then all other blocks become NaN."""
+    prefix, ends, own = random_tokens(length=700), range(128, 700, 128), 40
+    sequences = loaded(checkpoint, "deepseek_v4")
+    first, forks = sequences.add(prefix), []
+    for end in ends:
         sequences.run(first, [128])
-        tokens = np.concatenate([prefix[:end], random_tokens(end, 25)])
-        second = sequences.fork(first, tokens)
-        sequences.run(second, [3, 1, 21])
-        assert worst(second, golden(tokens, "deepseek_v4")) < TOLERANCE
+        forks.append(sequences.fork(first, np.concatenate([prefix[:end], random_tokens(end, own)])))
+    sequences.free(first)
+    for second in forks:
+        sequences.run(second, [3, 1, own - 4], everywhere=True)
+        assert len(second.logits) == own
+        assert worst(second, golden(second.tokens, "deepseek_v4")) < TOLERANCE
+        sequences.free(second)
 
 
 def test_of_equal_entries_the_first_are_chosen(checkpoint: MakeCheckpoint) -> None:
