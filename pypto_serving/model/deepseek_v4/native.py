@@ -122,8 +122,7 @@ class NativeDeepseekV4:
         names, prefix = _projections(kind), f"layers.{layer}.attn."
         out = self._buffers.projected[kind]
         self.step.linear(self._buffers.normed, self._weights.matrix([prefix + name for name in names]), out)
-        inventory = self.model.tensors()
-        ends = np.cumsum([inventory[f"{prefix}{name}.weight"][0] for name in names])
+        ends = np.cumsum(self._buffers.widths[kind])
         return dict(zip(names, np.split(out, ends[:-1], axis=1), strict=True))
 
     def _record_compressor(
@@ -232,15 +231,16 @@ class Buffers:
         self.mixes = zeros(np.float32, tokens, _MIXED)
         self.x, self.y = (zeros(np.float32, tokens, hidden) for _ in range(2))
         self.normed = zeros(np.uint32, max(tokens, rows) * hidden // 2)
-        inventory = model.tensors()
+        shapes = model.tensors()
+        self.widths: dict[LayerKind, list[int]] = {}
         self.projected: dict[LayerKind, Float32Array] = {}
         self.heads: dict[LayerKind, Float32Array] = {}
-        for layer, kind in enumerate(model.kinds):
-            widths = [inventory[f"layers.{layer}.attn.{name}.weight"][0] for name in _projections(kind)]
-            indexed = inventory.get(f"layers.{layer}.attn.indexer.wq_b.weight", (0,))[0]
-            if kind not in self.projected:
-                self.projected[kind] = zeros(np.float32, tokens, sum(widths))
-                self.heads[kind] = zeros(np.float32, tokens, heads + indexed)
+        for kind in sorted(set(model.kinds)):
+            prefix = f"layers.{model.kinds.index(kind)}.attn."
+            self.widths[kind] = [shapes[f"{prefix}{name}.weight"][0] for name in _projections(kind)]
+            indexed = shapes.get(f"{prefix}indexer.wq_b.weight", (0,))[0]
+            self.projected[kind] = zeros(np.float32, tokens, sum(self.widths[kind]))
+            self.heads[kind] = zeros(np.float32, tokens, heads + indexed)
         self.latent = zeros(np.uint32, tokens * model.q_lora_rank // 2)
         self.queries = _panels(tokens, model.num_heads, model.head_dim)
         if model.indexer is not None:
