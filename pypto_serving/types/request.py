@@ -13,7 +13,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """One sequence to continue. `token_ids` is the prompt as int32 bytes, never empty.
 
     `params.n` is 1 here: choices are separate requests with the same `seed` and their own `choice`. Times are
-    seconds of the host's monotonic clock; a request still waiting at `deadline_s` is refused.
+    seconds of the host's monotonic clock; a request still waiting at `deadline_s` is refused. Of lower `priority` is
+    served earlier; cached prefixes are shared within one `cache_salt` only.
     """
 
     request_id: str

@@ -18,6 +18,7 @@ from tests.api.scripted_engine import Script
 
 PATH = "/v1/completions"
 PATHS = [PATH, "/v1/chat/completions"]
+HELLO = {"role": "user", "content": "hello"}
 
 
 def error_of(response: Any, status: int) -> dict[str, Any]:
@@ -62,6 +63,11 @@ BAD = [
     ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
     ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
     ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    ({"prompt": "a", "priority": 2**31}, "priority", "priority is 2147483648, but must be between -2147483647 and"),
+    ({"prompt": "a", "priority": "high"}, "priority", "integer"),
+    ({"prompt": "a", "priority": 0.5}, "priority", "integer"),
+    ({"prompt": "a", "cache_salt": ""}, "cache_salt", "cache_salt is empty; send text, or leave it out"),
+    ({"prompt": "a", "cache_salt": 5}, "cache_salt", "string"),
     ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "0.5"),
     ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
     ({"prompt": "a", "best_of": 4}, "best_of", "set it to 1"),
@@ -104,6 +110,16 @@ NEUTRAL = {
     "safety_identifier": "x",
     "prompt_cache_key": "y",
 }
+
+
+@pytest.mark.parametrize(("path", "said"), [(PATHS[0], {"prompt": ["a", "b"]}), (PATHS[1], {"messages": [HELLO]})])
+def test_priority_and_cache_salt_reach_the_engine(server: RunningServer, path: str, said: dict[str, Any]) -> None:
+    response = server.post(path, {**said, "n": 2, "priority": -3, "cache_salt": "ü"})
+    assert response.status_code == 200, response.text
+    assert "x-ignored-fields" not in response.headers
+    assert {(request.priority, request.cache_salt) for request in server.engine.requests} == {(-3, "ü")}
+    server.post(path, {**said, "priority": None, "cache_salt": None})
+    assert (server.engine.requests[-1].priority, server.engine.requests[-1].cache_salt) == (0, "")
 
 
 def test_neutral_and_ignored_fields_are_accepted(server: RunningServer) -> None:
@@ -229,6 +245,7 @@ def test_the_api_key_guards_everything_but_health(start: Callable[..., RunningSe
 
 
 FIELDS = ["model", "prompt", "messages", "n", "temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"]
+FIELDS += ["priority", "cache_salt"]
 FIELDS += ["stop", "stop_token_ids", "ignore_eos", "seed", "logprobs", "top_logprobs", "stream", "stream_options"]
 FIELDS += ["echo", "logit_bias", "tools", "chat_template_kwargs", "add_generation_prompt", "content", "role", "x"]
 NUMBERS = st.one_of(

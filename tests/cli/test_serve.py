@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pypto_serving.cli.serve import server_url
@@ -84,6 +86,48 @@ def test_an_api_key_guards_all_but_health() -> None:
         assert get(ready["port"], "/health")[0] == 200
         assert get(ready["port"], "/v1/models")[0] == 401
         assert get(ready["port"], "/v1/models", Authorization="Bearer secret")[0] == 200
+
+
+def test_a_cache_salt_parts_what_is_cached() -> None:
+    with serving(*NULL) as (_, ready), httpx.Client(base_url=ready["url"]) as http:
+
+        def cached(**more: str) -> int:
+            body = {"prompt": list(range(100)), "max_tokens": 2, **more}
+            usage = http.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a")] == [0, 96, 0, 96]
+        assert [cached(cache_salt="b"), cached()] == [0, 96]
+
+
+def test_a_lower_priority_goes_first() -> None:
+    options, many = [str(BUNDLED), *NULL, "--max-num-seqs", "1"], {"n": 128, "max_tokens": 400}
+    with serving(*options) as (_, ready), httpx.Client(base_url=ready["url"], timeout=60) as http:
+        order: list[int] = []
+
+        @contextmanager
+        def asked(priority: int, **more: int) -> Iterator[httpx.Response]:
+            body = {"prompt": [5], "max_tokens": 50, "ignore_eos": True, "stream": True, "priority": priority, **more}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                yield response.raise_for_status()
+
+        def ask(priority: int) -> None:
+            with asked(priority) as response:
+                order.append(priority)
+                response.read()
+
+        def known() -> float:
+            """Requests that run, wait or have ended."""
+            names = "vllm:num_requests_running|vllm:num_requests_waiting|vllm:request_success_total"
+            return sum(map(float, re.findall(rf"^(?:{names}){{.*}} (.*)$", http.get("/metrics").text, re.MULTILINE)))
+
+        with ThreadPoolExecutor() as threads, asked(-9, **many):
+            done = [threads.submit(ask, priority) for priority in (1, 0, -1)]
+            while known() < many["n"] + len(done):
+                pass
+        for one in done:
+            one.result()
+    assert order == [-1, 0, 1]
 
 
 def test_a_taken_port_is_one_line() -> None:

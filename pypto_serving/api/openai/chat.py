@@ -16,7 +16,7 @@ from pypto_serving.api.openai.body import parse_body
 from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
 from pypto_serving.api.openai.fields import chat_rules, ignored_header
 from pypto_serving.api.openai.generation import Generation, Prompt
-from pypto_serving.api.openai.params import parseable, sampling_params
+from pypto_serving.api.openai.params import cache_salt_of, parseable, priority_of, sampling_params
 from pypto_serving.api.openai.prompts import encode_chat, fit_max_tokens
 from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.schemas import ChatBody, ChatMessage
@@ -50,7 +50,8 @@ async def _prompt(service: Service, body: ChatBody) -> tuple[EncodedChat, Prompt
     ids = await encode_chat(service, chat, bool(body.add_special_tokens))
     max_tokens = fit_max_tokens(len(ids), explicit, None, config.max_model_len, name)
     params = msgspec.structs.replace(params, max_tokens=max_tokens)
-    return chat, Prompt(ids, parseable(params) if chat.new_parser is not None else params)
+    params = parseable(params) if chat.new_parser is not None else params
+    return chat, Prompt(ids, params, priority_of(body), cache_salt_of(body))
 
 
 def _num_logprobs(body: ChatBody) -> int | None:

@@ -14,7 +14,7 @@ from pypto_serving.api.openai.choice import Delta
 from pypto_serving.api.openai.fields import COMPLETION_RULES, ignored_header
 from pypto_serving.api.openai.generation import Generation, Prompt
 from pypto_serving.api.openai.logprobs import completion_logprobs
-from pypto_serving.api.openai.params import sampling_params
+from pypto_serving.api.openai.params import cache_salt_of, priority_of, sampling_params
 from pypto_serving.api.openai.prompts import encode_prompts, fit_max_tokens
 from pypto_serving.api.openai.respond import Output, respond
 from pypto_serving.api.openai.schemas import CompletionBody
@@ -39,11 +39,12 @@ async def create_completion(request: Request) -> Response:
 async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
     config = service.engine.config
     params = sampling_params(body, service.serving.default_sampling, config.vocab_size, body.max_tokens, body.logprobs)
+    priority, cache_salt = priority_of(body), cache_salt_of(body)
     add_special = body.add_special_tokens is not False
     prompts = []
     for ids in await encode_prompts(service, body.prompt, add_special):
         max_tokens = fit_max_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, config.max_model_len)
-        prompts.append(Prompt(ids, msgspec.structs.replace(params, max_tokens=max_tokens)))
+        prompts.append(Prompt(ids, msgspec.structs.replace(params, max_tokens=max_tokens), priority, cache_salt))
     return prompts
 
 

@@ -87,8 +87,6 @@ _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "priority": (0,),
-    "cache_salt": ("",),
     "kv_transfer_params": ({},),
     "lora_path": (),
     "mm_processor_kwargs": ({},),

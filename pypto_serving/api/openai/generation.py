@@ -29,10 +29,12 @@ Consume = Callable[[list[Delta]], Pause]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and how to continue it; `params.n` is the number of choices."""
+    """A prompt and how to continue it; `params.n` is the number of choices. See EngineRequest."""
 
     token_ids: Sequence[int]
     params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
 
 
 class Generation:
@@ -161,7 +163,9 @@ class Generation:
             eos_token_ids=self._service.eos_token_ids,
             seed=seed,
             choice=choice,
+            priority=prompt.priority,
             arrival_s=self._arrival_s,
+            cache_salt=prompt.cache_salt,
         )
 
     def _finish(self, choice: Choice, output: RequestOutput, now_s: float) -> None:

@@ -12,6 +12,7 @@ from pypto_serving.api.settings import DefaultSampling
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
 
+MAX_PRIORITY = 2**31 - 1
 _PLAIN = (
     "n",
     "temperature",
@@ -47,6 +48,21 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=logprobs,
     )
+
+
+def priority_of(body: GenerationBody) -> int:
+    """How early the request is served: lower is earlier; raises RequestError beyond 32 bits."""
+    if body.priority is not None and not -MAX_PRIORITY <= body.priority <= MAX_PRIORITY:
+        message = f"priority is {brief(body.priority)}, but must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+        raise RequestError(message, param="priority")
+    return body.priority or 0
+
+
+def cache_salt_of(body: GenerationBody) -> str:
+    """What cached prefixes are shared under; raises RequestError for an empty one, which would part nobody."""
+    if body.cache_salt == "":
+        raise RequestError("cache_salt is empty; send text, or leave it out", param="cache_salt")
+    return body.cache_salt or ""
 
 
 def parseable(params: SamplingParams) -> SamplingParams:

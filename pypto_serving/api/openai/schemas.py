@@ -50,6 +50,8 @@ class GenerationBody(_Body):
     seed: int | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 class CompletionBody(GenerationBody):
