@@ -41,7 +41,8 @@ class LowerTier:
     """The pools of one tier, one per group, what waits to be stored there, and how fast it was. Changed by TierManager.
 
     Slot i of a group is block i + 1 of its pool. A store that fails is left alone for a second, then two, up to a
-    minute. A tier is `stuck` while a transfer takes too long, and `clearing` until its store has forgotten all.
+    minute. Loads that took `spent_s` spared the computing of `spared_tokens`, as far as `saved_s` does not count them
+    yet. A tier is `stuck` while a transfer takes too long, and `clearing` until its store has forgotten all.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class LowerTier:
         self.groups = groups
         self.load_rate = Rate()
         self.counters = TierCounters()
+        self.spared_tokens = self.spent_s = 0.0
         self.backlog: OrderedDict[GroupKey, None] = OrderedDict()
         self.storing: set[GroupKey] = set()
         self.storing_bytes = self.loading_bytes = 0

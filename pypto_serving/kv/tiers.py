@@ -116,6 +116,11 @@ class TierManager:
                 tier.counters.refused_fills += 1
         return False
 
+    def computed(self, num_tokens: int, elapsed_s: float) -> None:
+        """So many prompt tokens took so long."""
+        self.prefill_rate.add(num_tokens, elapsed_s)
+        self._count_saved()
+
     # Up.
 
     def joins(self, request_id: str, wanted: Iterable[GroupKey]) -> bool:
@@ -391,7 +396,7 @@ class TierManager:
         if lease.state is LeaseState.QUARANTINED:
             return waiters
         del self._fills[fill.request_id]
-        if not fill.failed and self.prefill_rate.measured:
+        if not fill.failed:
             self._credit(fill)
         return [(fill.request_id, not fill.failed), *waiters]
 
@@ -399,8 +404,15 @@ class TierManager:
         """Time that a fill spared belongs to each tier as far as the bytes were its own, less what it took for them."""
         num_bytes = sum(lease.num_bytes for lease, _ in fill.ended)
         for lease, elapsed_s in fill.ended if num_bytes else ():
-            spared_s = self.prefill_rate.seconds(fill.num_tokens) * lease.num_bytes / num_bytes
-            lease.tier.counters.saved_s += spared_s - elapsed_s
+            lease.tier.spared_tokens += fill.num_tokens * lease.num_bytes / num_bytes
+            lease.tier.spent_s += elapsed_s
+        self._count_saved()
+
+    def _count_saved(self) -> None:
+        """What tokens are worth is known once some were computed: after a restart, loads come before that."""
+        for tier in self.tiers if self.prefill_rate.measured else ():
+            tier.counters.saved_s += self.prefill_rate.seconds(tier.spared_tokens) - tier.spent_s
+            tier.spared_tokens = tier.spent_s = 0.0
 
     def clear(self, tier_names: Collection[Tier]) -> None:
         """Forget what some lower tiers hold, and have their stores forget it. What is on its way is not published."""

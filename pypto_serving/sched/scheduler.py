@@ -410,7 +410,7 @@ class Scheduler:
         """How fast prompts are computed, from steps that are mostly prompt."""
         num_tokens = sum(entry.count for entry in step.scheduled)
         if num_tokens > 2 * len(step.scheduled):
-            self.kv.tiers.prefill_rate.add(num_tokens, result.elapsed_s)
+            self.kv.tiers.computed(num_tokens, result.elapsed_s)
 
     def _advance(self, entry: Scheduled) -> None:
         request = entry.request

@@ -20,7 +20,7 @@ def num_pieces(job: TransferJob) -> int:
     return len(job.groups) // 4
 
 
-def filled_from_two_tiers() -> tuple[KVCacheManager, dict[Tier, TransferJob]]:
+def filled_from_two_tiers(measured: bool = True) -> tuple[KVCacheManager, dict[Tier, TransferJob]]:
     """A manager that begins to load ten blocks for the request "b": six from host memory, four from disk."""
     groups = plain_groups(BLOCK)
     configs = [TierConfig(tier=tier, size_bytes=0, num_slots=(32,)) for tier in TIERS if tier in ("host", "disk")]
@@ -39,7 +39,8 @@ def filled_from_two_tiers() -> tuple[KVCacheManager, dict[Tier, TransferJob]]:
         place = host.find(0, key)
         assert place is not None
         host.pools[0].drop(place)
-    kv.tiers.prefill_rate.add(100, 1.0)
+    if measured:
+        kv.tiers.computed(100, 1.0)
     assert kv.fetch("b", len(TOKENS), kv.match("b", TOKENS))
     loads = {job.tier: job for job in kv.tiers.take_jobs(1.0)}
     assert {tier: num_pieces(job) for tier, job in loads.items()} == {"host": 6, "disk": 4}
@@ -47,14 +48,19 @@ def filled_from_two_tiers() -> tuple[KVCacheManager, dict[Tier, TransferJob]]:
 
 
 @pytest.mark.parametrize("last", ["host", "disk"])
-def test_each_tier_is_credited_with_what_came_from_it(last: Tier) -> None:
-    kv, loads = filled_from_two_tiers()
+@pytest.mark.parametrize("measured", [True, False])
+def test_each_tier_is_credited_with_what_came_from_it(last: Tier, measured: bool) -> None:
+    """Also where no prompt was computed before, as after a restart: then once the first one is."""
+    kv, loads = filled_from_two_tiers(measured)
     took_s: dict[Tier, float] = {"host": 0.25, "disk": 0.5}
     for tier in sorted(loads, key=lambda tier: tier == last):
         kv.transferred(TransferDone(loads[tier].job_id, b"\1" * num_pieces(loads[tier]), took_s[tier]), 2.0)
     match = kv.match("b", TOKENS)
     assert match.num_tokens == 10 * BLOCK
     assert kv.sources("b", match) == Counter(host=6 * BLOCK, disk=4 * BLOCK)
+    if not measured:
+        assert all(tier.counters.saved_s == 0 for tier in kv.tiers.tiers)
+        kv.tiers.computed(100, 1.0)
     saved_s = {tier.config.tier: tier.counters.saved_s for tier in kv.tiers.tiers}
     assert saved_s == pytest.approx({"host": 6 * BLOCK / 100 - 0.25, "disk": 4 * BLOCK / 100 - 0.5})
     kv.check()
