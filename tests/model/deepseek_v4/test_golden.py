@@ -43,7 +43,8 @@ def golden(tokens: Array, kind: str = "deepseek_v4_fast", **overrides: Any) -> A
 
 
 def worst(sequence: Sequence_, wanted: Array) -> float:
-    return max(float(np.abs(row - wanted[position]).max()) for position, row in sequence.logits.items())
+    """The largest difference; NaN if there is one."""
+    return float(np.max([np.abs(row - wanted[position]).max() for position, row in sequence.logits.items()]))
 
 
 def loaded(checkpoint: MakeCheckpoint, kind: str = "deepseek_v4_fast", **overrides: Any) -> Sequences:
