@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from tests.checkpoints import make_checkpoint, random_model
 from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
@@ -99,8 +100,19 @@ def resumed(rng: random.Random, sequences: Sequences, prefix: Array) -> list[Seq
     return forks
 
 
+def difference(golden: transformers.PreTrainedModel, sequence: Sequence_) -> float:
+    """The largest of a sequence's logits."""
+    with torch.inference_mode():
+        wanted = golden(torch.tensor(sequence.tokens, dtype=torch.int64)[None]).logits[0].numpy()
+    positions = sorted(sequence.logits)
+    return float(np.abs(np.stack([sequence.logits[position] for position in positions]) - wanted[positions]).max())
+
+
 def check(seed: int, folder: Path) -> float:
-    """Largest difference of any logit, over interleaved sequences and resumed ones."""
+    """Largest difference of any logit, over interleaved sequences and resumed ones.
+
+    Where rounding decides which of two experts or entries is better, by chance, transformers in float64 know more.
+    """
     rng = random.Random(seed)
     kind, changes = random_config(rng)
     golden = random_model(kind, seed, **changes)
@@ -112,14 +124,13 @@ def check(seed: int, folder: Path) -> float:
         sequences.free(sequence)
     forks = resumed(rng, sequences, work[0].tokens)
     compute(rng, sequences, forks)
-    differences = []
-    for sequence in [*work, *forks]:
-        with torch.inference_mode():
-            wanted = golden(torch.tensor(sequence.tokens, dtype=torch.int64)[None]).logits[0].numpy()
-        positions = sorted(sequence.logits)
-        found = np.stack([sequence.logits[position] for position in positions])
-        differences.append(np.abs(found - wanted[positions]).max())
-    return float(np.max(differences))
+    differences = [difference(golden, sequence) for sequence in [*work, *forks]]
+    if not max(differences) < TOLERANCE:
+        golden.config._experts_implementation = "eager"
+        golden.double()
+        differences = [difference(golden, sequence) for sequence in [*work, *forks]]
+    assert not any(np.isnan(differences))
+    return max(differences)
 
 
 @pytest.mark.parametrize("seed", range(3))
