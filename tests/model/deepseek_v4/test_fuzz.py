@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint, random_model
 from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from tests.model.sequences import Array, Sequence_, Sequences, load_program
@@ -80,12 +81,12 @@ def random_tokens(rng: random.Random, length: int) -> Array:
     return np.asarray(rng.choices(range(320), k=length))
 
 
-def compute(rng: random.Random, sequences: Sequences, work: list[Sequence_]) -> None:
-    """All of `work` in steps of any mixture, with logits everywhere."""
+def compute(rng: random.Random, sequences: Sequences, work: list[Sequence_], everywhere: bool = True) -> None:
+    """All of `work` in steps of any mixture."""
     while left := [s for s in work if s.computed < len(s.tokens)]:
         chosen = [s for s in left if rng.random() < 0.7] or left[:1]
         counts = (min(len(s.tokens) - s.computed, rng.choice((1, 2, rng.randint(1, 150)))) for s in chosen)
-        sequences.step(list(zip(chosen, counts, strict=True)), everywhere=True)
+        sequences.step(list(zip(chosen, counts, strict=True)), everywhere)
 
 
 def resumed(rng: random.Random, sequences: Sequences, prefix: Array) -> list[Sequence_]:
@@ -142,3 +143,58 @@ def test_some_configurations(tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 170))
 def test_many_configurations(tmp_path: Path, seed: int) -> None:
     assert check(seed, tmp_path) < TOLERANCE
+
+
+UNITS = {
+    "head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "hidden_size": 16,
+    "q_lora_rank": 16,
+    "o_lora_rank": 32,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "index_head_dim": 32,
+}
+"""What sizes are multiples of in the kernels."""
+
+
+def rounding(seed: int, folder: Path) -> tuple[float, float]:
+    """Median errors of the kernels and of torch in bfloat16. What the kernels say must be the same in any company."""
+    rng = random.Random(seed)
+    kind, changes = random_config(rng)
+    changes |= {name: -(-changes[name] // unit) * unit for name, unit in UNITS.items()}
+    path = make_checkpoint(folder / str(seed), kind, "bfloat16", seed, **changes)
+
+    def load(dtype: str, kernels: str) -> Sequences:
+        return Sequences(load_program(path, dtype, 900, threads=1, kernels=kernels), seed)
+
+    tokens = [random_tokens(rng, rng.randint(100, 330)) for _ in range(3)]
+    native = load("bfloat16", rng.choice(runnable()))
+    alone = []
+    for each in tokens:
+        native.run(sequence := native.add(each), [1] * len(each))
+        native.free(sequence)
+        alone.append(sequence.logits)
+    together = [native.add(each) for each in tokens]
+    compute(rng, native, together, everywhere=False)
+    for sequence, wanted in zip(together, alone, strict=True):
+        assert all(np.array_equal(row, wanted[position]) for position, row in sequence.logits.items())
+    errors: dict[str, list[float]] = {"kernels": [], "torch": []}
+    exact, rounded = load("float32", "torch"), load("bfloat16", "torch")
+    for each, mine in zip(tokens, alone, strict=True):
+        wanted, theirs = exact.add(each), rounded.add(each)
+        for sequences, sequence in ((exact, wanted), (rounded, theirs)):
+            sequences.run(sequence, [len(each)], everywhere=True)
+        for name, found in (("kernels", mine), ("torch", theirs.logits)):
+            errors[name] += [float(np.abs(found[n] - wanted.logits[n]).mean()) for n in range(len(each))]
+    return float(np.median(errors["kernels"])), float(np.median(errors["torch"]))
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@pytest.mark.parametrize("first", range(500, 560, 15))
+def test_kernels_in_many_configurations(tmp_path: Path, first: int) -> None:
+    """Errors are 1.1 times those of torch at most, in the mean of some models: by chance, that of one may be more."""
+    ratios = [ours / theirs for ours, theirs in (rounding(seed, tmp_path) for seed in range(first, first + 15))]
+    print(" ".join(f"{ratio:.2f}" for ratio in ratios))
+    assert np.mean(ratios) < 1.1
