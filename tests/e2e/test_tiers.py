@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pypto_serving.store.inspect import facts, folders_in
+from tests.checkpoints import make_checkpoint
 from tests.e2e.server import Server
 from tests.store.pool import wait_until
 
@@ -100,3 +102,28 @@ def test_a_server_killed_while_it_stores_loses_no_answer(tmp_path: Path) -> None
         server.process.wait()
     with Server(*options) as server:
         assert complete(server, prompt)[0] == text
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_deepseek_v4_goes_on_from_the_ends_of_prompts_on_disk(tmp_path: Path, signum: int) -> None:
+    """With the torch program, which takes longer to compute a prompt than to load it."""
+    rng = random.Random(5)
+    prompts = [rng.choices(range(32, 127), k=length) for length in (150, 300, 600)]
+    ends = [len(prompt) // 128 * 128 for prompt in prompts]
+    model = make_checkpoint(tmp_path / "model", "deepseek_v4")
+    options = (model, "--max-model-len", "1024", "--kv-memory", "64MiB", "--kv-disk", tmp_path / "kv")
+
+    def hits(server: Server) -> list[int]:
+        assert server.http.post("/reset_prefix_cache?tier=device").status_code == 200
+        found = [complete(server, prompt) for prompt in prompts]
+        assert [text for text, _ in found] == texts
+        return [cached["disk"] for _, cached in found]
+
+    with Server(*options) as server:
+        texts = [complete(server, prompt)[0] for prompt in prompts]
+        wait_until(lambda: hits(server) == ends)
+        for process in server.family():
+            process.send_signal(signum)
+        server.process.wait()
+    with Server(*options) as server:
+        assert hits(server) == ends
