@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pypto_serving.api.chat.output import OutputParser, Part, ToolCall, read_output
-from pypto_serving.api.openai.choice import Delta
+from pypto_serving.api.openai.choice import Delta, Output
 from pypto_serving.api.openai.logprobs import chat_logprobs
-from pypto_serving.api.openai.respond import Output
 from pypto_serving.api.openai.sse import EventFormat, encode
 
 
 class ChatFormat(EventFormat):
-    """`chat.completion` objects and chunks; see Format."""
+    """`chat.completion` objects and chunks."""
 
     def __init__(self, chat_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
         self._base = {"id": chat_id, "object": "chat.completion", "created": created, "model": model}

@@ -38,6 +38,28 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None
 
 
+class Output:
+    """All deltas of one choice, collected."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.texts: list[str] = []
+        self.logprobs: list[TokenEntry] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append; deltas come in order."""
+        self.texts.append(delta.text)
+        self.finish_reason = delta.finish_reason
+        if delta.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs.extend(delta.logprobs)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
 class Choice:
     """Detokenises one sequence, matches its stop strings and counts. Owned by its Generation.
 

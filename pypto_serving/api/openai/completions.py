@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.openai.body import parse_body
-from pypto_serving.api.openai.choice import Delta
+from pypto_serving.api.openai.choice import Delta, Output
 from pypto_serving.api.openai.fields import COMPLETION_RULES, ignored_header
 from pypto_serving.api.openai.generation import Generation, Prompt
 from pypto_serving.api.openai.logprobs import completion_logprobs
 from pypto_serving.api.openai.params import cache_salt_of, priority_of, sampling_params
 from pypto_serving.api.openai.prompts import encode_prompts, fit_max_tokens
-from pypto_serving.api.openai.respond import Output, respond
+from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.schemas import CompletionBody
 from pypto_serving.api.openai.sse import EventFormat, encode
 from pypto_serving.api.service import Service
@@ -49,7 +49,7 @@ async def _prompts(service: Service, body: CompletionBody) -> list[Prompt]:
 
 
 class CompletionFormat(EventFormat):
-    """`text_completion` objects; see Format."""
+    """`text_completion` objects."""
 
     def __init__(self, completion_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
         self._base = {"id": completion_id, "object": "text_completion", "created": created, "model": model}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Generator
 from types import coroutine
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.background import BackgroundTask
@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope, Send
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
 from pypto_serving.api.errors import describe
 from pypto_serving.api.middleware import SERVER_SEND
-from pypto_serving.api.openai.choice import Delta, TokenEntry
+from pypto_serving.api.openai.choice import Delta, Output
 from pypto_serving.api.openai.generation import Generation
+from pypto_serving.api.openai.sse import EventFormat
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import PyptoError
 
@@ -26,46 +27,8 @@ logger = logging.getLogger("pypto_serving.api")
 DONE = b"data: [DONE]\n\n"
 
 
-class Format(Protocol):
-    """How an endpoint writes choices."""
-
-    def opening(self) -> bytes:
-        """Events before the first token."""
-
-    def event(self, delta: Delta) -> bytes:
-        """The events of one delta; b"" where it is kept for later."""
-
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        """The event that ends a stream with include_usage, b"" without."""
-
-    def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
-        """The whole answer of a request that does not stream."""
-
-
-class Output:
-    """All deltas of one choice, collected."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.texts: list[str] = []
-        self.logprobs: list[TokenEntry] | None = None
-        self.finish_reason: str | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Append; deltas come in order."""
-        self.texts.append(delta.text)
-        self.finish_reason = delta.finish_reason
-        if delta.logprobs is not None:
-            self.logprobs = [] if self.logprobs is None else self.logprobs
-            self.logprobs.extend(delta.logprobs)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-
 async def respond(
-    request: Request, generation: Generation, form: Format, stream: bool, headers: dict[str, str]
+    request: Request, generation: Generation, form: EventFormat, stream: bool, headers: dict[str, str]
 ) -> Response:
     """The response of a generation; whatever happens, the generation is closed."""
     if stream:
@@ -97,7 +60,7 @@ class EventStream(Response):
     The status line waits for the first output, so that a request which fails before it gets its own status.
     """
 
-    def __init__(self, generation: Generation, form: Format, headers: dict[str, str]) -> None:
+    def __init__(self, generation: Generation, form: EventFormat, headers: dict[str, str]) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self._generation = generation

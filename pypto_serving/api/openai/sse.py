@@ -7,14 +7,15 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.openai.choice import Delta
+from pypto_serving.api.openai.choice import Delta, Output
 
 encode = msgspec.json.encode
 
 
 class EventFormat(ABC):
-    """Writes `{**base, "choices": [{"index": i, MIDDLE, "logprobs": ..., "finish_reason": ...}]}` events.
+    """How an endpoint writes choices: as events of a stream, or all at once.
 
+    Events are `{**base, "choices": [{"index": i, MIDDLE, "logprobs": ..., "finish_reason": ...}]}`.
     `around_text` is MIDDLE where there is nothing but text, which %b stands for. With `include_usage` every event has
     `"usage": null`, and the last one, without choices, has the usage.
     """
@@ -27,11 +28,19 @@ class EventFormat(ABC):
         self._before = [b'%b{"index":%d%b' % (self._head, i, before) for i in range(num_choices)]
         self._after = after + b',"logprobs":null,"finish_reason":null' + self._end
 
+    @abstractmethod
+    def opening(self) -> bytes:
+        """Events before the first token."""
+
     def event(self, delta: Delta) -> bytes:
-        """One event."""
+        """The events of one delta; b"" where it is kept for later."""
         if delta.logprobs is None and delta.finish_reason is None:
             return self._before[delta.index] + encode(delta.text) + self._after
         return self.rare_event(delta)
+
+    @abstractmethod
+    def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
+        """The whole answer of a request that does not stream."""
 
     @abstractmethod
     def rare_event(self, delta: Delta) -> bytes:
