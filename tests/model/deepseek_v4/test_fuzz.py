@@ -190,8 +190,17 @@ def rounding(seed: int, folder: Path) -> tuple[float, float]:
     return float(np.median(errors["kernels"])), float(np.median(errors["torch"]))
 
 
+needs_kernels = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(2))
+def test_kernels_in_some_configurations(tmp_path: Path, seed: int) -> None:
+    assert np.isfinite(rounding(seed, tmp_path)).all()
+
+
 @pytest.mark.soak
-@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize("first", range(500, 560, 15))
 def test_kernels_in_many_configurations(tmp_path: Path, first: int) -> None:
     """Errors are 1.1 times those of torch at most, in the mean of some models: by chance, that of one may be more."""
