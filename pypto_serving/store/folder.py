@@ -103,7 +103,10 @@ class Folder:
         """Lock `in_use` shared, after whoever is deleting the folder."""
         while True:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self.path / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                lock = os.open(self.path / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+            except FileNotFoundError:
+                continue  # deleted between the two
             try:
                 _lock(lock, fcntl.LOCK_SH)
                 if os.path.samestat(os.fstat(lock), (self.path / IN_USE).stat()):
@@ -236,7 +239,8 @@ def take_alone(path: Path) -> int | None:
     """A lock that keeps every server out of a folder until it is closed, or None if one is in. Raises OSError."""
     lock = open_lock(path)
     try:
-        if _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        alone = _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if alone and os.path.samestat(os.fstat(lock), (path / IN_USE).stat()):  # else it was deleted meanwhile
             return lock
     except BaseException:
         os.close(lock)

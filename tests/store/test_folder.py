@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,10 +16,12 @@ from pypto_serving.store.folder import (
     FORMAT,
     IN_USE,
     WRITER,
+    Folder,
     Meta,
     delete,
     fingerprint_folders,
     folder_name,
+    read_meta,
     take_alone,
     usage,
 )
@@ -182,3 +187,25 @@ print(listed(store), store.inventory().writable)
         os.close(lock)
         assert child.stdout.read() == "{} True\n"
     assert (path / WRITER).exists()
+
+
+def test_servers_start_while_others_delete_what_nobody_uses(tmp_path: Path) -> None:
+    meta, ended = Meta(FORMAT, "slots", "00", (8,)), threading.Event()
+
+    def delete_all() -> None:
+        while not ended.is_set():
+            for path in tmp_path.iterdir():
+                with contextlib.suppress(OSError):
+                    delete(path)
+
+    with ThreadPoolExecutor() as threads:
+        others = [threads.submit(delete_all) for _ in range(2)]
+        try:
+            for _ in range(300):
+                folder = Folder(tmp_path, meta)
+                assert folder.writable and read_meta(folder.path) == meta
+                folder.close()
+        finally:
+            ended.set()
+    for other in others:
+        other.result()
