@@ -96,23 +96,27 @@ class Rope:
     def frequencies(self, max_model_len: int) -> NDArray[np.float32]:
         """Inverse frequencies, float32 [head_dim / 2].
 
+        Every operation rounds to float32, in the order of `transformers`: an angle is a frequency times a position, so
+        that a last bit of the one is a visible turn at the end of a long sequence.
+
         Dynamic NTK scaling in `transformers` follows the longest sequence of a batch. Here it follows
         `max_model_len`, once, so that a request's answer does not depend on its neighbours or on its own length.
         """
-        exponent = np.arange(0, self.head_dim, 2, dtype=np.float64) / self.head_dim
         theta = self.theta
         if self.kind == "dynamic" and max_model_len > self.trained_len:
             growth = self.factor * max_model_len / self.trained_len - (self.factor - 1)
             theta *= growth ** (self.head_dim / (self.head_dim - 2))
-        inverse = theta**-exponent
+        exponent = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
+        periods = np.power(np.float32(theta), exponent, dtype=np.float64).astype(np.float32)
+        one, factor = np.float32(1), np.float32(self.factor)
         if self.kind == "linear":
-            inverse /= self.factor
+            return one / periods / factor
         if self.kind == "yarn":
             kept = self._yarn_extrapolated()
-            inverse = inverse / self.factor * (1 - kept) + inverse * kept
-        return inverse.astype(np.float32)
+            return one / (factor * periods) * (one - kept) + one / periods * kept
+        return one / periods
 
-    def _yarn_extrapolated(self) -> NDArray[np.float64]:
+    def _yarn_extrapolated(self) -> NDArray[np.float32]:
         """Share of each frequency that stays as trained: 1 for fast rotations, 0 for slow, a ramp between."""
 
         def dimension(rotations: float) -> float:
@@ -125,8 +129,8 @@ class Rope:
         low, high = max(low, 0), min(high, self.head_dim - 1)
         if low == high:
             high += 0.001
-        ramp = (np.arange(self.head_dim // 2, dtype=np.float64) - low) / (high - low)
-        return 1 - np.clip(ramp, 0, 1)
+        ramp = (np.arange(self.head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+        return np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
 
     @property
     def position_bytes(self) -> int:

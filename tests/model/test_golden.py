@@ -87,6 +87,17 @@ def test_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None
     assert worst(sequence.logits, golden(tokens, "qwen3", **overrides)) < TOLERANCE
 
 
+@pytest.mark.parametrize("theta", [5e5, 123456.0])
+def test_a_long_sequence(checkpoint: MakeCheckpoint, theta: float) -> None:
+    """Where a last bit of a frequency shows."""
+    overrides = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    tokens = random_tokens(1, 2000)
+    program = load_program(checkpoint("qwen3", **overrides), threads=1, num_blocks=200, max_model_len=2048)
+    sequence = (sequences := Sequences(program)).add(tokens)
+    sequences.run(sequence, [700, *[100] * 12, 90, *[1] * 10])
+    assert worst(sequence.logits, golden(tokens, "qwen3", **overrides)) < TOLERANCE
+
+
 @pytest.mark.parametrize("overrides", EXPERT_VARIANTS)
 def test_expert_variants(checkpoint: MakeCheckpoint, overrides: dict[str, Any]) -> None:
     tokens = random_tokens()

@@ -192,4 +192,4 @@ def test_the_fingerprint_names_int8(compressed: Path) -> None:
     config = json.loads((compressed / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head", "re:.*mlp.gate$"]
     program = load_program(compressed, "bfloat16", kernels=runnable()[0])
-    assert program.model.name(program.model.model) == "qwen3-native-1 w8a8"
+    assert program.model.name(program.model.model) == "qwen3-native-2 w8a8"

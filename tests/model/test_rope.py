@@ -39,8 +39,24 @@ def test_frequencies_are_those_of_transformers(scaling: dict[str, Any], max_mode
     )
     wanted, attention_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=max_model_len)
     rope = Rope.from_config(Fields({"rope_parameters": parameters}, "config.json"), 128, 4096)
-    np.testing.assert_allclose(rope.frequencies(max_model_len), wanted.numpy(), rtol=1e-6)
+    np.testing.assert_array_max_ulp(rope.frequencies(max_model_len), wanted.numpy(), 2)
     assert rope.attention_factor == pytest.approx(attention_factor)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_nearly_all_frequencies_are_the_same_to_the_last_bit(kind: str) -> None:
+    """Both raise theta to a power in their own way; everything else rounds alike."""
+    count = odd = 0
+    for theta in (123.0, 500.0, 1e4, 1.6e5, 5e5, 1e6, 1e7):
+        for dim in (16, 32, 64, 128):
+            parameters = {"rope_type": kind, "factor": 3.0, "rope_theta": theta}
+            config = transformers.Qwen3Config(
+                head_dim=dim, max_position_embeddings=4096, rope_parameters=dict(parameters)
+            )
+            wanted = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=6000)[0].numpy()
+            rope = Rope.from_config(Fields({"rope_parameters": parameters}, "config.json"), dim, 4096)
+            count, odd = count + len(wanted), odd + int((rope.frequencies(6000) != wanted).sum())
+    assert odd < count / 50
 
 
 def test_tables_hold_the_attention_factor() -> None:

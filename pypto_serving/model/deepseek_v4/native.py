@@ -47,7 +47,7 @@ class NativeDeepseekV4:
     @staticmethod
     def name(model: DeepseekV4Config) -> str:
         """What program and arithmetic are called."""
-        return "deepseek-v4-native-1"
+        return "deepseek-v4-native-2"
 
     def __init__(self, model: DeepseekV4Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
         weights.require(model.tensors(), model.ignores, model.integers())

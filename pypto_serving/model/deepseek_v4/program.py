@@ -51,7 +51,7 @@ class DeepseekV4Program:
     the device that is torch's default when the program is made; a step's tensors must too.
     """
 
-    name = "deepseek-v4-torch-1"
+    name = "deepseek-v4-torch-2"
 
     def __init__(self, model: DeepseekV4Config, weights: Weights, config: EngineConfig) -> None:
         weights.require(model.tensors(), model.ignores, model.integers())

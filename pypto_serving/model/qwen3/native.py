@@ -30,7 +30,7 @@ class NativeQwen3:
     @staticmethod
     def name(model: Qwen3Config) -> str:
         """What program and arithmetic are called."""
-        return f"qwen3-native-1 {model.quantization.name}" if model.quantization else "qwen3-native-1"
+        return f"qwen3-native-2 {model.quantization.name}" if model.quantization else "qwen3-native-2"
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
         weights.require(model.tensors(), model.ignores, dict.fromkeys(model.int8_weights(), INT8))

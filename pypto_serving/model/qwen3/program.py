@@ -74,7 +74,7 @@ class Qwen3Program:
     Everything lies on the device that is torch's default when the program is made; a step's tensors must too.
     """
 
-    name = "qwen3-torch-1"
+    name = "qwen3-torch-2"
 
     def __init__(self, model: Qwen3Config, weights: Weights, config: EngineConfig) -> None:
         weights.require(model.tensors(), model.ignores)

@@ -64,15 +64,23 @@ def test_as_released_but_small(checkpoint: MakeCheckpoint) -> None:
         sequences.free(sequence)
 
 
-@pytest.mark.parametrize(
-    ("length", "topk"),
-    [(300, 512), (700, 64), (2000, 16), *(pytest.param(n, 64, marks=pytest.mark.soak) for n in (1333, 1700, 2000))],
-)
-def test_long_sequences(checkpoint: MakeCheckpoint, length: int, topk: int) -> None:
+OTHER_THETAS = {"index_topk": 512, "rope_theta": 500.0, "compress_rope_theta": 123456.0}
+LONG_CASES: list[Any] = [
+    (300, {"index_topk": 512}),
+    (700, {"index_topk": 64}),
+    (2000, {"index_topk": 16}),
+    (2000, OTHER_THETAS),
+    (2000, OTHER_THETAS | {"layer_types": [SLIDING, HEAVY, HEAVY, HEAVY]}),
+    *(pytest.param(length, {"index_topk": 64}, marks=pytest.mark.soak) for length in (1333, 1700, 2000)),
+]
+
+
+@pytest.mark.parametrize(("length", "overrides"), LONG_CASES)
+def test_long_sequences(checkpoint: MakeCheckpoint, length: int, overrides: dict[str, Any]) -> None:
     """All logits of a prefill at once, and those of random chunks and steps."""
     tokens = random_tokens(length, length)
-    wanted = golden(tokens, "deepseek_v4", index_topk=topk)
-    sequences = loaded(checkpoint, "deepseek_v4", index_topk=topk)
+    wanted = golden(tokens, "deepseek_v4", **overrides)
+    sequences = loaded(checkpoint, "deepseek_v4", **overrides)
     at_once = sequences.add(tokens)
     sequences.run(at_once, [length], everywhere=True)
     assert worst(at_once, wanted) < TOLERANCE
