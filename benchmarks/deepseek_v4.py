@@ -17,6 +17,7 @@ import typer
 from compare import Reader
 from workloads import WORKLOADS, measure, server
 
+from pypto_serving.model.deepseek_v4.inventory import model_tensors
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.registry import load_config
 
@@ -25,7 +26,7 @@ def active_bytes(model: DeepseekV4Config) -> float:
     """Bytes of the weights that a token reads, as the kernels hold them: routers and vectors in float32."""
     share = model.experts.per_token / model.experts.count
     total = 0.0
-    for name, tensor in model.inventory().items():
+    for name, tensor in model_tensors(model).items():
         if name == "embed.weight" or tensor.role == "ids":
             continue
         wide = tensor.role == "float" or name.endswith("ffn.gate.weight")

@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
+from pypto_serving.model.deepseek_v4.inventory import model_tensors
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -182,7 +183,7 @@ def make_deepseek_weights(config: dict[str, Any], visible: torch.Tensor) -> dict
     """Normal weights with variance 1 / fan-in for every tensor of the model; norms and scales of ones."""
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in tqdm(DeepseekV4Config.from_json(config, "config.json").inventory().items(), desc="tensors"):
+    for name, tensor in tqdm(model_tensors(DeepseekV4Config.from_json(config, "config.json")).items(), desc="tensors"):
         if tensor.role == "ids":
             order = torch.rand(tensor.shape[0], config["n_routed_experts"], generator=generator).argsort(dim=1)
             weights[name] = order[:, : tensor.shape[1]].contiguous()

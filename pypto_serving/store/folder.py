@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,13 @@ class Folder:
     def _join(self) -> int:
         """Lock `in_use` shared, after whoever is deleting the folder."""
         while True:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except FileExistsError:
+                with contextlib.suppress(FileNotFoundError):  # deleted before it was seen to be a folder
+                    if not stat.S_ISDIR(self.path.lstat().st_mode):
+                        raise
+                continue
             try:
                 lock = os.open(self.path / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
             except FileNotFoundError:

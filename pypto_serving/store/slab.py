@@ -25,6 +25,8 @@ PAGE = 4096
 SEGMENT_BYTES = 4 << 30
 GROWTH_BYTES = 128 << 20
 """Room is taken in steps of about this."""
+GROWTH_SHARE = 16
+"""A step takes at most one part in so many of what the disk has left."""
 
 
 def stride_of(block_bytes: int) -> int:
@@ -103,8 +105,13 @@ class Slab:
         return slots[positions >= held[segments]]
 
     def growth(self, slot: int, most_bytes: int) -> int:
-        """Bytes to grow by for `slot` to have room: a step if `most_bytes` allows it, at least what it takes."""
+        """Bytes to grow by for `slot` to have room: a step if `most_bytes` and the disk allow, at least what it takes.
+
+        Of what the disk has left a step takes a small part only, so that the slabs of all groups share its end.
+        """
         segment, position = divmod(slot, self._per_segment)
+        disk = os.statvfs(self._folder)
+        most_bytes = min(most_bytes, disk.f_bavail * disk.f_frsize // GROWTH_SHARE)
         have, step = self._slots.get(segment, 0), max(1, GROWTH_BYTES // self._stride)
         least = position + 1 - have
         wanted = min(ceil_div(position + 1, step) * step, self._wanted(segment)) - have
