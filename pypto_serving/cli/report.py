@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -140,24 +141,30 @@ def _group_facts(group: KVCacheGroupSpec) -> dict[str, int]:
     }
 
 
-def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int]:
+def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int | float]:
     """What a sequence of the longest length needs at once, computed token by token; checkpoints come on top."""
     blocks = group.min_live_blocks(model.max_position_embeddings)
     return {
-        "bytes_per_token": group.block_bytes // group.block_size if group.keeps_history else 0,
+        "bytes_per_token": _bytes_per_token([group]),
         "num_blocks": blocks,
         "total_bytes": blocks * group.block_bytes,
     }
 
 
-def _sequence_totals(model: ModelSpec) -> dict[str, int]:
+def _bytes_per_token(groups: Sequence[KVCacheGroupSpec]) -> int | float:
+    """What each token adds to the history of `groups`; a fraction where it takes several to add a byte."""
+    exact = sum((Fraction(g.block_bytes, g.block_size) for g in groups if g.keeps_history), Fraction())
+    return exact.numerator if exact.denominator == 1 else float(exact)
+
+
+def _sequence_totals(model: ModelSpec) -> dict[str, int | float]:
     """Of all groups: what each token adds, what a sequence takes besides, and both at the longest length."""
-    facts = [_sequence_facts(group, model) for group in model.kv_groups]
+    sizes = [(g, g.min_live_blocks(model.max_position_embeddings) * g.block_bytes) for g in model.kv_groups]
     return {
         "num_tokens": model.max_position_embeddings,
-        "bytes_per_token": sum(fact["bytes_per_token"] for fact in facts),
-        "fixed_bytes": sum(fact["total_bytes"] for fact in facts if not fact["bytes_per_token"]),
-        "total_bytes": sum(fact["total_bytes"] for fact in facts),
+        "bytes_per_token": _bytes_per_token(model.kv_groups),
+        "fixed_bytes": sum(size for group, size in sizes if not group.keeps_history),
+        "total_bytes": sum(size for _, size in sizes),
     }
 
 

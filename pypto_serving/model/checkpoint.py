@@ -115,15 +115,31 @@ def fingerprint(model_dir: str | Path) -> bytes:
     return hash128(*parts)
 
 
+def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
+    """The file of every tensor that the index of a checkpoint names, and its total_size; None without an index.
+
+    Raises ModelError for a damaged index.
+    """
+    path = directory / INDEX_FILE
+    if not path.exists():
+        return None
+    content = read_json_file(path)
+    files, metadata = content.get("weight_map"), content.get("metadata")
+    if not isinstance(files, dict) or not files:
+        raise ModelError(f"{path}: weight_map is missing")
+    for name, file in files.items():
+        if not isinstance(file, str):
+            raise ModelError(f"{path}: weight_map has {file!r} for {name}, but must have the name of a file")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return files, size if isinstance(size, int) else None
+
+
 def weight_files(directory: Path) -> tuple[Path, ...]:
     """The files that the index of a checkpoint names, or the only one; raises ModelError for a damaged index."""
-    index = directory / INDEX_FILE
-    if index.exists():
-        entries = read_json_file(index).get("weight_map")
-        if not isinstance(entries, dict) or not entries:
-            raise ModelError(f"{index}: weight_map is missing")
-        return tuple(directory / name for name in sorted(set(entries.values())))
-    return (directory / SINGLE_FILE,)
+    index = read_index(directory)
+    if index is None:
+        return (directory / SINGLE_FILE,)
+    return tuple(directory / name for name in sorted(set(index[0].values())))
 
 
 def _read_header(file: Path) -> list[StoredTensor]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import INDEX_FILE, Checkpoint, StoredTensor, weight_files
-from pypto_serving.model.fields import read_json_file
+from pypto_serving.model.checkpoint import Checkpoint, StoredTensor, read_index, weight_files
 from pypto_serving.types.model import Contents, IndexFacts, Source, StoredTensors
 
 Shape = tuple[int, ...]
@@ -81,18 +80,13 @@ def read_contents(model_dir: str | Path, config: ModelConfig, dtype: str) -> Con
 
 def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
     """Facts of the index, and the names that it lists; None without an index. Raises ModelError for a damaged one."""
-    path = directory / INDEX_FILE
-    if not path.exists():
+    found = read_index(directory)
+    if found is None:
         return None, ()
-    content = read_json_file(path)
-    names, metadata = content.get("weight_map"), content.get("metadata")
-    if not isinstance(names, dict):
-        raise ModelError(f"{path}: weight_map is missing")
-    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    names, size = found
     files = set(names.values())
     here = sum((directory / file).is_file() for file in files)
-    total = size if isinstance(size, int) else None
-    return IndexFacts(num_tensors=len(names), num_files=len(files), files_here=here, total_size=total), names.keys()
+    return IndexFacts(num_tensors=len(names), num_files=len(files), files_here=here, total_size=size), names.keys()
 
 
 def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:

@@ -13,6 +13,7 @@ from pypto_serving.cli import main
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint
+from tests.deepseek_v4 import HEAVY
 from tests.model.deepseek_v4.configs import FLASH, PLAIN_FLASH, PRO
 
 GROUPS = ("ori", "cmp", "idx", "hca_state", "csa_state", "csa_inner_state")
@@ -88,6 +89,20 @@ def test_groups_of_a_release_as_json(capsys: pytest.CaptureFixture[str], tmp_pat
     assert [group["block_bytes"] for group in memory["groups"][:2]] == [5_636_096, 708_608]
     assert [group["sequence"]["bytes_per_token"] for group in memory["groups"]] == [0, 5536, 1344, 0, 0, 0]
     assert (memory["sequence"]["bytes_per_token"], memory["sequence"]["fixed_bytes"]) == (6880, 23_478_272)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "per_token"), [({}, 64.5), ({"layer_types": [HEAVY], "num_hidden_layers": 1, "num_hash_layers": 1}, 0.5)]
+)
+def test_tokens_may_add_less_than_a_byte(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kinds: dict[str, Any], per_token: float
+) -> None:
+    """One entry of 32 channels for 128 tokens is half a byte for each, and still history."""
+    path = make_checkpoint(tmp_path / "model", "deepseek_v4", dtype="bfloat16", **kinds)
+    memory = json.loads(check(capsys, str(path), "--json")[1])["memory"]
+    assert memory["sequence"]["bytes_per_token"] == per_token
+    live = {group["name"]: group["sequence"]["total_bytes"] for group in memory["groups"]}
+    assert memory["sequence"]["fixed_bytes"] == sum(live.values()) - live["cmp"] - live.get("idx", 0)
 
 
 def keys_of(content: Any) -> Any:

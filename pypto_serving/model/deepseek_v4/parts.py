@@ -116,6 +116,8 @@ def read_ropes(config: Fields, dim: int, max_len: int) -> tuple[Rope, Rope]:
     config.require(compress_theta > 1, "compress_rope_theta", compress_theta, "above 1")
     if "main" in given and "compress" in given:
         main, compress = given["main"], given["compress"]
+        for name, part in (("main", main), ("compress", compress)):
+            config.require(isinstance(part, dict), f"{name} of the rope parameters", part, "an object")
     else:
         main, compress = {}, {key: value for key, value in given.items() if key != "rope_theta"}
     return _rope(config, main, theta, dim, max_len), _rope(config, compress, compress_theta, dim, max_len)

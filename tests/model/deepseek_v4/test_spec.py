@@ -173,6 +173,7 @@ def test_the_spelling_of_transformers_means_the_same() -> None:
         ({"num_experts_per_tok": 257}, ["num_experts_per_tok", "257", "256"]),
         ({"mlp_layer_types": ["dense"] * 43}, ["mlp_layer_types", "dense", "hash_moe"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_type", "linear", "yarn"]),
+        ({"rope_scaling": {"main": 3, "compress": {}}}, ["main", "3", "object"]),
         ({"hc_mult": 0}, ["hc_mult", "0"]),
         ({"swiglu_limit": ...}, ["swiglu_limit", "missing"]),
         ({"expert_dtype": "fp6"}, ["expert_dtype", "fp6"]),
