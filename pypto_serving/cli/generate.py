@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec import to_builtins
 
 from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
@@ -53,7 +54,7 @@ def generate(
         else:
             outputs = llm.generate(texts, params, progress=False)
         for text, output in zip(texts, outputs, strict=True):
-            typer.echo(jsonlib.dumps(_as_json(text, output)) if json else output.outputs[0].text)
+            typer.echo(jsonlib.dumps(_as_json(text, output)) if json else _as_text(output))
 
 
 def _read_prompts() -> list[str]:
@@ -64,11 +65,21 @@ def _read_prompts() -> list[str]:
     return texts
 
 
+def _as_text(output: GenerationOutput) -> str:
+    """The answer; what the model thought before it goes to stderr, which a pipe leaves on the terminal."""
+    choice = output.outputs[0]
+    if choice.reasoning:
+        typer.secho(choice.reasoning, dim=True, err=True)
+    return choice.text
+
+
 def _as_json(text: str, output: GenerationOutput) -> dict[str, Any]:
     choice = output.outputs[0]
     return {
         "prompt": text,
         "text": choice.text,
+        **({"reasoning": choice.reasoning} if choice.reasoning else {}),
+        **({"tool_calls": [to_builtins(call) for call in choice.tool_calls]} if choice.tool_calls else {}),
         "finish_reason": choice.finish_reason,
         "prompt_tokens": len(output.prompt_token_ids),
         "output_tokens": len(choice.token_ids),

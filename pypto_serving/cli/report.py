@@ -128,7 +128,7 @@ def _source(contents: Contents) -> str:
         return "dtypes and bytes are those in the headers of the files"
     implied = "dtypes and bytes are what config.json implies"
     if contents.index is None:
-        return f"there are neither weights nor an index here: {implied}"
+        return f"there are no weights that can be read, nor an index, here: {implied}"
     here = f"{contents.index.files_here} of {contents.index.num_files} weight files are here"
     return f"{here}: {implied}"
 

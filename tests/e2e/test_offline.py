@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from pypto_serving import LLM, SamplingParams
 from pypto_serving.api.chat import ENCODER_OF_ARCHITECTURE
+from pypto_serving.cli import main
 from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
 from tests.api.checkpoint import write_deepseek_v4
@@ -73,7 +75,9 @@ def test_streamed_chat_equals_the_whole_answer(llm: LLM) -> None:
     assert llm.chat(messages, progress=False)[0].outputs[0].text == whole
 
 
-def test_reasoning_stands_beside_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_stands_beside_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """DeepSeek V4's chats on a model that is quick to make."""
     folder = write_deepseek_v4(make_checkpoint(tmp_path, vocab_size=448))
     monkeypatch.setitem(ENCODER_OF_ARCHITECTURE, "Qwen3ForCausalLM", "deepseek_v4")
@@ -90,6 +94,12 @@ def test_reasoning_stands_beside_the_answer(tmp_path: Path, monkeypatch: pytest.
     reasoning, _, answer = whole.partition("</think>")
     assert (thinks.outputs[0].reasoning, thinks.outputs[0].text) == (reasoning, answer)
     assert "".join(pieces) == answer
+    asked = ["generate", "--model", str(folder), "--chat", "hello", "--max-tokens", "24", "--temperature", "0"]
+    assert main(asked) == 0
+    shown = capsys.readouterr()
+    assert shown.out == answer + "\n" and reasoning in shown.err
+    assert main([*asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reasoning"] == reasoning
 
 
 def test_prompts_that_cannot_work_are_named(llm: LLM) -> None:

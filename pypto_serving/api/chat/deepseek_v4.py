@@ -198,8 +198,10 @@ def _read_format(wanted: Any) -> Mapping[str, Any] | None:
         return None
     described = wanted.get("json_schema") if kind == "json_schema" else None
     schema = described.get("schema") if isinstance(described, dict) else None
+    if kind != "json_schema":
+        refuse("response_format", f"of type {brief(kind)} is not supported; send text or json_schema")
     if not isinstance(described, dict) or not isinstance(schema, dict):
-        refuse("response_format", f"of type {brief(kind)} is not supported; send text, or json_schema with a schema")
+        refuse("response_format", f"has {brief(schema)} as its json_schema.schema; send a JSON schema there")
     if described.get("strict"):
         refuse("response_format", "cannot be strict: the schema is asked for, not enforced; set strict to false")
     return schema
