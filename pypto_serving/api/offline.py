@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pypto_serving.api.chat.output import OutputParser, ToolCall, content_of, read_output
+from pypto_serving.api.chat.output import OutputParser, TextPart, ToolCall, read_output
 from pypto_serving.api.openai.choice import Choice
 from pypto_serving.api.openai.params import parseable
 from pypto_serving.api.openai.prompts import check_ids, encode_chat, encode_text, fit_max_tokens
@@ -174,18 +174,18 @@ class LLM:
         encode = partial(self._encode_chat, kwargs=chat_template_kwargs)
         return self._call(lambda: self._run(list(map(encode, conversations)), params, progress))
 
-    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[TextPart]:
         """Answer one conversation, piece by piece; closing the iterator ends the request.
 
-        Reasoning and tool calls are not part of the answer.
+        Reasoning, where the model's family marks it, is told from content; tool calls are left out.
         """
         (params,) = self._params_of(sampling_params, 1, max_tokens=None)
-        pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+        pieces: SimpleQueue[TextPart | BaseException | None] = SimpleQueue()
 
         async def pump() -> None:
             try:
                 job = await self._encode_chat(messages, None)
-                await self._put_texts(job, params, pieces.put)
+                await self._put_parts(job, params, pieces.put)
                 pieces.put(None)
             except BaseException as error:
                 pieces.put(error)
@@ -259,7 +259,7 @@ class LLM:
         num_cached = done[0].choice.num_cached
         return GenerationOutput(requests[0].request_id, job.text, job.ids, [s.result() for s in done], num_cached)
 
-    async def _put_texts(self, job: _Job, params: SamplingParams, put: Callable[[str], None]) -> None:
+    async def _put_parts(self, job: _Job, params: SamplingParams, put: Callable[[TextPart], None]) -> None:
         (request,) = self._requests(job.ids, self._fit(job, params))
         sequence = _Sequence(0, request, job, self._service.tokenizer)
         parser = None if job.new_parser is None else job.new_parser()
@@ -268,9 +268,12 @@ class LLM:
             text = self._take(sequence, output)
             if parser is not None:
                 ended = sequence.choice.finish_reason is not None
-                text = content_of(parser.push(text) + (parser.finish() if ended else []))
-            if text:
-                put(text)
+                parts = parser.push(text) + (parser.finish() if ended else [])
+            else:
+                parts = [TextPart("content", text)] if text else []
+            for part in parts:
+                if isinstance(part, TextPart):
+                    put(part)
 
         await self._receive([request], take)
 

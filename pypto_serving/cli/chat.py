@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pypto_serving.api.chat.output import TextPart
 from pypto_serving.cli.client import ChatClient
 from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
@@ -18,7 +19,7 @@ from pypto_serving.options import RULES, Options
 app = typer.Typer(add_completion=False)
 
 Message = dict[str, str]
-Answer = Callable[[Sequence[Message]], Generator[str]]
+Answer = Callable[[Sequence[Message]], Generator[TextPart]]
 
 HELP = "/clear forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
 
@@ -57,7 +58,7 @@ def chat(
             )
 
 
-def _pieces(stream: Iterator[str]) -> Generator[str]:
+def _pieces(stream: Iterator[TextPart]) -> Generator[TextPart]:
     yield from stream
 
 
@@ -80,7 +81,10 @@ def _read_line() -> str:
 
 
 class Conversation:
-    """The turns so far; the only state of a chat. `answer` streams the reply to all of them."""
+    """The turns so far; the only state of a chat. `answer` streams the reply to all of them.
+
+    What the model thinks is shown, on stderr, and forgotten.
+    """
 
     def __init__(self, answer: Answer, opening: Sequence[Message], read_line: Callable[[], str] = _read_line) -> None:
         self._answer_to = answer
@@ -119,11 +123,18 @@ class Conversation:
         """Stream one answer; what came before an interrupt counts, a refused turn does not."""
         self.messages.append({"role": "user", "content": line})
         pieces: list[str] = []
+        thought = False
         stream = self._answer_to(self.messages)
         try:
-            for piece in stream:
-                pieces.append(piece)
-                typer.echo(piece, nl=False)
+            for part in stream:
+                if part.kind == "reasoning":
+                    typer.secho(part.text, nl=False, err=True, dim=True)
+                    thought = True
+                    continue
+                if thought and not pieces:
+                    typer.echo("\n", err=True)
+                pieces.append(part.text)
+                typer.echo(part.text, nl=False)
         except KeyboardInterrupt:
             typer.echo(" [stopped]", nl=False, err=True)
         except PyptoError as error:

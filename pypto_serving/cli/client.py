@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from pypto_serving.api.chat.output import TextPart
 from pypto_serving.errors import ConfigError, PyptoError
 
 TIMEOUT_S = 600.0
@@ -42,7 +43,9 @@ class ChatClient:
         finally:
             connection.close()
 
-    def stream(self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]) -> Generator[str]:
+    def stream(
+        self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
+    ) -> Generator[TextPart]:
         """Pieces of the answer as they come; raises ServerError. Closing the iterator aborts the request."""
         body = {"model": model, "messages": list(messages), "stream": True, **sampling}
         connection, response = self._request("POST", "/v1/chat/completions", json.dumps(body))
@@ -50,7 +53,8 @@ class ChatClient:
             for event in _events(response):
                 if "error" in event:
                     raise ServerError(_error_message(event, "the server gave the answer up"))
-                yield from (choice["delta"].get("content") or "" for choice in event["choices"])
+                for choice in event["choices"]:
+                    yield from _parts(choice["delta"])
         except (http.client.HTTPException, OSError) as error:
             raise ServerError(f"the server ended the answer early: {type(error).__name__}") from None
         finally:
@@ -74,6 +78,13 @@ class ChatClient:
             connection.close()
             raise
         return connection, response
+
+
+def _parts(delta: Mapping[str, Any]) -> Iterator[TextPart]:
+    if thought := delta.get("reasoning_content"):
+        yield TextPart("reasoning", thought)
+    if text := delta.get("content"):
+        yield TextPart("content", text)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 
+from pypto_serving.api.chat.output import TextPart
 from pypto_serving.cli import main
 from pypto_serving.cli.chat import Conversation, Message
 from pypto_serving.cli.client import ChatClient, ServerError
@@ -32,10 +33,23 @@ class Script:
         return line
 
 
-def echo(messages: Sequence[Message]) -> Generator[str]:
+def echo(messages: Sequence[Message]) -> Generator[TextPart]:
     """Answers the last message, and tells how many there are."""
-    yield f"{messages[-1]['content']}!"
-    yield f" {len(messages)}"
+    yield TextPart("content", f"{messages[-1]['content']}!")
+    yield TextPart("content", f" {len(messages)}")
+
+
+def test_thoughts_are_shown_and_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    def thoughtful(messages: Sequence[Message]) -> Generator[TextPart]:
+        yield TextPart("reasoning", "let me ")
+        yield TextPart("reasoning", "see")
+        yield from echo(messages)
+
+    chat = Conversation(thoughtful, [], Script("one\n"))
+    chat.run("model")
+    shown = capsys.readouterr()
+    assert shown.out == "one! 1\n" and "let me see" in shown.err
+    assert chat.messages[-1] == {"role": "assistant", "content": "one! 1"}
 
 
 def test_turns_accumulate_and_clear_forgets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,9 +74,9 @@ def test_unknown_commands_are_not_sent(capsys: pytest.CaptureFixture[str]) -> No
 def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
     closed = []
 
-    def interrupted(messages: Sequence[Message]) -> Generator[str]:
+    def interrupted(messages: Sequence[Message]) -> Generator[TextPart]:
         try:
-            yield "half"
+            yield TextPart("content", "half")
             raise KeyboardInterrupt
         finally:
             closed.append(True)
@@ -75,9 +89,9 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.Captur
 
 
 def test_a_refused_turn_is_forgotten() -> None:
-    def refused(messages: Sequence[Message]) -> Generator[str]:
+    def refused(messages: Sequence[Message]) -> Generator[TextPart]:
         raise ServerError("too long")
-        yield ""
+        yield TextPart("content", "")
 
     chat = Conversation(refused, [], Script("one"))
     with pytest.raises(typer.Exit):
@@ -86,7 +100,7 @@ def test_a_refused_turn_is_forgotten() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Lists one model and streams the last message back, word by word."""
+    """Lists one model and streams the last message back, word by word; those in parentheses are thoughts."""
 
     def do_GET(self) -> None:
         self._reply(200, {"data": [{"id": "small"}]})
@@ -99,7 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         for word in body["messages"][-1]["content"].split():
-            self._event({"choices": [{"delta": {"content": word}}]})
+            kind = "reasoning_content" if word.startswith("(") else "content"
+            self._event({"choices": [{"delta": {kind: word}}]})
         self._event({"error": {"message": "gave up"}} if body["model"] == "broken" else {"choices": []})
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -130,7 +145,8 @@ def url() -> Iterator[str]:
 def test_client_lists_models_and_streams(url: str, suffix: str) -> None:
     client = ChatClient(url + suffix, "secret")
     assert client.models() == ["small"]
-    assert "|".join(client.stream("small", [{"role": "user", "content": "a b c"}], {})) == "a|b|c"
+    parts = list(client.stream("small", [{"role": "user", "content": "(so) b c"}], {}))
+    assert parts == [TextPart("reasoning", "(so)"), TextPart("content", "b"), TextPart("content", "c")]
 
 
 def test_client_reports_what_the_server_says(url: str) -> None:

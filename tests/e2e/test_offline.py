@@ -68,7 +68,7 @@ def test_stop_strings_cut_the_text(llm: LLM) -> None:
 def test_streamed_chat_equals_the_whole_answer(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is 37+45?"}]
     whole = llm.chat(messages, progress=False)[0].outputs[0].text
-    assert "".join(llm.stream_chat(messages)) == whole
+    assert "".join(part.text for part in llm.stream_chat(messages)) == whole
     stream = llm.stream_chat(messages)
     next(stream)
     stream.close()
@@ -93,7 +93,8 @@ def test_reasoning_stands_beside_the_answer(
     whole = tokenizer.decode(thinks.outputs[0].token_ids, skip_special_tokens=False)
     reasoning, _, answer = whole.partition("</think>")
     assert (thinks.outputs[0].reasoning, thinks.outputs[0].text) == (reasoning, answer)
-    assert "".join(pieces) == answer
+    parts = {kind: "".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("reasoning", "content")}
+    assert parts == {"reasoning": reasoning, "content": answer}
     asked = ["generate", "--model", str(folder), "--chat", "hello", "--max-tokens", "24", "--temperature", "0"]
     assert main(asked) == 0
     shown = capsys.readouterr()

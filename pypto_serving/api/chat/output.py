@@ -52,12 +52,7 @@ def read_output(parser: OutputParser, texts: Iterable[str]) -> AssistantMessage:
     """The message that `texts`, joined, are; `parser` must be new."""
     parts = [part for text in texts for part in parser.push(text)] + parser.finish()
     calls = [part for part in parts if isinstance(part, ToolCall)]
-    return AssistantMessage(_text_of(parts, "reasoning"), content_of(parts), calls)
-
-
-def content_of(parts: Sequence[Part]) -> str:
-    """What `parts` say to the user."""
-    return _text_of(parts, "content")
+    return AssistantMessage(_text_of(parts, "reasoning"), _text_of(parts, "content"), calls)
 
 
 def _text_of(parts: Sequence[Part], kind: TextKind) -> str:
