@@ -63,9 +63,9 @@ class ApiServer:
     def stop(self) -> None:
         """First call: take no more requests, finish the admitted ones, end. Second call: end now."""
         if self._drain is None:
-            left = self._service.admission.in_flight
-            wait_s = self._drain_timeout_s
-            logger.info("draining: %s left, at most %g s; stop again to end now", counted(left, "request"), wait_s)
+            if left := self._service.admission.in_flight:
+                wait_s = self._drain_timeout_s
+                logger.info("draining: %s left, at most %g s; stop again to end now", counted(left, "request"), wait_s)
             self._service.admission.drain()
             self._drain = asyncio.get_running_loop().create_task(self._drain_then_exit())
         else:
