@@ -29,12 +29,12 @@ import uvloop
 from pypto_serving.api.run import serve
 from pypto_serving.api.server import create_app
 from pypto_serving.api.settings import load_serving_config
-from pypto_serving.backend.null import plain_groups
 from pypto_serving.bench.http import HttpClient
-from pypto_serving.config import EngineConfig
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.engine.text import Tokenizer
-from pypto_serving.model.locate import BUNDLED
+from pypto_serving.model.null.spec import plain_groups
+from pypto_serving.setup.locate import BUNDLED
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.step import StepPlan, StepResult
 from pypto_serving.worker.__main__ import main as worker_main
 from pypto_serving.worker.runner import PlanExecutor

@@ -27,9 +27,9 @@ from roofline_report import Ceilings, Rated
 from roofline_steps import Steps, batches
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.host import read_host_facts
 from pypto_serving.kernels import Engine
 from pypto_serving.kernels.limits import Memory
+from pypto_serving.setup.host import read_host_facts
 
 CASE_S, QUICK_CASE_S = 0.5, 0.1
 ROUND_BYTES = 256 << 20

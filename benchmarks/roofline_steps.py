@@ -13,9 +13,9 @@ from roofline_kernels import Bench, Result, Rounds, bfloat16, fill, replay
 from roofline_work import BLOCK, Batch, Operation, Work, operations
 
 from pypto_serving.backend.cpu import CpuBackend
-from pypto_serving.config import EngineConfig
-from pypto_serving.host import read_host_facts
 from pypto_serving.model.registry import load_config, load_spec
+from pypto_serving.setup.host import read_host_facts
+from pypto_serving.types.config import EngineConfig
 
 STEP, REST = "step", "rest"
 """Names of the row of a whole step, and of what the kernels do not account for."""

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from scheduler_trace import VOCAB_SIZE, Replay, Trace, at_context, replay, steady, with_waiting
 
-from pypto_serving.backend.null import plain_groups
-from pypto_serving.config import EngineConfig
 from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.sched.scheduler import Scheduler
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import StepPlan, StepResult

@@ -23,11 +23,11 @@ import numpy as np
 
 from pypto_serving.backend.base import StepBuffers
 from pypto_serving.backend.cpu import NativeProgram
-from pypto_serving.config import EngineConfig
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import Event
 from pypto_serving.ipc import MemoryChannel
 from pypto_serving.kernels import Engine, Recording
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import AddRequests, EngineRequest, FromCore, ToCore
 from pypto_serving.types.sampling import SamplingParams

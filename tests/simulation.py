@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pypto_serving.backend.base import StepBuffers
-from pypto_serving.backend.null import NullBackend, next_token, plain_groups
-from pypto_serving.config import EngineConfig
+from pypto_serving.backend.null import NullBackend, next_token
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.events import EventPublisher
 from pypto_serving.engine.executor import Event, HostMemory, WorkerDown
 from pypto_serving.ipc import MemoryChannel
+from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.request import AbortRequests, AddRequests, EngineRequest, FromCore, RequestOutput, ToCore
 from pypto_serving.types.sampling import SamplingParams

@@ -27,8 +27,8 @@ from pypto_serving.api.settings import load_serving_config
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import EngineDeadError, RequestError, RequestFailedError
-from pypto_serving.model.locate import model_spec, prepare
-from pypto_serving.options import make_options
+from pypto_serving.setup.options import make_options
+from pypto_serving.setup.prepare import model_spec, prepare
 from pypto_serving.types.request import EngineRequest, RequestOutput, TokenLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids, unpack_ids

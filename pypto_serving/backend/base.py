@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.config import EngineConfig
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import Sampler
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits

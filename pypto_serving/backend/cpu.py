@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from pypto_serving.backend.base import Backend, Progress, StepInputs, StepOutput
-from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
-from pypto_serving.host import read_host_facts
 from pypto_serving.kernels import Engine, NativeSampler
-from pypto_serving.model.checkpoint import fingerprint
+from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
-from pypto_serving.util import hash128
+from pypto_serving.types.config import EngineConfig
 
 
 class NativeProgram:
@@ -62,7 +61,7 @@ class CpuBackend(Backend):
             from pypto_serving.backend import cpu_torch
 
             return cpu_torch.prepare(config, architecture, model_config, progress)
-        engine = self._engine = Engine(config.kernels, config.num_threads or read_host_facts().num_cpus)
+        engine = self._engine = Engine(config.kernels, config.num_threads or len(os.sched_getaffinity(0)))
         model_class = model_family(architecture).native_program
         name = model_class.name(model_config)
         file = None
@@ -76,11 +75,3 @@ class CpuBackend(Backend):
         numerics = (engine.instruction_set, model_class.layout)
         identity = program_fingerprint(config, architecture, name, *numerics)
         return NativeProgram(model, config, identity, engine)
-
-
-def program_fingerprint(config: EngineConfig, architecture: str, program: str, *numerics: str) -> bytes:
-    """16 bytes naming everything that the content of a KV block depends on, besides its tokens."""
-    blocks = tuple(f"{group.name} {group.block_size}" for group in config.groups)
-    rope = f"max_model_len {config.max_model_len}"
-    words = (architecture, config.dtype, rope, *blocks, program, *numerics)
-    return hash128(fingerprint(config.model), *(word.encode() for word in words))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from typing import Any
 
 import pypto_serving.model.openmp  # noqa: F401
@@ -16,12 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pypto_serving.backend.base import Int32Array, Progress, StepInputs, StepOutput
-from pypto_serving.backend.cpu import program_fingerprint
-from pypto_serving.config import EngineConfig
-from pypto_serving.host import read_host_facts
+from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import model_family
 from pypto_serving.model.step import StepTensors
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
 
 LAYOUT = "block, layer, k or v, head, row"
@@ -60,7 +60,7 @@ class TorchProgram:
 
 def prepare(config: EngineConfig, architecture: str, model_config: Any, progress: Progress) -> TorchProgram:
     """Load weights, allocate the KV arena and run two warm-up steps. Raises ModelError."""
-    torch.set_num_threads(config.num_threads or read_host_facts().num_cpus)
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     model_class = model_family(architecture).program
     with torch.inference_mode():
         model = model_class(model_config, Weights(config.model, config.dtype, progress), config)

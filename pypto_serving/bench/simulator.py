@@ -18,11 +18,11 @@ from pypto_serving.bench.options import require_int, require_positive
 from pypto_serving.bench.runner import Advance
 from pypto_serving.bench.traces import Trace, TraceRequest
 from pypto_serving.bench.transfers import VirtualTransfers
-from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.sched.scheduler import Scheduler
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams

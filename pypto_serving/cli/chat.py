@@ -14,7 +14,8 @@ from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP, given_sampling, sampling_params
 from pypto_serving.errors import ConfigError, PyptoError
-from pypto_serving.options import RULES, Options
+from pypto_serving.setup.options import Options
+from pypto_serving.setup.rules import RULES
 
 app = typer.Typer(add_completion=False)
 

@@ -8,7 +8,7 @@ import typer
 
 from pypto_serving.cli.options import ALL_PANELS, takes_options
 from pypto_serving.errors import ConfigError
-from pypto_serving.options import Options
+from pypto_serving.setup.options import Options
 
 app = typer.Typer(add_completion=False)
 
@@ -25,8 +25,8 @@ def check(
     """
     from pypto_serving.cli import report
     from pypto_serving.cli.serve import serving_config, with_chat
-    from pypto_serving.model.locate import model_spec, prepare
     from pypto_serving.model.registry import load_contents
+    from pypto_serving.setup.prepare import model_spec, prepare
 
     model = model_spec(options)
     contents = load_contents(model.path) if model.path else None

@@ -31,7 +31,7 @@ def convert(
     """Write a checkpoint of bf16, f16 or f32 in another format; the same command goes on after an interruption."""
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.model.convert import convert_to_w8a8
-    from pypto_serving.model.locate import locate_model
+    from pypto_serving.setup.locate import locate_model
 
     progress = LoadProgress()
     try:

@@ -13,7 +13,7 @@ from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP, given_sampling, sampling_params
 from pypto_serving.errors import ConfigError
-from pypto_serving.options import Options
+from pypto_serving.setup.options import Options
 
 if TYPE_CHECKING:
     from pypto_serving.api.offline import GenerationOutput

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pypto_serving.options import RULES, Options
+from pypto_serving.setup.options import Options
+from pypto_serving.setup.rules import RULES
 from pypto_serving.types.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def local_model(options: Options) -> Iterator[tuple[LLM, ModelSpec]]:
     """An LLM as `options` ask for, and what is known about its model; ends the engine afterwards."""
     from pypto_serving.api.offline import LLM
     from pypto_serving.cli.serve import configure_logging
-    from pypto_serving.model.locate import model_spec
+    from pypto_serving.setup.prepare import model_spec
 
     quiet = {} if options.log_level else {"log_level": "warning"}
     given = {name: getattr(options, name) for name in RULES if getattr(options, name) is not None}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.options import make_options
+from pypto_serving.setup.options import make_options
 
 MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache", "Device and process"
 ENGINE_PANELS = (MODEL, BATCHING, KV, DEVICE)

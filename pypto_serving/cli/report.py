@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import typer
 
-from pypto_serving.config import Resolved
-from pypto_serving.memory import GroupPlan, MemoryPlan
+from pypto_serving.setup.memory import GroupPlan, MemoryPlan
+from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import Contents, ModelSpec
 from pypto_serving.util import format_size

@@ -21,9 +21,10 @@ import typer
 
 from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.options import ALL_PANELS, takes_options
-from pypto_serving.config import Resolved, ServerConfig, Setting
 from pypto_serving.errors import EXIT_OK, ConfigError
-from pypto_serving.options import Options
+from pypto_serving.setup.options import Options
+from pypto_serving.setup.resolver import Resolved, Setting
+from pypto_serving.types.config import ServerConfig
 from pypto_serving.types.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def _run(options: Options) -> None:
 
     from pypto_serving import __version__
     from pypto_serving.cli import report
-    from pypto_serving.model.locate import model_spec, prepare
+    from pypto_serving.setup.prepare import model_spec, prepare
 
     model = model_spec(options)
     resolved = prepare(options, model)

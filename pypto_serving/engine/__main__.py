@@ -8,11 +8,11 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import ProcessExecutor
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent, SocketChannel
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import ToCore
 from pypto_serving.types.start import CoreStart
 from pypto_serving.util import MonotonicClock

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
 from pypto_serving.ipc import Child, ChildFault, SocketChannel
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.engine.executor import Event, Executor, GaveUp, WorkerDown
 from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Channel, ChildProgress
@@ -12,6 +11,7 @@ from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.tiers import TierManager
 from pypto_serving.sched.scheduler import Scheduler
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,

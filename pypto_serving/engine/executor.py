@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_USAGE
 from pypto_serving.ipc import Child, ChildFault, ChildProgress, SocketChannel
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import FromWorker, StepPlan, StepResult, StopWorker, WorkerHello
 from pypto_serving.types.tier import TransferReport, Transfers

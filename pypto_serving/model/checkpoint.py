@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files: headers, what they must hold, and a fingerprint. Torch-free.
+"""A checkpoint's safetensors files: headers and what they must hold. Torch-free.
 
 Format: https://github.com/huggingface/safetensors#format: 8 bytes little-endian header length n, n bytes of JSON
 {name: {dtype, shape, data_offsets [begin, end)}}, then the data that the offsets count from.
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import read_json_file
-from pypto_serving.util import hash128
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """Stored dtypes that can be served, with their item size in bytes."""
@@ -24,8 +23,6 @@ INT8, INT64 = "I8", "I64"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _INTEGER_BYTES = {INT8: 1, INT64: 8}
 _MAX_HEADER_BYTES = 100_000_000
-_PAGE_BYTES = 4096
-_SAMPLED_PAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +92,6 @@ class Checkpoint:
         if surplus:
             more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
-
-
-def fingerprint(model_dir: str | Path) -> bytes:
-    """16 bytes that change when the weights do: config.json, headers, sizes and evenly sampled pages."""
-    checkpoint = Checkpoint.open(model_dir)
-    parts = [(checkpoint.directory / "config.json").read_bytes()]
-    for file in checkpoint.files:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header = stream.read(int.from_bytes(stream.read(8), "little"))
-            start = stream.tell()
-            pages = (size - start) // _PAGE_BYTES
-            offsets = {start + pages * i // _SAMPLED_PAGES * _PAGE_BYTES for i in range(_SAMPLED_PAGES)}
-            parts += [header, size.to_bytes(8, "little")]
-            for offset in sorted(offsets):
-                stream.seek(offset)
-                parts.append(stream.read(_PAGE_BYTES))
-    return hash128(*parts)
 
 
 def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import INDEX_FILE, INT8, SINGLE_FILE, Checkpoint, fingerprint
+from pypto_serving.model.checkpoint import INDEX_FILE, INT8, SINGLE_FILE, Checkpoint
 from pypto_serving.model.fields import read_json_file
+from pypto_serving.model.fingerprint import fingerprint
 from pypto_serving.model.quantization import SECTION, Quantization, scale_name
 from pypto_serving.model.qwen3.spec import Qwen3Config
 from pypto_serving.model.registry import load_config

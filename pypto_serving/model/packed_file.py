@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels import PANEL, Engine, hashes, zeros
-from pypto_serving.model.checkpoint import Checkpoint, fingerprint
+from pypto_serving.model.checkpoint import Checkpoint
+from pypto_serving.model.fingerprint import fingerprint
 from pypto_serving.util import ceil_div, hash128
 
 log = logging.getLogger(__name__)

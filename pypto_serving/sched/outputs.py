@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.sched.request import Request
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import RequestFault, RequestOutput, TokenLogprobs
 from pypto_serving.types.step import RowLogprobs
 

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import outputs
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, Scheduled, Step
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import max_live_blocks, publication_lag
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import NewRow, RowLogprobs, StepPlan, StepResult

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal
 
 import msgspec
@@ -73,3 +74,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     own_blocks: bool = False
     kv_groups: tuple[KVCacheGroupSpec, ...]
     eos_token_ids: tuple[int, ...] = ()
+
+
+def default_model_name(path: str) -> str:
+    """The name to serve a checkpoint under: its folder's name, or `owner/name` inside a hub cache."""
+    for part in PurePath(path).parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/")
+    return PurePath(path).name or path

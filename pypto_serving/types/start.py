@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pypto_serving.config import EngineConfig
+from pypto_serving.types.config import EngineConfig
 
 
 class WorkerStart(msgspec.Struct, frozen=True):

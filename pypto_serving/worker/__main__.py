@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend, Program
-from pypto_serving.config import EngineConfig, default_model_name
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent, SocketChannel
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
 from pypto_serving.store.remote import open_remote
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.model import default_model_name
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import ToWorker
 from pypto_serving.types.tier import Tier, Transfers

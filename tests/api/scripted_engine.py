@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.stream import OutputStream
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
 from pypto_serving.types.stats import StepStats

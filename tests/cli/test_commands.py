@@ -15,9 +15,9 @@ import pytest
 
 from pypto_serving import __version__
 from pypto_serving.cli import main
-from pypto_serving.model import locate
-from pypto_serving.model.locate import BUNDLED, locate_model
-from pypto_serving.options import Options
+from pypto_serving.setup import locate
+from pypto_serving.setup.locate import BUNDLED, locate_model
+from pypto_serving.setup.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 NULL = ["check", "--backend", "null"]

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from pypto_serving.cli.serve import server_url
-from pypto_serving.model.locate import BUNDLED
+from pypto_serving.setup.locate import BUNDLED
 
 pytestmark = pytest.mark.e2e
 

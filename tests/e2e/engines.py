@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.config import EngineConfig, FaultConfig
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.model.locate import model_spec, prepare
-from pypto_serving.options import make_options
+from pypto_serving.setup.options import make_options
+from pypto_serving.setup.prepare import model_spec, prepare
+from pypto_serving.types.config import EngineConfig, FaultConfig
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids, unpack_ids

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pypto_serving.kernels import runnable
-from pypto_serving.model.locate import BUNDLED
+from pypto_serving.setup.locate import BUNDLED
 from tests.checkpoints import make_checkpoint
 from tests.compressed import compress
 from tests.e2e.server import Server

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
 from pypto_serving.engine import events as publisher_module
 from pypto_serving.engine.event_wire import ClearedMap, EventWriter, RemovedMap, StoredMap, block_hash, spec_kind
 from pypto_serving.engine.events import EventPublisher
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.events import EventLog
+from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from pypto_serving.types.tier import Tier, TierConfig
 from tests.engine.event_reader import EventReader

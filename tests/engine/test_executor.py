@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pypto_serving.config import FaultConfig
 from pypto_serving.engine.executor import SILENT_BEATS, Event, ProcessExecutor, WorkerDown
+from pypto_serving.types.config import FaultConfig
 from pypto_serving.types.step import WorkerHello
 from tests.simulation import null_config
 

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from pypto_serving.backend.null import next_token
-from pypto_serving.config import EngineConfig, FaultConfig
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EngineDeadError, QueueFullError, UnavailableError
+from pypto_serving.types.config import EngineConfig, FaultConfig
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tier import TierConfig

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
+from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.step import StepPlan
 from pypto_serving.types.tokens import unpack_ids
 from tests.simulation import Simulation, null_config

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.backend.null import NullBackend, deepseek_v4_groups
+from pypto_serving.backend.null import NullBackend
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.kv.tiers import TierManager
+from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.store.files import FileStore
 from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, max_live_blocks, publication_lag
 from pypto_serving.types.request import ClearCache

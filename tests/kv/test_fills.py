@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from pypto_serving.backend.null import plain_groups
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.tiers import TierManager
+from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.types.tier import TIERS, Tier, TierConfig, TransferDone, TransferJob
 
 BLOCK = 16

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
+from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.backend.null import NullBackend, deepseek_v4_groups, plain_groups
+from pypto_serving.backend.null import NullBackend
 from pypto_serving.kv.lower import LowerTier
+from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.slab import stride_of
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec

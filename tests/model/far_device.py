@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from pypto_serving.model.step import StepTensors
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 
 CHUNKS = (64, 40, 8, 1, 7)

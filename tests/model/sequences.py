@@ -11,8 +11,8 @@ import numpy as np
 
 from pypto_serving.backend.base import Progress, StepInputs
 from pypto_serving.backend.cpu import CpuBackend
-from pypto_serving.config import EngineConfig
 from pypto_serving.model.registry import load_spec
+from pypto_serving.types.config import EngineConfig
 
 Array = np.ndarray[Any, Any]
 

@@ -31,7 +31,7 @@ TOKENS = np.random.default_rng(0).integers(0, 256, 50)
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from pypto_serving.model.checkpoint import Checkpoint, INDEX_FILE, SINGLE_FILE
 from pypto_serving.model.convert import convert_to_w8a8
 source, target, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def progress(*_):

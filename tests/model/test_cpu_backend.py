@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pypto_serving.backend.cpu import CpuBackend
-from pypto_serving.config import EngineConfig
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.attention import KVArena, product
 from pypto_serving.model.registry import load_spec
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Sequences

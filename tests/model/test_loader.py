@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, fingerprint
+from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from pypto_serving.model.fingerprint import fingerprint
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import load_config
 from tests.model.conftest import MakeCheckpoint

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pypto_serving.config import resolve
 from pypto_serving.errors import ConfigError, ModelError
-from pypto_serving.host import read_host_facts
 from pypto_serving.kernels import runnable
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.registry import load_config, load_spec
-from pypto_serving.options import make_options
+from pypto_serving.setup.host import read_host_facts
+from pypto_serving.setup.options import make_options
+from pypto_serving.setup.resolver import resolve
 from tests.checkpoints import make_checkpoint
 from tests.compressed import compress, quantization_config
 from tests.model.sequences import load_program

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.backend.null import deepseek_v4_groups, plain_groups
 from pypto_serving.errors import ConfigError
+from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import unpack_ids
 from tests.simulation import Simulation, null_config

@@ -7,7 +7,6 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.kernels import (
     INDEX_TOKENS,
     PANEL,
@@ -24,6 +23,7 @@ from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.rope import rope_tables
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
 
 Float32Array = NDArray[np.float32]

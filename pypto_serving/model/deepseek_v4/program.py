@@ -7,7 +7,6 @@ import logging
 import torch
 from torch import Tensor
 
-from pypto_serving.config import EngineConfig
 from pypto_serving.model.deepseek_v4.attention import Attention, StepView
 from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, ExpertLayer, StreamMixer, matrix, vector, write_streams
 from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
@@ -17,6 +16,7 @@ from pypto_serving.model.layers import Linear, rms_norm, settle_rows
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.model.step import StepTensors
+from pypto_serving.types.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ import pytest
 
 from pypto_serving.backend.base import StepInputs, StepOutput
 from pypto_serving.backend.cpu import CpuBackend
-from pypto_serving.config import EngineConfig
 from pypto_serving.kernels import runnable
 from pypto_serving.kv import positions
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.model.registry import load_spec
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import max_live_blocks, resume_step
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.sampling import SamplingParams

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.backend.null import deepseek_v4_groups
 from pypto_serving.errors import ModelError
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.model.registry import load_config, load_contents, load_spec
 from pypto_serving.types.kv import KVCacheGroupSpec
 from tests.model.deepseek_v4.configs import FLASH, PLAIN_FLASH, PRO

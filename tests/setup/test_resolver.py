@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.backend.null import deepseek_v4_groups
-from pypto_serving.config import EngineConfig, HostFacts, Options, Resolved, default_model_name, resolve
 from pypto_serving.errors import ConfigError
-from pypto_serving.host import DiskFacts, read_cache_dir, read_host_facts
-from pypto_serving.memory import largest, max_sequence_bytes, plan_groups, size_option, tail_bytes
-from pypto_serving.options import RULES, make_options
+from pypto_serving.model.null.spec import deepseek_v4_groups
+from pypto_serving.setup.host import DiskFacts, HostFacts, read_cache_dir, read_host_facts
+from pypto_serving.setup.memory import largest, max_sequence_bytes, plan_groups, size_option, tail_bytes
+from pypto_serving.setup.options import Options, make_options
+from pypto_serving.setup.resolver import Resolved, default_model_name, resolve
+from pypto_serving.setup.rules import RULES
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec, max_live_blocks
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import GIB, parse_size

@@ -16,8 +16,9 @@ from fractions import Fraction
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.host import HostFacts
-from pypto_serving.options import MAX_KV_BYTES, Options
+from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.options import Options
+from pypto_serving.setup.rules import MAX_KV_BYTES
 from pypto_serving.types.kv import (
     CHECKPOINT_TOKENS,
     KVCacheGroupSpec,

@@ -1,26 +1,23 @@
-"""From what the user calls a model to a folder, and from there to a resolved configuration."""
+"""From options to a resolved configuration: read the model's files and this machine, then decide."""
 
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 import msgspec
 
-from pypto_serving.config import Resolved, resolve
-from pypto_serving.errors import ConfigError, ModelError
-from pypto_serving.host import read_cache_dir, read_disk_facts, read_host_facts
+from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.library import runnable
-from pypto_serving.options import Options
+from pypto_serving.setup.host import read_cache_dir, read_disk_facts, read_host_facts
+from pypto_serving.setup.locate import locate_model
+from pypto_serving.setup.options import Options
+from pypto_serving.setup.resolver import Resolved, resolve
 from pypto_serving.types.model import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "bundled"
 NULL_MODELS = ("plain", "deepseek_v4")
-WANTED_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "encoding/encoding_*.py"]
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def prepare(options: Options, model: ModelSpec) -> Resolved:
@@ -56,7 +53,7 @@ def model_spec(options: Options) -> ModelSpec:
 
 
 def _null_spec(options: Options) -> ModelSpec:
-    from pypto_serving.backend.null import null_spec, plain_groups
+    from pypto_serving.model.null.spec import null_spec, plain_groups
 
     name = options.model or "plain"
     if options.block_size is None:
@@ -68,38 +65,3 @@ def _null_spec(options: Options) -> ModelSpec:
 
 def _no_block_size(options: Options, name: str) -> ConfigError:
     return ConfigError(f"{options.label('block_size')} cannot be chosen for {name}, whose groups have their own")
-
-
-def locate_model(name: str | None) -> Path:
-    """The folder of a model: the bundled one for None, a folder here, or one fetched from the hub by name."""
-    if name is None:
-        if not (BUNDLED / "config.json").exists():
-            raise ModelError("this installation has no bundled model; give MODEL, a folder or a hub name")
-        return BUNDLED
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.exists():
-        raise ModelError(f"{name} is a file; give the folder that holds config.json")
-    if not HUB_NAME.fullmatch(name):
-        raise ModelError(f"{name} does not exist; give an existing folder or a hub name such as owner/name")
-    return _fetch(name)
-
-
-def _fetch(name: str) -> Path:
-    """The local copy of hub model `name`; shows a progress bar while files are fetched."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    offline = "give the folder of a local copy instead"
-    try:
-        return Path(snapshot_download(name, allow_patterns=WANTED_FILES))
-    except GatedRepoError:
-        raise ModelError(f"{name} is gated; ask for access and run `hf auth login`, or {offline}") from None
-    except RepositoryNotFoundError:
-        raise ModelError(f"{name} is neither a folder here nor a model on the hub; {offline}") from None
-    except Exception as error:
-        raise ModelError(
-            f"{name} is no folder here, is not in the local cache, and cannot be fetched "
-            f"({type(error).__name__}); without network, {offline}"
-        ) from error

@@ -1,0 +1,1 @@
+"""Models without weights, for the null backend."""

@@ -1,0 +1,115 @@
+"""What a user may ask for: one frozen value per option, checked when made; flags, files and Python alike."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.setup.rules import RULES, Rule
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the user gave; None means not given. Values are checked and normalised when the struct is made.
+
+    `config_file` and `from_file` say which values a configuration file gave. Raises ConfigError, in one line,
+    naming the option, its value and what is allowed.
+    """
+
+    model: str | None = None
+    served_model_name: tuple[str, ...] | None = None
+    chat_template: str | None = None
+    backend: str | None = None
+    dtype: str | None = None
+    kernels: str | None = None
+    packed_cache: bool | None = None
+    num_threads: int | None = None
+    seed: int | None = None
+    log_level: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    long_prefill_token_threshold: int | None = None
+    chunked_prefill: bool | None = None
+    block_size: int | None = None
+    kv_memory: int | float | None = None
+    prefix_caching: bool | None = None
+    kv_host_memory: int | float | None = None
+    kv_disk: str | None = None
+    kv_disk_size: int | None = None
+    kv_remote: str | None = None
+    kv_store: str | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    host: str | None = None
+    port: int | None = None
+    api_key: str | None = None
+    max_queued_requests: int | None = None
+    drain_timeout: float | None = None
+    step_timeout: float | None = None
+    log_requests: bool | None = None
+    config_file: str = ""
+    from_file: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name, rule in RULES.items():
+            value = getattr(self, name)
+            if value is not None:
+                msgspec.structs.force_setattr(self, name, self._parse(name, rule, value))
+
+    def _parse(self, name: str, rule: Rule, value: object) -> Any:
+        try:
+            return rule.parse(value)
+        except (ValueError, OverflowError):
+            shown = _shorten(str(value)) or "empty"
+            raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}") from None
+
+    def label(self, name: str) -> str:
+        """How to call option `name` in a message: the flag, or the key of the configuration file."""
+        if name in self.from_file:
+            return f"{flag(name)} in {self.config_file}"
+        return "MODEL" if name == "model" else "--" + flag(name)
+
+    def origin(self, name: str) -> str:
+        """Where the value of option `name` came from, as the reason of a setting."""
+        return f"given in {self.config_file}" if name in self.from_file else f"given by {self.label(name)}"
+
+
+def flag(name: str) -> str:
+    """`max_model_len` as users write it: `max-model-len`."""
+    return name.replace("_", "-")
+
+
+def make_options(
+    given: Mapping[str, Any], file_values: Mapping[str, Any] | None = None, config_file: str = ""
+) -> Options:
+    """Options from values `given` directly, which win, and those of a configuration file.
+
+    None counts as not given; names may be written with dashes. Raises ConfigError for a bad value, and for an
+    unknown name, with the closest one.
+    """
+    direct = _known(given, "")
+    filed = _known(file_values or {}, f" in {config_file}")
+    from_file = frozenset(filed.keys() - direct.keys())
+    return Options(**{**filed, **direct}, config_file=config_file, from_file=from_file)
+
+
+def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        if name not in RULES:
+            close = difflib.get_close_matches(name, RULES, n=1)
+            hint = f"did you mean {flag(close[0])}?" if close else "known are: " + ", ".join(map(flag, RULES))
+            raise ConfigError(f"unknown option {_shorten(repr(key))}{where}; {hint}")
+        if value is not None:
+            known[name] = value
+    return known
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 80 else line[:77] + "..."
