@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from pypto_serving.backend.plain import PlainSampler
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeSampler
 from pypto_serving.types.draws import DRAW, Sampler
-from pypto_serving.worker.plain import PlainSampler
 
 CASES: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0},

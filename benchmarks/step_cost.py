@@ -34,7 +34,6 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import FromWorker, StepPlan, ToWorker
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.util import MonotonicClock
-from pypto_serving.worker.loop import answer
 from pypto_serving.worker.runner import Runner, hello
 
 VOCAB = 32
@@ -85,16 +84,19 @@ class InlineWorker:
     def __init__(self, config: EngineConfig) -> None:
         engine = Engine(threads=1)
         logits = np.random.default_rng(0).standard_normal((config.max_num_seqs, VOCAB)).astype(np.float32)
-        model = SimpleNamespace(step=Recording(engine), logits=logits)
+        model = SimpleNamespace(step=Recording(engine), logits=logits, arenas=())
         program = NativeProgram(model, config, b"step cost", engine)
-        self.runner = Runner(program, StepBuffers.in_host_memory(config.groups, config.limits))
+        self.runner = Runner(program, [StepBuffers.in_host_memory(config.groups, config.limits)], VOCAB)
         self.ours, self.core_end = MemoryChannel.pair(ToWorker, FromWorker)
         self.ours.send(hello(program, 1, 0.0))
 
     def step(self) -> float:
         """Execute one plan, if there is one; returns the seconds that it took."""
         start_s = time.perf_counter()
-        answer(self.ours, self.runner, 0.0)
+        plan = self.ours.receive()
+        if isinstance(plan, StepPlan):
+            self.runner.submit(plan)
+            self.ours.send(self.runner.collect())
         return time.perf_counter() - start_s
 
     def poll(self, now_s: float) -> list[Event]:

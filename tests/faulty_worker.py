@@ -20,12 +20,21 @@ from pypto_serving.worker.runner import Runner
 
 
 class FaultyRunner:
-    """A Runner with a fate."""
+    """A Runner with a fate, which holds one step at a time."""
 
     def __init__(self, runner: Runner, point: str, step: int, poison: int | None) -> None:
         self.runner, self.point, self.steps_left, self.poison = runner, point, step, poison
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @property
+    def num_in_flight(self) -> int:
+        return self.runner.num_in_flight
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self.runner.num_in_flight)
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plan = plan
         self.steps_left -= 1
         due = self.steps_left == 0
         if due and self.point == "raise":
@@ -34,8 +43,11 @@ class FaultyRunner:
             os.kill(os.getpid(), signal.SIGSTOP)
         if due and self.point == "before":
             os.kill(os.getpid(), signal.SIGKILL)
-        result = self.runner.execute(plan)
-        if (due and self.point == "after") or self._poisoned(plan):
+        self.runner.submit(plan)
+
+    def collect(self) -> StepResult:
+        result = self.runner.collect()
+        if (self.steps_left == 0 and self.point == "after") or self._poisoned(self.plan):
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 

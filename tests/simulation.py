@@ -7,8 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pypto_serving.backend.base import StepBuffers
-from pypto_serving.backend.null import NullBackend, next_token
+import numpy as np
+
+from pypto_serving.backend.null.chooser import SAMPLER, logits_of
+from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.backend.null.program import NullBackend
+from pypto_serving.backend.philox import uniforms
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.events import EventPublisher
 from pypto_serving.engine.executor import Event, HostMemory, WorkerDown
@@ -18,10 +22,19 @@ from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.draws import DRAW
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.request import AbortRequests, AddRequests, EngineRequest, FromCore, RequestOutput, ToCore
+from pypto_serving.types.request import (
+    AbortRequests,
+    AddRequests,
+    EngineRequest,
+    FromCore,
+    RequestOutput,
+    ToCore,
+    TokenLogprobs,
+)
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.util import VirtualClock
@@ -47,6 +60,7 @@ def null_config(
         "max_model_len": 256,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 64,
+        "traits": BackendTraits(samples_on_device=True),
         "backend_options": {"seconds_per_step": 0.01, "seconds_per_token": 0.001},
     }
     return EngineConfig(**(values | changes))
@@ -60,8 +74,37 @@ def null_program(config: EngineConfig) -> Any:
     return NullBackend(config).prepare(lambda phase, done, total: None)
 
 
+def expected_tokens(config: EngineConfig, request: EngineRequest, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a correct engine answers on the null backend: history, biases, bans and masks decide, and the seed."""
+    history, params = list(prompt), request.params
+    fails_on = config.backend_options.get("fails_on", -1)
+    banned = [*params.stop_token_ids, *(request.eos_token_ids if params.min_tokens else ())]
+    plain = not (params.temperature or params.logit_bias or params.allowed_token_ids or params.min_tokens)
+    while len(history) < len(prompt) + num_tokens:
+        digest = next_digest(config.groups, history)
+        if plain and digest % config.vocab_size != fails_on:
+            history.append(digest % config.vocab_size)
+            continue
+        logits = logits_of(digest, config.vocab_size, fails_on)
+        if not np.isfinite(logits.max()):
+            break
+        draw = np.array([(0.0, params.top_p, params.min_p, params.temperature, max(0, params.top_k))], DRAW)
+        seed, choice, position = (np.array([v], np.uint64) for v in (request.seed, request.choice, len(history)))
+        draw["random"] = uniforms(seed, choice, position)
+        biased = logits.copy()
+        for token_id, value in params.logit_bias.items():
+            biased[token_id] += np.float32(value)
+        scores = biased.copy()
+        if params.allowed_token_ids:
+            scores[[v not in params.allowed_token_ids for v in range(len(scores))]] = -np.inf
+        if len(history) - len(prompt) < params.min_tokens:
+            scores[banned] = -np.inf
+        history.append(int(SAMPLER.choose((scores if np.isfinite(scores.max()) else biased)[None], draw)[0]))
+    return history[len(prompt) :]
+
+
 class InlineExecutor:
-    """Runs plans in the core's own thread, one per poll, on a runner that dies when told to.
+    """Runs plans in the core's own thread, one submitted per poll, on a runner that dies when told to.
 
     Transfers are done after as many polls as `delay` says, in any order, and say that they took `transfer_s`; host
     memory and `stores` outlive the runner.
@@ -73,6 +116,7 @@ class InlineExecutor:
         self._make_program = make_program
         self.epoch = 0
         self.plans: list[StepPlan] = []
+        self.programs: list[Any] = []
         self.num_deaths = 0
         self.num_forgiven = 0
         self.die_if: Callable[[StepPlan], bool] = lambda plan: False
@@ -90,10 +134,14 @@ class InlineExecutor:
         if self._runner is None:
             return [self._start()]
         events: list[Event] = [self._move()] if self._moving else []
-        if not self._sent:
-            return events
-        plan = self._sent.pop(0)
-        return [*events, self.kill() if self.die_if(plan) else self._run(plan)]
+        if self._sent and not self._runner.is_full:
+            plan = self._sent.pop(0)
+            if self.die_if(plan):
+                return [*events, self.kill()]
+            self._runner.submit(plan)
+        if self._runner.is_full or (self._runner.num_in_flight and not self._sent):
+            events.append(self._collect())
+        return events
 
     def _move(self) -> TransferReport:
         """Do the transfers whose time has come."""
@@ -102,7 +150,7 @@ class InlineExecutor:
             if self.is_stuck(job) or delay > 0 or (job.kind == "load" and after_step > self._completed_step):
                 left.append((delay - 1, after_step, job))
                 continue
-            worked = self._mover.move(job, self._mover.pieces(job))
+            worked = self._mover.move(job, self._mover.moves(job))
             done.append(TransferDone(job.job_id, bytes(worked), self.transfer_s))
         self._moving = left
         return TransferReport(self.epoch, done)
@@ -113,24 +161,25 @@ class InlineExecutor:
     def _start(self) -> Event:
         self.epoch += 1
         program = self._make_program(self.config)
-        self._runner = Runner(program, StepBuffers.in_host_memory(self.config.groups, self.config.limits))
+        self.programs.append(program)
+        self._runner = Runner(program, NullBackend(self.config).allocate(), self.config.vocab_size)
         self._completed_step = 0
-        sizes = tuple(arena.shape[1] for arena in program.arenas)
+        sizes = program.memory.block_bytes
         for tier in self.config.tiers:
             if tier.tier == "host":
                 self.stores["host"] = HostStore(self._host_memory.fd, sizes, tier.num_slots)
             elif tier.tier == "disk":
                 place = tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes
                 self.stores["disk"] = self.stores.get("disk") or open_disk(*place, known=False)
-        self._mover = Mover(program.arenas, self.stores)
+        self._mover = Mover(program.memory, self.stores)
         inventories = tuple(store.inventory() for tier, store in self.stores.items() if tier != "host")
         return hello(program, self.epoch, 0.0, inventories)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _collect(self) -> StepResult:
         assert self._runner is not None
-        result = self._runner.execute(plan)
+        result = self._runner.collect()
         self.clock.advance(result.elapsed_s)
-        self._completed_step = plan.step_id
+        self._completed_step = result.step_id
         return result
 
     def kill(self) -> WorkerDown:
@@ -175,8 +224,10 @@ class Simulation:
         self.client, core_end = MemoryChannel.pair(FromCore, ToCore)
         self.core = EngineCore(config, core_end, self.executor, self.clock, publisher)
         self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.last: dict[str, RequestOutput] = {}
         self.prompts: dict[str, list[int]] = {}
+        self.requests: dict[str, EngineRequest] = {}
         self._ids = itertools.count()
 
     @property
@@ -191,6 +242,7 @@ class Simulation:
         request = EngineRequest(
             request_id=request_id, token_ids=pack_ids(prompt), params=params, arrival_s=self.clock.now(), **changes
         )
+        self.requests[request_id] = request
         self.client.send(AddRequests([request]))
         return request_id
 
@@ -203,6 +255,7 @@ class Simulation:
         while (message := self.client.receive()) is not None:
             for output in getattr(message, "outputs", []):
                 self.tokens[output.request_id] += unpack_ids(output.token_ids).tolist()
+                self.logprobs[output.request_id] += output.logprobs or []
                 if output.finish_reason is not None:
                     assert output.request_id not in self.last, "a request ended twice"
                     self.last[output.request_id] = output
@@ -220,11 +273,9 @@ class Simulation:
         assert self.core.scheduler.kv.usage() == (0.0,) * len(self.config.groups)
 
     def expected(self, request_id: str, num_tokens: int) -> list[int]:
-        """What a correct engine answers."""
-        history = list(self.prompts[request_id])
-        for _ in range(num_tokens):
-            history.append(next_token(self.config.groups, history, self.config.vocab_size))
-        return history[len(self.prompts[request_id]) :]
+        """What a correct engine answers; ends early where the row fails."""
+        prompt = self.prompts[request_id]
+        return expected_tokens(self.config, self.requests[request_id], prompt, num_tokens)
 
     def assert_correct(self, request_id: str) -> None:
         """The answer equals the oracle's, token by token."""

@@ -8,6 +8,6 @@ BACKENDS = LazyRegistry(
     "backend",
     {
         "cpu": "pypto_serving.backend.cpu:CpuBackend",
-        "null": "pypto_serving.backend.null:NullBackend",
+        "null": "pypto_serving.backend.null.program:NullBackend",
     },
 )

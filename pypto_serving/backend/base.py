@@ -1,36 +1,42 @@
-"""The seam between the engine and a device: a backend prepares one Program; a Program runs one step.
+"""The seam between the engine and a device: a backend prepares one Program; a Program runs steps.
 
 Order in a worker: make the backend → `allocate()` the persistent I/O buffers → `prepare()` the program → open the
-channel. A program sees a step as StepInputs: views into those buffers, valid during one `run()`.
+channel. Then, for each dispatch, `submit()` and, in the same order, `collect()`. At most `limits.held_steps` steps are
+between the two, each in buffers of its own; a backend whose steps are split has two dispatches in a step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.backend.memory import BlockMemory
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.draws import Sampler
+from pypto_serving.types.draws import Logprobs, Sampler
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits
 
 Int32Array = NDArray[np.int32]
+UInt64Array = NDArray[np.uint64]
 Float32Array = NDArray[np.float32]
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while a program is prepared."""
 
+DispatchKind = Literal["mixed", "prefill", "decode"]
+
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """Persistent, padded input buffers; T = max_num_batched_tokens, R = max_num_seqs, all int32.
+    """Persistent, padded input buffers of one dispatch; T = max_num_batched_tokens, R rows, all int32.
 
-    `block_tables[g]` has shape [R, max blocks of group g per sequence], `slot_mapping[g]` shape [T].
+    R is max_num_seqs, or the largest number of rows that dispatches are padded to. `block_tables[g]` has shape
+    [R, max blocks of group g per sequence], `slot_mapping[g]` shape [T].
     """
 
     token_ids: Int32Array
@@ -40,11 +46,14 @@ class StepBuffers:
     logits_rows: Int32Array
     slot_mapping: tuple[Int32Array, ...]
     block_tables: tuple[Int32Array, ...]
+    rows: Int32Array
+    num_drafts: Int32Array
 
     @classmethod
     def in_host_memory(cls, groups: tuple[KVCacheGroupSpec, ...], limits: BackendLimits) -> StepBuffers:
-        """Zeroed buffers in ordinary memory."""
-        tokens, rows = limits.max_num_batched_tokens, limits.max_num_seqs
+        """Allocate zeroed buffers in ordinary memory."""
+        rows = max(limits.max_num_seqs, *limits.traits.padded_rows, 0)
+        tokens = max(limits.max_num_batched_tokens, rows)
 
         def zeros(*shape: int) -> Int32Array:
             return np.zeros(shape, dtype=np.int32)
@@ -54,15 +63,21 @@ class StepBuffers:
             positions=zeros(tokens),
             query_start=zeros(rows + 1),
             context_lens=zeros(rows),
-            logits_rows=zeros(rows),
+            logits_rows=zeros(rows * (1 + limits.traits.max_drafts)),
             slot_mapping=tuple(zeros(tokens) for _ in groups),
             block_tables=tuple(zeros(rows, -(-limits.max_model_len // g.block_size)) for g in groups),
+            rows=zeros(rows),
+            num_drafts=zeros(rows),
         )
 
 
-@dataclass(frozen=True, slots=True)
+def _none() -> Int32Array:
+    return np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One step over r rows and t tokens, rows packed one after the other. All arrays are int32 views.
+    """One dispatch over r rows and t tokens, rows packed one after the other. All arrays are int32 views.
 
     token_ids, positions [t]: the tokens to compute and their absolute positions.
     query_start [r + 1]: row i owns tokens [query_start[i], query_start[i + 1]).
@@ -71,8 +86,20 @@ class StepInputs:
         tokens; a tensor with ratio m writes row slot // m, for tokens with (position + 1) % m == 0 only.
     block_tables[g] [r, n]: block ids in order of position, as many as the row's tokens need; what stands behind them is
         left over from other rows. 0 is the null block, which may be written by padding and must never be read.
-    logits_rows [s]: indices into the t tokens whose logits are wanted, at most one per row, in row order.
+    logits_rows [s]: indices into the t tokens whose logits are wanted, in row order: the last of a row that samples,
+        and the `num_drafts` before it.
     fresh_blocks[g]: block ids handed out for this step whose old content is void.
+    num_rows: live rows. A dispatch that is padded has r > num_rows; each row of padding computes token 0 at position 0
+        in the null block, and nobody wants its logits.
+    rows [r]: the worker's index of each row, which it keeps while the request runs; -1 for padding.
+
+    For programs that sample on the device:
+
+    num_drafts [r]: how many of the row's last tokens are drafts, to be verified; the device fills in their ids where it
+        makes them itself.
+    pending [k]: rows (indices into r) whose last step was not collected when this one was packed. The device replaces
+        their first token by the last one that it chose for the row. Positions, slots and lengths count as if every
+        draft in flight was accepted: the device moves them back by those that it rejected.
     """
 
     token_ids: Int32Array
@@ -83,34 +110,100 @@ class StepInputs:
     slot_mapping: tuple[Int32Array, ...]
     block_tables: tuple[Int32Array, ...]
     fresh_blocks: tuple[Int32Array, ...]
+    kind: DispatchKind = "mixed"
+    num_rows: int = 0
+    rows: Int32Array = field(default_factory=_none)
+    num_drafts: Int32Array = field(default_factory=_none)
+    pending: Int32Array = field(default_factory=_none)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingInputs:
+    """How a device chooses tokens: one entry for each of the n rows of a dispatch that sample, in row order.
+
+    The order of application: biases, bans and masks on the logits, then `draws` as Sampler says. Log-probabilities are
+    those of the logits before all of it. If nothing is left to choose from, bans and masks do not count.
+
+    owners [n]: the row, an index into the r rows of StepInputs.
+    draws [n]: DRAWs; `random` belongs to position `positions[i]` and is the first number of
+        Philox4x32-10(seed, choice, position), see `backend/philox.py`; other positions have others.
+    seeds, choices [n] uint64; positions [n]: absolute position of the first token to be chosen.
+    banned_starts [n + 1], banned_ids: ids that row i cannot choose at positions below banned_until[i].
+    bias_starts [n + 1], bias_ids, bias_values: float32 added to logits.
+    masks [m, ceil(vocab / 32)] uint32: bit v % 32 of word v // 32 allows token v; mask_rows [n]: row of `masks`, or -1.
+    num_logprobs [n]: how many of the best log-probabilities to return beside that of the token; -1 for none at all.
+    """
+
+    owners: Int32Array
+    draws: NDArray[np.void]
+    seeds: UInt64Array
+    choices: UInt64Array
+    positions: Int32Array
+    banned_starts: Int32Array
+    banned_ids: Int32Array
+    banned_until: Int32Array
+    bias_starts: Int32Array
+    bias_ids: Int32Array
+    bias_values: Float32Array
+    masks: NDArray[np.uint32]
+    mask_rows: Int32Array
+    num_logprobs: Int32Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """What a device chose: `counts[i]` of `token_ids` for the i-th sampling row, row after row, at least one each.
+
+    A token of -1 says that the row's logits are not finite. `logprobs`, for all of `token_ids`, is there if any row
+    asked for it; its width is the largest `num_logprobs`.
+    """
+
+    counts: Int32Array
+    token_ids: Int32Array
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Either float32 `logits` [s, vocab], or, where the device samples, int32 `token_ids` [s].
+    """Either float32 `logits` [s, vocab], valid until the next `submit`, or, where the device samples, `sampled`.
 
     `virtual_s` is the time that a simulated device says the step took.
     """
 
     logits: Float32Array | None = None
-    token_ids: Int32Array | None = None
+    sampled: SampledTokens | None = None
     virtual_s: float | None = None
 
 
+class Drafter(Protocol):
+    """Guesses tokens for the host to verify. What it guesses changes the speed, never the answer."""
+
+    def propose(self, tokens: Int32Array, count: int) -> Int32Array:
+        """Return at most `count` tokens that may follow a row's `tokens`."""
+
+
 class Program(Protocol):
-    """A prepared model on a device: owns the weights and the KV arenas."""
+    """A prepared model on a device: owns the weights and the KV memory."""
 
     groups: tuple[KVCacheGroupSpec, ...]
     num_blocks: tuple[int, ...]
     limits: BackendLimits
     fingerprint: bytes
-    arenas: tuple[NDArray[np.uint8], ...]
-    """The KV pages of each group, uint8 [num_blocks, block_bytes]: all layers of a block lie together."""
+    memory: BlockMemory
     sampler: Sampler | None
     """Chooses tokens from the program's logits; without it, the worker does in numpy."""
+    drafter: Drafter | None
+    """Guesses tokens on the host; without it, rows have no drafts unless the device makes them."""
 
-    def run(self, inputs: StepInputs) -> StepOutput:
-        """Compute one step: write the K/V of its tokens, then return logits of `inputs.logits_rows`."""
+    def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
+        """Begin a dispatch: write the K/V of its tokens, compute logits of `inputs.logits_rows`, and sample if asked.
+
+        The buffers behind `inputs` stay as they are until the dispatch is collected. `sampling` is given where the
+        device samples.
+        """
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest dispatch that is not collected, and return what it computed."""
 
 
 class Backend(ABC):
@@ -119,13 +212,15 @@ class Backend(ABC):
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
-    def allocate(self) -> StepBuffers:
-        """The step's input buffers; a device backend returns shared or pinned memory."""
-        return StepBuffers.in_host_memory(self.config.groups, self.config.limits)
+    def allocate(self) -> Sequence[StepBuffers]:
+        """Allocate input buffers, one for each dispatch in flight; a device backend returns shared or pinned memory."""
+        limits = self.config.limits
+        dispatches = limits.held_steps * (1 if limits.traits.mixed_steps else 2)
+        return [StepBuffers.in_host_memory(self.config.groups, limits) for _ in range(dispatches)]
 
     def pin_main_thread(self) -> None:  # noqa: B027 (most have nothing to do)
         """Called once by a worker process, whose main thread runs the prepared program and nothing else."""
 
     @abstractmethod
     def prepare(self, progress: Progress) -> Any:
-        """Load weights, allocate the KV arenas, and return the Program. Raises ModelError or ConfigError."""
+        """Load weights, allocate the KV memory, and return the Program. Raises ModelError or ConfigError."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pypto_serving.backend.base import Backend, Progress, StepInputs, StepOutput
+from pypto_serving.backend.base import Backend, Progress, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeSampler
 from pypto_serving.model.fingerprint import program_fingerprint
@@ -18,17 +19,17 @@ from pypto_serving.types.config import EngineConfig
 class NativeProgram:
     """A model on the CPU kernels. Implements Program."""
 
+    drafter = None
+
     def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes, engine: Engine) -> None:
         self.model, self.sampler = model, NativeSampler(engine)
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
-        self.arenas = model.arenas
+        self.memory = HostBlocks(model.arenas)
+        self._num_logits = 0
 
-    def run(self, inputs: StepInputs) -> StepOutput:
-        """Compute one step: write the K/V of its tokens, then return float32 logits of `inputs.logits_rows`.
-
-        The logits are a view that the next step overwrites.
-        """
+    def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
+        """Compute a step at once: this machine's cores have nothing else to do."""
         self.model.step.replay(
             inputs.token_ids,
             inputs.positions,
@@ -38,7 +39,11 @@ class NativeProgram:
             inputs.slot_mapping,
             inputs.block_tables,
         )
-        return StepOutput(logits=self.model.logits[: len(inputs.logits_rows)])
+        self._num_logits = len(inputs.logits_rows)
+
+    def collect(self) -> StepOutput:
+        """Return the logits, a view that the next step overwrites."""
+        return StepOutput(logits=self.model.logits[: self._num_logits])
 
 
 class CpuBackend(Backend):

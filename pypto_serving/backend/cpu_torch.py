@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pypto_serving.backend.base import Int32Array, Progress, StepInputs, StepOutput
+from pypto_serving.backend.base import Float32Array, Int32Array, Progress, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import model_family
@@ -33,16 +34,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 class TorchProgram:
     """A model on this machine's cores. Implements Program."""
 
-    sampler = None
+    sampler = drafter = None
 
     def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes) -> None:
         self.model = model
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
-        self.arenas = tuple(map(_arena, model.pages, self.num_blocks))
+        self.memory = HostBlocks(tuple(map(_arena, model.pages, self.num_blocks)))
+        self._logits: Float32Array | None = None
 
-    def run(self, inputs: StepInputs) -> StepOutput:
-        """Compute one step: write the K/V of its tokens, then return float32 logits of `inputs.logits_rows`."""
+    def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
+        """Compute a step at once."""
         with torch.inference_mode():
             tokens = _recurring_rows(len(inputs.token_ids), self.model.rows)
             step = StepTensors(
@@ -54,8 +56,11 @@ class TorchProgram:
                 slots=tuple(_int64(slots, tokens) for slots in inputs.slot_mapping),
                 block_tables=tuple(map(_int64, inputs.block_tables)),
             )
-            logits = self.model.forward(step)[: len(inputs.logits_rows)]
-            return StepOutput(logits=logits.numpy())
+            self._logits = self.model.forward(step)[: len(inputs.logits_rows)].numpy()
+
+    def collect(self) -> StepOutput:
+        """Return the logits."""
+        return StepOutput(logits=self._logits)
 
 
 def prepare(config: EngineConfig, architecture: str, model_config: Any, progress: Progress) -> TorchProgram:
@@ -70,7 +75,7 @@ def prepare(config: EngineConfig, architecture: str, model_config: Any, progress
     steps = _warm_up_steps(config)
     for done, step in enumerate(steps):
         progress("warm-up", done, len(steps))
-        program.run(step)
+        program.submit(step)
     progress("warm-up", len(steps), len(steps))
     return program
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from pypto_serving.sched.request import Request
+from pypto_serving.sched.step import RowResult
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import RequestFault, RequestOutput, TokenLogprobs
-from pypto_serving.types.step import RowLogprobs
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tokens import pack_few
 
 
 def stop_reason(request: Request, token_id: int) -> str | None:
@@ -23,15 +25,13 @@ def stop_reason(request: Request, token_id: int) -> str | None:
     return None
 
 
-def token_added(request: Request, token_id: int, logprobs: RowLogprobs | None) -> RequestOutput:
-    """The output of one sampled token."""
-    values = None
-    if logprobs is not None:
-        values = [TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top_ids, logprobs.top_logprobs)]
+def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
+    """The output of the first `count` tokens that a step sampled for a request."""
+    values = [TokenLogprobs(each.logprob, each.rank, each.top_ids, each.top_logprobs) for each in row.logprobs[:count]]
     return RequestOutput(
         request_id=request.id,
-        token_ids=token_id.to_bytes(4, "little"),
-        logprobs=values,
+        token_ids=pack_few(row.token_ids[:count]),
+        logprobs=values or None,
         num_cached_tokens=max(0, request.num_cached_tokens),
     )
 
@@ -52,7 +52,7 @@ def finished(request: Request, reason: str, fault: RequestFault | None, now_s: f
 
 
 def merged(added: RequestOutput, last: RequestOutput) -> RequestOutput:
-    """`last` with the token of `added`."""
+    """`last` with the tokens of `added`."""
     return msgspec.structs.replace(last, token_ids=added.token_ids, logprobs=added.logprobs)
 
 
@@ -61,6 +61,22 @@ def too_long(num_tokens: int, config: EngineConfig) -> str:
         f"the prompt has {num_tokens} tokens, the context window {config.max_model_len}, of which at least one is "
         f"for output; shorten the prompt"
     )
+
+
+def beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFault | None:
+    """Refuse what the program cannot do for a request."""
+    most = config.traits.max_logprobs
+    if params.logprobs is not None and params.logprobs > most:
+        given = f"at most {most} log-probabilities" if most >= 0 else "no log-probabilities"
+        return RequestFault(
+            400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
+        )
+    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids)):
+        wrong = next((token_id for token_id in ids if token_id >= config.vocab_size), None)
+        if wrong is not None:
+            message = f"{name} has {wrong}, which is no token: this model has {config.vocab_size}"
+            return RequestFault(400, "invalid_token_id", message)
+    return None
 
 
 def too_few_blocks(group: str, num_blocks: int, needed: int, config: EngineConfig) -> str:

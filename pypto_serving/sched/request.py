@@ -32,6 +32,8 @@ class Request:
         [num_computed_tokens, num_tokens)       still to be scheduled
         [len(tokens), num_tokens)               placeholders: being sampled by steps in flight
 
+    While drafts are in flight, `num_computed_tokens` and `num_tokens` are upper bounds: every draft counts as accepted.
+
     `max_tokens` is the length at which the request ends at the latest. `order` says who goes first: lower priority
     value, then earlier arrival. `life` counts (re)admissions: results of an earlier life are dropped. `strikes` counts
     crashed steps that can all be due to the same tokens [suspect_start, suspect_end) of the request; it is 0 once those
@@ -121,6 +123,9 @@ class Request:
             min_tokens=params.min_tokens,
             banned_ids=pack_ids(sorted(banned)),
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            bias_ids=pack_ids(params.logit_bias),
+            bias_values=array("f", params.logit_bias.values()).tobytes(),
+            allowed_ids=pack_ids(params.allowed_token_ids),
         )
 
     def timeline(self, now_s: float) -> Timeline:

@@ -11,13 +11,13 @@ from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import outputs
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
-from pypto_serving.sched.step import Counters, Scheduled, Step
+from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, rows_of
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import max_live_blocks, publication_lag
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
-from pypto_serving.types.step import NewRow, RowLogprobs, StepPlan, StepResult
+from pypto_serving.types.step import NewRow, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
-from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.types.tokens import pack_ids
 
 ALONE_STRIKES = 2
 MAX_STRIKES = 3
@@ -91,7 +91,7 @@ class Scheduler:
             return RequestFault(400, "empty_prompt", "the prompt has no tokens; send at least one")
         if num_tokens >= self.config.max_model_len:
             return RequestFault(400, "context_length_exceeded", outputs.too_long(num_tokens, self.config))
-        return None
+        return outputs.beyond_program(source.params, self.config)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """End requests at once and give back what they hold; unknown ids are ignored."""
@@ -183,15 +183,17 @@ class Scheduler:
             return 0
         if not self.config.enable_chunked_prefill:
             return head.num_tokens if step.step_id % 2 else 0
-        return min(step.budget - 1, max(1, step.budget // 8))
+        return min(step.budget - 1, max(self.config.traits.chunk_tokens, step.budget // 8))
 
     def _chunk(self, step: Step, missing: int) -> int:
-        """Tokens of `missing` that fit into the step, 0 if they have to wait."""
-        budget = step.budget
+        """Tokens of `missing` that fit into the step, 0 if they have to wait.
+
+        All of them, or, of a prompt that is cut, a multiple of what the program computes at a time.
+        """
         if not self.config.enable_chunked_prefill:
-            return missing if missing <= budget else 0
-        threshold = self.config.long_prefill_token_threshold
-        return min(missing, budget, threshold) if threshold else min(missing, budget)
+            return missing if missing <= step.budget else 0
+        count = min(missing, step.budget, self.config.long_prefill_token_threshold or missing)
+        return count if count == missing else count - count % self.config.traits.chunk_tokens
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
         """Add what fits of a running request's `missing` tokens, preempting for its blocks if there is no other way."""
@@ -200,7 +202,11 @@ class Scheduler:
         count = self._chunk(step, missing)
         if count == 0:
             return
-        blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
+        num_drafts = self._num_drafts(step, request) if missing == 1 else 0
+        blocks = self.kv.reserve(request.id, request.num_computed_tokens + count + num_drafts)
+        if blocks is None and num_drafts:
+            num_drafts = 0
+            blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         while blocks is None:
             if not self._find_blocks(step, request, count, anyone):
                 step.short_of_blocks = True
@@ -209,7 +215,14 @@ class Scheduler:
         for pairs, added in zip(step.new_blocks, blocks, strict=True):
             for block_id in added:
                 pairs += (request.row, block_id)
-        self._enter(step, request, count)
+        self._enter(step, request, count, num_drafts)
+
+    def _num_drafts(self, step: Step, request: Request) -> int:
+        """Drafts that a decode may verify: no more than budget and length leave beside its own token."""
+        if not self.config.num_drafts:
+            return 0
+        room = request.max_tokens - 2 - request.num_computed_tokens
+        return max(0, min(self.config.num_drafts, step.budget - 1, room))
 
     def _missing(self, request: Request) -> int:
         """Tokens that can be computed now. The last token of a request is sampled but never computed."""
@@ -257,16 +270,18 @@ class Scheduler:
             self.kv.release(others[-1])
         return bool(others)
 
-    def _enter(self, step: Step, request: Request, count: int) -> None:
-        start = request.num_computed_tokens
+    def _enter(self, step: Step, request: Request, count: int, num_drafts: int = 0) -> None:
+        """Put tokens of a running request into the step; until it commits, all drafts count as accepted."""
         request.num_computed_tokens += count
         samples = request.num_computed_tokens == request.num_tokens
         if samples:
-            request.num_placeholders += 1
+            request.num_computed_tokens += num_drafts
+            request.num_placeholders += 1 + num_drafts
         request.last_step = step.step_id
-        step.budget -= count
+        step.budget -= count + num_drafts
+        step.has_drafts |= num_drafts > 0
         step.requests.add(request.id)
-        step.scheduled.append(Scheduled(request, request.life, start, count, samples))
+        step.scheduled.append(Scheduled(request, request.life, count, num_drafts, samples))
 
     def _admit_waiting(self, step: Step, now_s: float) -> None:
         """Start waiting requests in order until rows, budget or blocks run out."""
@@ -371,6 +386,7 @@ class Scheduler:
             new_rows=step.new_rows,
             new_blocks=tuple(pack_ids(pairs) for pairs in step.new_blocks),
             drops=pack_ids(self._dropped_rows),
+            num_drafts=pack_ids([entry.num_drafts for entry in step.scheduled]) if step.has_drafts else b"",
         )
         self._dropped_rows.clear()
         return plan
@@ -392,19 +408,41 @@ class Scheduler:
         step = self._in_flight.popleft()
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} where step {step.step_id} was due")
-        sampled = dict(zip(unpack_ids(result.rows).tolist(), unpack_ids(result.token_ids).tolist(), strict=True))
-        logprobs = {entry.row: entry for entry in result.logprobs}
+        rows = rows_of(result)
         self._measure(step, result)
         added = []
         for entry in step.scheduled:
             request = entry.request
             if request.life != entry.life or request.status is not Status.RUNNING:
                 continue
-            self._advance(entry)
             if entry.samples:
-                values = logprobs.get(request.row)
-                added.append(self._append(request, sampled[request.row], values, now_s))
+                added.append(self._take(entry, rows[request.row], now_s))
+            else:
+                self._advance(request, entry.count)
         return added
+
+    def _take(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput:
+        """Add the tokens that a row sampled, up to the one that ends its request. Drafts behind them were rejected."""
+        request, reason = entry.request, None
+        request.num_placeholders -= 1 + entry.num_drafts
+        if row.token_ids and not request.first_token_s:
+            request.first_token_s = now_s
+        count = 0
+        while reason is None and count < len(row.token_ids):
+            request.tokens.append(row.token_ids[count])
+            reason = outputs.stop_reason(request, row.token_ids[count])
+            count += 1
+        self.counters.generation_tokens += count
+        self.counters.num_drafts += entry.num_drafts
+        self.counters.num_accepted += max(0, count - 1)
+        output = outputs.tokens_added(request, row, count)
+        if reason is None and row.fault is not None:
+            fault = RequestFault(500, row.fault.code, row.fault.message)
+            return outputs.merged(output, self._finish(request, "error", fault, now_s))
+        accepted = len(row.token_ids) - 1
+        request.num_computed_tokens -= entry.num_drafts - accepted
+        self._advance(request, entry.count + accepted)
+        return output if reason is None else outputs.merged(output, self._finish(request, reason, now_s=now_s))
 
     def _measure(self, step: Step, result: StepResult) -> None:
         """How fast prompts are computed, from steps that are mostly prompt."""
@@ -412,25 +450,13 @@ class Scheduler:
         if num_tokens > 2 * len(step.scheduled):
             self.kv.tiers.computed(num_tokens, result.elapsed_s)
 
-    def _advance(self, entry: Scheduled) -> None:
-        request = entry.request
-        request.num_committed = entry.start + entry.count
+    def _advance(self, request: Request, count: int) -> None:
+        """Confirm that `count` more tokens are computed."""
+        request.num_committed += count
         self.kv.commit(request.id, request.tokens, request.num_committed, request.prompt_len)
         if request.strikes and request.num_committed >= request.suspect_end:
             request.strikes = 0
             self._suspects.discard(request.id)
-
-    def _append(self, request: Request, token_id: int, logprobs: RowLogprobs | None, now_s: float) -> RequestOutput:
-        request.tokens.append(token_id)
-        request.num_placeholders -= 1
-        self.counters.generation_tokens += 1
-        if not request.first_token_s:
-            request.first_token_s = now_s
-        output = outputs.token_added(request, token_id, logprobs)
-        reason = outputs.stop_reason(request, token_id)
-        if reason is None:
-            return output
-        return outputs.merged(output, self._finish(request, reason, now_s=now_s))
 
     def worker_lost(self, now_s: float) -> list[RequestOutput]:
         """The device and all steps in flight are gone: everybody waits again with nothing computed.
@@ -438,18 +464,23 @@ class Scheduler:
         Requests of the step that crashed get a strike; at the third they fail. Returns their last outputs.
         """
         crashed = self._in_flight[0].scheduled if self._in_flight else []
-        struck = [entry for entry in crashed if entry.life == entry.request.life and entry.request.row >= 0]
+        struck = [
+            (entry, entry.request.num_committed)
+            for entry in crashed
+            if entry.life == entry.request.life and entry.request.row >= 0
+        ]
         self._in_flight.clear()
         for request in [*self._running.values(), *self._loading.values()]:
             self._back_to_waiting(request)
         self._loading.clear()
         self._loaded.clear()
         self._dropped_rows.clear()
-        return [output for entry in struck if (output := self._strike(entry, now_s)) is not None]
+        return [output for entry, start in struck if (output := self._strike(entry, start, now_s)) is not None]
 
-    def _strike(self, entry: Scheduled, now_s: float) -> RequestOutput | None:
+    def _strike(self, entry: Scheduled, start: int, now_s: float) -> RequestOutput | None:
+        """Hold a crash against a request, whose tokens from `start` on were in the step."""
         request = entry.request
-        request.strike(entry.start, entry.start + entry.count)
+        request.strike(start, start + entry.count + entry.num_drafts)
         if request.strikes >= MAX_STRIKES:
             return self._finish(request, "error", outputs.crashes_worker(request), now_s)
         if request.strikes >= ALONE_STRIKES:

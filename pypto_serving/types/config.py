@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.step import BackendLimits
+from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
 
 
@@ -34,6 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     `packed_cache` is the folder that keeps the weights packed for them, or empty. `tiers` keep KV blocks below the
     device; `kv_store` says when blocks go there. KV events go to the ZeroMQ endpoints `kv_events` and
     `kv_events_replay`, or nowhere where those are empty.
+    `traits` is what programs of the backend can do; `num_drafts` the draft tokens of a row in a step.
     `backend_options` are read by the backend alone.
     """
 
@@ -51,6 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_chunked_prefill: bool = True
     max_queued_requests: int = 4096
     depth: int = 1
+    traits: BackendTraits = BackendTraits()
+    num_drafts: int = 0
     seed: int = 0
     num_threads: int = 0
     kernels: str = "torch"
@@ -72,6 +75,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             depth=self.depth,
+            traits=self.traits,
         )
 
 

@@ -9,6 +9,8 @@ import msgspec
 from pypto_serving.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+"""Token ids that one request may bias or allow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,7 +18,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature` 0 means greedy. `top_k` 0 (or -1) and `top_p` 1 switch their filters off. `max_tokens` None
     means up to the context window. `seed` None means: drawn at admission. `logprobs` k asks for the
-    log-probability of each output token and of the k most likely ones.
+    log-probability of each output token and of the k most likely ones, before any of the following. `logit_bias` adds
+    to the logits of token ids; `allowed_token_ids`, where given, leaves only these to choose from.
     """
 
     n: int = 1
@@ -31,6 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -68,12 +73,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             self.stop_token_ids,
             "token ids",
         )
+        self._check_adjustments()
+
+    def _check_adjustments(self) -> None:
+        bias = self.logit_bias
+        _require(len(bias) <= MAX_BIASES, "logit_bias", f"{len(bias)} entries long", f"at most {MAX_BIASES}")
+        for token_id, value in bias.items():
+            _require(0 <= token_id < 2**31, "logit_bias", token_id, "a mapping from token ids")
+            _require(-100 <= value <= 100, f"logit_bias of {token_id}", value, "between -100 and 100")
+        allowed = self.allowed_token_ids
+        _require(len(allowed) <= MAX_BIASES, "allowed_token_ids", f"{len(allowed)} long", f"at most {MAX_BIASES}")
+        _require(all(0 <= i < 2**31 for i in allowed), "allowed_token_ids", allowed[:8], "token ids")
 
     def _coerce_sequences(self) -> None:
         """Users may write one string, or lists."""
         stop: object = self.stop
         msgspec.structs.force_setattr(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids))
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
@@ -85,7 +102,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the sampler of a worker's row needs; sent once, with the row.
 
     The random numbers of a position are a pure function of (seed, choice, position, draw). Tokens of
-    `banned_ids` cannot be chosen before `min_tokens` output tokens exist.
+    `banned_ids` cannot be chosen before `min_tokens` output tokens exist. `bias_values` (float32) are added to the
+    logits of `bias_ids`; where `allowed_ids` is not empty, no other token can be chosen.
     """
 
     temperature: float = 0.0
@@ -97,3 +115,6 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     min_tokens: int = 0
     banned_ids: bytes = b""
     num_logprobs: int = -1
+    bias_ids: bytes = b""
+    bias_values: bytes = b""
+    allowed_ids: bytes = b""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.sampling import MAX_LOGPROBS, RowSampling
 from pypto_serving.types.tier import TierInventory
 
 
@@ -30,8 +30,9 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """One step: drop rows, add rows, append blocks, then compute `num_tokens[i]` tokens of `rows[i]`.
 
-    A row whose last known token is computed samples one token and appends it to itself. `new_blocks[g]` is a
-    flat array of pairs (row, block id), appended to the rows' tables of group g in order.
+    A row that reaches its last known token samples the next one and appends it to itself. `num_drafts`, empty where
+    there are none, allows `rows[i]` that many draft tokens on top; a row with k drafts appends 1 to k + 1 tokens.
+    `new_blocks[g]` is a flat array of pairs (row, block id), appended to the rows' tables of group g in order.
     """
 
     step_id: int
@@ -41,6 +42,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     new_rows: list[NewRow]
     new_blocks: tuple[bytes, ...]
     drops: bytes
+    num_drafts: bytes = b""
     partition: int = 0
 
 
@@ -61,8 +63,20 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: bytes = b""
 
 
+class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why `row` cannot go on: its request ends with a 500, after the tokens of the result; others are not affected."""
+
+    row: int
+    code: str
+    message: str
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
-    """What a plan produced: `rows[i]` sampled `token_ids[i]`. `elapsed_s` is the time inside the worker."""
+    """What a plan produced. `elapsed_s` is the time inside the worker.
+
+    `rows[i]` got `counts[i]` of `token_ids`, row after row; empty `counts` means one each. `logprobs` holds one entry
+    for each token of a row that asks for them, in the order of `token_ids`. A row may get none: see `faults`.
+    """
 
     step_id: int
     epoch: int
@@ -70,17 +84,46 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     token_ids: bytes
     logprobs: list[RowLogprobs]
     elapsed_s: float
+    counts: bytes = b""
+    faults: list[RowFault] = []
+
+
+class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Describe what the programs of a backend can do, beside their sizes. The engine acts on each of these.
+
+    | trait             | meaning                                                                                |
+    |-------------------|----------------------------------------------------------------------------------------|
+    | mixed_steps       | one dispatch takes prompt chunks and decodes; else the worker splits a step in two     |
+    | padded_rows       | row counts that decode dispatches are padded to, ascending; () leaves them as they are |
+    | chunk_tokens      | a prompt chunk is a multiple of this, but for the last one of a prompt                 |
+    | page_tokens       | source tokens in a block of every KV group; 0 takes any block sizes                    |
+    | samples_on_device | the program chooses tokens and feeds them to its own next step                         |
+    | max_logprobs      | top log-probabilities that it can return for a token; -1 returns none                  |
+    | max_drafts        | draft tokens that it verifies for a row in one step                                    |
+    """
+
+    mixed_steps: bool = True
+    padded_rows: tuple[int, ...] = ()
+    chunk_tokens: int = 1
+    page_tokens: int = 0
+    samples_on_device: bool = False
+    max_logprobs: int = MAX_LOGPROBS
+    max_drafts: int = 0
 
 
 class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a program can do. `depth` is the number of steps that may be in flight at once."""
+    """Bound what a program is asked for. `depth` is the number of steps that may be in flight at once."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     depth: int = 1
-    mixed_steps: bool = True
-    samples_on_device: bool = False
+    traits: BackendTraits = BackendTraits()
+
+    @property
+    def held_steps(self) -> int:
+        """Steps that the program holds at once: where the host samples, it must finish one before the next."""
+        return self.depth if self.traits.samples_on_device else 1
 
 
 class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

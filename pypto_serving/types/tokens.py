@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,3 +25,8 @@ def id_list(data: bytes) -> tuple[int, ...]:
 def unpack_ids(data: bytes) -> Int32Array:
     """Read-only int32 view of bytes made by `pack_ids`."""
     return np.frombuffer(data, dtype="<i4")
+
+
+def pack_few(ids: Sequence[int]) -> bytes:
+    """The same as `pack_ids`, quicker for a few."""
+    return struct.pack(f"<{len(ids)}i", *ids)

@@ -38,13 +38,13 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     backend.pin_main_thread()
-    runner = wrap(Runner(program, buffers))
+    runner = wrap(Runner(program, buffers, start.config.vocab_size))
     stores = open_stores(program, start)
     tiers = tuple(store.inventory() for tier, store in stores.items() if tier != "host")
     greeting = hello(program, start.epoch, time.monotonic() - started_s, tiers)
     channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)
     own: SocketChannel[Transfers] = SocketChannel(socket.socket(fileno=start.transfers), Transfers)
-    transfers = TransferServer(own, Mover(program.arenas, stores), start.epoch)
+    transfers = TransferServer(own, Mover(program.memory, stores), start.epoch)
     serve(channel, greeting, runner, start.config.faults.heartbeat_s, transfers.step_done)
     transfers.close()
 
@@ -52,7 +52,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
 def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
     """The stores that the configuration names. Raises ConfigError for a folder or URL that cannot be used."""
     stores: dict[Tier, Store] = {}
-    sizes = tuple(arena.shape[1] for arena in program.arenas)
+    sizes = program.memory.block_bytes
     for tier in start.config.tiers:
         if tier.tier == "host":
             stores["host"] = HostStore(start.host_memory, sizes, tier.num_slots)

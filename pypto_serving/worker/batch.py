@@ -1,54 +1,81 @@
-"""RowBatch: owner of a worker's persistent rows; turns plans into StepInputs."""
+"""RowBatch: owner of a worker's persistent rows; turns plans into dispatches, and takes in what they chose."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.backend.base import Int32Array, StepBuffers, StepInputs
+from pypto_serving.backend.base import DispatchKind, Drafter, Int32Array, StepBuffers, StepInputs
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.worker.layout import NONE, Layout, Part
 from pypto_serving.worker.sampler import RowSamplers
+from pypto_serving.worker.tables import RowTables
 
 
 @dataclass(frozen=True, slots=True)
-class PackedStep:
-    """StepInputs of a plan, and the rows that sample: `sampling_rows` [s], aligned with `inputs.logits_rows`."""
+class Dispatch:
+    """StepInputs over some rows of a plan, and the n rows that sample.
 
-    rows: Int32Array
-    counts: Int32Array
-    sampling_rows: Int32Array
+    `owners` [n] are their places in the dispatch. `positions` [n]: where the first token that row i chooses will
+    stand, if every draft in flight is accepted; `num_drafts` [n] are verified with it, None where no row has any.
+    `lives` [n] tell, where steps are held, whether a row still belongs to the same request when they are collected.
+    """
+
     inputs: StepInputs
-
-
-_NONE: Int32Array = np.empty(0, dtype=np.int32)
+    rows: Int32Array
+    owners: Int32Array
+    positions: Int32Array
+    num_drafts: Int32Array | None
+    lives: Int32Array | None
 
 
 class RowBatch:
     """Owns what a worker remembers of each row: tokens, how many are computed, block tables, sampling.
 
     Arrays are indexed by row in [0, R), R = max_num_seqs, so that a plan only has to name differences, and the work for
-    a step grows with its tokens and new blocks, not with the length of its rows.
+    a step grows with its tokens and new blocks, not with the length of its rows. Token intervals of a row, half open:
+
+        [0, num_tokens)                      known: chosen by dispatches that are collected
+        [num_tokens, num_tokens + ahead)     being chosen by dispatches in flight, if every draft is accepted
+        [0, num_computed)                    computed, or in flight, if every draft is accepted
+
+    `ahead` stays 0 unless the program holds several steps.
     """
 
-    def __init__(self, groups: tuple[KVCacheGroupSpec, ...], limits: BackendLimits, buffers: StepBuffers) -> None:
-        rows = limits.max_num_seqs
+    def __init__(
+        self,
+        groups: tuple[KVCacheGroupSpec, ...],
+        limits: BackendLimits,
+        buffers: Sequence[StepBuffers],
+        drafter: Drafter | None = None,
+    ) -> None:
+        rows, traits = limits.max_num_seqs, limits.traits
         self._groups = groups
-        self._buffers = buffers
+        self._mixed_steps = traits.mixed_steps
+        self._samples_on_device = traits.samples_on_device
+        self._holds_steps = limits.held_steps > 1
+        self._drafter = drafter
         self.tokens: Int32Array = np.zeros((rows, limits.max_model_len), dtype=np.int32)
         self.num_tokens: Int32Array = np.zeros(rows, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
+        self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
         self.prompt_len: Int32Array = np.zeros(rows, dtype=np.int32)
         self.samplers = RowSamplers(rows)
-        self._tables = [PackedTable(table) for table in buffers.block_tables]
-        self._offsets: Int32Array = np.arange(limits.max_num_batched_tokens, dtype=np.int32)
+        self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
+        self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
+        self._next_layout = 0
+        copies = zip(*(layout.copies for layout in self._layouts), strict=True)
+        self._tables = [RowTables(rows, list(each)) for each in copies]
 
-    def pack(self, plan: StepPlan) -> PackedStep:
-        """Take in a plan's differences and lay out its tokens in the step buffers."""
+    def pack(self, plan: StepPlan) -> list[Dispatch]:
+        """Take in a plan's differences and lay out its tokens: one dispatch, or two where steps are split."""
         for row in unpack_ids(plan.drops).tolist():
             self.num_tokens[row] = 0
+            self._lives[row] += 1
             self.samplers.clear(row)
         fresh: list[list[Int32Array]] = [[] for _ in self._groups]
         for new in plan.new_rows:
@@ -58,63 +85,112 @@ class RowBatch:
                 pairs = unpack_ids(data).reshape(-1, 2)
                 table.append(pairs.tolist())
                 ids.append(pairs[:, 1])
-        blocks = tuple(np.concatenate(ids) if ids else _NONE for ids in fresh)
-        return self._lay_out(unpack_ids(plan.rows), unpack_ids(plan.num_tokens), blocks)
+        blocks = tuple(np.concatenate(ids) if ids else NONE for ids in fresh)
+        dispatches = []
+        for kind, rows, counts, drafts in self._parts(plan):
+            dispatches.append(self._dispatch(kind, rows, counts, drafts, blocks))
+            blocks = (NONE,) * len(blocks)
+        return dispatches
 
     def _add(self, new: NewRow, fresh: list[list[Int32Array]]) -> None:
         tokens = unpack_ids(new.token_ids)
         self.tokens[new.row, : len(tokens)] = tokens
         self.num_tokens[new.row] = len(tokens)
         self.num_computed[new.row] = new.num_computed
+        self.ahead[new.row] = 0
         self.prompt_len[new.row] = new.prompt_len
-        self.samplers.set(new.row, new.sampling)
+        self._lives[new.row] += 1
+        self.samplers.set(new.row, new.sampling, new.prompt_len)
         for group, table, data, ids in zip(self._groups, self._tables, new.blocks, fresh, strict=True):
             blocks = unpack_ids(data)
             table.set(new.row, blocks)
             ids.append(blocks[new.num_computed // group.block_size :])
 
-    def _lay_out(self, rows: Int32Array, counts: Int32Array, fresh: tuple[Int32Array, ...]) -> PackedStep:
-        buffers, num_rows, num_tokens = self._buffers, len(rows), int(counts.sum())
-        computed = self.num_computed[rows]
-        starts = buffers.query_start[: num_rows + 1]
-        counts.cumsum(out=starts[1:])
-        positions, token_ids = buffers.positions[:num_tokens], buffers.token_ids[:num_tokens]
-        if num_tokens == num_rows:
-            owner = rows
-            positions[:] = computed
-        else:
-            owner = rows.repeat(counts)
-            np.add(self._offsets[:num_tokens], (computed - starts[:-1]).repeat(counts), out=positions)
-        token_ids[:] = self.tokens[owner, positions]
-        ends = buffers.context_lens[:num_rows]
-        np.add(computed, counts, out=ends)
-        samples = (ends == self.num_tokens[rows]).nonzero()[0]
-        logits_rows = buffers.logits_rows[: len(samples)]
-        np.subtract(starts[1:][samples], 1, out=logits_rows)
-        inputs = StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            query_start=starts,
-            context_lens=ends,
-            logits_rows=logits_rows,
-            slot_mapping=tuple(self._slots(g, owner, positions) for g in range(len(self._groups))),
-            block_tables=tuple(table.pack(rows) for table in self._tables),
-            fresh_blocks=fresh,
-        )
-        return PackedStep(rows, counts, rows[samples], inputs)
+    def _parts(self, plan: StepPlan) -> Iterator[tuple[DispatchKind, Int32Array, Int32Array, Int32Array | None]]:
+        """Rows, tokens and drafts of each dispatch: all at once, or decodes and prompt chunks apart."""
+        rows, counts = unpack_ids(plan.rows), unpack_ids(plan.num_tokens)
+        drafts = unpack_ids(plan.num_drafts) if plan.num_drafts else None
+        if self._mixed_steps or not len(rows):
+            yield ("decode" if counts.max(initial=0) == 1 else "mixed"), rows, counts, drafts
+            return
+        decodes = counts == 1
+        kinds: tuple[tuple[DispatchKind, Int32Array], ...] = (("decode", decodes), ("prefill", ~decodes))
+        for kind, chosen in kinds:
+            if chosen.any():
+                yield kind, rows[chosen], counts[chosen], None if drafts is None else drafts[chosen]
 
-    def _slots(self, g: int, owner: Int32Array, positions: Int32Array) -> Int32Array:
-        """slot = block id * block_size + position % block_size."""
-        slots = self._buffers.slot_mapping[g][: len(positions)]
-        index, within = np.divmod(positions, self._groups[g].block_size)
-        np.multiply(self._tables[g].blocks[owner, index], self._groups[g].block_size, out=slots)
-        slots += within
-        return slots
+    def _dispatch(
+        self,
+        kind: DispatchKind,
+        rows: Int32Array,
+        counts: Int32Array,
+        drafts: Int32Array | None,
+        fresh: tuple[Int32Array, ...],
+    ) -> Dispatch:
+        """Lay out `counts` tokens of `rows`, and at most `drafts` more of each row that samples."""
+        computed, known, pending = self.num_computed[rows], self.num_tokens[rows], NONE
+        if self._holds_steps:
+            ahead = self.ahead[rows]
+            pending = ahead.nonzero()[0].astype(np.int32)
+            known += ahead
+        samples = (computed + counts == known).nonzero()[0].astype(np.int32)
+        if drafts is not None:
+            drafts = self._draft(rows, known, drafts)
+            counts = counts + drafts
+        part = Part(kind, rows, counts, computed, samples, drafts, pending)
+        layout = self._layouts[self._next_layout]
+        self._next_layout = (self._next_layout + 1) % len(self._layouts)
+        inputs = layout.fill(part, self.tokens, self._tables, fresh)
+        self.num_computed[rows] = inputs.context_lens[: len(rows)]
+        sampling, positions = rows[samples], known[samples]
+        own = None if drafts is None else drafts[samples]
+        if self._holds_steps:
+            self.ahead[sampling] += 1 if own is None else 1 + own
+        lives = self._lives[sampling] if self._holds_steps else None
+        return Dispatch(inputs, sampling, samples, positions, own, lives)
 
-    def advance(self, step: PackedStep, token_ids: Int32Array) -> None:
-        """The step ran: its tokens are computed, and each sampling row continues with its token."""
-        self.num_computed[step.rows] += step.counts
-        rows = step.sampling_rows
+    def _draft(self, rows: Int32Array, known: Int32Array, most: Int32Array) -> Int32Array:
+        """How many drafts each row has, at most `most`; the host's own are written behind its known tokens."""
+        if self._samples_on_device:
+            return most
+        drafts = np.zeros(len(rows), dtype=np.int32)
+        for i in most.nonzero()[0].tolist() if self._drafter is not None else ():
+            assert self._drafter is not None
+            row, end = int(rows[i]), int(known[i])
+            proposed = self._drafter.propose(self.tokens[row, :end], int(most[i]))
+            self.tokens[row, end : end + len(proposed)] = proposed
+            drafts[i] = len(proposed)
+        return drafts
+
+    def advance(self, dispatch: Dispatch, counts: Int32Array | None, token_ids: Int32Array) -> None:
+        """A dispatch was collected: its sampling rows continue with `counts` tokens each, None for one.
+
+        Drafts behind those were rejected: their positions are to be computed again. A row that failed got none.
+        """
+        rows = dispatch.rows
+        if counts is None and dispatch.lives is None:
+            self._append(rows, token_ids)
+            return
+        if counts is None:
+            counts = np.ones(len(rows), dtype=np.int32)
+        most = 1 if dispatch.num_drafts is None else 1 + dispatch.num_drafts
+        spare = np.where(counts > 0, most - counts, 0)
+        if dispatch.lives is not None:
+            same = (dispatch.lives == self._lives[rows]).nonzero()[0]
+            token_ids = token_ids[np.isin(np.arange(len(rows)).repeat(counts), same)]
+            rows, counts, spare = rows[same], counts[same], spare[same]
+            self.ahead[rows] -= counts + spare
+        self.num_computed[rows] -= spare
+        starts = self.num_tokens[rows]
+        owner = rows.repeat(counts)
+        offsets = np.arange(len(owner), dtype=np.int32) - (counts.cumsum() - counts).repeat(counts)
+        places = starts.repeat(counts) + offsets
+        fits = places < self.tokens.shape[1]
+        self.tokens[owner[fits], places[fits]] = token_ids[fits]
+        self.num_tokens[rows] = starts + counts
+
+    def _append(self, rows: Int32Array, token_ids: Int32Array) -> None:
+        """One token to the end of each row."""
         ends = self.num_tokens[rows]
         if len(rows) and ends.max() >= self.tokens.shape[1]:
             fits = ends < self.tokens.shape[1]
@@ -122,39 +198,3 @@ class RowBatch:
         else:
             self.tokens[rows, ends] = token_ids
         self.num_tokens[rows] = ends + 1
-
-
-class PackedTable:
-    """Owns the block tables of all rows in one group, and a step's copy of them in `buffer` [R, n], packed.
-
-    A place of the buffer that the same row had in the step before is only added to.
-    """
-
-    def __init__(self, buffer: Int32Array) -> None:
-        self.blocks: Int32Array = np.zeros_like(buffer)
-        self._len: Int32Array = np.zeros(len(buffer), dtype=np.int32)
-        self._buffer = buffer
-        self._owner: Int32Array = np.full(len(buffer), -1, dtype=np.int32)
-        self._copied: Int32Array = np.zeros(len(buffer), dtype=np.int32)
-
-    def set(self, row: int, blocks: Int32Array) -> None:
-        """The table of a new row."""
-        self.blocks[row, : len(blocks)] = blocks
-        self._len[row] = len(blocks)
-        self._owner[self._owner == row] = -1
-
-    def append(self, pairs: list[list[int]]) -> None:
-        """Add blocks, (row, block id) each, to the ends of rows' tables."""
-        for row, block_id in pairs:
-            self.blocks[row, self._len[row]] = block_id
-            self._len[row] += 1
-
-    def pack(self, rows: Int32Array) -> Int32Array:
-        """Tables of `rows` [r], as wide as the longest."""
-        owner, copied, lengths = self._owner[: len(rows)], self._copied[: len(rows)], self._len[rows]
-        copied[owner != rows] = 0
-        for place in (copied != lengths).nonzero()[0].tolist():
-            entries = slice(copied[place], lengths[place])
-            self._buffer[place, entries] = self.blocks[rows[place], entries]
-        owner[:], copied[:] = rows, lengths
-        return self._buffer[: len(rows), : lengths.max(initial=0)]

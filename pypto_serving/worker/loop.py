@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pypto_serving.ipc import Channel
-from pypto_serving.types.step import StepPlan, ToWorker, WorkerBeat, WorkerHello
+from pypto_serving.types.step import StopWorker, ToWorker, WorkerBeat, WorkerHello
 from pypto_serving.worker.runner import PlanExecutor
 
 
@@ -16,18 +16,23 @@ def serve(
     heartbeat_s: float,
     step_done: Callable[[int], None] = lambda step_id: None,
 ) -> None:
-    """Say hello, then execute plans in order, each followed by `step_done`, until told to stop."""
+    """Say hello, then execute plans in order until told to stop; call `step_done` after each.
+
+    A step is collected when the program holds as many as it can, or when no message waits.
+    """
+
+    def finish() -> None:
+        result = runner.collect()
+        channel.send(result)
+        step_done(result.step_id)
+
     channel.send(hello)
-    while (message := answer(channel, runner, heartbeat_s)) is None or isinstance(message, StepPlan):
-        if message is None:
+    while not isinstance(message := channel.receive(0.0 if runner.num_in_flight else heartbeat_s), StopWorker):
+        if message is not None:
+            runner.submit(message)
+        elif not runner.num_in_flight:
             channel.send(WorkerBeat(hello.epoch))
-        else:
-            step_done(message.step_id)
-
-
-def answer(channel: Channel[ToWorker], runner: PlanExecutor, timeout_s: float) -> ToWorker | None:
-    """Wait for a message and, if it is a plan, execute it and send the result; returns the message."""
-    message = channel.receive(timeout_s)
-    if isinstance(message, StepPlan):
-        channel.send(runner.execute(message))
-    return message
+        if runner.num_in_flight and (message is None or runner.is_full):
+            finish()
+    while runner.num_in_flight:
+        finish()

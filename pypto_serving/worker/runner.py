@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from pypto_serving.backend.base import Int32Array, Program, StepBuffers, StepOutput
-from pypto_serving.types.step import RowLogprobs, StepPlan, StepResult, WorkerHello
+from pypto_serving.backend.base import Program, StepBuffers, StepOutput
+from pypto_serving.backend.plain import PlainSampler
+from pypto_serving.types.step import StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker.batch import PackedStep, RowBatch
-from pypto_serving.worker.plain import PlainSampler
-from pypto_serving.worker.sampler import SampledLogprobs
+from pypto_serving.worker.batch import Dispatch, RowBatch
+from pypto_serving.worker.chosen import Chosen, from_device, from_logits
 
 
 class PlanExecutor(Protocol):
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    """Executes plans in order."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a step must be collected before the next is submitted."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps submitted and not collected."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Begin a step. Any error it raises is the device's: the caller ends the worker."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step. Any error it raises is the device's: the caller ends the worker."""
 
 
 def hello(program: Program, epoch: int, load_s: float, tiers: tuple[TierInventory, ...] = ()) -> WorkerHello:
@@ -35,44 +50,86 @@ def hello(program: Program, epoch: int, load_s: float, tiers: tuple[TierInventor
     )
 
 
-class Runner:
-    """Owns the persistent rows and drives the program one plan at a time."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    plan: StepPlan
+    dispatches: list[Dispatch]
+    started_s: float
 
-    def __init__(self, program: Program, buffers: StepBuffers) -> None:
+
+class Runner:
+    """Owns the persistent rows and drives the program. Implements PlanExecutor.
+
+    Where the device samples, a step's dispatches are submitted at once, and steps are held up to the program's depth.
+    Where the host samples, each dispatch is collected, and its tokens are chosen, before the next is submitted.
+    """
+
+    def __init__(self, program: Program, buffers: Sequence[StepBuffers], vocab_size: int) -> None:
         self.program = program
         self._sampler = program.sampler or PlainSampler()
-        self.batch = RowBatch(program.groups, program.limits, buffers)
+        self._vocab_size = vocab_size
+        self._on_device = program.limits.traits.samples_on_device
+        self._held_steps = program.limits.held_steps
+        self._steps: deque[_Step] = deque()
+        self.batch = RowBatch(program.groups, program.limits, buffers, program.drafter)
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Any error it raises is the device's: the caller ends the worker."""
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._steps) >= self._held_steps
+
+    def submit(self, plan: StepPlan) -> None:
+        """Pack a plan and hand it to the program."""
         started_s = time.perf_counter()
-        step = self.batch.pack(plan)
-        output = self.program.run(step.inputs)
-        token_ids, logprobs = self._choose(step, output)
-        self.batch.advance(step, token_ids)
-        elapsed_s = output.virtual_s if output.virtual_s is not None else time.perf_counter() - started_s
-        return StepResult(
-            step_id=plan.step_id,
-            epoch=plan.epoch,
-            rows=pack_ids(step.sampling_rows),
-            token_ids=pack_ids(token_ids),
-            logprobs=logprobs,
-            elapsed_s=elapsed_s,
-        )
+        dispatches = self.batch.pack(plan)
+        for dispatch in dispatches if self._on_device else dispatches[:1]:
+            self._submit(dispatch)
+        self._steps.append(_Step(plan, dispatches, started_s))
 
-    def _choose(self, step: PackedStep, output: StepOutput) -> tuple[Int32Array, list[RowLogprobs]]:
-        rows, batch = step.sampling_rows, self.batch
-        if output.token_ids is not None:
-            return output.token_ids, []
-        if len(rows) == 0:
-            return np.empty(0, dtype=np.int32), []
+    def _submit(self, dispatch: Dispatch) -> None:
+        sampling = None
+        if self._on_device:
+            rows, owners, positions = dispatch.rows, dispatch.owners, dispatch.positions
+            sampling = self.batch.samplers.inputs(rows, owners, positions, self._vocab_size)
+        self.program.submit(dispatch.inputs, sampling)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step, and choose its tokens where the host does."""
+        step = self._steps.popleft()
+        found, virtual_s = [], None
+        for i, dispatch in enumerate(step.dispatches):
+            if i and not self._on_device:
+                self._submit(dispatch)
+            output = self.program.collect()
+            chosen = self._choose(dispatch, output)
+            self.batch.advance(dispatch, chosen.counts, chosen.token_ids)
+            found.append((dispatch, chosen))
+            if output.virtual_s is not None:
+                virtual_s = (virtual_s or 0.0) + output.virtual_s
+        return _result(step, found, virtual_s)
+
+    def _choose(self, dispatch: Dispatch, output: StepOutput) -> Chosen:
+        if output.sampled is not None:
+            return from_device(dispatch, output.sampled, self.batch.samplers.num_logprobs(dispatch.rows))
         assert output.logits is not None
-        positions = batch.num_tokens[rows]
-        num_output = positions - batch.prompt_len[rows]
-        token_ids, values = batch.samplers.sample(output.logits, rows, positions, num_output, self._sampler)
-        return token_ids, [_logprobs(row, value) for row, value in values.items()]
+        return from_logits(dispatch, output.logits, self.batch.samplers, self._sampler)
 
 
-def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:
-    top = values.top_logprobs.astype("<f4").tobytes()
-    return RowLogprobs(row, values.logprob, values.rank, pack_ids(values.top_ids), top)
+def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], virtual_s: float | None) -> StepResult:
+    """Join what the dispatches of a step produced."""
+    counts = b""
+    if any(chosen.counts is not None for _, chosen in found):
+        counts = b"".join(pack_ids(chosen.each(len(dispatch.rows))) for dispatch, chosen in found)
+    return StepResult(
+        step_id=step.plan.step_id,
+        epoch=step.plan.epoch,
+        rows=b"".join(pack_ids(dispatch.rows) for dispatch, _ in found),
+        token_ids=b"".join(pack_ids(chosen.token_ids) for _, chosen in found),
+        logprobs=[entry for _, chosen in found for entry in chosen.logprobs],
+        elapsed_s=time.perf_counter() - step.started_s if virtual_s is None else virtual_s,
+        counts=counts,
+        faults=[fault for _, chosen in found for fault in chosen.faults],
+    )

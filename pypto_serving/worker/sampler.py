@@ -1,4 +1,4 @@
-"""Sampling of a step's rows: random numbers, banned ids, and a Sampler that does the rest."""
+"""Sampling of a step's rows: random numbers, what changes logits, and a Sampler that does the rest."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.backend.base import SamplingInputs
+from pypto_serving.backend.philox import uniforms
 from pypto_serving.types.draws import DRAW, Float32Array, Int32Array, Sampler
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import unpack_ids
-from pypto_serving.worker.philox import uniforms
+from pypto_serving.worker.adjust import Adjustment, ragged
 
 AHEAD = 16
 """Positions that random numbers are made for at once: what making them costs hardly depends on how many they are."""
@@ -29,7 +30,7 @@ class SampledLogprobs:
 class RowSamplers:
     """Owns how each of R rows chooses its tokens: set once with the row, as arrays that a step's rows are taken from.
 
-    What only some rows want (random numbers, banned ids, log-probabilities) costs nothing while no row wants it.
+    What only some rows want (random numbers, changed logits, log-probabilities) costs nothing while no row wants it.
     """
 
     def __init__(self, rows: int) -> None:
@@ -38,59 +39,96 @@ class RowSamplers:
         self._choices = np.zeros(rows, np.uint64)
         self._uniforms = np.zeros((rows, AHEAD))
         self._uniforms_from = np.zeros(rows, np.int32)
-        self._min_tokens = np.zeros(rows, np.int32)
         self._num_logprobs = np.full(rows, -1, np.int32)
-        self._banned: dict[int, Int32Array] = {}
+        self._adjustments: dict[int, Adjustment] = {}
         self._random: set[int] = set()
         self._asking: set[int] = set()
 
-    def set(self, row: int, sampling: RowSampling) -> None:
-        """From now on `row` chooses as `sampling` says."""
+    def set(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
+        """Choose for `row`, whose request has a prompt of `prompt_len` tokens, as `sampling` says."""
         self.clear(row)
         self._draws[row] = (0.0, sampling.top_p, sampling.min_p, sampling.temperature, sampling.top_k)
         self._seeds[row], self._choices[row] = sampling.seed, sampling.choice
         self._uniforms_from[row] = -AHEAD
-        self._min_tokens[row], self._num_logprobs[row] = sampling.min_tokens, sampling.num_logprobs
-        if sampling.min_tokens:
-            self._banned[row] = unpack_ids(sampling.banned_ids)
+        self._num_logprobs[row] = sampling.num_logprobs
+        adjustment = Adjustment.of(sampling, prompt_len)
+        if adjustment is not None:
+            self._adjustments[row] = adjustment
         if sampling.temperature > 0:
             self._random.add(row)
         if sampling.num_logprobs >= 0:
             self._asking.add(row)
 
     def clear(self, row: int) -> None:
-        """Nobody chooses for `row`."""
-        self._banned.pop(row, None)
+        """Forget `row`."""
+        self._adjustments.pop(row, None)
         self._random.discard(row)
         self._asking.discard(row)
+        self._num_logprobs[row] = -1
 
     def sample(
-        self, logits: Float32Array, rows: Int32Array, positions: Int32Array, num_output: Int32Array, sampler: Sampler
+        self, logits: Float32Array, rows: Int32Array, positions: Int32Array, sampler: Sampler
     ) -> tuple[Int32Array, dict[int, SampledLogprobs]]:
-        """Tokens int32 [s] for `rows` [s] with logits [s, vocab], and log-probabilities of the rows that ask for them.
+        """Choose tokens int32 [s] for `rows` [s], which may repeat, at absolute `positions` [s]; logits are [s, vocab].
 
-        `positions` [s] are the absolute positions of the new tokens, `num_output` [s] how many output tokens each row
-        has. Raises RuntimeError for logits that are not finite.
+        A token of -1 says that the row's logits are not finite. Also returns, by index, the log-probabilities of tokens
+        whose rows ask for them.
         """
         draws = self._draws[rows]
         if self._random:
             draws["random"] = self._random_numbers(rows, positions)
         tokens = sampler.choose(logits, draws)
-        if tokens.min() < 0:
-            raise RuntimeError(f"the logits of row {np.argmin(tokens)} of a step are not finite")
-        if self._banned:
-            self._choose_again(tokens, logits, rows, num_output, draws, sampler)
+        if self._adjustments:
+            self._choose_again(tokens, logits, rows, positions, draws, sampler)
         return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
+
+    def num_logprobs(self, rows: Int32Array) -> Int32Array:
+        """How many of the best log-probabilities each of `rows` asks for; -1 for none, not even of its token."""
+        found: Int32Array = self._num_logprobs[rows]
+        return found
+
+    def inputs(self, rows: Int32Array, owners: Int32Array, positions: Int32Array, vocab_size: int) -> SamplingInputs:
+        """Describe for a device how `rows` [n], at places `owners` of a dispatch, choose from `positions` on."""
+        draws = self._draws[rows]
+        if self._random:
+            draws["random"] = self._random_numbers(rows, positions)
+        found = [self._adjustments.get(row) for row in rows.tolist()]
+        banned_starts, banned_ids = ragged([() if each is None else each.banned_ids for each in found], np.int32)
+        bias_starts, bias_ids = ragged([() if each is None else each.bias_ids for each in found], np.int32)
+        _, bias_values = ragged([() if each is None else each.bias_values for each in found], np.float32)
+        masked = [i for i, each in enumerate(found) if each is not None and each.allowed_ids.size]
+        mask_rows = np.full(len(rows), -1, np.int32)
+        mask_rows[masked] = np.arange(len(masked))
+        masks = [each.mask(vocab_size) for each in found if each is not None and each.allowed_ids.size]
+        return SamplingInputs(
+            owners=owners,
+            draws=draws,
+            seeds=self._seeds[rows],
+            choices=self._choices[rows],
+            positions=positions,
+            banned_starts=banned_starts,
+            banned_ids=banned_ids,
+            banned_until=np.array([0 if each is None else each.banned_until for each in found], np.int32),
+            bias_starts=bias_starts,
+            bias_ids=bias_ids,
+            bias_values=bias_values,
+            masks=np.stack(masks) if masks else np.empty((0, -(-vocab_size // 32)), np.uint32),
+            mask_rows=mask_rows,
+            num_logprobs=self._num_logprobs[rows],
+        )
 
     def _random_numbers(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.float64]:
         """Of `rows` at `positions`; where one has none left, all get those of their next positions."""
         index = positions - self._uniforms_from[rows]
-        if index.min() < 0 or index.max() >= AHEAD:
-            ahead = (positions[:, None] + np.arange(AHEAD)).ravel().astype(np.uint64)
+        if index.min(initial=0) < 0 or index.max(initial=0) >= AHEAD:
+            first: Int32Array = np.full(len(self._seeds), np.iinfo(np.int32).max, np.int32)
+            np.minimum.at(first, rows, positions)
+            first = first[rows]
+            ahead = (first[:, None] + np.arange(AHEAD)).ravel().astype(np.uint64)
             seeds, choices = self._seeds[rows].repeat(AHEAD), self._choices[rows].repeat(AHEAD)
             self._uniforms[rows] = uniforms(seeds, choices, ahead).reshape(-1, AHEAD)
-            self._uniforms_from[rows] = positions
-            index[:] = 0
+            self._uniforms_from[rows] = first
+            index = positions - first
         found: NDArray[np.float64] = self._uniforms[rows, index]
         return found
 
@@ -99,35 +137,33 @@ class RowSamplers:
         tokens: Int32Array,
         logits: Float32Array,
         rows: Int32Array,
-        num_output: Int32Array,
+        positions: Int32Array,
         draws: NDArray[np.void],
         sampler: Sampler,
     ) -> None:
-        """Without the banned ids, where the row has not enough tokens yet."""
-        banning = np.flatnonzero((num_output < self._min_tokens[rows]) & np.isin(rows, list(self._banned)))
-        if banning.size:
-            allowed = np.stack([_without(self._banned[int(rows[i])], logits[i]) for i in banning.tolist()])
-            tokens[banning] = sampler.choose(allowed, draws[banning])
+        """Choose from changed logits where a row has any at this position."""
+        changed = [
+            (i, adjustment.apply(logits[i], position))
+            for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
+            if (adjustment := self._adjustments.get(row)) is not None and adjustment.is_due(position)
+        ]
+        if changed:
+            index = [i for i, _ in changed]
+            tokens[index] = sampler.choose(np.stack([each for _, each in changed]), draws[index])
 
     def _logprobs(
         self, tokens: Int32Array, logits: Float32Array, rows: Int32Array, sampler: Sampler
     ) -> dict[int, SampledLogprobs]:
-        """By row, of the raw logits."""
-        asking = np.array([i for i, row in enumerate(rows.tolist()) if row in self._asking], np.int32)
+        """By index, of the raw logits."""
+        pairs = enumerate(zip(rows.tolist(), tokens.tolist(), strict=True))
+        asking = np.array([i for i, (row, token) in pairs if row in self._asking and token >= 0], np.int32)
         if not asking.size:
             return {}
         counts = self._num_logprobs[rows[asking]]
         found = sampler.logprobs(logits, asking, tokens[asking], int(counts.max()))
         return {
-            int(rows[i]): SampledLogprobs(
+            i: SampledLogprobs(
                 float(found.values[j]), int(found.ranks[j]), found.best_ids[j, :count], found.best_values[j, :count]
             )
             for j, (i, count) in enumerate(zip(asking.tolist(), counts.tolist(), strict=True))
         }
-
-
-def _without(banned: Int32Array, logits: Float32Array) -> Float32Array:
-    """`logits` with the banned ids out of reach; as they are where nothing else would be left."""
-    scores = logits.copy()
-    scores[banned[banned < len(logits)]] = -np.inf
-    return scores if np.isfinite(scores.max()) else logits

@@ -1,4 +1,4 @@
-"""Moves blocks between the arenas of a device and the stores below it, beside the steps."""
+"""Moves blocks between the memory of a device and the stores below it, beside the steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
+from pypto_serving.backend.memory import BlockMemory
 from pypto_serving.errors import EXIT_ENGINE
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.store.base import BlockBytes, Piece, Store
@@ -23,47 +25,77 @@ LOAD_THREADS: dict[Tier, int] = {"host": 1, "disk": 4, "remote": 2}
 """Threads that load from a tier at once; one more stores in it."""
 
 
-class Mover:
-    """Knows where blocks lie: `arenas[g]`, uint8 [num_blocks, block_bytes], and the stores."""
+class Move(NamedTuple):
+    """One block of a job: where it lies on the device, and where a store keeps it."""
 
-    def __init__(self, arenas: Sequence[BlockBytes], stores: Mapping[Tier, Store]) -> None:
-        self.arenas = arenas
+    group: int
+    block: int
+    slot: int
+    key: bytes
+
+
+class Mover:
+    """Knows where blocks lie: the device's memory, and the stores."""
+
+    def __init__(self, memory: BlockMemory, stores: Mapping[Tier, Store]) -> None:
+        self.memory = memory
         self.stores = stores
 
-    def pieces(self, job: TransferJob) -> list[Piece]:
-        """The parts of a job."""
+    def moves(self, job: TransferJob) -> list[Move]:
+        """List the blocks of a job."""
         groups, blocks, slots = (unpack_ids(part).tolist() for part in (job.groups, job.blocks, job.slots))
-        return [
-            Piece(g, slots[i], job.keys[i * KEY_BYTES : (i + 1) * KEY_BYTES], self.arenas[g][blocks[i]])
-            for i, g in enumerate(groups)
-        ]
+        keys = [job.keys[i : i + KEY_BYTES] for i in range(0, len(job.keys), KEY_BYTES)]
+        return [Move(*move) for move in zip(groups, blocks, slots, keys, strict=True)]
 
-    def move(self, job: TransferJob, pieces: Sequence[Piece]) -> list[bool]:
-        """Do some pieces of a job; which of them worked."""
+    def move(self, job: TransferJob, moves: Sequence[Move]) -> list[bool]:
+        """Move some blocks of a job; returns which of them worked."""
         store = self.stores[job.tier]
         if job.kind == "find":
-            return store.find([piece.key for piece in pieces])
+            return store.find([move.key for move in moves])
         if job.kind == "clear":
             store.clear()
             return []
-        return store.load(pieces) if job.kind == "load" else store.store(pieces)
+        if job.kind == "store":
+            return store.store(self._pieces(moves, self.memory.read_blocks))
+        pieces = self._pieces(moves, self.memory.staging)
+        worked = store.load(pieces)
+        for group, picked in _by_group(moves).items():
+            loaded = [i for i in picked if worked[i]]
+            contents = [pieces[i].memory for i in loaded]
+            self.memory.write_blocks(group, [moves[i].block for i in loaded], contents)
+        return worked
+
+    def _pieces(self, moves: Sequence[Move], memory_of: Callable[[int, list[int]], list[BlockBytes]]) -> list[Piece]:
+        """Blocks as stores take them, in the order of `moves`."""
+        found: dict[int, BlockBytes] = {}
+        for group, picked in _by_group(moves).items():
+            found.update(zip(picked, memory_of(group, [moves[i].block for i in picked]), strict=True))
+        return [Piece(move.group, move.slot, move.key, found[i]) for i, move in enumerate(moves)]
+
+
+def _by_group(moves: Sequence[Move]) -> dict[int, list[int]]:
+    """Indices of moves by KV group."""
+    found: dict[int, list[int]] = {}
+    for i, move in enumerate(moves):
+        found.setdefault(move.group, []).append(i)
+    return found
 
 
 class RunningJob:
     """A job in parts, which threads do in any order. Changed under `lock`."""
 
-    def __init__(self, job: TransferJob, pieces: Sequence[Piece], num_parts: int) -> None:
+    def __init__(self, job: TransferJob, moves: Sequence[Move], num_parts: int) -> None:
         self.job = job
-        self.pieces = pieces
-        self.num_parts = max(1, min(num_parts, len(pieces)))
-        self.done = bytearray(len(pieces))
+        self.moves = moves
+        self.num_parts = max(1, min(num_parts, len(moves)))
+        self.done = bytearray(len(moves))
         self.started_s = math.inf
         self.lock = threading.Lock()
         self._left = self.num_parts
 
     def part(self, number: int) -> slice:
-        """Pieces of part `number`."""
-        size = len(self.pieces)
+        """Blocks of part `number`."""
+        size = len(self.moves)
         return slice(size * number // self.num_parts, size * (number + 1) // self.num_parts)
 
     def begin(self) -> None:
@@ -144,7 +176,7 @@ class TransferServer:
 
     def _start(self, job: TransferJob) -> None:
         loads = job.kind == "load"
-        running = RunningJob(job, self._mover.pieces(job), LOAD_THREADS[job.tier] if loads else 1)
+        running = RunningJob(job, self._mover.moves(job), LOAD_THREADS[job.tier] if loads else 1)
         pool = self._storers[job.tier] if job.kind in ("store", "clear") else self._loaders[job.tier]
         for number in range(running.num_parts):
             pool.submit(self._do, running, running.part(number))
@@ -152,7 +184,7 @@ class TransferServer:
     def _do(self, running: RunningJob, part: slice) -> None:
         with ends_process():
             running.begin()
-            worked = self._mover.move(running.job, running.pieces[part])
+            worked = self._mover.move(running.job, running.moves[part])
             done = running.finish(part, worked, self._mover.stores[running.job.tier].writable)
             if done is not None:
                 self._done.append(done)

@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.backend.null import next_token
+from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EngineDeadError, QueueFullError, UnavailableError
 from pypto_serving.types.config import EngineConfig, FaultConfig
@@ -92,7 +92,7 @@ def answer(outputs: list[RequestOutput]) -> list[int]:
 def expected(source: EngineRequest, config: EngineConfig) -> list[int]:
     history = unpack_ids(source.token_ids).tolist()
     for _ in range(source.params.max_tokens or 0):
-        history.append(next_token(config.groups, history, config.vocab_size))
+        history.append(next_digest(config.groups, history) % config.vocab_size)
     return history[len(source.token_ids) // 4 :]
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pypto_serving.backend.plain import PlainSampler
 from pypto_serving.kernels import Engine, NativeSampler, runnable
 from pypto_serving.types.draws import DRAW
-from pypto_serving.worker.plain import PlainSampler
 
 VOCABS = (1, 15, 16, 17, 1000, 5000, 151_936)
 SETTINGS: tuple[dict[str, float], ...] = (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.backend.null import NullBackend
+from pypto_serving.backend.null.program import NullBackend
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.kv.tiers import TierManager
@@ -236,7 +236,7 @@ def test_a_second_replica_resumes_at_checkpoints_of_the_first(chunk: int, tmp_pa
     def sharing() -> Simulation:
         simulation = replica(chunk, (tier("disk", tmp_path),))
         program = NullBackend(simulation.config).prepare(lambda phase, done, total: None)
-        sizes = tuple(arena.shape[1] for arena in program.arenas)
+        sizes = program.memory.block_bytes
         simulation.executor.stores["disk"] = FileStore(tmp_path, b"", sizes, (100,) * len(sizes))
         simulation.turn()
         return simulation

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.backend.null import NullBackend
+from pypto_serving.backend.null.program import NullBackend
 from pypto_serving.kv.lower import LowerTier
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.store.disk import DiskStore
@@ -115,7 +115,7 @@ def test_a_disk_with_room_for_some_slots_keeps_what_was_used_last(tmp_path: Path
     tiers = (TierConfig(tier="disk", size_bytes=0, num_slots=(200,)),)
     simulation = Simulation(null_config(plain_groups(), (24,), tiers=tiers, max_model_len=320))
     program = NullBackend(simulation.config).prepare(lambda phase, done, total: None)
-    sizes = tuple(arena.shape[1] for arena in program.arenas)
+    sizes = program.memory.block_bytes
     room = 40 * stride_of(sizes[0])
     store = simulation.executor.stores["disk"] = DiskStore(tmp_path, b"", sizes, (200,), room)
     rng = random.Random(2)

@@ -48,9 +48,15 @@ def load_program(
     return CpuBackend(config).prepare(progress)
 
 
+def compute(program: Any, inputs: StepInputs) -> Any:
+    """Logits float32 [s, vocab] of one step."""
+    program.submit(inputs, None)
+    return program.collect().logits
+
+
 def poison(program: Any, blocks: Sequence[Sequence[int]]) -> None:
     """Fill each group's blocks with NaN: a stale value that is read spoils everything."""
-    for group, arena, ids in zip(program.groups, program.arenas, blocks, strict=True):
+    for group, arena, ids in zip(program.groups, program.memory.arenas, blocks, strict=True):
         wide = group.tensors[0].dtype == "float32"
         arena.view(np.uint32 if wide else np.uint16)[list(ids)] = FLOAT32_NAN if wide else BFLOAT16_NAN
 
@@ -102,7 +108,7 @@ class Sequences:
                 wanted = -(-(sequence.computed + count) // group.block_size)
                 table += [int(free.pop()) for _ in range(wanted - len(table))]
         self.last_inputs = self._inputs(work, everywhere)
-        logits = iter(self.program.run(self.last_inputs).logits)
+        logits = iter(compute(self.program, self.last_inputs))
         for sequence, count in work:
             sequence.computed += count
             for position in range(sequence.computed - (count if everywhere else 1), sequence.computed):
@@ -131,7 +137,7 @@ class Sequences:
             other.tables[g] += [0] * first
             for block in sequence.tables[g][first : end // group.block_size]:
                 other.tables[g].append(int(self._free[g].pop()))
-                self.program.arenas[g][other.tables[g][-1]] = self.program.arenas[g][block]
+                self.program.memory.arenas[g][other.tables[g][-1]] = self.program.memory.arenas[g][block]
         return other
 
     def _inputs(self, work: Sequence[tuple[Sequence_, int]], everywhere: bool) -> StepInputs:

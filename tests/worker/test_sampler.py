@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pypto_serving.backend.philox import philox4x32, uniforms
+from pypto_serving.backend.plain import PlainSampler
 from pypto_serving.kernels import Engine, NativeSampler, runnable
 from pypto_serving.types.draws import Sampler
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker.philox import philox4x32, uniforms
-from pypto_serving.worker.plain import PlainSampler
 from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
 
 KNOWN_ANSWERS = [
@@ -37,8 +37,8 @@ def sample_rows(
     """Tokens of a step whose row i samples as rows[i] says, and its log-probabilities by row."""
     samplers = RowSamplers(len(rows))
     for i, row in enumerate(rows):
-        samplers.set(i, row)
-    return samplers.sample(logits, np.arange(len(rows), dtype=np.int32), positions, num_output, chooser)
+        samplers.set(i, row, int(positions[i] - num_output[i]))
+    return samplers.sample(logits, np.arange(len(rows), dtype=np.int32), positions, chooser)
 
 
 def sample(chooser: Sampler, logits: np.ndarray, row: RowSampling, num_output: int = 0) -> int:

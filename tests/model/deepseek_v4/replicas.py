@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pypto_serving.backend.base import StepInputs, StepOutput
+from pypto_serving.backend.base import SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.kernels import runnable
 from pypto_serving.kv import positions
@@ -81,11 +81,15 @@ class TimedProgram:
     def __init__(self, program: Any, config: EngineConfig) -> None:
         self._program = program
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
-        self.fingerprint, self.arenas, self.sampler = program.fingerprint, program.arenas, program.sampler
+        self.fingerprint, self.memory, self.sampler = program.fingerprint, program.memory, program.sampler
+        self.drafter = program.drafter
 
-    def run(self, inputs: StepInputs) -> StepOutput:
-        output = self._program.run(inputs)
-        return StepOutput(logits=output.logits, virtual_s=1e-3 + 1e-4 * len(inputs.token_ids))
+    def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
+        self._program.submit(inputs, sampling)
+        self._elapsed_s = 1e-3 + 1e-4 * len(inputs.token_ids)
+
+    def collect(self) -> StepOutput:
+        return StepOutput(logits=self._program.collect().logits, virtual_s=self._elapsed_s)
 
 
 @dataclass

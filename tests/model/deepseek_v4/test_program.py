@@ -70,8 +70,8 @@ def test_weights_in_bfloat16_are_served_in_either_dtype(checkpoint: MakeCheckpoi
 
 def test_pages_cost_nothing_and_the_warm_up_writes_to_null_blocks_alone(checkpoint: MakeCheckpoint) -> None:
     program = load_program(checkpoint(KIND), num_blocks=500_000, max_model_len=128, threads=1)
-    assert [len(arena) for arena in program.arenas] == [500_000] * 6
-    for arena, group in zip(program.arenas, program.groups, strict=True):
+    assert [len(arena) for arena in program.memory.arenas] == [500_000] * 6
+    for arena, group in zip(program.memory.arenas, program.groups, strict=True):
         assert arena.shape[1] == group.block_bytes
         assert arena[0].any() and not arena[1:2000].any() and not arena[-1].any()
 

@@ -1,0 +1,47 @@
+"""BlockMemory: how the tiers below a device read and write its KV blocks, wherever these lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+BlockBytes = NDArray[np.uint8]
+"""The content of one block of one group, uint8 [block_bytes]: all of its layers lie together."""
+
+
+class BlockMemory(Protocol):
+    """The KV blocks of a device. Threads call it beside steps, never for a block that a step in flight writes."""
+
+    block_bytes: tuple[int, ...]
+    """Bytes of a block, by group."""
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return the content of blocks, in host memory."""
+
+    def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return host memory to load the new content of blocks into, before `write_blocks`."""
+
+    def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
+        """Give blocks the content that was loaded into their `staging`."""
+
+
+class HostBlocks:
+    """Blocks in host memory, not copied: `arenas[g]`, uint8 [num_blocks, block_bytes]. Implements BlockMemory."""
+
+    def __init__(self, arenas: Sequence[BlockBytes]) -> None:
+        self.arenas = tuple(arenas)
+        self.block_bytes = tuple(arena.shape[1] for arena in self.arenas)
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return views of the blocks."""
+        return [self.arenas[group][block] for block in blocks]
+
+    def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return views of the blocks: what is loaded into them is in its place."""
+        return self.read_blocks(group, blocks)
+
+    def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
+        """Do nothing: `contents` are the blocks."""

@@ -1,0 +1,90 @@
+"""How the null backend makes logits of a hash, and chooses from them as a device would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.backend.base import Float32Array, SamplingInputs
+from pypto_serving.backend.null.pages import mix
+from pypto_serving.backend.philox import uniforms
+from pypto_serving.backend.plain import PlainSampler
+from pypto_serving.types.draws import Int32Array, Logprobs
+
+SAMPLER = PlainSampler()
+
+
+def logits_of(digest: int, vocab_size: int, fails_on: int = -1) -> Float32Array:
+    """Return logits [vocab] that fall by 1 from token to token, from digest % vocab on, cyclically.
+
+    Where that token is `fails_on`, they are not finite: the row fails.
+    """
+    best = digest % vocab_size
+    if best == fails_on:
+        return np.full(vocab_size, np.nan, np.float32)
+    return -((np.arange(vocab_size) - best) % vocab_size).astype(np.float32)
+
+
+def guess(token: int, digest: int, accuracy: float, vocab_size: int) -> int:
+    """Return `token` with probability `accuracy`, else another one; the digest of the history decides."""
+    coin = int(mix(np.array([digest], np.uint64))[0]) / 2**64
+    return token if coin < accuracy else (token + 1) % vocab_size
+
+
+class DeviceSampler:
+    """Chooses tokens of one dispatch from SamplingInputs alone, row by row: the plain reading of that contract."""
+
+    def __init__(self, inputs: SamplingInputs) -> None:
+        self.inputs = inputs
+        self._wanted = {
+            "biased": np.diff(inputs.bias_starts) > 0,
+            "banned": np.diff(inputs.banned_starts) > 0,
+            "masked": inputs.mask_rows >= 0,
+            "random": inputs.draws["temperature"] > 0,
+        }
+        self.is_greedy = ~np.any(list(self._wanted.values()), axis=0)
+
+    def wants(self) -> dict[str, int]:
+        """How many rows need what, beside greedy choice."""
+        counts = {name: int(wanted.sum()) for name, wanted in self._wanted.items()}
+        return counts | {"logprobs": int((self.inputs.num_logprobs >= 0).sum())}
+
+    def choose(self, i: int, logits: Float32Array, position: int) -> int:
+        """Choose the token at `position` of the i-th sampling row; -1 where `logits` [vocab] are not finite."""
+        if not np.isfinite(logits.max()):
+            return -1
+        draw = self.inputs.draws[i : i + 1].copy()
+        if draw["temperature"][0] > 0:
+            draw["random"] = self._random(i, position)
+        return int(SAMPLER.choose(self._changed(i, logits, position)[None], draw)[0])
+
+    def _random(self, i: int, position: int) -> NDArray[np.float64]:
+        given = self.inputs
+        found = uniforms(given.seeds[i : i + 1], given.choices[i : i + 1], np.array([position], np.uint64))
+        same = position == given.positions[i]
+        assert not same or found[0] == given.draws["random"][i], "the host's random number is another one"
+        return found
+
+    def _changed(self, i: int, logits: Float32Array, position: int) -> Float32Array:
+        given, biased = self.inputs, logits.copy()
+        of_row = slice(given.bias_starts[i], given.bias_starts[i + 1])
+        biased[given.bias_ids[of_row]] += given.bias_values[of_row]
+        scores = biased.copy()
+        if given.mask_rows[i] >= 0:
+            bits = np.unpackbits(given.masks[given.mask_rows[i]].view(np.uint8), bitorder="little")
+            scores[bits[: len(scores)] == 0] = -np.inf
+        if position < given.banned_until[i]:
+            banned = given.banned_ids[given.banned_starts[i] : given.banned_starts[i + 1]]
+            scores[banned[banned < len(scores)]] = -np.inf
+        return scores if np.isfinite(scores.max()) else biased
+
+    def logprobs(self, logits: Iterable[Float32Array], tokens: Int32Array) -> Logprobs | None:
+        """Of `tokens` [n] under their `logits`, as wide as the widest wish; None where nobody asks."""
+        width = int(self.inputs.num_logprobs.max(initial=-1))
+        if width < 0 or not len(tokens):
+            return None
+        finite = [np.nan_to_num(row) for row in logits]
+        order = np.arange(len(tokens), dtype=np.int32)
+        return SAMPLER.logprobs(np.stack(finite), order, np.maximum(tokens, 0), width)

@@ -1,0 +1,241 @@
+"""The null program: runs dispatches on simulated pages, with the traits that the configuration gives it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pypto_serving.backend.base import (
+    Backend,
+    Float32Array,
+    Int32Array,
+    Progress,
+    SampledTokens,
+    SamplingInputs,
+    StepInputs,
+    StepOutput,
+)
+from pypto_serving.backend.memory import BlockBytes, HostBlocks
+from pypto_serving.backend.null.chooser import DeviceSampler, guess, logits_of
+from pypto_serving.backend.null.pages import Pages, Tokens, next_digest
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.util import hash128
+
+
+class DeviceBlocks(HostBlocks):
+    """Blocks that only copies reach, as in the memory of a device. Implements BlockMemory."""
+
+    def __init__(self, arenas: Sequence[BlockBytes], counts: Counter[str]) -> None:
+        super().__init__(arenas)
+        self._counts = counts
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return copies of the blocks."""
+        self._counts["read_blocks"] += len(blocks)
+        return [self.arenas[group][block].copy() for block in blocks]
+
+    def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return new memory."""
+        return [np.empty(self.block_bytes[group], np.uint8) for _ in blocks]
+
+    def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
+        """Copy `contents` into the blocks."""
+        self._counts["write_blocks"] += len(blocks)
+        for block, content in zip(blocks, contents, strict=True):
+            self.arenas[group][block] = content
+
+
+@dataclass(frozen=True, slots=True)
+class NullDrafter:
+    """Guesses the greedy next tokens of a history, rightly with probability `accuracy`. Implements Drafter."""
+
+    groups: tuple[KVCacheGroupSpec, ...]
+    vocab_size: int
+    accuracy: float
+
+    def propose(self, tokens: Int32Array, count: int) -> Int32Array:
+        """Return `count` tokens that follow `tokens`, if every guess is right."""
+        history = tokens.tolist()
+        for _ in range(count):
+            digest = next_digest(self.groups, history)
+            history.append(guess(digest % self.vocab_size, digest, self.accuracy, self.vocab_size))
+        return np.array(history[len(tokens) :], np.int32)
+
+
+@dataclass(slots=True)
+class _Row:
+    """The last token that the device chose for a row, and its position."""
+
+    token: int
+    position: int
+
+
+class NullProgram:
+    """Owns the pages, and, where it samples, the last token of each row. Implements Program.
+
+    A dispatch runs when it is collected, so that buffers which are reused too early change the answer. `counts` says
+    what happened: dispatches by kind, padded rows, pending rows and those moved back, drafts, constraints, transfers.
+    Options: `seconds_per_step`, `seconds_per_token` (virtual time), `draft_accuracy` in [0, 1], `fails_on` (a greedy
+    next token that makes the row fail), `device_memory` (blocks are copied to and from the host).
+    """
+
+    sampler = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        options = config.backend_options
+        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.fingerprint = hash128(b"null", str(config.vocab_size).encode(), repr(config.groups).encode())
+        self.counts: Counter[str] = Counter()
+        self._vocab_size = config.vocab_size
+        self._seconds_per_step = float(options.get("seconds_per_step", 0.0))
+        self._seconds_per_token = float(options.get("seconds_per_token", 0.0))
+        self._accuracy = float(options.get("draft_accuracy", 0.5))
+        self._fails_on = int(options.get("fails_on", -1))
+        self._pages = Pages(self.groups, self.num_blocks)
+        arenas = [pages.view(np.uint8) for pages in self._pages.arenas]
+        self.memory = DeviceBlocks(arenas, self.counts) if options.get("device_memory") else HostBlocks(arenas)
+        self.drafter = None
+        if config.num_drafts and not self.limits.traits.samples_on_device:
+            self.drafter = NullDrafter(self.groups, self._vocab_size, self._accuracy)
+        self._held: deque[tuple[StepInputs, SamplingInputs | None]] = deque()
+        self._rows: dict[int, _Row] = {}
+
+    def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
+        """Hold a dispatch until it is collected. Raises RuntimeError for one that the traits rule out."""
+        traits = self.limits.traits
+        self._held.append((inputs, sampling))
+        held = self.limits.held_steps * (1 if traits.mixed_steps else 2)
+        _require(len(self._held) <= held, f"{len(self._held)} dispatches are held, but at most {held} can be")
+        _require((sampling is not None) == traits.samples_on_device, "sampling inputs go to a device that samples")
+        counts = np.diff(inputs.query_start)
+        if len(inputs.num_drafts):
+            counts -= inputs.num_drafts
+        _require(traits.mixed_steps or inputs.kind in ("decode", "prefill"), "a step was not split")
+        _require(inputs.kind != "decode" or (counts == 1).all(), "a decode has more than one token")
+        _require(inputs.kind != "prefill" or (counts > 1).all(), "a prompt chunk is beside a decode")
+        if inputs.kind == "decode" and traits.padded_rows:
+            _require(len(inputs.rows) in traits.padded_rows, f"{len(inputs.rows)} rows are not padded")
+        self._check_chunks(inputs, counts)
+        self.counts[inputs.kind] += 1
+        self.counts["padded_rows"] += len(inputs.rows) - inputs.num_rows
+        self.counts["pending"] += len(inputs.pending)
+        self.counts["held"] = max(self.counts["held"], len(self._held))
+
+    def _check_chunks(self, inputs: StepInputs, counts: Int32Array) -> None:
+        """A chunk that does not end its prompt is a multiple of `chunk_tokens`."""
+        size = self.limits.traits.chunk_tokens
+        ends = np.isin(inputs.query_start[1:] - 1, inputs.logits_rows)
+        cut = counts[: inputs.num_rows][~ends[: inputs.num_rows]]
+        _require(not (cut[cut > 1] % size).any(), f"a prompt is cut at a place that is no multiple of {size}")
+        self.counts["cut_chunks"] += int((cut > 1).sum())
+
+    def collect(self) -> StepOutput:
+        """Run the oldest dispatch: write the rows of its tokens, then hash what each sampling row can read."""
+        inputs, sampling = self._held.popleft()
+        self._pages.poison(inputs.fresh_blocks)
+        tokens = self._tokens(inputs)
+        elapsed_s = self._seconds_per_step + self._seconds_per_token * len(tokens.ids)
+        if sampling is None:
+            self._pages.write(tokens)
+            return StepOutput(logits=self._logits(inputs, tokens), virtual_s=elapsed_s)
+        return StepOutput(sampled=self._sample(inputs, tokens, sampling), virtual_s=elapsed_s)
+
+    def _tokens(self, inputs: StepInputs) -> Tokens:
+        """Tokens of a dispatch; of pending rows, the one that the device chose, moved to where it stands."""
+        counts = np.diff(inputs.query_start)
+        tokens = Tokens(
+            inputs.token_ids.copy(),
+            inputs.positions.copy(),
+            np.arange(len(counts), dtype=np.int32).repeat(counts),
+            [slots.copy() for slots in inputs.slot_mapping],
+            inputs.block_tables,
+        )
+        for i in inputs.pending.tolist():
+            own = slice(inputs.query_start[i], inputs.query_start[i + 1])
+            last = self._rows[int(inputs.rows[i])]
+            self.counts["moved"] += int(tokens.positions[own.start] != last.position)
+            tokens.ids[own.start] = last.token
+            tokens.positions[own] = np.arange(last.position, last.position + counts[i])
+            for g, group in enumerate(self.groups):
+                block, offset = np.divmod(tokens.positions[own], group.block_size)
+                tokens.slots[g][own] = tokens.tables[g][i, block] * group.block_size + offset
+        return tokens
+
+    def _logits(self, inputs: StepInputs, tokens: Tokens) -> Float32Array:
+        found = [self._logits_of(self._digest(inputs, tokens, int(index))) for index in inputs.logits_rows]
+        return np.stack(found) if found else np.empty((0, self._vocab_size), np.float32)
+
+    def _logits_of(self, digest: int) -> Float32Array:
+        return logits_of(digest, self._vocab_size, self._fails_on)
+
+    def _digest(self, inputs: StepInputs, tokens: Tokens, index: int) -> int:
+        """Hash of what the query at token `index` reads."""
+        row, position = int(tokens.owners[index]), int(tokens.positions[index])
+        return self._pages.digest([table[row] for table in inputs.block_tables], position)
+
+    def _choose(self, sampler: DeviceSampler, n: int, digest: int, position: int) -> int:
+        """Choose the token at `position` of the n-th sampling row."""
+        if sampler.is_greedy[n] and digest % self._vocab_size != self._fails_on:
+            return digest % self._vocab_size
+        return sampler.choose(n, self._logits_of(digest), position)
+
+    def _sample(self, inputs: StepInputs, tokens: Tokens, sampling: SamplingInputs) -> SampledTokens:
+        """Write and choose row by row: a draft is written once the token before it is known."""
+        sampler, drafts = DeviceSampler(sampling), inputs.num_drafts
+        known = np.ones(len(tokens.ids), bool)
+        for i in drafts.nonzero()[0].tolist():
+            known[inputs.query_start[i + 1] - drafts[i] : inputs.query_start[i + 1]] = False
+        slots = [each[known] for each in tokens.slots]
+        self._pages.write(
+            Tokens(tokens.ids[known], tokens.positions[known], tokens.owners[known], slots, tokens.tables)
+        )
+        self.counts.update(sampler.wants())
+        counts, chosen, digests = [], [], []
+        for n, i in enumerate(sampling.owners.tolist()):
+            num_drafts = int(drafts[i]) if len(drafts) else 0
+            row = self._row(inputs, tokens, sampler, n, i, num_drafts)
+            counts.append(len(row))
+            chosen += [token for token, _ in row]
+            digests += [digest for _, digest in row]
+        ids = np.array(chosen, np.int32)
+        found = sampler.logprobs(map(self._logits_of, digests), ids)
+        return SampledTokens(counts=np.array(counts, np.int32), token_ids=ids, logprobs=found)
+
+    def _row(
+        self, inputs: StepInputs, tokens: Tokens, sampler: DeviceSampler, n: int, i: int, num_drafts: int
+    ) -> list[tuple[int, int]]:
+        """Tokens, and the digests they come from, that row i keeps: up to the first that is not the draft behind it."""
+        kept: list[tuple[int, int]] = []
+        end, right = int(inputs.query_start[i + 1]), True
+        for index in range(end - num_drafts - 1, end):
+            digest, position = self._digest(inputs, tokens, index), int(tokens.positions[index]) + 1
+            token = self._choose(sampler, n, digest, position)
+            if right:
+                kept.append((token, digest))
+                self._rows[int(inputs.rows[i])] = _Row(token, position)
+            if index + 1 < end:
+                draft = guess(max(0, token), digest, self._accuracy, self._vocab_size)
+                right &= draft == token
+                self.counts["drafts"] += 1
+                self.counts["accepted"] += right
+                tokens.ids[index + 1] = draft
+                self._pages.write(tokens.of(slice(index + 1, index + 2)))
+        return kept
+
+
+def _require(holds: bool | np.bool_, message: str) -> None:
+    if not holds:
+        raise RuntimeError(message)
+
+
+class NullBackend(Backend):
+    """Needs no device and no checkpoint."""
+
+    def prepare(self, progress: Progress) -> NullProgram:
+        """Make the pages."""
+        progress("prepare", 1, 1)
+        return NullProgram(self.config)

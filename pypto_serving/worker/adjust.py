@@ -1,0 +1,71 @@
+"""What changes a row's logits before a token is chosen: bans, biases and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from pypto_serving.types.draws import Float32Array, Int32Array
+from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.tokens import unpack_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustment:
+    """Biases added to logits, ids banned at positions below `banned_until`, and, where not empty, the only ids allowed.
+
+    If nothing is left to choose from, bans and masks do not count.
+    """
+
+    banned_ids: Int32Array
+    banned_until: int
+    bias_ids: Int32Array
+    bias_values: Float32Array
+    allowed_ids: Int32Array
+
+    @classmethod
+    def of(cls, sampling: RowSampling, prompt_len: int) -> Self | None:
+        """Return what `sampling` changes in the logits of a request, None for nothing."""
+        if not (sampling.min_tokens or sampling.bias_ids or sampling.allowed_ids):
+            return None
+        return cls(
+            banned_ids=unpack_ids(sampling.banned_ids) if sampling.min_tokens else unpack_ids(b""),
+            banned_until=prompt_len + sampling.min_tokens,
+            bias_ids=unpack_ids(sampling.bias_ids),
+            bias_values=np.frombuffer(sampling.bias_values, "<f4"),
+            allowed_ids=unpack_ids(sampling.allowed_ids),
+        )
+
+    def is_due(self, position: int) -> bool:
+        """Whether anything changes for the token at `position`."""
+        return bool(self.bias_ids.size or self.allowed_ids.size or position < self.banned_until)
+
+    def apply(self, logits: Float32Array, position: int) -> Float32Array:
+        """Return changed logits [vocab] for the token at `position`."""
+        biased = logits.copy()
+        biased[self.bias_ids] += self.bias_values
+        scores = biased
+        if self.allowed_ids.size:
+            scores = np.full_like(biased, -np.inf)
+            scores[self.allowed_ids] = biased[self.allowed_ids]
+        if position < self.banned_until:
+            scores = scores.copy()
+            scores[self.banned_ids[self.banned_ids < len(logits)]] = -np.inf
+        return scores if np.isfinite(scores.max()) else biased
+
+    def mask(self, vocab_size: int) -> NDArray[np.uint32]:
+        """Return `allowed_ids` as bits: bit v % 32 of word v // 32 allows token v."""
+        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+        bits[self.allowed_ids] = 1
+        return np.packbits(bits, bitorder="little").view("<u4")
+
+
+def ragged(lists: Sequence[Any], dtype: DTypeLike) -> tuple[Int32Array, NDArray[Any]]:
+    """Join lists: list i is values[starts[i] : starts[i + 1]]."""
+    starts = np.zeros(len(lists) + 1, np.int32)
+    np.cumsum([len(each) for each in lists], out=starts[1:])
+    return starts, np.concatenate([np.asarray(each, dtype) for each in lists]) if lists else np.empty(0, dtype)

@@ -1,0 +1,120 @@
+"""Layout: owner of the buffers of one dispatch; writes rows, tokens, slots and block tables into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pypto_serving.backend.base import DispatchKind, Int32Array, StepBuffers, StepInputs
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.worker.tables import PackedTable, RowTables
+
+NONE: Int32Array = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a plan that go into one dispatch, all int32 [r].
+
+    `counts` tokens of `rows` are computed from position `computed` on, with the `drafts` of a row, if there are any,
+    as the last of them. `samples` are the places of rows that sample; `pending` those whose last step is in flight.
+    """
+
+    kind: DispatchKind
+    rows: Int32Array
+    counts: Int32Array
+    computed: Int32Array
+    samples: Int32Array
+    drafts: Int32Array | None
+    pending: Int32Array
+
+
+class Layout:
+    """Owns one StepBuffers and what it holds of the rows' tables. What it returns are views of the buffers."""
+
+    def __init__(self, groups: Sequence[KVCacheGroupSpec], buffers: StepBuffers, padded_rows: Sequence[int]) -> None:
+        self._sizes = [group.block_size for group in groups]
+        self._buffers = buffers
+        self._padded_rows = padded_rows
+        self.copies = [PackedTable(table) for table in buffers.block_tables]
+        self._offsets: Int32Array = np.arange(len(buffers.token_ids), dtype=np.int32)
+
+    def fill(
+        self, part: Part, tokens: Int32Array, tables: Sequence[RowTables], fresh: tuple[Int32Array, ...]
+    ) -> StepInputs:
+        """Lay out `part`, whose rows' tokens are in `tokens` [R, longest]."""
+        buffers, rows, counts = self._buffers, part.rows, part.counts
+        num_rows, num_tokens = len(rows), int(counts.sum())
+        starts = buffers.query_start[: num_rows + 1]
+        counts.cumsum(out=starts[1:])
+        positions, token_ids = buffers.positions[:num_tokens], buffers.token_ids[:num_tokens]
+        if num_tokens == num_rows:
+            owner = rows
+            positions[:] = part.computed
+        else:
+            owner = rows.repeat(counts)
+            np.add(self._offsets[:num_tokens], (part.computed - starts[:-1]).repeat(counts), out=positions)
+        token_ids[:] = tokens[owner, positions]
+        ends = buffers.context_lens[:num_rows]
+        np.add(part.computed, counts, out=ends)
+        for g, table in enumerate(tables):
+            self._slots(g, table, owner, positions)
+        padded = self._pad(part.kind, num_rows, num_tokens)
+        num_tokens += padded - num_rows
+        return StepInputs(
+            token_ids=buffers.token_ids[:num_tokens],
+            positions=buffers.positions[:num_tokens],
+            query_start=buffers.query_start[: padded + 1],
+            context_lens=buffers.context_lens[:padded],
+            logits_rows=self._logits_rows(part, starts),
+            slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slot_mapping),
+            block_tables=tuple(copy.pack(table, rows, padded) for copy, table in zip(self.copies, tables, strict=True)),
+            fresh_blocks=fresh,
+            kind=part.kind,
+            num_rows=num_rows,
+            rows=_padded(buffers.rows, rows, padded, -1),
+            num_drafts=NONE if part.drafts is None else _padded(buffers.num_drafts, part.drafts, padded, 0),
+            pending=part.pending,
+        )
+
+    def _slots(self, g: int, table: RowTables, owner: Int32Array, positions: Int32Array) -> None:
+        """slot = block id * block_size + position % block_size."""
+        slots = self._buffers.slot_mapping[g][: len(positions)]
+        index, within = np.divmod(positions, self._sizes[g])
+        np.multiply(table.blocks[owner, index], self._sizes[g], out=slots)
+        slots += within
+
+    def _pad(self, kind: DispatchKind, num_rows: int, num_tokens: int) -> int:
+        """Add rows of one token each in the null block, up to a number that the program wants; returns it."""
+        if kind != "decode" or not self._padded_rows:
+            return num_rows
+        padded = next(count for count in self._padded_rows if count >= num_rows)
+        buffers, tokens = self._buffers, slice(num_tokens, num_tokens + padded - num_rows)
+        buffers.token_ids[tokens] = buffers.positions[tokens] = 0
+        for slots in buffers.slot_mapping:
+            slots[tokens] = 0
+        buffers.context_lens[num_rows:padded] = 1
+        buffers.query_start[num_rows + 1 : padded + 1] = np.arange(num_tokens + 1, tokens.stop + 1)
+        return padded
+
+    def _logits_rows(self, part: Part, starts: Int32Array) -> Int32Array:
+        """The last token of each row that samples, and its drafts before that."""
+        ends = starts[1:][part.samples]
+        if part.drafts is None:
+            found = self._buffers.logits_rows[: len(ends)]
+            np.subtract(ends, 1, out=found)
+            return found
+        widths = 1 + part.drafts[part.samples]
+        found = self._buffers.logits_rows[: int(widths.sum())]
+        np.add((ends - widths.cumsum()).repeat(widths), self._offsets[: len(found)], out=found)
+        return found
+
+
+def _padded(buffer: Int32Array, values: Int32Array, padded: int, filler: int) -> Int32Array:
+    """`values` in `buffer`, followed by `filler` up to length `padded`."""
+    found = buffer[:padded]
+    found[: len(values)] = values
+    found[len(values) :] = filler
+    return found

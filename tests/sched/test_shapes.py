@@ -1,0 +1,217 @@
+"""The null backend in the shape of every device, under random schedules: each answer is the oracle's, bit by bit.
+
+A shape is a choice of traits, depth, drafts, memory, groups and tiers. The shapes cover all pairs of choices; counters
+prove that what a shape is about has happened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from pypto_serving.backend.null.chooser import SAMPLER, logits_of
+from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import BackendTraits
+from pypto_serving.types.tier import TierConfig
+from pypto_serving.types.tokens import unpack_ids
+from tests.kv.test_tiers import GROUP_SETS, hits, prompt
+from tests.simulation import VOCAB_SIZE, Simulation, null_config
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "groups": ("plain", "all kinds", "deepseek_v4"),
+    "samples_on_device": (False, True),
+    "mixed_steps": (True, False),
+    "padded_rows": ((), (2, 3, 6)),
+    "chunk_tokens": (1, 8),
+    "page_tokens": (0, 128),
+    "num_drafts": (0, 1, 3),
+    "depth": (1, 2, 3),
+    "device_memory": (False, True),
+    "disk": (False, True),
+    "kv_store": ("through", "eviction"),
+    "fails_on": (-1, 7),
+}
+Shape = Mapping[str, Any]
+
+
+def all_pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Shape]:
+    """Shapes that together hold every pair of choices of two factors, chosen greedily."""
+    rng, names = random.Random(seed), list(factors)
+    left = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(factors[a]))
+        for j in range(len(factors[b]))
+    }
+    shapes: list[Shape] = []
+    while left:
+        candidates = [{name: rng.randrange(len(factors[name])) for name in names} for _ in range(200)]
+        best = max(candidates, key=lambda each: len(left & set(itertools.combinations(each.items(), 2))))
+        left -= set(itertools.combinations(best.items(), 2))
+        shapes.append({name: factors[name][index] for name, index in best.items()})
+    return shapes
+
+
+SHAPES = all_pairs(FACTORS)
+
+
+def replica(shape: Shape, disk: Path) -> Simulation:
+    """A replica of this shape with little memory, over a host tier and perhaps a disk."""
+    groups, num_blocks, num_slots = GROUP_SETS[shape["groups"]]
+    if size := shape["page_tokens"]:
+        num_blocks = tuple(max(7, 3 + n * g.block_size // size) for n, g in zip(num_blocks, groups, strict=True))
+        num_slots = tuple(max(4, n * g.block_size // size) for n, g in zip(num_slots, groups, strict=True))
+        groups = tuple(msgspec.structs.replace(group, block_size=size) for group in groups)
+    tiers = [TierConfig(tier="host", size_bytes=0, num_slots=num_slots)]
+    if shape["disk"]:
+        slots = tuple(4 * count for count in num_slots)
+        tiers.append(TierConfig(tier="disk", size_bytes=1 << 30, num_slots=slots, place=str(disk)))
+    names = ("samples_on_device", "mixed_steps", "padded_rows", "chunk_tokens", "page_tokens")
+    config = null_config(
+        groups,
+        num_blocks,
+        tiers=tuple(tiers),
+        max_num_seqs=5,
+        max_num_batched_tokens=64,
+        traits=BackendTraits(**{name: shape[name] for name in names}, max_drafts=shape["num_drafts"]),
+        num_drafts=shape["num_drafts"],
+        depth=shape["depth"],
+        kv_store=shape["kv_store"],
+        backend_options={
+            "seconds_per_step": 0.01,
+            "device_memory": shape["device_memory"],
+            "draft_accuracy": 0.6,
+            "fails_on": shape["fails_on"],
+        },
+    )
+    return Simulation(config)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Half of the requests are plain; the others ask for everything that a sampler may be asked for."""
+    some = rng.choices(range(VOCAB_SIZE), k=5)
+    return SamplingParams(
+        max_tokens=rng.randrange(1, 30),
+        temperature=rng.choice((0.0, 0.0, 0.7, 3.0)),
+        top_k=rng.choice((0, 0, 4)),
+        top_p=rng.choice((1.0, 0.9)),
+        min_p=rng.choice((0.0, 0.05)),
+        min_tokens=rng.choice((0, 0, 1)),
+        stop_token_ids=tuple(some[:2]),
+        logprobs=rng.choice((None, None, 0, 3)),
+        logit_bias={some[2]: 100.0, some[3]: -100.0} if rng.random() < 0.3 else {},
+        allowed_token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=40)) if rng.random() < 0.2 else (),
+    )
+
+
+def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Counter[str]:
+    """Random traffic, deaths and aborts; then every answer must be the oracle's. Returns what happened."""
+    executor, found = simulation.executor, Counter[str]()
+    executor.delay = lambda: rng.choice((0, 0, 1, 3, 9))
+    executor.die_if = lambda plan: rng.random() < 0.01 and executor.num_deaths < 2  # at the third a request fails
+    for _ in range(num_requests):
+        request_id = simulation.add(prompt(rng), params=random_params(rng), seed=rng.getrandbits(60))
+        for _ in range(rng.randrange(0, 12)):
+            simulation.turn()
+        simulation.core.check()
+        if rng.random() < 0.1:
+            simulation.abort(request_id)
+    executor.die_if = lambda plan: False
+    simulation.run()
+    for request_id, output in simulation.last.items():
+        found[output.finish_reason or ""] += 1
+        assert_answer(simulation, request_id)
+    for program in executor.programs:
+        found.update(program.counts)
+    counters = simulation.counters
+    found["preemptions"] += counters.num_preemptions
+    found["planned_drafts"] += counters.num_drafts
+    found["committed_drafts"] += counters.num_accepted
+    found["deaths"] += executor.num_deaths
+    found["lower_hits"] += sum(count for tier, count in hits(simulation).items() if tier != "device")
+    return found
+
+
+def assert_answer(simulation: Simulation, request_id: str) -> None:
+    """Tokens, log-probabilities and the reason of the end are those of the oracle."""
+    answer, output = simulation.tokens[request_id], simulation.last[request_id]
+    params = simulation.requests[request_id].params
+    simulation.assert_correct(request_id)
+    match output.finish_reason:
+        case "error":
+            assert output.fault is not None and output.fault.code == "not_finite", output.fault
+            assert len(simulation.expected(request_id, len(answer) + 1)) == len(answer), "the row was sound"
+        case "stop":
+            assert answer[-1] in params.stop_token_ids and len(answer) >= params.min_tokens
+        case "length":
+            assert len(answer) == params.max_tokens
+        case reason:
+            assert reason == "abort"
+    values = simulation.logprobs[request_id]
+    assert len(values) == (0 if params.logprobs is None else len(answer))
+    history = list(simulation.prompts[request_id])
+    for token, value in zip(answer, values, strict=False):
+        config = simulation.config
+        logits = logits_of(next_digest(config.groups, history), config.vocab_size)[None]
+        one = np.zeros(1, np.int32)
+        right = SAMPLER.logprobs(logits, one, np.array([token], np.int32), params.logprobs or 0)
+        assert (value.logprob, value.rank) == (float(right.values[0]), int(right.ranks[0]))
+        assert unpack_ids(value.top_ids).tolist() == right.best_ids[0].tolist()
+        history.append(token)
+
+
+def must_happen(shape: Shape) -> set[str]:
+    """What a shape is about."""
+    wanted = {"length", "stop"} | ({"decode", "prefill"} if not shape["mixed_steps"] else {"decode", "mixed"})
+    wanted |= {"padded_rows"} if shape["padded_rows"] else set()
+    wanted |= {"cut_chunks"} if shape["chunk_tokens"] > 1 else set()
+    wanted |= {"planned_drafts", "committed_drafts"} if shape["num_drafts"] else set()
+    wanted |= {"error"} if shape["fails_on"] >= 0 else set()
+    wanted |= {"read_blocks", "write_blocks", "lower_hits"} if shape["device_memory"] else set()
+    if shape["samples_on_device"]:
+        wanted |= {"random", "biased", "masked", "banned", "logprobs"}
+        wanted |= {"pending"} if shape["depth"] > 1 else set()
+        wanted |= {"moved"} if shape["depth"] > 1 and shape["num_drafts"] else set()
+    return wanted
+
+
+def name_of(shape: Shape) -> str:
+    """The choices of a shape that are not the first of their factor."""
+    return " ".join(f"{name}={value}" for name, value in shape.items() if value != FACTORS[name][0]) or "plain"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_answers_are_the_oracles_in_every_shape(shape: Shape, tmp_path: Path) -> None:
+    rng, found = random.Random(name_of(shape)), Counter[str]()
+    for attempt in range(20):
+        simulation = replica(shape, tmp_path)
+        found.update(churn(simulation, rng, num_requests=12))
+        simulation.executor.stop()
+        if attempt and not must_happen(shape) - found.keys():
+            break
+    missing = {name for name in must_happen(shape) if not found[name]}
+    assert not missing, f"never happened: {missing}; {found}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_many_schedules_in_every_shape(shape: Shape, tmp_path: Path) -> None:
+    for seed in range(50):
+        simulation = replica(shape, tmp_path / str(seed))
+        churn(simulation, random.Random(f"{name_of(shape)} {seed}"), num_requests=25)
+        simulation.executor.stop()
+
+
+def test_the_shapes_cover_all_pairs() -> None:
+    for a, b in itertools.combinations(FACTORS, 2):
+        held = {(shape[a], shape[b]) for shape in SHAPES}
+        assert held == set(itertools.product(FACTORS[a], FACTORS[b]))
