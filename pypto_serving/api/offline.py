@@ -24,8 +24,8 @@ from pypto_serving.api.openai.params import parseable
 from pypto_serving.api.openai.prompts import check_ids, encode_chat, encode_text, fit_max_tokens
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import load_serving_config
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import EngineDeadError, RequestError, RequestFailedError
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.prepare import model_spec, prepare

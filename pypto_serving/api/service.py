@@ -9,9 +9,10 @@ import time
 from pypto_serving.api.admission import Admission
 from pypto_serving.api.chat import load_encoder
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import load_eos_token_ids
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.engine.text import Tokenizer, load_eos_token_ids
 from pypto_serving.errors import ModelError, UnknownModelError
 from pypto_serving.util import counted
 
@@ -28,8 +29,7 @@ class Service:
         self.serving = serving
         self.tokenizer = _load_tokenizer(serving.model_dir)
         self.chat_encoder = load_encoder(serving, self.tokenizer)
-        eos = load_eos_token_ids(serving.model_dir, self.tokenizer) if serving.model_dir else ()
-        self.eos_token_ids = tuple(i for i in eos if 0 <= i < engine.config.vocab_size)
+        self.eos_token_ids = _eos_token_ids(serving.model_dir, self.tokenizer, engine.config.vocab_size)
         self.model_name = serving.served_model_names[0]
         self.metrics = ServerMetrics(engine, self.model_name)
         engine.on_stats = self.metrics.observe_step
@@ -78,3 +78,11 @@ def _load_tokenizer(model_dir: str) -> Tokenizer | None:
     except ModelError as error:
         logger.warning("only prompts of token ids can be served: %s", error)
         return None
+
+
+def _eos_token_ids(model_dir: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Join the ids that the checkpoint declares and the tokenizer's eos_token; drop ids outside the vocabulary."""
+    ids = set(load_eos_token_ids(model_dir)) if model_dir else set()
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(i for i in ids if 0 <= i < vocab_size))

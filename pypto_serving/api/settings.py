@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.engine.text import read_json_object
+from pypto_serving.api.text.files import read_optional_json
 from pypto_serving.errors import ConfigError, ModelError, RequestError
 from pypto_serving.types.sampling import SamplingParams
 
@@ -78,7 +78,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
 def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
     """The sampling values of a checkpoint's generation_config.json; raises ModelError where they are impossible."""
     path = Path(model_dir) / "generation_config.json"
-    config = read_json_object(path)
+    config = read_optional_json(path)
     values = {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
     if config.get("do_sample") is False:
         values["temperature"] = 0.0

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 from pypto_serving.api.chat.output import OutputParser
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.util import LazyRegistry
 

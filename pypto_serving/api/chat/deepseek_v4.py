@@ -18,7 +18,7 @@ from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_tools, read_turn
 from pypto_serving.api.chat.dsml import to_json, write_calls, write_tools
 from pypto_serving.api.errors import brief
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
 
 BOS = "<｜begin▁of▁sentence｜>"

@@ -17,7 +17,8 @@ import jinja2.sandbox
 
 from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.engine.text import Tokenizer, load_special_tokens, read_json_object
+from pypto_serving.api.text.files import load_special_tokens, read_optional_json
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 
 logger = logging.getLogger("pypto_serving.api")
@@ -71,7 +72,7 @@ def find_template(model_dir: Path, override: str | None = None) -> tuple[str, Pa
     if (model_dir / "chat_template.jinja").is_file():
         return _read_text(model_dir / "chat_template.jinja"), model_dir / "chat_template.jinja"
     for name in ("chat_template.json", "tokenizer_config.json"):
-        source = _choose(read_json_object(model_dir / name).get("chat_template"))
+        source = _choose(read_optional_json(model_dir / name).get("chat_template"))
         if source is not None:
             return source, model_dir / name
     raise ModelError("this model has no chat template")

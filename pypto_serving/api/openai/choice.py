@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from pypto_serving.engine.text import Detokenizer, StopStrings, Tokenizer
+from pypto_serving.api.generation.stops import StopStrings
+from pypto_serving.api.text.detokenizer import Detokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import RequestOutput, TokenLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import id_list

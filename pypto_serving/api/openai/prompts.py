@@ -7,7 +7,7 @@ from typing import Any
 from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.errors import brief
 from pypto_serving.api.service import Service
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ContextLengthError, RequestError
 
 MAX_CHARS_PER_TOKEN = 256

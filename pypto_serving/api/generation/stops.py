@@ -1,0 +1,67 @@
+"""Stop an output: find its stop strings, check its stop tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Finds the first of several stop strings in a text that comes in pieces. Owned by one output.
+
+    The match that ends first wins, the longest of those that end there, whatever the pieces are. Text is held
+    back only while it could still become a stop string. `matched` is the string found; later text is dropped.
+    """
+
+    __slots__ = ("_held", "_patterns", "_states", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._patterns = [(stop, _failure_table(stop)) for stop in sorted(stops, key=len, reverse=True)]
+        self._states = [0] * len(self._patterns)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The part of all text so far that is new and cannot belong to a stop string."""
+        if self.matched is not None:
+            return ""
+        start = len(self._held)
+        self._held += text
+        for end, char in enumerate(text, start + 1):
+            self.matched = self._advance(char)
+            if self.matched is not None:
+                return self._release(end - len(self.matched))
+        return self._release(len(self._held) - max(self._states, default=0))
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        return "" if self.matched is not None else self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        out, self._held = self._held[:count], self._held[count:]
+        return out
+
+    def _advance(self, char: str) -> str | None:
+        """Move every pattern's automaton (Knuth, Morris, Pratt 1977) by one character."""
+        states, found = self._states, None
+        for i, (pattern, failure) in enumerate(self._patterns):
+            state = states[i]
+            while state and pattern[state] != char:
+                state = failure[state - 1]
+            if pattern[state] == char:
+                state += 1
+            states[i] = state
+            if state == len(pattern) and found is None:
+                found = pattern
+        return found
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
+    table, length = [0] * len(pattern), 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = table[length - 1]
+        if pattern[i] == pattern[length]:
+            length += 1
+        table[i] = length
+    return table
