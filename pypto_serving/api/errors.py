@@ -9,8 +9,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from pypto_serving.errors import PyptoError, RequestError, RequestFailedError
-from pypto_serving.types.request import RequestFault
+from pypto_serving.api.generation.errors import EngineFaultError
+from pypto_serving.errors import PyptoError, RequestError
 
 RETRY_UNAVAILABLE_S = 5
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -28,14 +28,6 @@ class BodyTooLargeError(RequestError):
 
     status = 413
     code = "request_too_large"
-
-
-class EngineFaultError(RequestFailedError):
-    """The engine gave an admitted request up, for the reason in `fault`."""
-
-    def __init__(self, fault: RequestFault) -> None:
-        super().__init__(fault.message, code=fault.code)
-        self.fault = fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +72,3 @@ def describe(error: Exception) -> ApiError:
     headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
     code = getattr(error, "error_code", error.code)
     return ApiError(status, str(error), code, getattr(error, "param", None), retry, headers)
-
-
-def brief(value: Any) -> str:
-    """`value` as it may stand in a message: at most 100 characters."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 
 from pypto_serving.api.admission import Admission
 from pypto_serving.api.chat import load_encoder
+from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_eos_token_ids
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -22,7 +22,7 @@ MAX_REMEMBERED_FIELDS = 1000
 
 
 class Service:
-    """One server's parts. Made once, at start; only `admission`, `metrics` and the seed generator change."""
+    """One server's parts. Made once, at start; only `admission`, `metrics` and `seeds` change."""
 
     def __init__(self, engine: EngineClient, serving: ServingConfig) -> None:
         self.engine = engine
@@ -35,13 +35,9 @@ class Service:
         engine.on_stats = self.metrics.observe_step
         self.admission = Admission()
         self.created = int(time.time())
-        self._seeds = random.Random(engine.config.seed)
+        self.seeds = SeedSource(engine.config.seed)
         self._warned_fields: set[str] = set()
         logger.info("%s", serving.default_sampling.describe())
-
-    def draw_seed(self) -> int:
-        """A seed for a request that brought none."""
-        return self._seeds.getrandbits(63)
 
     def resolve_model(self, name: str | None) -> str:
         """The name to answer under; raises UnknownModelError for a name that is not served."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pypto_serving.api.chat.output import OutputParser
+from pypto_serving.api.chat.output import NewParser
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
@@ -24,7 +24,7 @@ class EncodedChat:
     """A conversation as a prompt, text or token ids, and what reads each output of it: None for plain text."""
 
     prompt: str | list[int]
-    new_parser: Callable[[], OutputParser] | None = None
+    new_parser: NewParser | None = None
 
 
 class ChatEncoder(Protocol):

@@ -16,10 +16,10 @@ from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.chat.deepseek_v4_output import THINK_END, DeepseekV4Parser
 from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_tools, read_turns, refuse, with_request
 from pypto_serving.api.chat.dsml import to_json, write_calls, write_tools
-from pypto_serving.api.errors import brief
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
+from pypto_serving.util import brief
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"

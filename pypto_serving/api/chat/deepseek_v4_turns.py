@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from pypto_serving.api.errors import brief
 from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
 
 Role = Literal["system", "user", "developer", "assistant", "latest_reminder"]
 Message = Mapping[str, Any]

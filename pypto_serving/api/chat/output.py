@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -38,6 +38,10 @@ class OutputParser(Protocol):
 
     def finish(self) -> list[Part]:
         """What was held back, at the end of the output."""
+
+
+NewParser = Callable[[], OutputParser]
+"""Makes the parser of one output."""
 
 
 class AssistantMessage(msgspec.Struct):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pypto_serving.api.errors import brief
 from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
 
 IGNORED_HEADER = "x-ignored-fields"
 _MAX_LISTED = 32

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
 from pypto_serving.api.errors import describe
+from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.middleware import SERVER_SEND
-from pypto_serving.api.openai.choice import Delta, Output
-from pypto_serving.api.openai.generation import Generation
 from pypto_serving.api.openai.sse import EventFormat
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import PyptoError
@@ -34,24 +34,13 @@ async def respond(
     if stream:
         return EventStream(generation, form, headers)
     try:
-        outputs = await until_disconnect(request.receive, _collect(generation))
+        outputs = await until_disconnect(request.receive, generation.collect())
         content = msgspec.json.encode(form.response(outputs, generation.usage()))
         return Response(content, 200, headers, "application/json")
     except ClientDisconnect:
         return nobody_listens()
     finally:
         generation.close()
-
-
-async def _collect(generation: Generation) -> list[Output]:
-    outputs = [Output(choice.index) for choice in generation.choices]
-
-    def add(deltas: list[Delta]) -> None:
-        for delta in deltas:
-            outputs[delta.index].add(delta)
-
-    await generation.run(add)
-    return outputs
 
 
 class EventStream(Response):

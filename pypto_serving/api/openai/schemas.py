@@ -53,6 +53,11 @@ class GenerationBody(_Body):
     priority: int | None = None
     cache_salt: str | None = None
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with an event that has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
