@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's shape, the right status, Retry-After where waiting helps."""
+"""Turn errors into HTTP responses: OpenAI's JSON, status, Retry-After if waiting helps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BodyTooLargeError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """What goes to the client."""
+    """An error as the client sees it."""
 
     status: int
     message: str
@@ -43,16 +43,16 @@ class ApiError:
 
     @property
     def type(self) -> str:
-        """OpenAI's class of error."""
+        """Return OpenAI's class of error."""
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def payload(self) -> bytes:
-        """The JSON body, which is also the payload of an error event in a stream."""
+        """Write the JSON body; an error event in a stream has the same payload."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def response(self, headers: dict[str, str] | None = None) -> Response:
-        """The whole HTTP response."""
+        """Make the HTTP response, with `headers` added."""
         merged = dict(headers or {}) | dict(self.headers)
         if self.retry_after_s is not None:
             merged["retry-after"] = str(self.retry_after_s)
@@ -60,7 +60,7 @@ class ApiError:
 
 
 def describe(error: Exception) -> ApiError:
-    """How `error` is told to a client; anything we did not raise on purpose is a 500 without details."""
+    """Describe `error` to a client; an error not raised on purpose is a 500 without details."""
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=tuple((error.headers or {}).items()))
     if not isinstance(error, PyptoError):

@@ -1,4 +1,4 @@
-"""What all handlers share: the engine, the model's text tools, admission and metrics."""
+"""Hold what all handlers share: engine, tokenizer, chat encoder, seeds, admission and metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_REMEMBERED_FIELDS = 1000
 
 
 class Service:
-    """One server's parts. Made once, at start; only `admission`, `metrics` and `seeds` change."""
+    """Join the parts of one server. Made once, at start; only `admission`, `metrics` and `seeds` change."""
 
     def __init__(self, engine: EngineClient, serving: ServingConfig) -> None:
         self.engine = engine
@@ -40,7 +40,7 @@ class Service:
         logger.info("%s", serving.default_sampling.describe())
 
     def resolve_model(self, name: str | None) -> str:
-        """The name to answer under; raises UnknownModelError for a name that is not served."""
+        """Return the model name for the response. Raises UnknownModelError if `name` is not served."""
         if name is None:
             return self.model_name
         if name not in self.serving.served_model_names:
@@ -51,14 +51,14 @@ class Service:
         return name
 
     def warn_ignored(self, fields: list[str]) -> None:
-        """Log each unknown field the first time a client sends it."""
+        """Log each unknown request field once."""
         for field in fields:
             if field not in self._warned_fields and len(self._warned_fields) < MAX_REMEMBERED_FIELDS:
                 self._warned_fields.add(field)
                 logger.warning("ignoring the unknown request field %r (said once per field)", field[:200])
 
     def health(self) -> Health:
-        """The engine's health, or that this server drains."""
+        """Return the engine's health; while draining, report that instead."""
         health = self.engine.health()
         if self.admission.draining:
             detail = f"shutting down, {counted(self.admission.in_flight, 'request')} left"

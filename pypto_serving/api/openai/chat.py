@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Serve POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str]) -> dict[str,
     fields = {name: value for name, value in body.extra.items() if name in request_fields and value is not None}
     if twice := sorted(fields.keys() & given.keys()):
         names = ", ".join(twice)
-        raise RequestError(f"chat_template_kwargs has {names}, and so has the request; send one", param=twice[0])
+        raise RequestError(f"chat_template_kwargs and the request both have {names}; send one", param=twice[0])
     if body.extra.get("tool_choice") == "none":
         fields.pop("tools", None)
     return {**given, **fields, "add_generation_prompt": body.add_generation_prompt is not False}
@@ -84,7 +84,7 @@ def _messages(body: ChatBody) -> list[dict[str, Any]]:
 
 
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """The message as templates read it: `content` is always a string."""
+    """Return the message for encoders: `content` is always a string."""
     content = message.content
     if content is None and message.role not in _MAY_LACK_CONTENT:
         raise RequestError(f"{where}.content is missing; send a string", param=f"{where}.content", code="missing_field")

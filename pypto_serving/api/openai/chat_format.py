@@ -1,4 +1,4 @@
-"""How chat completions are written: plain text, or what a parser makes of it."""
+"""Write chat completions: plain text, or the parts that a parser finds in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pypto_serving.api.openai.sse import EventFormat, Head, encode
 
 
 class ChatFormat(EventFormat):
-    """`chat.completion` objects and chunks."""
+    """Write `chat.completion` objects and chunks."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head, "chat.completion", "chat.completion.chunk", b',"delta":{"content":%b}')
@@ -37,9 +37,9 @@ class ChatFormat(EventFormat):
 
 
 class ParsedChatFormat(ChatFormat):
-    """Chats whose outputs hold reasoning and tool calls beside their content.
+    """Write chats whose outputs have reasoning and tool calls beside content.
 
-    Reasoning goes by both names that clients know. A call is sent whole, when the model has ended it.
+    Reasoning is sent under both names that clients use. A call is sent whole, when it is complete.
     """
 
     def __init__(self, head: Head, new_parser: NewParser) -> None:
@@ -49,7 +49,7 @@ class ParsedChatFormat(ChatFormat):
         self._num_calls = [0] * head.num_choices
 
     def event(self, delta: Delta) -> bytes:
-        """The events of `delta`: one for each of its parts, b"" where it has none yet."""
+        """Write one event for each part of `delta`; b"" if it completes none."""
         index, parser = delta.index, self._parsers[delta.index]
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
@@ -87,5 +87,5 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _finish_reason(reason: str | None, num_calls: int) -> str | None:
-    """The model's stop behind calls is OpenAI's "tool_calls"."""
+    """Return OpenAI's "tool_calls" for a stop after calls."""
     return "tool_calls" if reason == "stop" and num_calls else reason

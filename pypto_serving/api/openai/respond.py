@@ -1,4 +1,4 @@
-"""Writing a generation down: at once as JSON, or as server-sent events. Both end it when the client goes away."""
+"""Answer with a generation: one JSON object or server-sent events. A disconnect ends the generation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DONE = b"data: [DONE]\n\n"
 async def respond(
     request: Request, generation: Generation, form: EventFormat, stream: bool, headers: dict[str, str]
 ) -> Response:
-    """The response of a generation; whatever happens, the generation is closed."""
+    """Make the response of a generation; it closes the generation when it ends."""
     if stream:
         return EventStream(generation, form, headers)
     try:
@@ -44,9 +44,9 @@ async def respond(
 
 
 class EventStream(Response):
-    """Server-sent events of a generation; what waited is written at once.
+    """Stream a generation as server-sent events; waiting deltas leave in one write.
 
-    The status line waits for the first output, so that a request which fails before it gets its own status.
+    The status line waits for the first output, so a request that fails earlier gets its own status.
     """
 
     def __init__(self, generation: Generation, form: EventFormat, headers: dict[str, str]) -> None:
@@ -105,9 +105,9 @@ class EventStream(Response):
 
 
 def begun(work: Awaitable[None]) -> Pause:
-    """Run `work` up to where it waits: None where it ended without, else the rest of it.
+    """Run `work` until it waits; return None if it ended, else the rest of it to await.
 
-    A server's `send` waits for slow clients only, so that most writes need no task.
+    A server's `send` waits for slow clients only, so most writes need no task.
     """
     steps = work.__await__()
     try:
@@ -126,6 +126,6 @@ async def _rest(waits_for: object, steps: Generator[Any, Any, None]) -> None:
 
 @coroutine
 def _resumed(waits_for: object, steps: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
-    """The event loop is told what is waited for, as if the task had come there by itself."""
+    """Wait in the current task for what `begun` found, then run the rest."""
     yield waits_for
     yield from steps

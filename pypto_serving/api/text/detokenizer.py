@@ -10,11 +10,11 @@ from pypto_serving.api.text.tokenizer import REPLACEMENT, Tokenizer
 
 
 class Detokenizer:
-    """Turns one output's token ids into text as they come. Owned by the request whose output it is.
+    """Decode one output token by token. Owned by its choice.
 
-    The pieces of `push` and `flush`, joined, are the decoded output; a character is never split, an incomplete
-    one is held back. The cost of a token does not grow with the output: a run without a clean end longer than
-    `HELD_LIMIT` tokens is decoded in a window that gives out all but the last three undecodable places.
+    The pieces of `push` and `flush`, joined, are the decoded output. A character is never split; an incomplete one is
+    held back. The cost of a token does not grow with the output: after `HELD_LIMIT` tokens without a complete end,
+    decoding goes on in a window that gives out all but the last three undecodable places.
     """
 
     CONTEXT = 6
@@ -35,7 +35,7 @@ class Detokenizer:
         self._restart([] if self._decode(context).endswith(REPLACEMENT) else context)
 
     def push(self, token_id: int) -> str:
-        """Text that became certain with this token, often "" for a part of a character."""
+        """Add a token; return the text that became certain, often "" for a part of a character."""
         if token_id in self._silent:
             return ""
         if not self._held and (whole := self._whole_text(token_id)) is not None:
@@ -57,7 +57,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """What is still held back, at the end of the output; incomplete characters become U+FFFD."""
+        """End the output; return the text held back. Incomplete characters become U+FFFD."""
         text = self._held_text()[self._shown :] if self._held else ""
         self._restart([])
         return text
@@ -87,6 +87,6 @@ class Detokenizer:
 
 
 def _certain_chars(text: str) -> int:
-    """How many characters of decoded `text` no later token can change: at most three bytes await their rest."""
+    """Count the characters of decoded `text` that no later token can change; at most three bytes are incomplete."""
     undecodable = len(text) - len(text.rstrip(REPLACEMENT))
     return len(text) - min(undecodable, 3)

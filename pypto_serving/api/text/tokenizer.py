@@ -23,7 +23,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Does not change after loading, so any thread may use it."""
+    """Encode and decode with a checkpoint's tokenizer. Does not change after loading, so any thread may use it."""
 
     def __init__(self, raw: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
         raw.no_truncation()
@@ -42,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Tokenizer:
-        """Read a checkpoint's tokenizer; raises ModelError where tokenizer.json is missing or damaged."""
+        """Read a checkpoint's tokenizer. Raises ModelError if tokenizer.json is missing or damaged."""
         path = Path(model_dir) / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path} does not exist: this checkpoint has no fast tokenizer; add its tokenizer.json")
@@ -55,9 +55,9 @@ class Tokenizer:
         return cls(raw, special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with `add_special_tokens`, what the checkpoint puts around a sequence too.
+        """Return the token ids of `text`; `add_special_tokens` adds the checkpoint's BOS, EOS and the like.
 
-        Raises RequestError for text that is not valid Unicode.
+        Raises RequestError if the text is not valid Unicode.
         """
         try:
             ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
@@ -66,17 +66,17 @@ class Tokenizer:
         return ids
 
     async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As `encode`, but long texts are encoded in a thread, outside the interpreter lock."""
+        """Encode like `encode`, but long texts in a thread, outside the interpreter lock."""
         if len(text) < LONG_TEXT_CHARS:
             return self.encode(text, add_special_tokens)
         return await asyncio.to_thread(self.encode, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids outside the vocabulary have none."""
+        """Return the text of `ids`; ids outside the vocabulary have none."""
         return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 bytes that a token stands for, alone: part of a character for some, b"" for unknown ids."""
+        """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self.raw.id_to_token(token_id)
@@ -89,9 +89,10 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode()
 
     def _whole_text(self, token_id: int) -> str | None:
-        """The text of a token that is made of whole characters, so that it is the same beside any others; else None.
+        """Return the text of a token made of whole characters, None for other tokens.
 
-        `whole_text` is this with a memory. Only byte-level decoders join tokens without looking at their neighbours.
+        Such a text does not depend on neighbouring tokens, provided that the decoder only joins bytes. `whole_text` is
+        the cached form.
         """
         text = self.raw.decode([token_id], skip_special_tokens=False) if self._joins_bytes else REPLACEMENT
         return None if REPLACEMENT in text else text
@@ -102,7 +103,7 @@ class Tokenizer:
 
 
 def _apply_bos_eos(raw: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
-    """Follow `add_bos_token` / `add_eos_token`, which overrule the post-processor of tokenizer.json as in HF."""
+    """Apply `add_bos_token` and `add_eos_token`; as in Hugging Face they override tokenizer.json's post-processor."""
     if not isinstance(config.get("add_bos_token", config.get("add_eos_token")), bool):
         return
     around = {}
@@ -116,8 +117,9 @@ def _apply_bos_eos(raw: tokenizers.Tokenizer, config: dict[str, Any], special: d
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """Byte-level BPE's printable stand-ins: bytes that are printable in Latin-1 keep their character, the
-    others take U+0100 upwards in order (GPT-2).
+    """Map the characters of byte-level BPE to bytes (GPT-2).
+
+    Bytes printable in Latin-1 are their own character; the others take U+0100 upwards, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
