@@ -29,9 +29,9 @@ import uvloop
 from pypto_serving.api.run import serve
 from pypto_serving.api.server import create_app
 from pypto_serving.api.settings import load_serving_config
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.bench.http import HttpClient
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.engine.text import Tokenizer
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.setup.locate import BUNDLED
 from pypto_serving.types.config import EngineConfig

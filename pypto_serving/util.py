@@ -101,6 +101,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def brief(value: Any) -> str:
+    """Return `repr(value)` for a message, cut to 100 characters."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
 class LazyRegistry:
     """Names mapped to `module:attribute`, imported on first use."""
 

@@ -1,4 +1,4 @@
-"""Which requests are in the server, and whether it takes new ones."""
+"""Admit requests and count them, so that a shutdown can drain them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pypto_serving.errors import UnavailableError
 
 
 class Admission:
-    """Counts requests between admission and their last byte. Owned by the server, used in its event loop only."""
+    """Count requests from admission to their last byte. Owned by Service; used in its event loop only."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -17,22 +17,22 @@ class Admission:
         self._idle.set()
 
     def enter(self) -> None:
-        """Take a request in; raises UnavailableError while draining."""
+        """Admit a request. Raises UnavailableError while draining."""
         if self.draining:
             raise UnavailableError("the server is shutting down and takes no new requests; send it elsewhere")
         self.in_flight += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """A request that entered is done."""
+        """Count an admitted request as done."""
         self.in_flight -= 1
         if self.in_flight == 0:
             self._idle.set()
 
     def drain(self) -> None:
-        """Take no more requests, for good."""
+        """Admit no more requests from now on."""
         self.draining = True
 
     async def wait_idle(self) -> None:
-        """Return as soon as no request is in the server."""
+        """Return when no admitted request is left."""
         await self._idle.wait()

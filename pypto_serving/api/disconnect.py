@@ -1,4 +1,4 @@
-"""Noticing that a client went away, for handlers that stream and for those that do not."""
+"""Notice that a client disconnected, in streams and in whole responses."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; when the client goes away first, `work` is cancelled and ClientDisconnect raised.
+    """Return the result of `work`; if the client disconnects first, cancel `work` and raise ClientDisconnect.
 
-    To be called after the request's body was read: `receive` has nothing but the disconnect left.
+    Call it after the request's body was read: `receive` then waits for the disconnect.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -38,5 +38,5 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def nobody_listens() -> Response:
-    """What a handler returns when its client is gone; only logs and metrics see the status."""
+    """Make the response for a client that is gone; only logs and metrics see its status."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's shape, the right status, Retry-After where waiting helps."""
+"""Turn errors into HTTP responses: OpenAI's JSON, status, Retry-After if waiting helps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from pypto_serving.errors import PyptoError, RequestError, RequestFailedError
-from pypto_serving.types.request import RequestFault
+from pypto_serving.api.generation.errors import EngineFaultError
+from pypto_serving.errors import PyptoError, RequestError
 
 RETRY_UNAVAILABLE_S = 5
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -30,17 +30,9 @@ class BodyTooLargeError(RequestError):
     code = "request_too_large"
 
 
-class EngineFaultError(RequestFailedError):
-    """The engine gave an admitted request up, for the reason in `fault`."""
-
-    def __init__(self, fault: RequestFault) -> None:
-        super().__init__(fault.message, code=fault.code)
-        self.fault = fault
-
-
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """What goes to the client."""
+    """An error as the client sees it."""
 
     status: int
     message: str
@@ -51,16 +43,16 @@ class ApiError:
 
     @property
     def type(self) -> str:
-        """OpenAI's class of error."""
+        """Return OpenAI's class of error."""
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def payload(self) -> bytes:
-        """The JSON body, which is also the payload of an error event in a stream."""
+        """Write the JSON body; an error event in a stream has the same payload."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def response(self, headers: dict[str, str] | None = None) -> Response:
-        """The whole HTTP response."""
+        """Make the HTTP response, with `headers` added."""
         merged = dict(headers or {}) | dict(self.headers)
         if self.retry_after_s is not None:
             merged["retry-after"] = str(self.retry_after_s)
@@ -68,7 +60,7 @@ class ApiError:
 
 
 def describe(error: Exception) -> ApiError:
-    """How `error` is told to a client; anything we did not raise on purpose is a 500 without details."""
+    """Describe `error` to a client; an error not raised on purpose is a 500 without details."""
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=tuple((error.headers or {}).items()))
     if not isinstance(error, PyptoError):
@@ -80,12 +72,3 @@ def describe(error: Exception) -> ApiError:
     headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
     code = getattr(error, "error_code", error.code)
     return ApiError(status, str(error), code, getattr(error, "param", None), retry, headers)
-
-
-def brief(value: Any) -> str:
-    """`value` as it may stand in a message: at most 100 characters."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -1,4 +1,4 @@
-"""Pure ASGI middleware. None of it wraps `receive`, so handlers see a disconnect as soon as the server does."""
+"""Wrap the application in ASGI middleware. None wraps `receive`, so handlers see a disconnect at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 SERVER_SEND = "pypto.server_send"
-"""Where a scope has the server's own `send`, for bodies that come in many pieces: no middleware looks at those."""
+"""Scope key of the server's own `send`. Streams write their bodies with it, past all middleware."""
 
 
 class RequestScope:
-    """Outermost: normalises paths, gives every response an x-request-id, counts and, if wanted, logs responses."""
+    """Normalize paths, give every response an x-request-id, count responses and log them if asked. The outermost."""
 
     def __init__(self, app: ASGIApp, count: Callable[[int], None], log_requests: bool) -> None:
         self.app = app
@@ -55,7 +55,7 @@ class RequestScope:
 
 
 class ApiKeyGuard:
-    """Refuses requests without the API key, but for /health."""
+    """Refuse requests without the API key, except for /health."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self.app = app
@@ -77,7 +77,7 @@ class ApiKeyGuard:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The client's own id where it sent a sane one, else a new one."""
+    """Return the client's own id if it is sane, else a new one."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return bytes(value)

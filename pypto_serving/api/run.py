@@ -1,4 +1,4 @@
-"""Running the application: bind, serve, drain on the first signal, stop on the second."""
+"""Run the application: bind, serve, drain on the first signal, stop on the second."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ OnBound = Callable[[int], None]
 
 
 class ApiServer:
-    """One HTTP server on one socket. All methods belong to its event loop's thread.
+    """Serve HTTP on one socket. Call all methods in the thread of its event loop.
 
-    While it drains it still listens: new requests get a 503 with Retry-After and /health says so.
+    While draining it still listens: new requests get a 503 with Retry-After, and /health reports the drain.
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
@@ -47,11 +47,11 @@ class ApiServer:
 
     @property
     def port(self) -> int:
-        """The real port, also where 0 was asked for."""
+        """Return the bound port; with port 0 the system chose it."""
         return int(self._socket.getsockname()[1])
 
     async def run(self, on_bound: OnBound) -> None:
-        """Serve until stopped; `on_bound(port)` is called once connections are taken."""
+        """Serve until stopped; call `on_bound(port)` when connections are accepted."""
         self._server.on_started = lambda: on_bound(self.port)
         try:
             await self._server.serve(sockets=[self._socket])
@@ -61,7 +61,7 @@ class ApiServer:
             self._socket.close()
 
     def stop(self) -> None:
-        """First call: take no more requests, finish the admitted ones, end. Second call: end now."""
+        """Drain and end: admit nothing more, finish the admitted requests. The second call ends now."""
         if self._drain is None:
             if left := self._service.admission.in_flight:
                 wait_s = self._drain_timeout_s
@@ -82,7 +82,7 @@ class ApiServer:
             self._end_now()
 
     def _end_now(self) -> None:
-        """Who waits is told; whoever does not take it within CLOSE_TIMEOUT_S is cut off."""
+        """End waiting requests with a 503; cut connections that do not take it within CLOSE_TIMEOUT_S."""
         self._service.engine.give_up_all()
         self._server.exit()
 
@@ -90,9 +90,9 @@ class ApiServer:
 async def serve(
     app: FastAPI, host: str, port: int, on_bound: OnBound, *, drain_timeout_s: float = DRAIN_TIMEOUT_S
 ) -> None:
-    """Serve `app` until SIGTERM or SIGINT; raises OSError where it cannot bind.
+    """Serve `app` until SIGTERM or SIGINT. Raises OSError if it cannot bind.
 
-    Port 0 takes a free one, which `on_bound` is told. To be called in the main thread, whose signals it handles.
+    Port 0 takes a free port; `on_bound` gets its number. Call it in the main thread, where signals are handled.
     """
     server = ApiServer(app, host, port, drain_timeout_s)
     loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ async def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; raises OSError where nothing can listen there."""
+    """Bind a TCP socket. Raises OSError if nothing can listen there."""
     info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = info[0]
     bound = socket.socket(family, kind, protocol)
@@ -121,7 +121,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handling, with word of its start, and quiet while nothing happens."""
+    """Run uvicorn without its signal handlers, report its start, and wake rarely while idle."""
 
     on_started: Callable[[], None] | None = None
 
@@ -144,7 +144,7 @@ class _Uvicorn(uvicorn.Server):
         self._exit.set()
 
     async def main_loop(self) -> None:
-        """As uvicorn's, but awake once a second, to write the date, instead of ten times."""
+        """Wake once a second, to write the date; uvicorn's own loop wakes ten times."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._exit.wait(), TICK_S)

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middleware and error handlers around one engine."""
+"""Make the HTTP application: routes, middleware and error handlers around one engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pypto_serving.types.tier import TIERS
 
 
 class Application(FastAPI):
-    """A FastAPI application whose handlers find the server's own `send` in their scope."""
+    """Pass the server's own `send` to handlers, in their scope."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send
@@ -37,7 +37,7 @@ class Application(FastAPI):
 
 
 def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
-    """The application; starts nothing. `app.state.service` holds what the handlers share."""
+    """Make the application; start nothing. `app.state.service` holds the Service of all handlers."""
     app = Application(title="pypto-serving", version=__version__)
     service = Service(engine, serving)
     app.state.service = service
@@ -70,7 +70,7 @@ def _add_routes(app: FastAPI) -> None:
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine makes progress and takes requests, else 503; the body says which and why."""
+    """Answer 200 while the engine makes progress and admits requests, else 503; the body gives the reason."""
     service: Service = request.app.state.service
     state = service.health()
     body = {"status": state.status, "detail": state.detail, "last_step_age_s": round(state.age_s, 3)}
@@ -78,7 +78,7 @@ async def health(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget cached blocks: of all tiers, or of those that the query names, as `?tier=device&tier=host`."""
+    """Forget cached blocks of all tiers, or of the tiers in the query, such as `?tier=device&tier=host`."""
     service: Service = request.app.state.service
     names = request.query_params.getlist("tier")
     for name in names:
@@ -89,18 +89,18 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 
 async def show_version(request: Request) -> Response:
-    """The version of this server."""
+    """Answer with the version of this server."""
     return Response(msgspec.json.encode({"version": __version__}), media_type="application/json")
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Answer with the metrics in Prometheus' text format."""
     service: Service = request.app.state.service
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
 def _documented(schema: type[BaseModel]) -> dict[str, Any]:
-    """The request body of a handler that reads it by itself, for /openapi.json."""
+    """Describe the request body for /openapi.json; the handler parses it itself."""
     content = {"application/json": {"schema": schema.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}
 

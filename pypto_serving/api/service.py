@@ -1,17 +1,18 @@
-"""What all handlers share: the engine, the model's text tools, admission and metrics."""
+"""Hold what all handlers share: engine, tokenizer, chat encoder, seeds, admission and metrics."""
 
 from __future__ import annotations
 
 import logging
-import random
 import time
 
 from pypto_serving.api.admission import Admission
 from pypto_serving.api.chat import load_encoder
+from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import load_eos_token_ids
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.engine.text import Tokenizer, load_eos_token_ids
 from pypto_serving.errors import ModelError, UnknownModelError
 from pypto_serving.util import counted
 
@@ -21,30 +22,25 @@ MAX_REMEMBERED_FIELDS = 1000
 
 
 class Service:
-    """One server's parts. Made once, at start; only `admission`, `metrics` and the seed generator change."""
+    """Join the parts of one server. Made once, at start; only `admission`, `metrics` and `seeds` change."""
 
     def __init__(self, engine: EngineClient, serving: ServingConfig) -> None:
         self.engine = engine
         self.serving = serving
         self.tokenizer = _load_tokenizer(serving.model_dir)
         self.chat_encoder = load_encoder(serving, self.tokenizer)
-        eos = load_eos_token_ids(serving.model_dir, self.tokenizer) if serving.model_dir else ()
-        self.eos_token_ids = tuple(i for i in eos if 0 <= i < engine.config.vocab_size)
+        self.eos_token_ids = _eos_token_ids(serving.model_dir, self.tokenizer, engine.config.vocab_size)
         self.model_name = serving.served_model_names[0]
         self.metrics = ServerMetrics(engine, self.model_name)
         engine.on_stats = self.metrics.observe_step
         self.admission = Admission()
         self.created = int(time.time())
-        self._seeds = random.Random(engine.config.seed)
+        self.seeds = SeedSource(engine.config.seed)
         self._warned_fields: set[str] = set()
         logger.info("%s", serving.default_sampling.describe())
 
-    def draw_seed(self) -> int:
-        """A seed for a request that brought none."""
-        return self._seeds.getrandbits(63)
-
     def resolve_model(self, name: str | None) -> str:
-        """The name to answer under; raises UnknownModelError for a name that is not served."""
+        """Return the model name for the response. Raises UnknownModelError if `name` is not served."""
         if name is None:
             return self.model_name
         if name not in self.serving.served_model_names:
@@ -55,14 +51,14 @@ class Service:
         return name
 
     def warn_ignored(self, fields: list[str]) -> None:
-        """Log each unknown field the first time a client sends it."""
+        """Log each unknown request field once."""
         for field in fields:
             if field not in self._warned_fields and len(self._warned_fields) < MAX_REMEMBERED_FIELDS:
                 self._warned_fields.add(field)
                 logger.warning("ignoring the unknown request field %r (said once per field)", field[:200])
 
     def health(self) -> Health:
-        """The engine's health, or that this server drains."""
+        """Return the engine's health; while draining, report that instead."""
         health = self.engine.health()
         if self.admission.draining:
             detail = f"shutting down, {counted(self.admission.in_flight, 'request')} left"
@@ -78,3 +74,11 @@ def _load_tokenizer(model_dir: str) -> Tokenizer | None:
     except ModelError as error:
         logger.warning("only prompts of token ids can be served: %s", error)
         return None
+
+
+def _eos_token_ids(model_dir: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Join the ids that the checkpoint declares and the tokenizer's eos_token; drop ids outside the vocabulary."""
+    ids = set(load_eos_token_ids(model_dir)) if model_dir else set()
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(i for i in ids if 0 <= i < vocab_size))

@@ -1,4 +1,4 @@
-"""What the HTTP server needs to know about a checkpoint and its own options."""
+"""Configure the HTTP server: options, and the sampling defaults of the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.engine.text import read_json_object
+from pypto_serving.api.text.files import read_optional_json
 from pypto_serving.errors import ConfigError, ModelError, RequestError
 from pypto_serving.types.sampling import SamplingParams
 
@@ -22,9 +22,9 @@ _NEUTRAL = {
 
 
 class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What applies where a request says nothing; None leaves a value at the server's own default.
+    """Sampling values for requests that leave them out; None means the default of SamplingParams.
 
-    `not_applied` lists settings of generation_config.json that change outputs and that this server lacks.
+    `not_applied` has the settings of generation_config.json that would change outputs but are not supported.
     """
 
     temperature: float | None = None
@@ -34,26 +34,26 @@ class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     not_applied: dict[str, Any] = {}
 
     def describe(self) -> str:
-        """One line for the log at start."""
+        """Write one line for the log at start."""
         values = ", ".join(f"{name} {value}" for name, value in self.effective().items())
         lacking = ", ".join(f"{name} {value}" for name, value in self.not_applied.items())
         return f"default sampling: {values}" + (f"; not supported and not applied: {lacking}" if lacking else "")
 
     def given(self) -> dict[str, Any]:
-        """The values that are set, by SamplingParams' names."""
+        """Return the values that are set, by their names in SamplingParams."""
         return {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
 
     def effective(self) -> dict[str, Any]:
-        """What a request that says nothing is sampled with."""
+        """Return the values for a request that leaves all of them out."""
         params = SamplingParams(**self.given())
         return {name: getattr(params, name) for name in SAMPLING_NAMES}
 
 
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the HTTP server. The first of `served_model_names` stands in responses and metrics.
+    """Options of the HTTP server. Responses and metrics use the first of `served_model_names`.
 
     `model_dir` is "" for a model without files. `chat_template` is the path of a Jinja file that replaces the
-    checkpoint's own. Raises ConfigError for values that cannot work.
+    checkpoint's template. Raises ConfigError if a value cannot work.
     """
 
     model_dir: str
@@ -69,16 +69,16 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("the served model name is empty; give at least one name")
         if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("the API key is empty, which would guard nothing; give a key or leave the option out")
+            raise ConfigError("the API key is empty; give a key or leave the option out")
 
     def __repr__(self) -> str:
         return f"ServingConfig({self.model_dir!r}, {self.served_model_names!r})"  # never the key
 
 
 def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
-    """The sampling values of a checkpoint's generation_config.json; raises ModelError where they are impossible."""
+    """Read the sampling defaults in generation_config.json. Raises ModelError if a value is not valid."""
     path = Path(model_dir) / "generation_config.json"
-    config = read_json_object(path)
+    config = read_optional_json(path)
     values = {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
     if config.get("do_sample") is False:
         values["temperature"] = 0.0
@@ -94,7 +94,7 @@ def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
 
 
 def load_serving_config(model_dir: str | Path, **options: Any) -> ServingConfig:
-    """ServingConfig with the checkpoint's own sampling defaults, named after its folder unless `options` say else."""
+    """Make a ServingConfig with the checkpoint's sampling defaults; its folder names the model unless `options` do."""
     options.setdefault("served_model_names", (Path(model_dir).resolve().name,))
     options.setdefault("default_sampling", load_default_sampling(model_dir))
     return ServingConfig(model_dir=str(model_dir), **options)

@@ -1,4 +1,4 @@
-"""`chat`: talk to a model, on a running server or in this process."""
+"""Run the command `chat`: talk to a model, on a running server or in this process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ HELP = "/clear forgets the conversation, /exit leaves; Ctrl-C stops an answer, C
 @takes_options(*ENGINE_PANELS)
 def chat(
     options: Options,
-    url: Annotated[str | None, typer.Option(help="A running server, instead of loading MODEL here.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Key of the server at --url.")] = None,
+    url: Annotated[str | None, typer.Option(help="Chat with this running server; load no model here.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key of the server at --url.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -39,7 +39,7 @@ def chat(
     max_tokens: MaxTokens = None,
     stop: Stop = None,
 ) -> None:
-    """Chat with MODEL, by default the bundled one, or with a running server; reads lines from a pipe too."""
+    """Chat with MODEL, by default the bundled one, or with a running server. Lines may come from a pipe."""
     sampling = given_sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, stop=stop
     )
@@ -70,7 +70,7 @@ def _refuse_engine_options(options: Options) -> None:
 
 
 def _read_line() -> str:
-    """One line of the user's; raises EOFError at the end of the input."""
+    """Read one line. Raises EOFError at the end of the input."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         if not line:
@@ -82,9 +82,9 @@ def _read_line() -> str:
 
 
 class Conversation:
-    """The turns so far; the only state of a chat. `answer` streams the reply to all of them.
+    """Hold the messages of a chat and answer lines. `answer` streams the reply to all messages.
 
-    What the model thinks is shown, on stderr, and forgotten.
+    Reasoning is printed to stderr and not kept.
     """
 
     def __init__(self, answer: Answer, opening: Sequence[Message], read_line: Callable[[], str] = _read_line) -> None:
@@ -94,7 +94,7 @@ class Conversation:
         self.messages = list(opening)
 
     def run(self, name: str) -> None:
-        """Answer lines until there are no more."""
+        """Answer lines until the input ends or the user leaves."""
         if sys.stdin.isatty():
             typer.echo(f"{name}: {HELP}", err=True)
         while True:
@@ -121,7 +121,7 @@ class Conversation:
             typer.echo(HELP, err=True)
 
     def _answer(self, line: str) -> None:
-        """Stream one answer; what came before an interrupt counts, a refused turn does not."""
+        """Stream one answer. Keep what came before an interrupt; forget a refused message."""
         self.messages.append({"role": "user", "content": line})
         pieces: list[str] = []
         thought = False

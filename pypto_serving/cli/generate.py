@@ -1,4 +1,4 @@
-"""`generate`: continue prompts without a server."""
+"""Run the command `generate`: continue prompts without a server."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ DEFAULT_MAX_TOKENS = 128
 def generate(
     options: Options,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts; by default the lines of stdin.")
+        list[str] | None,
+        typer.Argument(metavar="PROMPT...", help="Prompts to continue; by default the lines of stdin."),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message to answer.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer each prompt as a user's message.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -39,7 +40,7 @@ def generate(
     max_tokens: MaxTokens = None,
     stop: Stop = None,
 ) -> None:
-    """Continue prompts with --model, by default the bundled one, and print what was generated, in order."""
+    """Continue prompts with --model, by default the bundled one, and print the outputs in order."""
     sampling = given_sampling(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, stop=stop
     )
@@ -58,7 +59,7 @@ def generate(
 
 
 def _read_prompts() -> list[str]:
-    """One prompt per line of a pipe; raises ConfigError when there is none."""
+    """Read one prompt per line of a pipe. Raises ConfigError if there is none."""
     texts = [] if sys.stdin.isatty() else [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not texts:
         raise ConfigError("there is no prompt; give PROMPT... or pipe one prompt per line")
@@ -66,7 +67,7 @@ def _read_prompts() -> list[str]:
 
 
 def _as_text(output: GenerationOutput) -> str:
-    """The answer; what the model thought before it goes to stderr, which a pipe leaves on the terminal."""
+    """Return the answer; print its reasoning to stderr, which stays on the terminal in a pipe."""
     choice = output.outputs[0]
     if choice.reasoning:
         typer.secho(choice.reasoning, dim=True, err=True)

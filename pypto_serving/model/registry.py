@@ -96,7 +96,7 @@ def load_spec(model_dir: str | Path, dtype: str = "auto", block_size: int = DEFA
     """
     architecture, config = load_config(model_dir)
     serving = serving_dtype(model_dir, dtype)
-    spec: ModelSpec = config.spec(str(model_dir), architecture, serving, block_size, eos_token_ids(model_dir))
+    spec: ModelSpec = config.spec(str(model_dir), architecture, serving, block_size)
     return spec
 
 
@@ -126,13 +126,3 @@ def serving_dtype(model_dir: str | Path, dtype: str = "auto") -> str:
     if dtype not in SERVING_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
     return dtype
-
-
-def eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
-    """End-of-sequence ids of config.json and, where it exists, generation_config.json, ascending."""
-    ids: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = Path(model_dir) / name
-        if name == "config.json" or path.exists():
-            ids |= set(Fields(read_json_file(path), str(path)).int_list("eos_token_id"))
-    return tuple(sorted(ids))

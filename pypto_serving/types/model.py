@@ -73,7 +73,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     obstacle: str = ""
     own_blocks: bool = False
     kv_groups: tuple[KVCacheGroupSpec, ...]
-    eos_token_ids: tuple[int, ...] = ()
 
 
 def default_model_name(path: str) -> str:

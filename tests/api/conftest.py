@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.api.settings import load_serving_config
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.checkpoint import TEXT, write_checkpoint
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.tokens import unpack_ids
 from tests.api.checkpoint import TEXT
 from tests.api.running import RunningServer

@@ -22,7 +22,7 @@ from pypto_serving.api.chat.deepseek_v4 import (
 from pypto_serving.api.chat.deepseek_v4_turns import read_turns
 from pypto_serving.api.chat.output import read_output
 from pypto_serving.api.settings import load_serving_config
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
 from tests.api.checkpoint import write_checkpoint, write_deepseek_v4
 

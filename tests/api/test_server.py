@@ -17,8 +17,8 @@ import pytest
 
 from pypto_serving.api.run import bind
 from pypto_serving.api.settings import DefaultSampling, ServingConfig, load_default_sampling
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import Health
-from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError
 from tests.api.checkpoint import TEXT
 from tests.api.running import RunningServer

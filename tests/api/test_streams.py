@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from pypto_serving.api.openai.respond import begun
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import RequestFault
 from tests.api.checkpoint import TEXT
 from tests.api.running import RunningServer

@@ -11,8 +11,8 @@ import pytest
 
 from pypto_serving import LLM, SamplingParams
 from pypto_serving.api.chat import ENCODER_OF_ARCHITECTURE
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli import main
-from pypto_serving.engine.text import Tokenizer
 from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint

@@ -99,7 +99,7 @@ def test_why_a_model_needs_torch(
     checkpoint: MakeCheckpoint, changes: dict[str, Any], block_size: int, dtype: str, reason: str
 ) -> None:
     architecture, model = load_config(checkpoint())
-    needs = dataclasses.replace(model, **changes).spec("m", architecture, dtype, block_size, ()).needs_torch
+    needs = dataclasses.replace(model, **changes).spec("m", architecture, dtype, block_size).needs_torch
     assert (reason in needs) if reason else not needs
 
 

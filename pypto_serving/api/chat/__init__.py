@@ -1,16 +1,16 @@
-"""Turning chat messages into a prompt, and which way a model family does it."""
+"""Turn chat messages into a prompt, by the encoder of the model family."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pypto_serving.api.chat.output import OutputParser
+from pypto_serving.api.chat.output import NewParser
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.util import LazyRegistry
 
@@ -21,27 +21,27 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
-    """A conversation as a prompt, text or token ids, and what reads each output of it: None for plain text."""
+    """A conversation as a prompt, text or token ids. `new_parser` makes the parser of one output; None: plain text."""
 
     prompt: str | list[int]
-    new_parser: Callable[[], OutputParser] | None = None
+    new_parser: NewParser | None = None
 
 
 class ChatEncoder(Protocol):
-    """A family's way to write a conversation down. Stateless after loading."""
+    """Encode conversations for one model family. Stateless after loading."""
 
     @property
     def request_fields(self) -> frozenset[str]:
-        """Fields of a request, besides its messages, that `encode` takes in `kwargs`.
+        """Return the request fields besides `messages` that `encode` takes in `kwargs`.
 
-        Raises RequestError where the model cannot chat, whatever the request asks for.
+        Raises RequestError if the model cannot chat at all.
         """
 
     def encode(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> EncodedChat:
-        """The prompt; raises RequestError for what the family cannot express.
+        """Make the prompt. Raises RequestError if the family cannot express a message.
 
-        Each message has `role` and `content` (a string) and whatever else the client sent. `kwargs` holds
-        `add_generation_prompt`, the client's chat_template_kwargs, and those of `request_fields` that it sent.
+        Each message has `role`, `content` (a string) and any other fields of the client. `kwargs` holds
+        `add_generation_prompt`, the client's chat_template_kwargs, and its values of `request_fields`.
         """
 
 
@@ -49,20 +49,20 @@ ENCODERS = LazyRegistry(
     "chat encoder",
     {"jinja": "pypto_serving.api.chat.template:load", "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:load"},
 )
-"""Loaders: (ServingConfig, Tokenizer) -> ChatEncoder; raise ModelError where the checkpoint lacks what they need."""
+"""Loaders (ServingConfig, Tokenizer) -> ChatEncoder. Raise ModelError if the checkpoint lacks a file or token."""
 
 ORIGINS = LazyRegistry(
     "chat encoder",
     {"jinja": "pypto_serving.api.chat.template:origin", "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:origin"},
 )
-"""What ENCODERS would load, for people: ServingConfig -> (name, reason); raise as those, and read small files only."""
+"""Descriptions of what ENCODERS load: ServingConfig -> (name, reason). Raise like loaders; read small files only."""
 
 ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
-"""Architectures whose checkpoints write chats by other means than a Jinja template."""
+"""Architectures with an encoder of their own; all others use a Jinja template."""
 
 
 class UnavailableEncoder:
-    """Stands in where a model cannot chat, and tells each request why."""
+    """Refuse every chat with the reason why the model cannot chat."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
@@ -81,7 +81,7 @@ class UnavailableEncoder:
 
 
 def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEncoder:
-    """The encoder of a checkpoint, or one that explains to each request why there is none."""
+    """Load the encoder of a checkpoint, or one that refuses every chat. Raises ModelError if a given template fails."""
     if tokenizer is None:
         return UnavailableEncoder("this model has no tokenizer.json, so the server cannot chat with it")
     try:
@@ -95,7 +95,7 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
 
 
 def describe_chat(serving: ServingConfig) -> tuple[str, str]:
-    """What writes a checkpoint's chats, or "off", with the reason; raises as `load_encoder`, but reads no tokenizer."""
+    """Name what encodes chats, or "off", with the reason. Raises like `load_encoder`, but reads no tokenizer."""
     if not serving.model_dir or not (Path(serving.model_dir) / "tokenizer.json").is_file():
         return "off", "this model has no tokenizer.json"
     try:

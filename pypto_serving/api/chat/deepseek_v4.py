@@ -1,7 +1,7 @@
-"""How DeepSeek V4 wants conversations written: by an encoding of its own, not by a Jinja template.
+"""Encode conversations for DeepSeek V4, which has an encoding of its own instead of a Jinja template.
 
-The source of the format is `encoding/encoding_dsv4.py` in DeepSeek's checkpoints, whose file says which texts ask for
-more effort; it is read, never run.
+The format is that of `encoding/encoding_dsv4.py` in DeepSeek's checkpoints. The file also tells which effort texts the
+model knows; it is read, never run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.chat.deepseek_v4_output import THINK_END, DeepseekV4Parser
 from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_tools, read_turns, refuse, with_request
 from pypto_serving.api.chat.dsml import to_json, write_calls, write_tools
-from pypto_serving.api.errors import brief
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.engine.text import Tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
+from pypto_serving.util import brief
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -48,7 +48,7 @@ _EXHAUSTIVE = (
     "that no assumption remains unchecked and no error remains undiscovered.\n\n"
 )
 FIRST_EFFORTS = {"low": "", "high": "", "max": _THOROUGH}
-"""What stands before a conversation in thinking mode, by effort: Flash, Pro and DSpark as first released."""
+"""Text before a conversation in thinking mode, by effort: Flash, Pro and DSpark as first released."""
 LATER_EFFORTS = {"low": "", "high": _THOROUGH, "max": _EXHAUSTIVE}
 """The same since DeepSeek-V4-Flash-0731."""
 EFFORTS = {
@@ -60,14 +60,14 @@ EFFORTS = {
     "xhigh": "high",
     "max": "max",
 }
-"""What DeepSeek's API makes of each `reasoning_effort`; "none" asks for no thinking at all."""
+"""The effort that DeepSeek's API uses for each `reasoning_effort`; "none" also turns thinking off."""
 
 OPTIONS = ("thinking", "enable_thinking", "drop_thinking", "reasoning_effort")
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """`thinking` or chat mode; `drop` leaves out the reasoning of earlier turns; `effort` is low, high or max."""
+    """How to encode: `thinking` or chat mode; `drop` the reasoning of earlier turns; `effort` low, high or max."""
 
     thinking: bool = True
     drop: bool = True
@@ -75,7 +75,7 @@ class Mode:
 
 
 class DeepseekV4Encoder:
-    """See ChatEncoder."""
+    """Encode conversations for DeepSeek V4. See ChatEncoder."""
 
     request_fields = frozenset({"tools", "response_format", "reasoning_effort", "thinking"})
 
@@ -83,7 +83,7 @@ class DeepseekV4Encoder:
         self._efforts = efforts
 
     def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
-        """The conversation as text that begins with BOS; raises RequestError that names what is wrong with it."""
+        """Write the conversation as text that begins with BOS. Raises RequestError that names the field at fault."""
         if not messages:
             refuse("messages", "is an empty list; send at least one message")
         options = dict(kwargs)
@@ -97,7 +97,7 @@ class DeepseekV4Encoder:
             refuse(
                 f"messages[{len(messages) - 1}]",
                 "is the assistant's, but the last message must ask for an answer; "
-                "set `prefix` to true in it to have it continued",
+                "set its `prefix` to true to continue it",
             )
         prefix = self._efforts[mode.effort] if mode.thinking else ""
         try:
@@ -111,7 +111,7 @@ class DeepseekV4Encoder:
 
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
-    """The encoder of a checkpoint; raises ModelError where its tokenizer lacks a token that marks turns."""
+    """Load the encoder of a checkpoint. Raises ModelError if its tokenizer lacks a token that marks turns."""
     origin(serving)
     for token in NEEDED_TOKENS:
         if tokenizer.raw.token_to_id(token) is None:
@@ -124,14 +124,14 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
 
 
 def origin(serving: ServingConfig) -> tuple[str, str]:
-    """That the encoding is not in the files, and why; raises ConfigError where it is to be replaced."""
+    """Describe the encoding. Raises ConfigError if a chat template is given, which could not replace it."""
     if serving.chat_template is not None:
         raise ConfigError("--chat-template has no effect: DeepSeek V4 has an encoding of its own; drop it")
     return "its own", "DeepSeek V4 has an encoding instead of a template"
 
 
 def read_mode(options: Mapping[str, Any]) -> Mode:
-    """The mode that a client's options ask for: thinking unless they say otherwise, and what they say of it wins."""
+    """Read the mode from a client's options; the default is thinking. Raises RequestError."""
     if unknown := sorted(options.keys() - set(OPTIONS)):
         names = ", ".join(unknown)[:200]
         refuse("chat_template_kwargs", f"has {names}, but this model knows only {', '.join(OPTIONS)}")
@@ -142,13 +142,13 @@ def read_mode(options: Mapping[str, Any]) -> Mode:
         flag for flag in (_thinking(options.get("thinking")), _flag(options, "enable_thinking")) if flag is not None
     ]
     if len(set(said)) > 1:
-        refuse("chat_template_kwargs", "has thinking and enable_thinking, which say different things; send one")
+        refuse("chat_template_kwargs", "has thinking and enable_thinking with different values; send one")
     thinking = said[0] if said else effort != "none"
     return Mode(thinking, _flag(options, "drop_thinking") is not False, EFFORTS[effort or "high"])
 
 
 def write_turns(turns: Sequence[Turn], mode: Mode, asks: bool = True) -> str:
-    """All of a conversation behind BOS and effort; with `asks`, up to where the answer begins."""
+    """Write the turns of a conversation; with `asks`, also open the assistant's answer."""
     drops = mode.thinking and mode.drop and not any(turn.tools for turn in turns)
     if drops:
         last = _last_said(turns)
@@ -164,14 +164,14 @@ def write_turns(turns: Sequence[Turn], mode: Mode, asks: bool = True) -> str:
 
 
 def _last_said(turns: Sequence[Turn]) -> int:
-    """Index of the last turn that asks something; -1 where there is none."""
+    """Return the index of the last user or developer turn, -1 if there is none."""
     return max((i for i, turn in enumerate(turns) if turn.role in _SAYING), default=-1)
 
 
 def _hands_over(turns: Sequence[Turn], i: int, asks: bool) -> bool:
-    """Whether the assistant's turn is opened behind turn `i`.
+    """Tell whether the assistant's turn is opened after turn `i`.
 
-    A conversation that ends with instructions opens one too, which DeepSeek's own code leaves out: agents send such.
+    It is also opened after final instructions, which agents send; DeepSeek's own code does not.
     """
     role = turns[i].role
     if i + 1 < len(turns):
@@ -192,7 +192,7 @@ def _write(turn: Turn, thinks: bool) -> str:
 
 
 def _read_format(wanted: Any) -> Mapping[str, Any] | None:
-    """The JSON schema of OpenAI's `response_format`, which the prompt then asks for and nothing enforces."""
+    """Return the JSON schema of OpenAI's `response_format`. The prompt asks for it; nothing enforces it."""
     kind = wanted.get("type") if isinstance(wanted, dict) else wanted
     if wanted is None or kind == "text":
         return None
@@ -208,7 +208,7 @@ def _read_format(wanted: Any) -> Mapping[str, Any] | None:
 
 
 def _thinking(value: Any) -> bool | None:
-    """`thinking` as a flag of chat_template_kwargs, or as DeepSeek's API has it."""
+    """Read `thinking`: a flag in chat_template_kwargs, or the object of DeepSeek's API."""
     if isinstance(value, dict):
         value = {"enabled": True, "disabled": False}.get(str(value.get("type")), value)
     if not isinstance(value, bool | None):

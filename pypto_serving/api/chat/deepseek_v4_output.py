@@ -1,4 +1,4 @@
-"""Reading what DeepSeek V4 writes: reasoning up to `</think>`, then content, then calls in DSML."""
+"""Parse the outputs of DeepSeek V4: reasoning up to `</think>`, then content, then calls in DSML."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pypto_serving.api.chat.output import Part, TextKind, TextPart
 
 THINK_END = "</think>"
 _GAP = "\n\n"
-"""Stands before a block of calls and belongs to it."""
+"""Precedes a block of calls and belongs to it."""
 
 
 class DeepseekV4Parser:
-    """See OutputParser. Owned by one output.
+    """Parse one output. See OutputParser. Owned by the reader of that output.
 
-    An output that begins within the reasoning (`thinks`) and never ends it is reasoning to its end. Calls are read only
-    with `reads_calls`; what follows a block of calls is content again, and so is a block that is cut or malformed, from
-    the first call that cannot be read.
+    - With `thinks` the output begins as reasoning; without a `</think>` all of it is reasoning.
+    - With `reads_calls` a block of calls is read; text after it is content again.
+    - Of a block that is cut or malformed, everything from the first unreadable call on is content.
     """
 
     def __init__(self, thinks: bool, reads_calls: bool) -> None:
@@ -26,7 +26,7 @@ class DeepseekV4Parser:
         self._block_start = ""
 
     def push(self, text: str) -> list[Part]:
-        """The parts that became certain with `text`."""
+        """Add text; return the parts that became certain."""
         parts: list[Part] = []
         more: str | None = text
         while more is not None:
@@ -39,7 +39,7 @@ class DeepseekV4Parser:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was held back, at the end of the output."""
+        """End the output; return the parts held back."""
         parts: list[Part] = []
         if self._block is None:
             _add("reasoning" if self._thinks else "content", self._held, parts)
@@ -48,7 +48,7 @@ class DeepseekV4Parser:
         return parts
 
     def _reason(self, text: str, parts: list[Part]) -> str | None:
-        """Each state takes `text` and returns what the next state is to take, None where there is no next one yet."""
+        """Read reasoning. Like each state, return the text left for the next state, None if this state goes on."""
         before, mark, after = (self._held + text).partition(THINK_END)
         if mark:
             self._thinks, self._held = False, ""
@@ -80,7 +80,7 @@ class DeepseekV4Parser:
         return block.rest
 
     def _hold(self, kind: TextKind, text: str, count: int, parts: list[Part]) -> None:
-        """Give out `text` but for its last `count` characters."""
+        """Give out `text` without its last `count` characters; hold those back."""
         end = len(text) - count
         self._held = text[end:]
         _add(kind, text[:end], parts)
@@ -92,5 +92,5 @@ def _add(kind: TextKind, text: str, parts: list[Part]) -> None:
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Length of the longest proper beginning of `mark` that `text` ends with."""
+    """Return the length of the longest proper prefix of `mark` that `text` ends with."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,4 +1,4 @@
-"""Checked messages of a DeepSeek V4 conversation, as its encoding has them: tool results are words of the user."""
+"""Check the messages of a conversation and group them into DeepSeek V4's turns; tool results join the user's turn."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
-from pypto_serving.api.errors import brief
 from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
 
 Role = Literal["system", "user", "developer", "assistant", "latest_reminder"]
 Message = Mapping[str, Any]
@@ -16,15 +16,15 @@ Call = tuple[str, Mapping[str, Any]]
 
 ROLES = ("system", "user", "developer", "assistant", "tool", "latest_reminder")
 INSTRUCTING: tuple[Role, ...] = ("system", "developer")
-"""Roles whose messages may tell of tools and of the format of answers."""
+"""Roles whose messages may have tools and a response_format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. `tools` are OpenAI's function objects; `schema` is what the answer is to follow, None for nothing.
+    """One turn. `tools` are OpenAI's function objects; `schema` is the JSON schema that the answer should follow.
 
-    `text` of a user is all that stands between two answers: words and tool results. An assistant's turn that is not
-    `ended` is to be continued.
+    A user's `text` joins all messages between two answers: the user's own and tool results. An assistant's turn that is
+    not `ended` is continued by the model.
     """
 
     role: Role
@@ -37,7 +37,7 @@ class Turn:
 
 
 def read_turns(messages: Sequence[Message]) -> list[Turn]:
-    """The turns of a conversation; raises RequestError that names the message at fault."""
+    """Make the turns of a conversation. Raises RequestError that names the message at fault."""
     turns: list[Turn] = []
     said = _Said()
     for i, message in enumerate(messages):
@@ -61,7 +61,7 @@ def read_turns(messages: Sequence[Message]) -> list[Turn]:
 def with_request(
     turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None
 ) -> list[Turn]:
-    """`turns` with the request's tools and schema in the leading system or developer message, made if need be."""
+    """Add the request's tools and schema to the leading system or developer turn; make one if there is none."""
     if not tools and not schema:
         return list(turns)
     leads = bool(turns) and turns[0].role in INSTRUCTING
@@ -70,7 +70,7 @@ def with_request(
 
 
 def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
-    """The function objects of OpenAI's `tools`; raises RequestError."""
+    """Return the function objects of OpenAI's `tools`. Raises RequestError."""
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -84,7 +84,7 @@ def refuse(where: str, complaint: str) -> NoReturn:
 
 
 class _Said:
-    """Collects what is said between two answers, and knows the places of all calls before, by their ids."""
+    """Collect the messages between two answers; remember the order of all earlier calls by their ids."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
@@ -93,7 +93,7 @@ class _Said:
         self._have_ids: bool | None = None
 
     def expect(self, call_ids: Sequence[str]) -> None:
-        """An answer made these calls. An id that occurs again is from then on the later call's."""
+        """Remember the calls of an answer; a repeated id belongs to the later call."""
         for call_id in call_ids:
             self._num_calls += 1
             if call_id:
@@ -103,17 +103,17 @@ class _Said:
         self._blocks.append((None, text))
 
     def result(self, text: str, call_id: str, where: str) -> None:
-        """What a call gave. Results may all come without ids, then in the order of their calls."""
+        """Add a tool result. Either all results have ids, or none has and they come in the order of their calls."""
         if call_id and call_id not in self._places:
             known = brief(list(self._places)) if self._places else "none"
             refuse(f"{where}.tool_call_id", f"is {brief(call_id)}, but the ids of earlier calls are {known}")
         if self._have_ids not in (None, bool(call_id)):
-            refuse(f"{where}.tool_call_id", "must stand in all results of an answer's calls, or in none of them")
+            refuse(f"{where}.tool_call_id", "must be in all results of an answer's calls, or in none of them")
         self._have_ids = bool(call_id)
         self._blocks.append((call_id, f"<tool_result>{text}</tool_result>"))
 
     def turns(self) -> list[Turn]:
-        """The user's turn, if anything was said: results in the order of their calls, where results stand."""
+        """Return the user's turn, if there are messages; tool results are put in the order of their calls."""
         if not self._blocks:
             return []
         results = [block for block in self._blocks if block[0] is not None]
@@ -124,7 +124,7 @@ class _Said:
 
 
 def _turn(message: Message, role: Role, text: str, where: str) -> Turn:
-    """Any message but a user's and a tool's."""
+    """Make the turn of a message whose role is neither user nor tool."""
     if role == "assistant":
         reasoning = _text(message, "reasoning_content", where) or _text(message, "reasoning", where)
         open_ended = bool(message.get("prefix") or message.get("wo_eos"))
@@ -161,7 +161,7 @@ def _call(call: Any, where: str) -> Call:
 
 
 def _arguments(text: str) -> Mapping[str, Any]:
-    """Arguments as an object. Text that is none, which a model may well write, becomes its only argument."""
+    """Parse arguments; text that is not a JSON object, which a model may write, becomes the only argument."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -174,7 +174,7 @@ def _call_ids(message: Message, where: str) -> list[str]:
 
 
 def _tool(entry: Any, where: str) -> Mapping[str, Any]:
-    """The function object of a tool."""
+    """Return the function object of a tool, its parameters checked."""
     function = _function(entry, where)
     if not isinstance(function.get("parameters"), dict | None):
         complaint = f"is {brief(function['parameters'])}, but must be a JSON schema, which is an object"
@@ -183,7 +183,7 @@ def _tool(entry: Any, where: str) -> Mapping[str, Any]:
 
 
 def _function(entry: Any, where: str) -> Mapping[str, Any]:
-    """The function object of a tool or of a call."""
+    """Return the function object of a tool or of a call."""
     function = entry.get("function") if isinstance(entry, dict) else None
     if not isinstance(function, dict) or entry.get("type", "function") != "function":
         refuse(where, f"is {brief(entry)}, but must be {{'type': 'function', 'function': {{...}}}}")
@@ -195,7 +195,7 @@ def _function(entry: Any, where: str) -> Mapping[str, Any]:
 
 
 def _text(entry: Message, field: str, where: str) -> str:
-    """A field that may be left out."""
+    """Return a string field, "" if it is left out."""
     value = entry.get(field)
     if not isinstance(value, str | None):
         refuse(f"{where}.{field}", f"is {brief(value)}, but must be a string")

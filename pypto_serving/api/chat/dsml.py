@@ -1,6 +1,6 @@
-"""DSML, the markup in which DeepSeek V4 is told of tools and calls them.
+"""Write and read DSML, DeepSeek V4's markup for tools and tool calls.
 
-The wording is DeepSeek's (`encoding/encoding_dsv4.py` of the checkpoints), to the byte: models are trained on it.
+The wording is that of `encoding/encoding_dsv4.py` in the checkpoints, to the byte: models are trained on it.
 """
 
 from __future__ import annotations
@@ -59,24 +59,24 @@ _INVOKE = re.compile(
     rf"{_INVOKE_END}",
     re.DOTALL,
 )
-"""Possessive, so that no text makes it try twice."""
+"""Possessive quantifiers, so that no text makes it backtrack."""
 _BLOCK_END = re.compile(rf"\s*{CALLS_END}")
 _ANY_END = re.compile(rf"{_INVOKE_END}|{CALLS_END}")
 _OVERLAP = max(len(_INVOKE_END), len(CALLS_END)) - 1
 
 
 def to_json(value: Any) -> str:
-    """JSON as the encoding has it: spaces after separators, no escapes of what is Unicode."""
+    """Write JSON like the encoding: spaces after separators, Unicode not escaped."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def write_tools(functions: Sequence[Mapping[str, Any]]) -> str:
-    """The block that tells of `functions`, OpenAI's function objects."""
+    """Write the block that describes `functions`, which are OpenAI's function objects."""
     return _TOOLS_BEFORE + "\n".join(map(to_json, functions)) + _TOOLS_AFTER
 
 
 def write_calls(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """The block of calls, each a tool's name and its arguments."""
+    """Write the block of calls; each is a tool's name and its arguments."""
     return f"{CALLS_START}\n" + "".join(f"{_write_call(*call)}\n" for call in calls) + CALLS_END
 
 
@@ -91,9 +91,9 @@ def _write_parameter(name: str, value: Any) -> str:
 
 
 class BlockReader:
-    """Reads the calls behind a CALLS_START out of a text that comes in pieces. Owned by one parser.
+    """Read the calls after a CALLS_START from text that comes in pieces. Owned by one parser.
 
-    Tags are read in order, so a value may hold the end tags of what is around it. `rest` is what is not read yet.
+    Tags are read in order, so a value may contain end tags of its parents. `rest` is the text not read yet.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class BlockReader:
         self._searched = 0
 
     def push(self, text: str) -> list[ToolCall]:
-        """Calls that `text` completes; none once the block has `ended`, behind which everything is `rest`."""
+        """Add text; return the calls that it completes. Once the block has `ended`, all text goes to `rest`."""
         self.rest += text
         calls = []
         while not self.ended and (end := _ANY_END.search(self.rest, self._searched)):
@@ -123,7 +123,7 @@ class BlockReader:
 
 
 def _read_arguments(parameters: str) -> str:
-    """The JSON object of a call's parameters; where one occurs twice, the last counts."""
+    """Make the JSON object of a call's parameters; of a repeated one the last counts."""
     values = {}
     for name, is_string, value in _PARAMETER.findall(parameters):
         values[name] = to_json(value) if is_string == "true" or not _is_json(value) else value

@@ -1,8 +1,8 @@
-"""What the output of a chat model is made of, once its family's parser has read it."""
+"""Describe parsed chat outputs: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -11,14 +11,14 @@ TextKind = Literal["reasoning", "content"]
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """More text of the model's reasoning, or of what it says to the user; never empty."""
+    """More text of the reasoning or of the content; never empty."""
 
     kind: TextKind
     text: str
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One complete call. `arguments` is a JSON object, as text."""
+    """One complete tool call. `arguments` is a JSON object, as text."""
 
     name: str
     arguments: str
@@ -28,20 +28,24 @@ Part = TextPart | ToolCall
 
 
 class OutputParser(Protocol):
-    """Reads one output in pieces. Whatever the pieces are, the parts, texts of a kind joined, are the same.
+    """Parse one output that comes in pieces. How it is cut does not change the joined parts.
 
-    Never fails: what is no valid syntax of its family is content.
+    A parser never fails: text that is not valid syntax of its family is content.
     """
 
     def push(self, text: str) -> list[Part]:
-        """The parts that became certain with `text`."""
+        """Add text; return the parts that became certain."""
 
     def finish(self) -> list[Part]:
-        """What was held back, at the end of the output."""
+        """End the output; return the parts held back."""
+
+
+NewParser = Callable[[], OutputParser]
+"""Makes the parser of one output."""
 
 
 class AssistantMessage(msgspec.Struct):
-    """A whole output."""
+    """One whole output."""
 
     reasoning: str = ""
     content: str = ""
@@ -49,7 +53,7 @@ class AssistantMessage(msgspec.Struct):
 
 
 def read_output(parser: OutputParser, texts: Iterable[str]) -> AssistantMessage:
-    """The message that `texts`, joined, are; `parser` must be new."""
+    """Parse a whole output, given in pieces, with a new parser."""
     parts = [part for text in texts for part in parser.push(text)] + parser.finish()
     calls = [part for part in parts if isinstance(part, ToolCall)]
     return AssistantMessage(_text_of(parts, "reasoning"), _text_of(parts, "content"), calls)

@@ -1,4 +1,4 @@
-"""The checkpoint's own Jinja chat template, in a sandbox, with the helpers that Hugging Face gives templates."""
+"""Encode chats with the checkpoint's Jinja template, in a sandbox, with Hugging Face's template helpers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import jinja2.sandbox
 
 from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.engine.text import Tokenizer, load_special_tokens, read_json_object
+from pypto_serving.api.text.files import load_special_tokens, read_optional_json
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 
 logger = logging.getLogger("pypto_serving.api")
@@ -26,12 +27,12 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 
 
 class TemplateEncoder:
-    """A compiled template; see ChatEncoder."""
+    """Render a compiled template. See ChatEncoder."""
 
     request_fields = frozenset[str]()
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile `source`; raises ModelError where it is no valid template."""
+        """Compile `source`. Raises ModelError if it is not a valid template."""
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -39,46 +40,46 @@ class TemplateEncoder:
         self._special_tokens = dict(special_tokens)
 
     def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
-        """The rendered conversation; raises RequestError with the template's own complaint."""
+        """Render the conversation. Raises RequestError with the template's own message."""
         try:
             values = self._special_tokens | {"messages": list(messages)} | dict(kwargs)
             return EncodedChat(self._template.render(**values))
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        except Exception as error:  # whatever a template does with messages it did not expect
+        except Exception as error:  # a template may fail in any way on unexpected messages
             detail = f"{type(error).__name__}: {error}"
             raise RequestError(f"the chat template failed on these messages: {detail}", param="messages") from error
 
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
-    """Find and compile the template; raises ModelError where there is none or it is damaged."""
+    """Find and compile the template. Raises ModelError if there is none or it is damaged."""
     source, origin = find_template(Path(serving.model_dir), serving.chat_template)
     logger.info("chat template from %s", origin)
     return TemplateEncoder(source, load_special_tokens(serving.model_dir))
 
 
 def origin(serving: ServingConfig) -> tuple[str, str]:
-    """The file that the template stands in, and why; raises ModelError as `load`."""
+    """Return the template's file and why it was chosen. Raises ModelError like `load`."""
     source, path = find_template(Path(serving.model_dir), serving.chat_template)
     TemplateEncoder(source, {})
     return (path.name, "from the model's files") if serving.chat_template is None else (str(path), "given")
 
 
 def find_template(model_dir: Path, override: str | None = None) -> tuple[str, Path]:
-    """A template's source and the file it stands in: the override, else as Hugging Face looks for it."""
+    """Return a template's source and file: the override, else the one Hugging Face would use. Raises ModelError."""
     if override is not None:
         return _read_text(Path(override)), Path(override)
     if (model_dir / "chat_template.jinja").is_file():
         return _read_text(model_dir / "chat_template.jinja"), model_dir / "chat_template.jinja"
     for name in ("chat_template.json", "tokenizer_config.json"):
-        source = _choose(read_json_object(model_dir / name).get("chat_template"))
+        source = _choose(read_optional_json(model_dir / name).get("chat_template"))
         if source is not None:
             return source, model_dir / name
     raise ModelError("this model has no chat template")
 
 
 def _choose(declared: object) -> str | None:
-    """The template of a `chat_template` value: a string, or a list of named ones of which "default" is meant."""
+    """Return the template in a `chat_template` value: a string, or the entry "default" of a list of named ones."""
     if isinstance(declared, str):
         return declared
     if not isinstance(declared, list):
@@ -96,7 +97,7 @@ def _read_text(path: Path) -> str:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here its body is simply written out."""
+    """Render the body of `{% generation %}`, a tag that matters in training only."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -123,7 +124,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without jinja's HTML escapes."""
+    """Write JSON without Jinja's HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

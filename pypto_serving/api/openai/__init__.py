@@ -1,1 +1,8 @@
-"""OpenAI's endpoints: request schemas, prompts, generations, and how they are written down as JSON and SSE."""
+"""Serve OpenAI's endpoints: translate their JSON to a generation and its deltas to JSON or server-sent events.
+
+- `completions`, `chat`, `models`: the endpoints
+- `body`, `schemas`, `fields`: parse bodies, screen unknown fields
+- `params`, `prompts`: read sampling parameters and prompts
+- `respond`: answer at once or stream
+- `sse`, `chat_format`, `logprobs`, `usage`: write events and objects
+"""

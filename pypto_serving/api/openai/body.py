@@ -1,4 +1,4 @@
-"""From the bytes of a request body to a checked schema. Whatever a client sends, the answer is a 4xx, not a crash."""
+"""Parse request bodies; every malformed one is a 4xx."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body; raises BodyTooLargeError above `limit` bytes.
+    """Read the whole body. Raises BodyTooLargeError above `limit` bytes.
 
-    A body that is too large is still received, up to four times the limit, and thrown away: a client that is
-    cut off while it sends would not read our answer.
+    Up to four times the limit is received and dropped first: a client that is cut off while it sends does not read the
+    answer.
     """
     chunks: list[bytes] = []
     size = 0
@@ -38,7 +38,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 
 async def parse_body(request: Request, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
-    """The body as `schema`, and the names of ignored fields; raises RequestError naming what is wrong."""
+    """Return the body as `schema` and the names of ignored fields. Raises RequestError naming the field at fault."""
     service: Service = request.app.state.service
     raw = await read_body(request, service.serving.max_body_bytes)
     try:
@@ -55,7 +55,7 @@ async def parse_body(request: Request, schema: type[BodyT], rules: FieldRules) -
 
 
 def _explain(error: ValidationError) -> RequestError:
-    """The first complaint, in one line."""
+    """Describe the first validation error in one line."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:200]
     if first["type"] == "json_invalid":

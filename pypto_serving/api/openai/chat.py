@@ -1,28 +1,29 @@
-"""POST /v1/chat/completions."""
+"""Serve POST /v1/chat/completions."""
 
 from __future__ import annotations
 
 import time
+import uuid
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pypto_serving.api.chat import EncodedChat
 from pypto_serving.api.chat.template import RESERVED
-from pypto_serving.api.errors import brief
+from pypto_serving.api.generation.generation import Generation
+from pypto_serving.api.generation.prompts import encode_chat
+from pypto_serving.api.generation.request import GenerationRequest, fit_prompt
 from pypto_serving.api.openai.body import parse_body
 from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
 from pypto_serving.api.openai.fields import chat_rules, ignored_header
-from pypto_serving.api.openai.generation import Generation, Prompt
-from pypto_serving.api.openai.params import cache_salt_of, parseable, priority_of, sampling_params
-from pypto_serving.api.openai.prompts import encode_chat, fit_max_tokens
+from pypto_serving.api.openai.params import cache_salt_of, priority_of, sampling_params
 from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.schemas import ChatBody, ChatMessage
+from pypto_serving.api.openai.sse import Head
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS
+from pypto_serving.util import brief
 
 _MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 
@@ -32,26 +33,23 @@ async def create_chat_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     body, ignored = await parse_body(request, ChatBody, chat_rules(service.chat_encoder.request_fields))
     model = service.resolve_model(body.model)
-    chat, prompt = await _prompt(service, body)
-    generation = Generation(service, [prompt], "chatcmpl")
-    usage = bool(body.stream_options and body.stream_options.include_usage)
-    basics = (generation.id, int(time.time()), model, prompt.params.n, usage)
-    form = ChatFormat(*basics) if chat.new_parser is None else ParsedChatFormat(*basics, chat.new_parser)
+    wanted = await _generation_request(service, body)
+    generation = Generation(service, wanted)
+    head = Head(generation.id, int(time.time()), model, wanted.num_choices, body.include_usage)
+    new_parser = wanted.prompts[0].new_parser
+    form = ChatFormat(head) if new_parser is None else ParsedChatFormat(head, new_parser)
     return await respond(request, generation, form, bool(body.stream), ignored_header(ignored))
 
 
-async def _prompt(service: Service, body: ChatBody) -> tuple[EncodedChat, Prompt]:
-    config = service.engine.config
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    explicit = getattr(body, name)
-    defaults = service.serving.default_sampling
-    params = sampling_params(body, defaults, config.vocab_size, explicit, _num_logprobs(body))
-    chat = service.chat_encoder.encode(_messages(body), _encoder_kwargs(body, service.chat_encoder.request_fields))
+async def _generation_request(service: Service, body: ChatBody) -> GenerationRequest:
+    config, encoder = service.engine.config, service.chat_encoder
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked, defaults = getattr(body, field), service.serving.default_sampling
+    params = sampling_params(body, defaults, config.vocab_size, asked, _num_logprobs(body))
+    chat = encoder.encode(_messages(body), _encoder_kwargs(body, encoder.request_fields))
     ids = await encode_chat(service, chat, bool(body.add_special_tokens))
-    max_tokens = fit_max_tokens(len(ids), explicit, None, config.max_model_len, name)
-    params = msgspec.structs.replace(params, max_tokens=max_tokens)
-    params = parseable(params) if chat.new_parser is not None else params
-    return chat, Prompt(ids, params, priority_of(body), cache_salt_of(body))
+    prompt = fit_prompt(ids, params, config.max_model_len, max_tokens_field=field, new_parser=chat.new_parser)
+    return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", [prompt], priority_of(body), cache_salt_of(body))
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -73,7 +71,7 @@ def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str]) -> dict[str,
     fields = {name: value for name, value in body.extra.items() if name in request_fields and value is not None}
     if twice := sorted(fields.keys() & given.keys()):
         names = ", ".join(twice)
-        raise RequestError(f"chat_template_kwargs has {names}, and so has the request; send one", param=twice[0])
+        raise RequestError(f"chat_template_kwargs and the request both have {names}; send one", param=twice[0])
     if body.extra.get("tool_choice") == "none":
         fields.pop("tools", None)
     return {**given, **fields, "add_generation_prompt": body.add_generation_prompt is not False}
@@ -86,7 +84,7 @@ def _messages(body: ChatBody) -> list[dict[str, Any]]:
 
 
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """The message as templates read it: `content` is always a string."""
+    """Return the message for encoders: `content` is always a string."""
     content = message.content
     if content is None and message.role not in _MAY_LACK_CONTENT:
         raise RequestError(f"{where}.content is missing; send a string", param=f"{where}.content", code="missing_field")

@@ -1,25 +1,23 @@
-"""How chat completions are written: plain text, or what a parser makes of it."""
+"""Write chat completions: plain text, or the parts that a parser finds in it."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from typing import Any
 
-from pypto_serving.api.chat.output import OutputParser, Part, ToolCall, read_output
-from pypto_serving.api.openai.choice import Delta, Output
+from pypto_serving.api.chat.output import NewParser, Part, ToolCall, read_output
+from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.output import Output
 from pypto_serving.api.openai.logprobs import chat_logprobs
-from pypto_serving.api.openai.sse import EventFormat, encode
+from pypto_serving.api.openai.sse import EventFormat, Head, encode
 
 
 class ChatFormat(EventFormat):
-    """`chat.completion` objects and chunks."""
+    """Write `chat.completion` objects and chunks."""
 
-    def __init__(self, chat_id: str, created: int, model: str, num_choices: int, include_usage: bool) -> None:
-        self._base = {"id": chat_id, "object": "chat.completion", "created": created, "model": model}
-        base = {**self._base, "object": "chat.completion.chunk"}
-        super().__init__(base, num_choices, b',"delta":{"content":%b}', include_usage)
-        self._num_choices = num_choices
+    def __init__(self, head: Head) -> None:
+        super().__init__(head, "chat.completion", "chat.completion.chunk", b',"delta":{"content":%b}')
+        self._num_choices = head.num_choices
 
     def opening(self) -> bytes:
         role = b',"delta":{"role":"assistant","content":""}'
@@ -29,41 +27,29 @@ class ChatFormat(EventFormat):
         content = b',"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b',"delta":{}'
         return self.choice(delta.index, content, chat_logprobs(delta.logprobs), delta.finish_reason)
 
-    def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
-        choices = [
-            {"index": output.index, "logprobs": chat_logprobs(output.logprobs), **self._answer(output)}
-            for output in outputs
-        ]
-        return {**self._base, "choices": choices, "usage": usage}
+    def whole_choice(self, output: Output) -> dict[str, Any]:
+        return {"index": output.index, "logprobs": chat_logprobs(output.logprobs), **self._answer(output)}
 
     def _answer(self, output: Output) -> dict[str, Any]:
-        """What the text of a choice decides."""
+        """Write `message` and `finish_reason`, which depend on the text."""
         message = {"role": "assistant", "content": output.text, "refusal": None}
         return {"message": message, "finish_reason": output.finish_reason}
 
 
 class ParsedChatFormat(ChatFormat):
-    """Chats whose outputs hold reasoning and tool calls beside their content.
+    """Write chats whose outputs have reasoning and tool calls beside content.
 
-    Reasoning goes by both names that clients know. A call is sent whole, when the model has ended it.
+    Reasoning is sent under both names that clients use. A call is sent whole, when it is complete.
     """
 
-    def __init__(
-        self,
-        chat_id: str,
-        created: int,
-        model: str,
-        num_choices: int,
-        include_usage: bool,
-        new_parser: Callable[[], OutputParser],
-    ) -> None:
-        super().__init__(chat_id, created, model, num_choices, include_usage)
+    def __init__(self, head: Head, new_parser: NewParser) -> None:
+        super().__init__(head)
         self._new_parser = new_parser
-        self._parsers = [new_parser() for _ in range(num_choices)]
-        self._num_calls = [0] * num_choices
+        self._parsers = [new_parser() for _ in range(head.num_choices)]
+        self._num_calls = [0] * head.num_choices
 
     def event(self, delta: Delta) -> bytes:
-        """The events of `delta`: one for each of its parts, b"" where it has none yet."""
+        """Write one event for each part of `delta`; b"" if it completes none."""
         index, parser = delta.index, self._parsers[delta.index]
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
@@ -101,5 +87,5 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _finish_reason(reason: str | None, num_calls: int) -> str | None:
-    """The model's stop behind calls is OpenAI's "tool_calls"."""
+    """Return OpenAI's "tool_calls" for a stop after calls."""
     return "tool_calls" if reason == "stop" and num_calls else reason

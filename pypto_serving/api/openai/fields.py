@@ -1,4 +1,4 @@
-"""Request fields that this server knows by name but does not act on, and what to say about them."""
+"""Screen request fields that the schemas lack: refuse, accept or report them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pypto_serving.api.errors import brief
 from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
 
 IGNORED_HEADER = "x-ignored-fields"
 _MAX_LISTED = 32
@@ -18,15 +18,17 @@ _MAX_LISTED = 32
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """`neutral`: known but unsupported fields with the values that change nothing, besides null, which never does.
-    `accepted`: fields that are accepted and have no effect, whatever their value.
+    """Rules for the fields of one endpoint.
+
+    - `neutral`: unsupported fields; only the values listed, and null, are accepted, since they change nothing.
+    - `accepted`: fields without an effect; any value is accepted.
     """
 
     neutral: Mapping[str, tuple[Any, ...]]
     accepted: frozenset[str]
 
     def screen(self, extra: Mapping[str, Any], prefix: str = "") -> list[str]:
-        """Names in `extra` that nobody knows; raises RequestError for an unsupported field that asks for something."""
+        """Return the unknown names in `extra`. Raises RequestError if an unsupported field is not neutral."""
         unknown = []
         for name, value in extra.items():
             if name in self.neutral:
@@ -48,7 +50,7 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 
 
 def ignored_header(fields: list[str]) -> dict[str, str]:
-    """The response header that lists ignored fields, reduced to characters a header may hold."""
+    """Make the response header that lists ignored fields, in characters that a header may hold."""
     if not fields:
         return {}
     names = [re.sub(r"[^\w.\-\[\]]", "?", field, flags=re.ASCII)[:64] for field in fields[:_MAX_LISTED]]
@@ -124,7 +126,7 @@ CHAT_RULES = FieldRules(
 
 @functools.cache
 def chat_rules(supported: frozenset[str]) -> FieldRules:
-    """CHAT_RULES where the model's chat encoder reads the fields `supported`."""
+    """Return CHAT_RULES for a chat encoder that reads the fields `supported`."""
     neutral = {name: values for name, values in CHAT_RULES.neutral.items() if name not in supported}
     return FieldRules(neutral, CHAT_RULES.accepted | supported)
 

@@ -1,46 +1,55 @@
-"""Log-probabilities in the two shapes that OpenAI has."""
+"""Write log-probabilities in OpenAI's two shapes."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pypto_serving.api.openai.choice import TokenEntry
+from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
 
 
 def completion_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | None:
-    """Parallel lists, one entry per token; `top_logprobs` holds the sampled token too."""
+    """Write parallel lists with one entry per token; `top_logprobs` holds the chosen token too."""
     if entries is None:
         return None
     return {
-        "tokens": [_text(entry.token) for entry in entries],
-        "token_logprobs": [entry.logprob for entry in entries],
+        "tokens": [_text(_utf8(entry.chosen)) for entry in entries],
+        "token_logprobs": [_finite(entry.chosen) for entry in entries],
         "top_logprobs": [_top_by_text(entry) for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }
 
 
 def chat_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | None:
-    """One object per token, with its bytes, since a token's text may be part of a character."""
+    """Write one object per token, with its bytes, since a token may be part of a character."""
     if entries is None:
         return None
-    content = [
-        _chat_entry(entry.token, entry.logprob) | {"top_logprobs": [_chat_entry(*pair) for pair in entry.top]}
-        for entry in entries
-    ]
+    content = [_chat_entry(entry.chosen) | {"top_logprobs": list(map(_chat_entry, entry.top))} for entry in entries]
     return {"content": content, "refusal": None}
 
 
-def _chat_entry(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": _text(token), "logprob": logprob, "bytes": list(token)}
+def _chat_entry(token: ScoredToken) -> dict[str, Any]:
+    utf8 = _utf8(token)
+    return {"token": _text(utf8), "logprob": _finite(token), "bytes": list(utf8)}
 
 
 def _top_by_text(entry: TokenEntry) -> dict[str, float]:
-    """Of tokens with the same text, which are parts of characters, the most likely one is shown."""
+    """Of tokens with the same text, which are parts of characters, show the most likely one."""
     found: dict[str, float] = {}
-    for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
-        found.setdefault(_text(token), logprob)
+    for token in [*entry.top, entry.chosen]:
+        found.setdefault(_text(_utf8(token)), _finite(token))
     return found
 
 
-def _text(token: bytes) -> str:
-    return token.decode("utf-8", errors="replace")
+def _utf8(token: ScoredToken) -> bytes:
+    return f"token_id:{token.token_id}".encode() if token.utf8 is None else token.utf8
+
+
+def _text(utf8: bytes) -> str:
+    return utf8.decode("utf-8", errors="replace")
+
+
+def _finite(token: ScoredToken) -> float:
+    return max(token.logprob, LOWEST_LOGPROB)

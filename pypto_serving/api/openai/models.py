@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}."""
+"""Serve GET /v1/models and /v1/models/{id}."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pypto_serving.api.service import Service
 
 
 async def list_models(request: Request) -> Response:
-    """Every name this server answers to."""
+    """List every name of the served model."""
     service: Service = request.app.state.service
     entries = [describe_model(service, name) for name in service.serving.served_model_names]
     return _json({"object": "list", "data": entries})
 
 
 async def retrieve_model(request: Request) -> Response:
-    """One of the names; raises UnknownModelError for another one."""
+    """Describe the model under one of its names. Raises UnknownModelError for any other name."""
     service: Service = request.app.state.service
     return _json(describe_model(service, service.resolve_model(request.path_params["model_id"])))
 
 
 def describe_model(service: Service, name: str) -> dict[str, Any]:
-    """OpenAI's fields, and what a client must know to use the model well."""
+    """Make OpenAI's object, with context length, vocabulary and sampling defaults added."""
     config = service.engine.config
     return {
         "id": name,

@@ -1,16 +1,15 @@
-"""From a request body and the server's defaults to SamplingParams."""
+"""Read SamplingParams, priority and cache salt from a request body."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from pypto_serving.api.errors import brief
+from pypto_serving.api.generation.stops import check_stop_token_ids
 from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.settings import DefaultSampling
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.util import brief
 
 MAX_PRIORITY = 2**31 - 1
 _PLAIN = (
@@ -33,25 +32,20 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
-    """Validated parameters; raises RequestError naming the field at fault."""
+    """Join the body with the server's defaults. Raises RequestError that names the field at fault."""
     values: dict[str, Any] = defaults.given()
     values |= {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
-    stop_ids = body.stop_token_ids or []
-    for token_id in stop_ids:
-        if not 0 <= token_id < vocab_size:
-            message = f"stop_token_ids: {brief(token_id)} is not between 0 and {vocab_size - 1}"
-            raise RequestError(message, param="stop_token_ids")
     return SamplingParams(
         **values,
+        stop_token_ids=check_stop_token_ids(body.stop_token_ids or (), vocab_size),
         stop=_stop_strings(body.stop),
-        stop_token_ids=tuple(stop_ids),
         max_tokens=max_tokens,
         logprobs=logprobs,
     )
 
 
 def priority_of(body: GenerationBody) -> int:
-    """How early the request is served: lower is earlier; raises RequestError beyond 32 bits."""
+    """Return the priority; lower is served earlier. Raises RequestError if it does not fit 32 bits."""
     if body.priority is not None and not -MAX_PRIORITY <= body.priority <= MAX_PRIORITY:
         message = f"priority is {brief(body.priority)}, but must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
         raise RequestError(message, param="priority")
@@ -59,15 +53,10 @@ def priority_of(body: GenerationBody) -> int:
 
 
 def cache_salt_of(body: GenerationBody) -> str:
-    """What cached prefixes are shared under; raises RequestError for an empty one, which would part nobody."""
+    """Return the cache salt, "" for none. Raises RequestError for an empty one, which would separate nobody."""
     if body.cache_salt == "":
         raise RequestError("cache_salt is empty; send text, or leave it out", param="cache_salt")
     return body.cache_salt or ""
-
-
-def parseable(params: SamplingParams) -> SamplingParams:
-    """`params` under which an output's text keeps the special tokens that its parser looks for."""
-    return msgspec.structs.replace(params, skip_special_tokens=False)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Writing a generation down: at once as JSON, or as server-sent events. Both end it when the client goes away."""
+"""Answer with a generation: one JSON object or server-sent events. A disconnect ends the generation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
 from pypto_serving.api.errors import describe
+from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.middleware import SERVER_SEND
-from pypto_serving.api.openai.choice import Delta, Output
-from pypto_serving.api.openai.generation import Generation
 from pypto_serving.api.openai.sse import EventFormat
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import PyptoError
@@ -30,11 +30,11 @@ DONE = b"data: [DONE]\n\n"
 async def respond(
     request: Request, generation: Generation, form: EventFormat, stream: bool, headers: dict[str, str]
 ) -> Response:
-    """The response of a generation; whatever happens, the generation is closed."""
+    """Make the response of a generation; it closes the generation when it ends."""
     if stream:
         return EventStream(generation, form, headers)
     try:
-        outputs = await until_disconnect(request.receive, _collect(generation))
+        outputs = await until_disconnect(request.receive, generation.collect())
         content = msgspec.json.encode(form.response(outputs, generation.usage()))
         return Response(content, 200, headers, "application/json")
     except ClientDisconnect:
@@ -43,21 +43,10 @@ async def respond(
         generation.close()
 
 
-async def _collect(generation: Generation) -> list[Output]:
-    outputs = [Output(choice.index) for choice in generation.choices]
-
-    def add(deltas: list[Delta]) -> None:
-        for delta in deltas:
-            outputs[delta.index].add(delta)
-
-    await generation.run(add)
-    return outputs
-
-
 class EventStream(Response):
-    """Server-sent events of a generation; what waited is written at once.
+    """Stream a generation as server-sent events; waiting deltas leave in one write.
 
-    The status line waits for the first output, so that a request which fails before it gets its own status.
+    The status line waits for the first output, so a request that fails earlier gets its own status.
     """
 
     def __init__(self, generation: Generation, form: EventFormat, headers: dict[str, str]) -> None:
@@ -116,9 +105,9 @@ class EventStream(Response):
 
 
 def begun(work: Awaitable[None]) -> Pause:
-    """Run `work` up to where it waits: None where it ended without, else the rest of it.
+    """Run `work` until it waits; return None if it ended, else the rest of it to await.
 
-    A server's `send` waits for slow clients only, so that most writes need no task.
+    A server's `send` waits for slow clients only, so most writes need no task.
     """
     steps = work.__await__()
     try:
@@ -137,6 +126,6 @@ async def _rest(waits_for: object, steps: Generator[Any, Any, None]) -> None:
 
 @coroutine
 def _resumed(waits_for: object, steps: Generator[Any, Any, None]) -> Generator[Any, Any, None]:
-    """The event loop is told what is waited for, as if the task had come there by itself."""
+    """Wait in the current task for what `begun` found, then run the rest."""
     yield waits_for
     yield from steps

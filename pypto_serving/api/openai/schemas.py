@@ -1,4 +1,4 @@
-"""Request bodies. Types are strict: no "1" for 1; null means: not given. Unknown fields are kept for screening."""
+"""Describe request bodies: types are strict ("1" is not 1), null means not given, unknown fields are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Body(BaseModel):
 
     @property
     def extra(self) -> dict[str, Any]:
-        """Fields that the schema does not have."""
+        """Return the fields that the schema lacks."""
         return self.__pydantic_extra__ or {}
 
 
@@ -32,7 +32,7 @@ class StreamOptions(_Body):
 
 
 class GenerationBody(_Body):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -53,9 +53,14 @@ class GenerationBody(_Body):
     priority: int | None = None
     cache_salt: str | None = None
 
+    @property
+    def include_usage(self) -> bool:
+        """Tell whether the last event of a stream has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     logprobs: int | None = None
@@ -67,7 +72,7 @@ class ChatMessage(_Body):
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None

@@ -1,4 +1,4 @@
-"""Server-sent events whose constant parts are encoded once per request."""
+"""Write choices as server-sent events or as one object; constant parts are encoded once per request."""
 
 from __future__ import annotations
 
@@ -7,47 +7,58 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.openai.choice import Delta, Output
+from pypto_serving.api.generation.choice import Delta
+from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.usage import Usage
+from pypto_serving.api.openai.usage import usage_object
 
 encode = msgspec.json.encode
 
 
-class EventFormat(ABC):
-    """How an endpoint writes choices: as events of a stream, or all at once.
+class Head(msgspec.Struct, frozen=True):
+    """The fields that all objects of one response share; `created` is in seconds since the epoch."""
 
-    Events are `{**base, "choices": [{"index": i, MIDDLE, "logprobs": ..., "finish_reason": ...}]}`.
-    `around_text` is MIDDLE where there is nothing but text, which %b stands for. With `include_usage` every event has
-    `"usage": null`, and the last one, without choices, has the usage.
+    id: str
+    created: int
+    model: str
+    num_choices: int
+    include_usage: bool
+
+
+class EventFormat(ABC):
+    """Write the choices of one response: as events of a stream, or all at once.
+
+    Events are `{**base, "choices": [{"index": i, MIDDLE, "logprobs": ..., "finish_reason": ...}]}`. `around_text` is
+    MIDDLE for nothing but text; %b stands for the text. With `include_usage` every event has `"usage": null`, and a
+    last event without choices has the usage.
     """
 
-    def __init__(self, base: dict[str, Any], num_choices: int, around_text: bytes, include_usage: bool) -> None:
-        self._head = b"data: " + encode(base)[:-1] + b',"choices":['
-        self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
-        self._include_usage = include_usage
+    def __init__(self, head: Head, whole: str, event: str, around_text: bytes) -> None:
+        """`whole` and `event` are the values of `object` in a whole response and in an event."""
+        self._base = {"id": head.id, "object": whole, "created": head.created, "model": head.model}
+        self._head = b"data: " + encode({**self._base, "object": event})[:-1] + b',"choices":['
+        self._end = b'}],"usage":null}\n\n' if head.include_usage else b"}]}\n\n"
+        self._include_usage = head.include_usage
         before, after = around_text.split(b"%b")
-        self._before = [b'%b{"index":%d%b' % (self._head, i, before) for i in range(num_choices)]
+        self._before = [b'%b{"index":%d%b' % (self._head, i, before) for i in range(head.num_choices)]
         self._after = after + b',"logprobs":null,"finish_reason":null' + self._end
 
-    @abstractmethod
     def opening(self) -> bytes:
-        """Events before the first token."""
+        """Write the events before the first token."""
+        return b""
 
     def event(self, delta: Delta) -> bytes:
-        """The events of one delta; b"" where it is kept for later."""
+        """Write the events of one delta; b"" if it is held back for later."""
         if delta.logprobs is None and delta.finish_reason is None:
             return self._before[delta.index] + encode(delta.text) + self._after
         return self.rare_event(delta)
 
     @abstractmethod
-    def response(self, outputs: list[Output], usage: dict[str, object]) -> dict[str, Any]:
-        """The whole answer of a request that does not stream."""
-
-    @abstractmethod
     def rare_event(self, delta: Delta) -> bytes:
-        """The event of a delta with more than a text."""
+        """Write the event of a delta with logprobs or a finish reason."""
 
     def choice(self, index: int, middle: bytes, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
-        """Any event; `middle` is encoded JSON that begins with a comma."""
+        """Write any event; `middle` is encoded JSON that begins with a comma."""
         return b'%b{"index":%d%b,"logprobs":%b,"finish_reason":%b%b' % (
             self._head,
             index,
@@ -57,6 +68,15 @@ class EventFormat(ABC):
             self._end,
         )
 
-    def usage_event(self, usage: dict[str, object]) -> bytes:
-        """The event that ends a stream with include_usage, b"" without."""
-        return self._head + b'],"usage":' + encode(usage) + b"}\n\n" if self._include_usage else b""
+    def usage_event(self, usage: Usage) -> bytes:
+        """Write the last event of a stream with include_usage; b"" without."""
+        return self._head + b'],"usage":' + encode(usage_object(usage)) + b"}\n\n" if self._include_usage else b""
+
+    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+        """Write the whole response of a request that does not stream."""
+        choices = [self.whole_choice(output) for output in outputs]
+        return {**self._base, "choices": choices, "usage": usage_object(usage)}
+
+    @abstractmethod
+    def whole_choice(self, output: Output) -> dict[str, Any]:
+        """Write one choice of a whole response."""

@@ -154,7 +154,7 @@ class DeepseekV4Config:
         """The cache families; `block_size` is ignored, since ratios and window decide."""
         return groups.kv_groups(self, dtype)
 
-    def spec(self, path: str, architecture: str, dtype: str, block_size: int, eos: tuple[int, ...]) -> ModelSpec:
+    def spec(self, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
         """The checkpoint as the engine sees it."""
         quantised = self.storage.name
         return ModelSpec(
@@ -173,7 +173,6 @@ class DeepseekV4Config:
             obstacle=_QUANTISED.format(quantised) if quantised else "",
             own_blocks=True,
             kv_groups=self.kv_groups(dtype),
-            eos_token_ids=eos,
         )
 
     def _weight_bytes(self, dtype: str) -> int:

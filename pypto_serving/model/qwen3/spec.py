@@ -176,7 +176,7 @@ class Qwen3Config:
         tensors = tuple(KVTensorSpec(name=n, layers=layers, dtype=dtype, row_shape=row) for n in ("k", "v"))
         return (KVCacheGroupSpec(name="kv", kind="full", tensors=tensors, block_size=block_size),)
 
-    def spec(self, path: str, architecture: str, dtype: str, block_size: int, eos: tuple[int, ...]) -> ModelSpec:
+    def spec(self, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
         """The checkpoint as the engine sees it. In torch a tied embedding lies in memory twice: as table and packed."""
         num_parameters = self.num_parameters()
         resident = num_parameters + (self.vocab_size * self.hidden_size if self.tied_embeddings else 0)
@@ -194,7 +194,6 @@ class Qwen3Config:
             needs_torch=self._needs_torch(dtype, block_size),
             quantization=self.quantization.name if self.quantization else "",
             kv_groups=self.kv_groups(dtype, block_size),
-            eos_token_ids=eos,
         )
 
     def _packed_bytes(self, dtype: str) -> int:

@@ -237,5 +237,5 @@ def test_going_on_from_what_a_resumed_request_needs(subject: Subject) -> None:
 )
 def test_why_a_model_needs_torch(checkpoint: MakeCheckpoint, changes: dict[str, Any], dtype: str, reason: str) -> None:
     architecture, model = load_config(checkpoint("deepseek_v4_fast", **changes))
-    needs = model.spec("m", architecture, dtype, 32, ()).needs_torch
+    needs = model.spec("m", architecture, dtype, 32).needs_torch
     assert (reason in needs) if reason else not needs

@@ -1,0 +1,15 @@
+"""Run one generation: prompts in, deltas of its choices out.
+
+Every endpoint and the offline API translate to and from this one form. It knows nothing of HTTP or of any endpoint's
+JSON.
+
+- `request`: describe prompts and a request; make engine requests of them
+- `prompts`: turn text and chats into token ids
+- `max_tokens`: fit max_tokens to the context window
+- `seeds`: choose the seed of a prompt
+- `generation`: submit a request, hand out its deltas, abort it
+- `choice`: turn the tokens of one choice into text and logprobs
+- `stops`: find stop strings, check stop tokens
+- `logprobs`, `output`, `usage`: the results
+- `errors`: the fault of an engine as an exception
+"""

@@ -1,0 +1,141 @@
+"""Turn the tokens of one choice into text and logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
+from pypto_serving.api.generation.stops import StopStrings
+from pypto_serving.api.text.detokenizer import Detokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.tokens import id_list
+
+ONE_ID = 4
+"""Bytes of one token id."""
+
+
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    """Text that engine outputs added to a choice; `logprobs` is None if the request asked for none."""
+
+    index: int
+    text: str
+    logprobs: list[TokenEntry] | None
+    finish_reason: str | None
+
+
+class Choice:
+    """Detokenize one sequence, find its stop strings and count its tokens. Owned by its Generation.
+
+    `last_s` is the arrival of the last output; Generation sets it. `token_ids` collects the output tokens, a stop token
+    included, if `keep_token_ids`; else it is None.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_entries",
+        "_min_tokens",
+        "_num_chars",
+        "_push_plain",
+        "_stops",
+        "_tokenizer",
+        "cached_by_tier",
+        "finish_reason",
+        "index",
+        "last_s",
+        "num_cached",
+        "num_prompt",
+        "num_tokens",
+        "request_id",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        request: EngineRequest,
+        prompt_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+        keep_token_ids: bool = False,
+    ) -> None:
+        params = request.params
+        self.index = index
+        self.request_id = request.request_id
+        self.num_prompt = len(prompt_ids)
+        self.last_s = request.arrival_s
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.cached_by_tier: tuple[int, ...] = ()
+        self.finish_reason: str | None = None
+        self.token_ids: list[int] | None = [] if keep_token_ids else None
+        self._min_tokens = params.min_tokens
+        self._tokenizer = tokenizer
+        skip = params.skip_special_tokens
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt_ids, skip)
+        self._stops = StopStrings(params.stop) if params.stop else None
+        self._entries: list[TokenEntry] | None = None if params.logprobs is None else []
+        self._num_chars = 0
+        plain = self._stops is None and self._entries is None and self.token_ids is None
+        self._push_plain = self._detokenizer.push if plain and self._detokenizer is not None else None
+
+    def take(self, output: RequestOutput) -> Delta | None:
+        """Add an engine output; return the delta to send, None if there is nothing to show yet.
+
+        Sets `finish_reason` with the last delta. If a stop string was found, the engine still has to be told.
+        """
+        data, reason = output.token_ids, output.finish_reason
+        if output.num_cached_tokens > self.num_cached:
+            self.num_cached = output.num_cached_tokens
+        if self._push_plain is not None and reason is None and len(data) == ONE_ID:
+            self.num_tokens += 1
+            text = self._push_plain(int.from_bytes(data, "little"))
+            return Delta(self.index, text, None, None) if text else None
+        return self._take_any(id_list(data), output)
+
+    def _take_any(self, ids: Sequence[int], output: RequestOutput) -> Delta | None:
+        """Add any number of tokens, with stop strings, logprobs and the end of the sequence.
+
+        The stop token that ended the sequence counts, but has no text. Tokens after a stop string do not count.
+        """
+        text, reason, before = "", output.finish_reason, self.num_tokens
+        self.cached_by_tier = output.cached_by_tier or self.cached_by_tier
+        silent_at = len(ids) - 1 if reason == "stop" and ids and ids[-1] == output.stop_token_id else -1
+        for i, token_id in enumerate(ids):
+            self.num_tokens += 1
+            if self._entries is not None and output.logprobs is not None:
+                self._entries.append(token_entry(token_id, output.logprobs[i], self._tokenizer, self._num_chars))
+            if i != silent_at:
+                text += self._push(token_id)
+            if self._stops is not None and self._stops.matched is not None:
+                reason = "stop"
+                break
+        if self.token_ids is not None:
+            self.token_ids += ids[: self.num_tokens - before]
+        if reason is not None:
+            text += self._flush()
+            self.finish_reason = "stop" if self._stopped else reason
+        elif not text:
+            return None
+        entries, self._entries = self._entries, None if self._entries is None else []
+        return Delta(self.index, text, entries, self.finish_reason)
+
+    @property
+    def _stopped(self) -> bool:
+        return self._stops is not None and self._stops.matched is not None
+
+    def _push(self, token_id: int) -> str:
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.push(token_id)
+        self._num_chars += len(text)
+        if self._stops is None or self.num_tokens <= self._min_tokens:
+            return text
+        return self._stops.push(text)
+
+    def _flush(self) -> str:
+        text = "" if self._detokenizer is None else self._detokenizer.flush()
+        if self._stops is None:
+            return text
+        return self._stops.push(text) + self._stops.flush()

@@ -1,0 +1,159 @@
+"""Submit a request to the engine, hand out the deltas of its choices, abort it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+from pypto_serving.api.generation.choice import Choice, Delta
+from pypto_serving.api.generation.errors import EngineFaultError
+from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.request import GenerationRequest, engine_requests
+from pypto_serving.api.generation.usage import Usage, count_usage
+from pypto_serving.api.service import Service
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.engine.stream import Pause
+from pypto_serving.errors import RequestError, RequestFailedError
+from pypto_serving.types.request import EngineRequest, RequestOutput
+
+logger = logging.getLogger("pypto_serving.api")
+
+Consume = Callable[[list[Delta]], Pause]
+"""Takes all waiting deltas, in order; returns what to await before it takes more."""
+
+
+class Generation:
+    """Run the choices of one request. Owned by its maker, which must call `close`.
+
+    Making one submits the request. Raises QueueFullError or UnavailableError if it is not admitted, RequestError if it
+    has more choices than the queue can ever hold.
+    """
+
+    __slots__ = (
+        "_arrival_s",
+        "_choices",
+        "_closed",
+        "_num_prompts",
+        "_observe_first",
+        "_observe_next",
+        "_open",
+        "_outputs",
+        "_service",
+        "id",
+    )
+
+    def __init__(self, service: Service, request: GenerationRequest) -> None:
+        self.id = request.id
+        self._service = service
+        self._arrival_s = time.monotonic()
+        self._num_prompts = len(request.prompts)
+        self._observe_first = service.metrics.first_token.observe
+        self._observe_next = service.metrics.next_token.observe
+        _require_queue_space(request, service.engine.config.max_queued_requests)
+        requests = engine_requests(request, service.seeds, service.eos_token_ids, self._arrival_s)
+        self._choices = _new_choices(request, requests, service.tokenizer)
+        service.admission.enter()
+        try:
+            self._outputs = service.engine.submit(requests)
+        except BaseException:
+            service.admission.leave()
+            raise
+        self._open = len(requests)
+        self._closed = False
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Return the choices in the order of their index."""
+        return list(self._choices.values())
+
+    async def run(self, consume: Consume) -> None:
+        """Hand every delta to `consume` until all choices have finished; deltas that arrive together come together.
+
+        Raises EngineFaultError if the engine gave a choice up, RequestFailedError if it ended one without a reason, and
+        whatever `consume` raises.
+        """
+        await self._outputs.deliver_to(partial(self._take, consume))
+        if self._open:
+            raise RequestFailedError("the engine ended this request without an answer; send it again")
+
+    async def collect(self) -> list[Output]:
+        """Run to the end; return the whole output of each choice. Raises what `run` raises."""
+        outputs = [Output(choice.index) for choice in self._choices.values()]
+
+        def add(deltas: list[Delta]) -> None:
+            for delta in deltas:
+                outputs[delta.index].add(delta)
+
+        await self.run(add)
+        return outputs
+
+    def _take(self, consume: Consume, outputs: list[RequestOutput]) -> Pause:
+        now_s = time.monotonic()
+        deltas: list[Delta] = []
+        for output in outputs:
+            choice = self._choices.get(output.request_id)
+            if choice is None or choice.finish_reason is not None:
+                continue
+            if output.token_ids:
+                (self._observe_next if choice.num_tokens else self._observe_first)(now_s - choice.last_s)
+                choice.last_s = now_s
+            delta = choice.take(output)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                self._finish(choice, output, now_s)
+            deltas.append(delta)
+        return consume(deltas) if deltas else None
+
+    def close(self) -> None:
+        """End the request and abort unfinished choices. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        unfinished = [choice for choice in self._choices.values() if choice.finish_reason is None]
+        if unfinished:
+            self._count_aborted(unfinished)
+        self._outputs.close()
+        self._service.admission.leave()
+
+    def usage(self) -> Usage:
+        """Count the tokens so far."""
+        return count_usage(self.choices, self._num_prompts)
+
+    def _finish(self, choice: Choice, output: RequestOutput, now_s: float) -> None:
+        service = self._service
+        reason = choice.finish_reason if choice.finish_reason and output.fault is None else "error"
+        self._open -= 1
+        e2e_s = now_s - self._arrival_s
+        service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, output.timeline)
+        if output.fault is not None:
+            raise EngineFaultError(output.fault)
+        if reason == "error":
+            raise RequestFailedError("the engine failed on this request; send it again")
+        if output.finish_reason is None:
+            service.engine.abort([choice.request_id])
+
+    def _count_aborted(self, unfinished: list[Choice]) -> None:
+        for choice in unfinished:
+            self._service.metrics.observe_finish("abort", choice.num_prompt, choice.num_tokens, 0.0, None)
+        tokens = sum(choice.num_tokens for choice in unfinished)
+        logger.info("aborted %s: %d unfinished choices after %d output tokens", self.id, len(unfinished), tokens)
+
+
+def _require_queue_space(request: GenerationRequest, limit: int) -> None:
+    """Refuse a request that the queue could not hold if it were empty."""
+    if (total := request.num_choices) > limit:
+        message = f"the request makes {total} sequences, but this server queues at most {limit}"
+        raise RequestError(message, param="prompt" if len(request.prompts) > 1 else "n")
+
+
+def _new_choices(
+    request: GenerationRequest, requests: list[EngineRequest], tokenizer: Tokenizer | None
+) -> dict[str, Choice]:
+    prompts = [prompt.token_ids for prompt in request.prompts for _ in range(prompt.params.n)]
+    return {
+        made.request_id: Choice(i, made, prompts[i], tokenizer, request.keep_token_ids)
+        for i, made in enumerate(requests)
+    }

@@ -1,0 +1,46 @@
+"""Carry the log-probabilities of output tokens."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.types.request import TokenLogprobs
+from pypto_serving.types.tokens import id_list
+
+
+class ScoredToken(msgspec.Struct, frozen=True, gc=False):
+    """A token and its natural log-probability; `rank` 1 is the most likely.
+
+    `utf8` are the bytes that it stands for, None if the model has no tokenizer.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    utf8: bytes | None
+
+
+class TokenEntry(msgspec.Struct, frozen=True, gc=False):
+    """The log-probabilities at one output position: of the chosen token and of the most likely ones, best first.
+
+    `offset` is where the text of the token begins in the output, in characters.
+    """
+
+    chosen: ScoredToken
+    top: list[ScoredToken]
+    offset: int
+
+
+def token_entry(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer | None, offset: int) -> TokenEntry:
+    """Decode what the engine sent for one output token."""
+
+    def score(token_id: int, logprob: float, rank: int) -> ScoredToken:
+        utf8 = None if tokenizer is None else tokenizer.token_bytes(token_id)
+        return ScoredToken(token_id, logprob, rank, utf8)
+
+    ids = id_list(logprobs.top_ids)
+    values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").tolist()
+    top = [score(i, value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), 1)]
+    return TokenEntry(score(token_id, logprobs.logprob, logprobs.rank), top, offset)

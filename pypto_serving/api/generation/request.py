@@ -1,0 +1,91 @@
+"""Describe a generation, and make engine requests of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pypto_serving.api.chat.output import NewParser
+from pypto_serving.api.generation.max_tokens import fit_max_tokens
+from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.types.request import EngineRequest
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tokens import pack_ids
+
+
+@dataclass(frozen=True, slots=True)
+class FittedPrompt:
+    """A prompt and how to continue it; both fit the context. Made by `fit_prompt`.
+
+    `params.n` is the number of choices. `new_parser` makes the parser of one choice's text; None means plain text.
+    """
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    new_parser: NewParser | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Prompts to continue together. Choices are numbered prompt by prompt.
+
+    `id` is the beginning of every engine request's id. Lower `priority` is served earlier. Prefixes are shared within
+    one `cache_salt`. `keep_token_ids` makes each choice collect its output token ids.
+    """
+
+    id: str
+    prompts: Sequence[FittedPrompt]
+    priority: int = 0
+    cache_salt: str = ""
+    keep_token_ids: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """Return the number of choices of all prompts."""
+        return sum(prompt.params.n for prompt in self.prompts)
+
+
+def fit_prompt(
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    *,
+    default_max_tokens: int | None = None,
+    max_tokens_field: str = "max_tokens",
+    new_parser: NewParser | None = None,
+) -> FittedPrompt:
+    """Make a FittedPrompt whose max_tokens fits the context; see `fit_max_tokens` for the cases and errors.
+
+    A parser needs to see special tokens, so with `new_parser` they stay in the text.
+    """
+    max_tokens = fit_max_tokens(len(token_ids), params.max_tokens, default_max_tokens, max_model_len, max_tokens_field)
+    skip = params.skip_special_tokens and new_parser is None
+    params = msgspec.structs.replace(params, max_tokens=max_tokens, skip_special_tokens=skip)
+    return FittedPrompt(token_ids, params, new_parser)
+
+
+def engine_requests(
+    request: GenerationRequest, seeds: SeedSource, eos_token_ids: tuple[int, ...], arrival_s: float
+) -> list[EngineRequest]:
+    """Make one engine request for each choice, in order; choices of a prompt share its seed and token ids."""
+    made: list[EngineRequest] = []
+    for prompt in request.prompts:
+        seed, token_ids = seeds.seed_of(prompt.params), pack_ids(prompt.token_ids)
+        params = msgspec.structs.replace(prompt.params, n=1)
+        for choice in range(prompt.params.n):
+            made.append(
+                EngineRequest(
+                    request_id=f"{request.id}-{len(made)}",
+                    token_ids=token_ids,
+                    params=params,
+                    eos_token_ids=eos_token_ids,
+                    seed=seed,
+                    choice=choice,
+                    priority=request.priority,
+                    arrival_s=arrival_s,
+                    cache_salt=request.cache_salt,
+                )
+            )
+    return made

@@ -1,0 +1,79 @@
+"""Stop an output: find stop strings, check stop tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
+
+
+def check_stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Return the stop tokens. Raises RequestError if one is outside the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            message = f"stop_token_ids: {brief(token_id)} is not between 0 and {vocab_size - 1}"
+            raise RequestError(message, param="stop_token_ids")
+    return tuple(token_ids)
+
+
+class StopStrings:
+    """Find the first of several stop strings in a text that comes in pieces. Owned by one choice.
+
+    The match that ends first wins; of several that end there, the longest. The pieces do not change the result. Text is
+    held back only while it could still become a stop string. `matched` is the string found; later text is dropped.
+    """
+
+    __slots__ = ("_held", "_patterns", "_states", "matched")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._patterns = [(stop, _failure_table(stop)) for stop in sorted(stops, key=len, reverse=True)]
+        self._states = [0] * len(self._patterns)
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """Add text; return the new text that cannot belong to a stop string."""
+        if self.matched is not None:
+            return ""
+        start = len(self._held)
+        self._held += text
+        for end, char in enumerate(text, start + 1):
+            self.matched = self._advance(char)
+            if self.matched is not None:
+                return self._release(end - len(self.matched))
+        return self._release(len(self._held) - max(self._states, default=0))
+
+    def flush(self) -> str:
+        """End the text; return what was held back."""
+        return "" if self.matched is not None else self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        out, self._held = self._held[:count], self._held[count:]
+        return out
+
+    def _advance(self, char: str) -> str | None:
+        """Move the automaton of each pattern (Knuth, Morris, Pratt 1977) by one character; return the pattern found."""
+        states, found = self._states, None
+        for i, (pattern, failure) in enumerate(self._patterns):
+            state = states[i]
+            while state and pattern[state] != char:
+                state = failure[state - 1]
+            if pattern[state] == char:
+                state += 1
+            states[i] = state
+            if state == len(pattern) and found is None:
+                found = pattern
+        return found
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """Return, for each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
+    table, length = [0] * len(pattern), 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = table[length - 1]
+        if pattern[i] == pattern[length]:
+            length += 1
+        table[i] = length
+    return table

@@ -1,0 +1,34 @@
+"""Count the tokens of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pypto_serving.api.generation.choice import Choice
+from pypto_serving.types.tier import TIERS
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a generation; those of a prompt count once, however many choices it has.
+
+    `cached_by_tier` splits `num_cached_tokens` by `types.tier.TIERS`; it counts finished prompts only.
+    """
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    cached_by_tier: tuple[int, ...]
+
+
+def count_usage(choices: Sequence[Choice], num_prompts: int) -> Usage:
+    """Count tokens over all choices, which are ordered by prompt and equally many for each."""
+    firsts = choices[:: len(choices) // num_prompts]
+    by_tier = [choice.cached_by_tier for choice in firsts if choice.cached_by_tier]
+    return Usage(
+        num_prompt_tokens=sum(choice.num_prompt for choice in firsts),
+        num_output_tokens=sum(choice.num_tokens for choice in choices),
+        num_cached_tokens=sum(choice.num_cached for choice in firsts),
+        cached_by_tier=tuple(map(sum, zip(*by_tier, strict=True))) if by_tier else (0,) * len(TIERS),
+    )

@@ -1,0 +1,21 @@
+"""Write OpenAI's usage object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pypto_serving.api.generation.usage import Usage
+from pypto_serving.types.tier import TIERS
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """Write token counts, and the cached prompt tokens of each tier."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": usage.num_cached_tokens,
+            "cached_tokens_by_tier": dict(zip(TIERS, usage.cached_by_tier, strict=True)),
+        },
+    }

@@ -1,0 +1,41 @@
+"""Read a checkpoint's small JSON files: special tokens and end-of-sequence ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pypto_serving.model.fields import Fields, read_json_file
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; return {} if the file does not exist. Raises ModelError if it is damaged."""
+    return read_json_file(path) if path.exists() else {}
+
+
+def load_special_tokens(model_dir: str | Path) -> dict[str, str]:
+    """Read the named special tokens of a checkpoint, such as {"bos_token": "<s>"}. Raises ModelError."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        declared = read_optional_json(Path(model_dir) / file)
+        for name in _SPECIAL_NAMES:
+            value = declared.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
+    """Read the end-of-sequence ids of generation_config.json or, if it has none, of config.json, ascending.
+
+    Raises ModelError if a file is damaged or an id is not a whole number.
+    """
+    for file in ("generation_config.json", "config.json"):
+        path = Path(model_dir) / file
+        fields = Fields(read_optional_json(path), str(path))
+        if fields.get("eos_token_id") is not None:
+            return tuple(sorted(set(fields.int_list("eos_token_id"))))
+    return ()

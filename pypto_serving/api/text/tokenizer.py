@@ -1,0 +1,128 @@
+"""Encode text with a checkpoint's tokenizer and decode whole sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import processors
+
+from pypto_serving.api.text.files import load_special_tokens, read_optional_json
+from pypto_serving.errors import ModelError, RequestError
+
+REPLACEMENT = "\ufffd"
+LONG_TEXT_CHARS = 16_384
+WHOLE_TEXTS = 16_384
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Tokenizer:
+    """Encode and decode with a checkpoint's tokenizer. Does not change after loading, so any thread may use it."""
+
+    def __init__(self, raw: tokenizers.Tokenizer, special_tokens: dict[str, str] | None = None) -> None:
+        raw.no_truncation()
+        raw.no_padding()
+        self.raw = raw
+        self.special_tokens = special_tokens or {}
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        added = raw.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._added = {i: token.content for i, token in added.items()}
+        decoder = raw.decoder.__getstate__() if raw.decoder is not None else b""
+        self._bytes_of = _byte_alphabet() if b'"ByteLevel"' in decoder else None
+        self._joins_bytes = decoder != b"" and json.loads(decoder)["type"] == "ByteLevel"
+        self.whole_text = functools.lru_cache(WHOLE_TEXTS)(self._whole_text)
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> Tokenizer:
+        """Read a checkpoint's tokenizer. Raises ModelError if tokenizer.json is missing or damaged."""
+        path = Path(model_dir) / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path} does not exist: this checkpoint has no fast tokenizer; add its tokenizer.json")
+        try:
+            raw = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+        special = load_special_tokens(model_dir)
+        _apply_bos_eos(raw, read_optional_json(Path(model_dir) / "tokenizer_config.json"), special)
+        return cls(raw, special)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`; `add_special_tokens` adds the checkpoint's BOS, EOS and the like.
+
+        Raises RequestError if the text is not valid Unicode.
+        """
+        try:
+            ids: list[int] = self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:
+            raise RequestError("the text holds a lone surrogate, which is not valid Unicode; remove it") from error
+        return ids
+
+    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Encode like `encode`, but long texts in a thread, outside the interpreter lock."""
+        if len(text) < LONG_TEXT_CHARS:
+            return self.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.encode, text, add_special_tokens)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `ids`; ids outside the vocabulary have none."""
+        return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self.raw.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._bytes_of is not None:
+            return b"".join(self._bytes_of.get(char) or char.encode() for char in token)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def _whole_text(self, token_id: int) -> str | None:
+        """Return the text of a token made of whole characters, None for other tokens.
+
+        Such a text does not depend on neighbouring tokens, provided that the decoder only joins bytes. `whole_text` is
+        the cached form.
+        """
+        text = self.raw.decode([token_id], skip_special_tokens=False) if self._joins_bytes else REPLACEMENT
+        return None if REPLACEMENT in text else text
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.raw.token_to_id(token)
+
+
+def _apply_bos_eos(raw: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:
+    """Apply `add_bos_token` and `add_eos_token`; as in Hugging Face they override tokenizer.json's post-processor."""
+    if not isinstance(config.get("add_bos_token", config.get("add_eos_token")), bool):
+        return
+    around = {}
+    for side in ("bos", "eos"):
+        token = special.get(f"{side}_token") if config.get(f"add_{side}_token") else None
+        token_id = None if token is None else raw.token_to_id(token)
+        if token is not None and token_id is not None:
+            around[side] = (token, token_id)
+    pieces = [around[s][0] if s in around else s for s in ("bos", "$A", "eos") if s == "$A" or s in around]
+    raw.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=list(around.values()))
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """Map the characters of byte-level BPE to bytes (GPT-2).
+
+    Bytes printable in Latin-1 are their own character; the others take U+0100 upwards, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    alphabet.update({chr(0x100 + i): bytes([byte]) for i, byte in enumerate(others)})
+    return alphabet

@@ -1,0 +1,59 @@
+"""One choice: its text, its token ids and when it ends."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pypto_serving.api.generation.choice import Choice
+from pypto_serving.types.request import EngineRequest, RequestOutput, TokenLogprobs
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tokens import pack_ids
+from tests.api.text.tokenizers import TOKENIZER
+
+
+def new_choice(keep_token_ids: bool = False, **params: object) -> Choice:
+    request = EngineRequest(request_id="a", token_ids=b"", params=SamplingParams(**params))
+    return Choice(0, request, [1], TOKENIZER, keep_token_ids)
+
+
+def portions(ids: list[int], size: int) -> list[RequestOutput]:
+    made = [RequestOutput(request_id="a", token_ids=pack_ids(ids[i : i + size])) for i in range(0, len(ids), size)]
+    return [*made, RequestOutput(request_id="a", finish_reason="length", num_cached_tokens=2)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+@pytest.mark.parametrize("stop", [(), ("mps",)])
+def test_token_ids_are_kept_up_to_the_one_that_completes_a_stop_string(size: int, stop: tuple[str, ...]) -> None:
+    ids = TOKENIZER.encode("the quick brown fox jumps over")
+    choice, text = new_choice(keep_token_ids=True, stop=stop), ""
+    for output in portions(ids, size):
+        if choice.finish_reason is None and (delta := choice.take(output)) is not None:
+            text += delta.text
+    assert choice.finish_reason == ("stop" if stop else "length")
+    assert choice.token_ids == ids[: choice.num_tokens]
+    assert text == ("the quick brown fox ju" if stop else "the quick brown fox jumps over")
+    assert TOKENIZER.decode(choice.token_ids).startswith(text + "mps" if stop else text)
+
+
+def test_token_ids_are_not_kept_unless_asked_for() -> None:
+    choice = new_choice()
+    for output in portions([5, 6], 1):
+        choice.take(output)
+    assert (choice.token_ids, choice.num_tokens, choice.num_cached) == (None, 2, 2)
+
+
+def test_logprobs_come_as_the_engine_sent_them() -> None:
+    top = TokenLogprobs(-math.inf, 3, pack_ids([7, 8]), np.array([-0.5, -math.inf], "<f4").tobytes())
+    output = RequestOutput(request_id="a", token_ids=pack_ids([5]), logprobs=[top], finish_reason="length")
+    delta = new_choice(logprobs=2).take(output)
+    assert delta is not None and delta.logprobs is not None
+    (entry,) = delta.logprobs
+    assert [(t.token_id, t.logprob, t.rank) for t in (entry.chosen, *entry.top)] == [
+        (5, -math.inf, 3),
+        (7, -0.5, 1),
+        (8, -math.inf, 2),
+    ]
+    assert entry.chosen.utf8 == TOKENIZER.token_bytes(5)

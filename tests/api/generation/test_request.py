@@ -1,0 +1,61 @@
+"""From prompts to engine requests: max_tokens, special tokens, seeds and numbers of choices."""
+
+from __future__ import annotations
+
+import pytest
+
+from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Parser
+from pypto_serving.api.generation.max_tokens import fit_max_tokens
+from pypto_serving.api.generation.request import GenerationRequest, engine_requests, fit_prompt
+from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.errors import ContextLengthError
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.tokens import unpack_ids
+
+
+@pytest.mark.parametrize(
+    ("asked", "default", "limit"), [(7, 16, 7), (None, 16, 16), (None, 99, 40), (None, None, 40), (40, None, 40)]
+)
+def test_max_tokens_is_what_was_asked_else_the_default_else_what_fits(
+    asked: int | None, default: int | None, limit: int
+) -> None:
+    assert fit_max_tokens(60, asked, default, 100) == limit
+
+
+@pytest.mark.parametrize(("num_prompt", "asked"), [(60, 41), (100, None), (100, 1)])
+def test_what_does_not_fit_is_refused(num_prompt: int, asked: int | None) -> None:
+    with pytest.raises(ContextLengthError, match="100 tokens"):
+        fit_max_tokens(num_prompt, asked, 16, 100)
+
+
+def test_a_parser_sees_special_tokens() -> None:
+    params = SamplingParams(max_tokens=5)
+    plain = fit_prompt([1], params, 100)
+    parsed = fit_prompt([1], params, 100, new_parser=lambda: DeepseekV4Parser(True, True))
+    assert (plain.params.skip_special_tokens, parsed.params.skip_special_tokens) == (True, False)
+
+
+def test_seeds_are_given_or_drawn_and_always_64_unsigned_bits() -> None:
+    drawn = [SeedSource(3).seed_of(SamplingParams()) for _ in range(2)]
+    assert drawn[0] == drawn[1] != SeedSource(4).seed_of(SamplingParams())
+    assert SeedSource(3).seed_of(SamplingParams(seed=-1)) == 2**64 - 1
+    assert SeedSource(3).seed_of(SamplingParams(seed=5)) == 5
+
+
+def test_choices_are_numbered_prompt_by_prompt_and_share_seed_and_tokens() -> None:
+    params = SamplingParams(max_tokens=5, n=2)
+    prompts = [fit_prompt([1, 2], params, 100), fit_prompt([3], params, 100)]
+    request = GenerationRequest("id", prompts, priority=3, cache_salt="s")
+    made = engine_requests(request, SeedSource(0), (9,), 1.5)
+    assert request.num_choices == len(made) == 4
+    assert [(r.request_id, r.choice, unpack_ids(r.token_ids).tolist()) for r in made] == [
+        ("id-0", 0, [1, 2]),
+        ("id-1", 1, [1, 2]),
+        ("id-2", 0, [3]),
+        ("id-3", 1, [3]),
+    ]
+    assert made[0].seed == made[1].seed != made[2].seed == made[3].seed
+    assert made[0].token_ids is made[1].token_ids and made[0].params is made[1].params
+    assert {(r.params.n, r.priority, r.cache_salt, r.eos_token_ids, r.arrival_s) for r in made} == {
+        (1, 3, "s", (9,), 1.5)
+    }
