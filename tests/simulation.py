@@ -236,7 +236,7 @@ class Simulation:
 
     def add(self, prompt: Sequence[int], max_tokens: int | None = 8, **changes: Any) -> str:
         """Send a request; returns its id."""
-        params = changes.pop("params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params = changes.pop("params", None) or SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
         request_id = changes.pop("request_id", None) or f"r{next(self._ids)}"
         self.prompts[request_id] = list(prompt)
         request = EngineRequest(

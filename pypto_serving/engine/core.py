@@ -121,7 +121,7 @@ class EngineCore:
 
     def _worker_ready(self, hello: WorkerHello) -> None:
         try:
-            if hello.groups != self.config.groups or hello.limits.depth < self.config.depth:
+            if hello.groups != self.config.groups or hello.limits != self.config.limits:
                 raise ConfigError("the worker's KV groups or limits are not those of the configuration")
             self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint, hello.tiers)
         except ConfigError as error:

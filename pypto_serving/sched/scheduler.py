@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager, Match
-from pypto_serving.sched import outputs
+from pypto_serving.sched import budget, outputs
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, rows_of
@@ -167,42 +167,21 @@ class Scheduler:
                 prompts.append(request)
         decodes.sort(key=_LEAST_RECENT)
         prompts.sort(key=_ORDER)
-        decode_budget = step.budget - self._prompt_share(step, prompts)
+        head = prompts[0] if prompts else self._waiting.peek() if self._free_rows else None
+        decode_budget = step.budget - budget.prompt_share(self.config, step, head)
         for request in decodes[: max(0, decode_budget)]:
             self._schedule(step, request, 1)
         for request in prompts:
             self._schedule(step, request, self._missing(request))
 
-    def _prompt_share(self, step: Step, prompts: list[Request]) -> int:
-        """Tokens of the budget that decodes leave to prompts, so that neither starves.
-
-        Without chunked prefill a prompt needs room for all of itself, granted in every other step.
-        """
-        head = prompts[0] if prompts else self._waiting.peek()
-        if head is None or not (prompts or self._free_rows):
-            return 0
-        if not self.config.enable_chunked_prefill:
-            return head.num_tokens if step.step_id % 2 else 0
-        return min(step.budget - 1, max(self.config.traits.chunk_tokens, step.budget // 8))
-
-    def _chunk(self, step: Step, missing: int) -> int:
-        """Tokens of `missing` that fit into the step, 0 if they have to wait.
-
-        All of them, or, of a prompt that is cut, a multiple of what the program computes at a time.
-        """
-        if not self.config.enable_chunked_prefill:
-            return missing if missing <= step.budget else 0
-        count = min(missing, step.budget, self.config.long_prefill_token_threshold or missing)
-        return count if count == missing else count - count % self.config.traits.chunk_tokens
-
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
         """Add what fits of a running request's `missing` tokens, preempting for its blocks if there is no other way."""
         if request.status is not Status.RUNNING:
             return
-        count = self._chunk(step, missing)
+        count = budget.chunk(self.config, step, missing)
         if count == 0:
             return
-        num_drafts = self._num_drafts(step, request) if missing == 1 else 0
+        num_drafts = budget.num_drafts(self.config, step, request) if missing == 1 else 0
         blocks = self.kv.reserve(request.id, request.num_computed_tokens + count + num_drafts)
         if blocks is None and num_drafts:
             num_drafts = 0
@@ -216,13 +195,6 @@ class Scheduler:
             for block_id in added:
                 pairs += (request.row, block_id)
         self._enter(step, request, count, num_drafts)
-
-    def _num_drafts(self, step: Step, request: Request) -> int:
-        """Drafts that a decode may verify: no more than budget and length leave beside its own token."""
-        if not self.config.num_drafts:
-            return 0
-        room = request.max_tokens - 2 - request.num_computed_tokens
-        return max(0, min(self.config.num_drafts, step.budget - 1, room))
 
     def _missing(self, request: Request) -> int:
         """Tokens that can be computed now. The last token of a request is sampled but never computed."""
@@ -300,7 +272,7 @@ class Scheduler:
         if may_wait and self.kv.fetch(request.id, request.num_tokens, match):
             self._wait_for_kv(request)
             return True
-        count = self._chunk(step, request.num_tokens - match.num_tokens)
+        count = budget.chunk(self.config, step, request.num_tokens - match.num_tokens)
         if count == 0 or self.kv.reserve(request.id, match.num_tokens + count, match) is None:
             return False
         self._start(step, request, match, now_s)

@@ -56,7 +56,7 @@ def run(config: EngineConfig, scenario: Callable[[AsyncEngine], Awaitable[None]]
 
 def request(name: str, length: int = 10, max_tokens: int = 20) -> EngineRequest:
     prompt = random.Random(name).choices(range(1000), k=length)
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     return EngineRequest(request_id=name, token_ids=pack_ids(prompt), params=params)
 
 
@@ -154,7 +154,7 @@ def test_requests_while_a_core_is_replaced_end() -> None:
 def test_a_poisonous_request_fails_alone() -> None:
     async def scenario(engine: AsyncEngine) -> None:
         good = [request(f"q{i}", 8, 60) for i in range(5)]
-        params = SamplingParams(max_tokens=5)
+        params = SamplingParams(max_tokens=5, temperature=0)
         bad = EngineRequest(request_id="bad", token_ids=pack_ids([1, 2, 5000]), params=params)
         outputs = await collect(engine, *good, bad)
         fault = outputs["bad"][-1].fault
@@ -169,7 +169,7 @@ def test_a_poisonous_request_fails_alone() -> None:
 def test_many_poisonous_requests_fail_alone_and_end_nothing_else() -> None:
     async def scenario(engine: AsyncEngine) -> None:
         good = [request(f"q{i}", 8, 60) for i in range(4)]
-        params = SamplingParams(max_tokens=5)
+        params = SamplingParams(max_tokens=5, temperature=0)
         bad = [
             EngineRequest(request_id=f"bad{i}", token_ids=pack_ids([1, 2, 5000]), params=params)
             for i in range(engine.config.faults.max_respawns + 2)

@@ -157,11 +157,16 @@ def test_stop_token_ends_a_request_and_min_tokens_delays_it() -> None:
     reference = answer.add(prompt(5), max_tokens=10)
     answer.run()
     stop = answer.tokens[reference][3]
-    params = SamplingParams(max_tokens=10, stop_token_ids=(stop,))
+    greedy = SamplingParams(temperature=0, max_tokens=10)
+    params = msgspec.structs.replace(greedy, stop_token_ids=(stop,))
     stopped = simulation.add(prompt(5), params=params)
-    eos = simulation.add(prompt(5), params=SamplingParams(max_tokens=10), eos_token_ids=(stop,))
-    ignoring = simulation.add(prompt(5), params=SamplingParams(max_tokens=10, ignore_eos=True), eos_token_ids=(stop,))
-    late = simulation.add(prompt(5), params=SamplingParams(max_tokens=10, min_tokens=5), eos_token_ids=(stop,))
+    eos = simulation.add(prompt(5), params=greedy, eos_token_ids=(stop,))
+    ignoring = simulation.add(
+        prompt(5), params=SamplingParams(temperature=0, max_tokens=10, ignore_eos=True), eos_token_ids=(stop,)
+    )
+    late = simulation.add(
+        prompt(5), params=SamplingParams(temperature=0, max_tokens=10, min_tokens=5), eos_token_ids=(stop,)
+    )
     run_all(simulation)
     assert [len(simulation.tokens[r]) for r in (stopped, eos, ignoring)] == [4, 4, 10]
     assert len(simulation.tokens[late]) > 4

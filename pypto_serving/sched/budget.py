@@ -1,0 +1,38 @@
+"""How many tokens a request gets of a step's budget: prompt chunks, the share of prompts, drafts."""
+
+from __future__ import annotations
+
+from pypto_serving.sched.request import Request
+from pypto_serving.sched.step import Step
+from pypto_serving.types.config import EngineConfig
+
+
+def chunk(config: EngineConfig, step: Step, missing: int) -> int:
+    """Return how many of `missing` tokens fit into the step, 0 if they have to wait.
+
+    All of them, or, of a prompt that is cut, a multiple of what the program computes at a time.
+    """
+    if not config.enable_chunked_prefill:
+        return missing if missing <= step.budget else 0
+    count = min(missing, step.budget, config.long_prefill_token_threshold or missing)
+    return count if count == missing else count - count % config.traits.chunk_tokens
+
+
+def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
+    """Return the tokens that decodes leave to prompts, so that neither starves; `head` is the first prompt in order.
+
+    Without chunked prefill a prompt needs room for all of itself, granted in every other step.
+    """
+    if head is None:
+        return 0
+    if not config.enable_chunked_prefill:
+        return head.num_tokens if step.step_id % 2 else 0
+    return min(step.budget - 1, max(config.traits.chunk_tokens, step.budget // 8))
+
+
+def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
+    """Return how many drafts a decode may verify: budget and length leave them room beside its own token."""
+    if not config.num_drafts:
+        return 0
+    room = request.max_tokens - 2 - request.num_computed_tokens
+    return max(0, min(config.num_drafts, step.budget - 1, room))
