@@ -45,36 +45,25 @@ API void pypto_huge_pages(void* data, int64_t bytes) {
 
 namespace {
 
-class Packing final : public Job {
+// One kernel outside of any recording.
+template <typename Values>
+class Once final : public Job {
  public:
-  Packing(const Kernels* kernels, Pair* out, int32_t* compensation, const void* source, int stored, int64_t n,
-          int64_t k, int64_t offset, bool half)
-      : kernels_(kernels), out_(out), compensation_(compensation), source_(source), stored_(stored), n_(n), k_(k),
-        offset_(offset), half_(half) {}
-
-  void run(Member& member) override {
-    Share share(member, (n_ + 15) / 16, 4);
-    while (share.next())
-      for (int64_t group = share.begin; group < share.end; group++)
-        kernels_->pack(out_, compensation_, source_, stored_, n_, k_, offset_, half_, group);
-  }
+  Once(void (*kernel)(const Values&, Member&), const Values& values) : kernel_(kernel), values_(values) {}
+  void run(Member& member) override { kernel_(values_, member); }
 
  private:
-  const Kernels* kernels_;
-  Pair* out_;
-  int32_t* compensation_;
-  const void* source_;
-  int stored_;
-  int64_t n_, k_, offset_;
-  bool half_;
+  void (*kernel_)(const Values&, Member&);
+  Values values_;
 };
 
 }  // namespace
 
 API void pypto_pack(Engine* engine, Pair* out, int32_t* compensation, const void* source, int stored, int64_t n,
                     int64_t k, int64_t offset, int half) {
-  Packing packing(engine->kernels, out, compensation, source, stored, n, k, offset, half != 0);
-  engine->team.run(packing);
+  Once<Pack> job(engine->kernels->pack,
+                 {out, compensation, source, static_cast<Stored>(stored), n, k, offset, half != 0});
+  engine->team.run(job);
 }
 
 API int64_t pypto_pieces(int64_t bytes) { return pieces_of(bytes); }
@@ -229,18 +218,6 @@ API void pypto_latent_attend(Recording* r, const Pair* queries, const float* sin
 }
 
 namespace {
-
-// One kernel outside of any recording.
-template <typename Values>
-class Once final : public Job {
- public:
-  Once(void (*kernel)(const Values&, Member&), const Values& values) : kernel_(kernel), values_(values) {}
-  void run(Member& member) override { kernel_(values_, member); }
-
- private:
-  void (*kernel_)(const Values&, Member&);
-  Values values_;
-};
 
 // Rows are shared out where there are several, and where reading `logits` takes longer than waking the threads, about
 // 100 us.

@@ -1,5 +1,5 @@
 // The kernels of one instruction set; compiled once for each, with -DISA=name and its flags.
-#include "kernels.h"
+#include "ops.h"
 
 #include "attention.h"
 #include "experts.h"
@@ -8,6 +8,7 @@
 #include "latent_attention.h"
 #include "limits.h"
 #include "linear.h"
+#include "packing.h"
 #include "rows.h"
 #include "sampling.h"
 #include "streams.h"

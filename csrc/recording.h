@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "attention_plan.h"
-#include "kernels.h"
+#include "ops.h"
 
 namespace pypto {
 

@@ -1,7 +1,7 @@
 """What the library's kernels look like from Python: an Engine of threads, and the memory that they work on.
 
 Activations travel between operations as float32 rows, `[rows, width]`, or as strips, the layout that products read
-(csrc/kernels.h): of bfloat16 pairs, or of quads of bytes with a scale for each row. All are numpy arrays of the
+(csrc/ops.h): of bfloat16 pairs, or of quads of bytes with a scale for each row. All are numpy arrays of the
 caller's.
 """
 
@@ -45,7 +45,7 @@ class Stored(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Packed weights of matrices [n, k]: pairs of bfloat16, uint32 [panels of all * k / 2 * 32]; see csrc/kernels.h.
+    """Packed weights of matrices [n, k]: pairs of bfloat16, uint32 [panels of all * k / 2 * 32]; see csrc/ops.h.
 
     Where they are bytes, `words` are quads, [panels of all * k / 4 * 32], and there are `scales` and `compensation`,
     [panels of all * 32].

@@ -25,7 +25,7 @@ from pypto_serving.kernels.engine import (
 )
 
 INDEX_TOKENS = 16
-"""Tokens whose entries are scored before they choose, as csrc/kernels.h has it."""
+"""Tokens whose entries are scored before they choose, as csrc/ops.h has it."""
 
 
 class Rows(enum.IntEnum):
@@ -43,7 +43,7 @@ class _Finish(enum.IntEnum):
 
 
 class Scoring(enum.IntEnum):
-    """How the shares of a token's experts are made of its logits; see csrc/kernels.h."""
+    """How the shares of a token's experts are made of its logits; see csrc/ops.h."""
 
     SOFTMAX = 0
     NORMALIZED = 1
@@ -323,7 +323,7 @@ class Recording:
         self._add("compressor_state", values, gates, position, _stride(values), width, ratio, state.handle)
 
     def compress(self, state: Pages, width: int, turning: Turning, entries: Pages) -> None:
-        """The entries that tokens of the step complete, from states of `width` values; see csrc/kernels.h."""
+        """The entries that tokens of the step complete, from states of `width` values; see csrc/ops.h."""
         self._add("compress", state.handle, width, *turning.arguments(), entries.handle)
 
     def index(

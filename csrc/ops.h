@@ -5,13 +5,11 @@
 #include <cstdint>
 
 #include "team.h"
+#include "types.h"
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace pypto {
-
-typedef uint16_t bf16 __attribute__((may_alias));
-typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
 
 // Weights [n, k] lie in panels of 32 outputs, each [k / 2][2][16] pairs: a panel is one linear stream, and two loads
 // fill two registers with 16 outputs each. Outputs behind n are zero.
@@ -339,6 +337,20 @@ struct LatentAttend {
   Pair* out;
 };
 
+// Element types that weights are packed from.
+enum class Stored : int32_t { kBf16 = 0, kF32 = 1, kF16 = 2, kI8 = 3 };
+
+// Row i of a stored matrix [n, k] becomes output offset + i of packed weights; where the matrix is `half` of panels that
+// two matrices share, each 16 rows become 16 outputs of one panel, those from `offset` on.
+struct Pack {
+  Pair* out;
+  int32_t* compensation;  // of bytes, else null
+  const void* source;
+  Stored stored;
+  int64_t n, k, offset;
+  bool half;
+};
+
 // How a row's token is chosen; DRAW in pypto_serving/types/draws.py.
 struct Draw {
   double random, top_p, min_p;
@@ -374,8 +386,7 @@ struct Limits {
 struct Kernels {
   const char* name;
   int rows;  // at most so many in a strip
-  void (*pack)(Pair* out, int32_t* compensation, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
-               bool half, int64_t group);
+  void (*pack)(const Pack&, Member&);
   void (*embed)(const Embed&, const Step&, Member&);
   void (*norm)(const Norm&, const Step&, Member&);
   void (*quantize)(const Quantize&, const Step&, Member&);
