@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.config import EngineConfig
+from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import Sampler
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits
-
-Int32Array = NDArray[np.int32]
-Float32Array = NDArray[np.float32]
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while a program is prepared."""

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pypto_serving.backend.base import Int32Array, Progress, StepInputs, StepOutput
+from pypto_serving.backend.base import Progress, StepInputs, StepOutput
 from pypto_serving.backend.cpu import program_fingerprint
 from pypto_serving.config import EngineConfig
 from pypto_serving.host import read_host_facts
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import model_family
 from pypto_serving.model.step import StepTensors
+from pypto_serving.types.arrays import Int32Array
 from pypto_serving.util import ceil_div
 
 LAYOUT = "block, layer, k or v, head, row"

@@ -20,13 +20,8 @@ from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.library import library, runnable
+from pypto_serving.types.arrays import Array, Float32Array, Int32Array, PairArray
 from pypto_serving.util import ceil_div
-
-Array = NDArray[Any]
-Float32Array = NDArray[np.float32]
-Int32Array = NDArray[np.int32]
-BFloat16Array = NDArray[np.uint16]
-PairArray = NDArray[np.uint32]
 
 PANEL = 32
 """Outputs per panel of packed weights."""

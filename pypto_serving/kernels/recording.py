@@ -11,18 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels.engine import (
-    PANEL,
-    Array,
-    BFloat16Array,
-    Engine,
-    Float32Array,
-    Int32Array,
-    Matrix,
-    PairArray,
-    Quads,
-    Strips,
-)
+from pypto_serving.kernels.engine import PANEL, Engine, Matrix, Quads, Strips
+from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray
 
 INDEX_TOKENS = 16
 """Tokens whose entries are scored before they choose, as csrc/ops.h has it."""

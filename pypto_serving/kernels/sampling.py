@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.engine import Engine
-from pypto_serving.types.draws import DRAW, Float32Array, Int32Array, Logprobs
+from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.draws import DRAW, Logprobs
 
 
 class NativeSampler:

@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Float32Array = NDArray[np.float32]
-Int32Array = NDArray[np.int32]
+from pypto_serving.types.arrays import Float32Array, Int32Array
 
 DRAW = np.dtype(
     [("random", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("temperature", "f4"), ("top_k", "i4")],

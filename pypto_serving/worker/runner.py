@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from pypto_serving.backend.base import Int32Array, Program, StepBuffers, StepOutput
+from pypto_serving.backend.base import Program, StepBuffers, StepOutput
+from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.step import RowLogprobs, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.types.draws import DRAW, Float32Array, Int32Array, Sampler
+from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.draws import DRAW, Sampler
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker.philox import uniforms
