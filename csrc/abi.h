@@ -1,5 +1,5 @@
-// The C interface describes itself, so that the binding keeps no list of types that could disagree with it. API exports a
-// function; the compiler deduces its types, and the preprocessor keeps the names of its arguments.
+// Exports functions together with a description of their types, from which pypto_serving/kernels/abi.py binds them. The
+// compiler deduces the types, and the preprocessor keeps the names of the arguments.
 #pragma once
 
 #include <cxxabi.h>
@@ -13,18 +13,18 @@
 #include <typeinfo>
 
 // Defines the exported function pypto_`name`: API(int, add, int a, int b) { return a + b; }
-#define API(result, name, ...)                                                              \
-  extern "C" __attribute__((visibility("default"))) result pypto_##name(__VA_ARGS__);       \
-  static const pypto::description::Function described_##name(#name, #__VA_ARGS__, &pypto_##name);   \
+#define API(result, name, ...)                                                                    \
+  extern "C" __attribute__((visibility("default"))) result pypto_##name(__VA_ARGS__);             \
+  static const pypto::description::Function described_##name(#name, #__VA_ARGS__, &pypto_##name); \
   result pypto_##name(__VA_ARGS__)
 
 namespace pypto::description {
 
-// A line for each function and for each struct with FIELDS that one of them takes, by name:
+// Functions, and structs with FIELDS that functions take, by name; a line each:
 //   function <name> <result>; <type> <argument>; ...
 //   struct <name> <bytes>; <type> <field> <offset>; ...
-// Fields of a field are the struct's own. A type is void, text (const char*), what numpy calls a number (f4, i8, u2), a
-// class, or one of these with a star: const f4*, Engine*.
+// A struct within a struct is described by its fields. A type is `void`, `text` (const char*), numpy's name of a number
+// (f4, i8, u2), the name of a class, or a pointer to one of these: `const f4*`, `Engine*`.
 using Lines = std::map<std::string, std::string>;
 
 inline Lines& lines() {
@@ -40,7 +40,7 @@ inline std::string next_name(std::string& text) {
   return first.substr(first.find_last_of(" *&") + 1);
 }
 
-// Without its namespace.
+// The name of a class without its namespace.
 inline std::string class_name(const std::type_info& type) {
   char* full = abi::__cxa_demangle(type.name(), nullptr, nullptr, nullptr);
   const std::string name = full;

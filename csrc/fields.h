@@ -1,8 +1,8 @@
-// Structs that tell which fields they have, so that the binding fills them in by name; see abi.h.
+// Structs that name their fields, so that the binding can fill them in by name; see abi.h.
 #pragma once
 
-// Names all fields of a struct, at its end. `visit` passes the fields of these names, `visit_all` those that the struct
-// has, in their order: a list that misses one does not compile.
+// Stands at the end of a struct and names all its fields. `visit` passes them by name. `visit_all` takes the struct apart
+// into as many names, so a list that misses a field does not compile.
 #define FIELDS(...)                                    \
   static constexpr const char* kFields = #__VA_ARGS__; \
   template <typename Each>                             \

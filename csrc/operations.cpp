@@ -22,7 +22,7 @@ API(const Pages*, pages, Recording* recording, const Pages* values) { return rec
 
 namespace {
 
-// What a recording has to know of an operation besides running it.
+// Tells the recording what it has to know of an operation before it runs.
 template <typename Values>
 void prepare(Recording*, const Values&) {}
 
@@ -33,17 +33,17 @@ void prepare(Recording* recording, const Attend& op) {
 
 }  // namespace
 
-#define RECORD(kernel, Values)                                                      \
-  API(const Values*, kernel, Recording* recording, const Values* values) {          \
-    prepare(recording, *values);                                                    \
-    return recording->add(recording->kernels().kernel, *values);                    \
+#define RECORD(kernel, Values)                                             \
+  API(const Values*, kernel, Recording* recording, const Values* values) { \
+    prepare(recording, *values);                                           \
+    return recording->add(recording->kernels().kernel, *values);           \
   }
 
 OPERATIONS(RECORD)
 
 namespace {
 
-// One kernel outside of any recording.
+// One kernel outside of any recording. `values` are the caller's.
 template <typename Values>
 class Once final : public Job {
  public:
@@ -73,11 +73,11 @@ bool shares(const Logprobs& op) { return shares_rows(op.count, op.vocab * op.cou
 
 }  // namespace
 
-#define RUN(kernel, Values)                               \
+#define RUN(kernel, Values)                                 \
   API(void, kernel, Engine* engine, const Values* values) { \
-    Once<Values> job(engine->kernels->kernel, *values);   \
-    if (shares(*values)) engine->team.run(job);           \
-    else engine->team.run_alone(job);                     \
+    Once<Values> job(engine->kernels->kernel, *values);     \
+    if (shares(*values)) engine->team.run(job);             \
+    else engine->team.run_alone(job);                       \
   }
 
 TASKS(RUN)

@@ -1,8 +1,7 @@
 // What the kernels of one instruction set offer, and the values they work on. Every kernel is one operation of a step:
 // each member of the team calls it, and it shares out its own loop.
 //
-// An operation is declared here and nowhere else: a struct of what it works on, whose FIELDS are named again at its end,
-// and its line in OPERATIONS.
+// An operation is declared here and nowhere else, by a struct of what it works on, with FIELDS, and a line in OPERATIONS.
 #pragma once
 
 #include <cstdint>
@@ -413,8 +412,8 @@ struct Limits {
   int64_t pairs, rounds;
 };
 
-// All operations of a step, as (kernel, what it works on); a member of Kernels, its entry for each instruction set and the
-// exported function that records it follow.
+// All operations of a step, as (kernel, what it works on). From this list follow the members of Kernels, their values for
+// each instruction set (kernels.cpp), and the exported functions that record an operation (operations.cpp).
 #define OPERATIONS(OP)                  \
   OP(embed, Embed)                      \
   OP(norm, Norm)                        \
@@ -436,7 +435,7 @@ struct Limits {
   OP(index, Index)                      \
   OP(latent_attend, LatentAttend)
 
-// Likewise what an engine runs at once, without a step.
+// Likewise what an engine runs at once, without a step; its function is exported too.
 #define TASKS(TASK) TASK(pack, Pack) TASK(sample, Sample) TASK(logprobs, Logprobs)
 
 struct Kernels {

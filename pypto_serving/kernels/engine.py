@@ -39,7 +39,7 @@ class Stored(enum.IntEnum):
 
     @property
     def bytes(self) -> int:
-        """Of an element."""
+        """Return the bytes of an element."""
         return {Stored.F32: 4, Stored.I8: 1}.get(self, 2)
 
 
