@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernels.h"
+#include "ops.h"
 #include "prefixes.h"
 
 namespace pypto {

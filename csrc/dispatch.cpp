@@ -1,7 +1,7 @@
 // Which kernels this machine can run.
 #include <cstring>
 
-#include "kernels.h"
+#include "ops.h"
 
 #define DECLARE(isa)                     \
   namespace isa {                        \

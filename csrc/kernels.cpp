@@ -1,5 +1,5 @@
 // The kernels of one instruction set; compiled once for each, with -DISA=name and its flags.
-#include "kernels.h"
+#include "ops.h"
 
 #include "attention.h"
 #include "experts.h"
@@ -8,6 +8,7 @@
 #include "latent_attention.h"
 #include "limits.h"
 #include "linear.h"
+#include "packing.h"
 #include "rows.h"
 #include "sampling.h"
 #include "streams.h"
@@ -17,10 +18,18 @@
 
 namespace ISA {
 
+#define ENTRY(kernel, Values) .kernel = kernel,
+
 extern const pypto::Kernels kKernels = {
-    TEXT(ISA), kMaxRows, pack, embed, norm, quantize, linear, heads, attend, choose, sort, gather, expert_linear,
-    combine, products, stream_inputs, stream_outputs, turn, compressor_state, compress, index, latent_attend, sample,
-    logprobs, read, compute<Pairs>, kRoundFlops, compute<Quads>, kRoundByteFlops,
+    .name = TEXT(ISA),
+    .rows = kMaxRows,
+    OPERATIONS(ENTRY)
+    TASKS(ENTRY)
+    .read = read,
+    .compute = compute<Pairs>,
+    .round_flops = kRoundFlops,
+    .compute_bytes = compute<Quads>,
+    .round_byte_flops = kRoundByteFlops,
 };
 
 }  // namespace ISA

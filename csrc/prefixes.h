@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernels.h"
+#include "ops.h"
 
 namespace pypto {
 

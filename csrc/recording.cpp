@@ -12,16 +12,6 @@ double now() {
 
 }  // namespace
 
-Routing* Recording::keep(const Routing& routing) {
-  routings_.push_back(std::make_unique<Routing>(routing));
-  return routings_.back().get();
-}
-
-Pages* Recording::keep(const Pages& pages) {
-  pages_.push_back(std::make_unique<Pages>(pages));
-  return pages_.back().get();
-}
-
 void Recording::replay(const Step& step, double* seconds) {
   step_ = step;
   seconds_ = seconds;

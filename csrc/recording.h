@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "attention_plan.h"
-#include "kernels.h"
+#include "ops.h"
 
 namespace pypto {
 
@@ -24,10 +24,21 @@ class Recording final : public Job {
 
   explicit Recording(Engine* engine) : engine_(engine) {}
   const Kernels& kernels() const { return *engine_->kernels; }
-  void add(Operation operation) { operations_.push_back(std::move(operation)); }
+  // A copy of `values` that lives as long as the recording.
+  template <typename Values>
+  const Values* keep(const Values& values) {
+    auto kept = std::make_shared<const Values>(values);
+    kept_.push_back(kept);
+    return kept.get();
+  }
+  // Adds an operation; returns the copy of `values` that it works on.
+  template <typename Values>
+  const Values* add(void (*kernel)(const Values&, const Step&, Member&), const Values& values) {
+    const Values* kept = keep(values);
+    operations_.push_back([=](const Step& step, Member& member) { kernel(*kept, step, member); });
+    return kept;
+  }
   AttentionPlan& attention() { return plan_; }
-  Routing* keep(const Routing& routing);
-  Pages* keep(const Pages& pages);
   // Compute one step. With `seconds` [operations], adds the time that each took.
   void replay(const Step& step, double* seconds);
   int size() const { return static_cast<int>(operations_.size()); }
@@ -39,8 +50,7 @@ class Recording final : public Job {
 
   Engine* engine_;
   std::vector<Operation> operations_;
-  std::vector<std::unique_ptr<Routing>> routings_;
-  std::vector<std::unique_ptr<Pages>> pages_;
+  std::vector<std::shared_ptr<const void>> kept_;
   AttentionPlan plan_;
   Step step_;
   double* seconds_ = nullptr;

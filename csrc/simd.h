@@ -12,19 +12,22 @@
 #include <immintrin.h>
 #endif
 
+#include "types.h"
+
 #ifndef ISA
 #error "compile with -DISA=name"
 #endif
 
 namespace ISA {
 
+using pypto::bf16;
+using pypto::Pair;
+
 constexpr int kLanes = 16;
 
 typedef float Floats __attribute__((vector_size(64), may_alias));
 typedef int32_t Ints __attribute__((vector_size(64), may_alias));
 typedef double Doubles __attribute__((vector_size(64), may_alias));  // eight lanes
-typedef uint16_t bf16 __attribute__((may_alias));
-typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
 
 #define INLINE static inline __attribute__((always_inline))
 

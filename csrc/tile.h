@@ -1,7 +1,7 @@
 // The one inner loop of all products: up to 12 rows by 32 columns, whose sums stay in registers.
 #pragma once
 
-#include "kernels.h"
+#include "ops.h"
 #include "simd.h"
 
 namespace ISA {

@@ -16,14 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.backend.memory import BlockMemory
+from pypto_serving.types.arrays import Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import Logprobs, Sampler
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits
-
-Int32Array = NDArray[np.int32]
-UInt64Array = NDArray[np.uint64]
-Float32Array = NDArray[np.float32]
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while a program is prepared."""

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pypto_serving.backend.base import Float32Array, Int32Array, Progress, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.base import Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import model_family
 from pypto_serving.model.step import StepTensors
+from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-UInt64Array = NDArray[np.uint64]
+from pypto_serving.types.arrays import UInt64Array
 
 _MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)

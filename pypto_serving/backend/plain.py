@@ -7,7 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.types.draws import Float32Array, Int32Array, Logprobs
+from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.draws import Logprobs
 
 HEAD = 1024
 """Candidates that top-p sorts before it falls back to the whole vocabulary."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.bench.options import require_int, require_positive
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.tokens import Int32Array
+from pypto_serving.types.arrays import Int32Array
 from pypto_serving.util import ceil_div
 
 TRACE_BLOCK = 512

@@ -1,13 +1,12 @@
 """What the library's kernels look like from Python: an Engine of threads, and the memory that they work on.
 
 Activations travel between operations as float32 rows, `[rows, width]`, or as strips, the layout that products read
-(csrc/kernels.h): of bfloat16 pairs, or of quads of bytes with a scale for each row. All are numpy arrays of the
+(csrc/ops.h): of bfloat16 pairs, or of quads of bytes with a scale for each row. All are numpy arrays of the
 caller's.
 """
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import math
 import mmap
@@ -19,14 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.library import library, runnable
+from pypto_serving.types.arrays import Array, Float32Array, Int32Array, PairArray
 from pypto_serving.util import ceil_div
-
-Array = NDArray[Any]
-Float32Array = NDArray[np.float32]
-Int32Array = NDArray[np.int32]
-BFloat16Array = NDArray[np.uint16]
-PairArray = NDArray[np.uint32]
 
 PANEL = 32
 """Outputs per panel of packed weights."""
@@ -42,10 +37,15 @@ class Stored(enum.IntEnum):
     F16 = 2
     I8 = 3
 
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of an element."""
+        return {Stored.F32: 4, Stored.I8: 1}.get(self, 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Packed weights of matrices [n, k]: pairs of bfloat16, uint32 [panels of all * k / 2 * 32]; see csrc/kernels.h.
+    """Packed weights of matrices [n, k]: pairs of bfloat16, uint32 [panels of all * k / 2 * 32]; see csrc/ops.h.
 
     Where they are bytes, `words` are quads, [panels of all * k / 4 * 32], and there are `scales` and `compensation`,
     [panels of all * 32].
@@ -116,7 +116,7 @@ def _map(size: int) -> NDArray[np.uint8]:
     mapped = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapped, np.uint8)
     memory = memory[-memory.ctypes.data % _HUGE_PAGE_BYTES :][:size]
-    lib.pypto_huge_pages(memory.ctypes.data, size)
+    lib.huge_pages(memory, size)
     return memory
 
 
@@ -130,8 +130,8 @@ def hashes(array: Array) -> NDArray[np.uint64]:
     """A hash of each piece of `array`, computed by this thread: any change of its bytes changes one of them."""
     lib = library()
     assert lib is not None
-    out = np.zeros(lib.pypto_pieces(array.nbytes), np.uint64)
-    lib.pypto_hash(array.ctypes.data, array.nbytes, out.ctypes.data)
+    out = np.zeros(lib.pieces(array.nbytes), np.uint64)
+    lib.hash(array, array.nbytes, out)
     return out
 
 
@@ -147,10 +147,6 @@ def _has_room(out: PairArray, stored: Stored, n: int, k: int, compensation: Int3
     return k % 4 == 0 and outputs * k // 4 <= out.size and compensation is not None and outputs <= compensation.size
 
 
-def _address(array: Array | None) -> int | None:
-    return None if array is None else array.ctypes.data
-
-
 class Engine:
     """Owns `threads` threads, the caller's among them, that run kernels for one instruction set on `cpus`."""
 
@@ -158,9 +154,9 @@ class Engine:
         """Raises ConfigError where this machine does not run `instruction_set` (by default its best)."""
         lib = library()
         chosen = sorted(_allowed_cpus() if cpus is None else cpus)
-        mask = (ctypes.c_int * len(chosen))(*chosen)
-        self._handle = lib.pypto_open(instruction_set.encode(), threads, mask, len(chosen)) if lib is not None else None
-        if lib is None or not self._handle:
+        mask = np.array(chosen, np.int32)
+        self._handle: Handle | None = lib.open(instruction_set, threads, mask, len(mask)) if lib is not None else None
+        if lib is None or self._handle is None:
             if runnable() and instruction_set in ("", *runnable()):
                 raise ConfigError(f"the system does not start {threads} threads; give fewer with --num-threads")
             has = ", ".join(runnable()) or "none: it was built without a C++ compiler"
@@ -178,55 +174,69 @@ class Engine:
     @property
     def strip_rows(self) -> int:
         """Most rows in a strip of activations."""
-        return int(self._lib.pypto_strip_rows(self._handle))
+        return int(self._lib.strip_rows(self._handle))
 
     def pack(
         self,
         out: PairArray,
-        source: int,
+        source: Array,
         stored: Stored,
         n: int,
         k: int,
         offset: int = 0,
         compensation: Int32Array | None = None,
     ) -> None:
-        """Rows of a stored matrix [n, k] at address `source` become outputs `offset` on of packed `out`.
+        """Pack rows of a stored matrix [n, k], the first elements of `source`, into outputs `offset` on of `out`.
 
         Those of bytes also fill `compensation`. Raises ValueError where the rows would not lie in whole half panels of
-        `out`, or k is not whole words.
+        `out`, where k is not whole words, or where `source` is shorter.
         """
         if offset % _GATE_HALF or not _has_room(out, stored, offset + n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
-        self._lib.pypto_pack(self._handle, out.ctypes.data, _address(compensation), source, stored, n, k, offset, 0)
+        self._pack(out, source, stored, n, k, offset, compensation, False)
 
     def pack_gate(
         self,
         out: PairArray,
-        source: int,
+        source: Array,
         stored: Stored,
         n: int,
         k: int,
         half: int,
         compensation: Int32Array | None = None,
     ) -> None:
-        """Rows of a stored matrix [n, k] become half 0 (gate) or 1 (up) of each panel of `out`; see `pack`."""
+        """Pack rows of a stored matrix [n, k] into half 0 (gate) or 1 (up) of each panel of `out`; see `pack`."""
         if n % _GATE_HALF or not _has_room(out, stored, 2 * n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into half of {out.size} words")
-        offset = half * _GATE_HALF
-        self._lib.pypto_pack(self._handle, out.ctypes.data, _address(compensation), source, stored, n, k, offset, 1)
+        self._pack(out, source, stored, n, k, half * _GATE_HALF, compensation, True)
+
+    def _pack(
+        self,
+        out: PairArray,
+        source: Array,
+        stored: Stored,
+        n: int,
+        k: int,
+        offset: int,
+        compensation: Int32Array | None,
+        half: bool,
+    ) -> None:
+        if source.nbytes < n * k * stored.bytes:
+            raise ValueError(f"{source.nbytes} bytes hold no [{n}, {k}] of {stored.name}")
+        sizes = {"n": n, "k": k, "offset": offset, "half": half}
+        self._lib.pack(self._handle, out=out, compensation=compensation, source=source, stored=stored, **sizes)
 
     def read(self, out: Array, file: int, offset: int) -> NDArray[np.uint64]:
         """Fill `out` from `offset` on of an open file, and return its `hashes`; raises OSError."""
-        pieces = np.zeros(self._lib.pypto_pieces(out.nbytes), np.uint64)
-        arguments = (out.ctypes.data, out.nbytes, pieces.ctypes.data)
-        if error := self._lib.pypto_read(self._handle, file, offset, *arguments):
+        pieces = np.zeros(self._lib.pieces(out.nbytes), np.uint64)
+        if error := self._lib.read(self._handle, file, offset, out, out.nbytes, pieces):
             raise OSError(error, os.strerror(error))
         return pieces
 
     def close(self) -> None:
         """End the threads."""
         if self._handle:
-            self._lib.pypto_close(self._handle)
+            self._lib.close(self._handle)
             self._handle = None
 
     def __del__(self) -> None:

@@ -22,8 +22,8 @@ class Memory:
     def bandwidth(self, engine: Engine, repeat: int = 10) -> float:
         """Bytes per second of the best of `repeat` reads of the whole memory by all threads of `engine`."""
         words = self.words
-        read = engine._lib.pypto_measure_read
-        best = min(read(engine._handle, words.ctypes.data, words.size) for _ in range(repeat))
+        read = engine._lib.measure_read
+        best = min(read(engine._handle, words, words.size) for _ in range(repeat))
         return float(words.nbytes / best)
 
 
@@ -32,8 +32,8 @@ def peak(engine: Engine, repeat: int = 10, int8: bool = False) -> float:
 
     The loop is the instruction that products are made of, on registers only.
     """
-    rounds, compute = 1 << 10, engine._lib.pypto_measure_compute
+    rounds, compute = 1 << 10, engine._lib.measure_compute
     while compute(engine._handle, int8, rounds) < _COMPUTE_S:
         rounds *= 2
     best = min(compute(engine._handle, int8, rounds) for _ in range(repeat))
-    return float(rounds * engine._lib.pypto_round_flops(engine._handle, int8) * engine.threads / best)
+    return float(rounds * engine._lib.round_flops(engine._handle, int8) * engine.threads / best)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.kernels.arguments import Pointer
 from pypto_serving.kernels.engine import Engine
-from pypto_serving.types.draws import DRAW, Float32Array, Int32Array, Logprobs
+from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.draws import DRAW, Logprobs
 
 
 class NativeSampler:
@@ -21,9 +23,8 @@ class NativeSampler:
         if draws.dtype != DRAW or draws.shape != (rows,):
             raise ValueError(f"{rows} rows of logits need as many draws, not {draws.dtype} {draws.shape}")
         draws, tokens = np.ascontiguousarray(draws), np.empty(rows, np.int32)
-        self._lib.pypto_sample(
-            self._engine._handle, logits.ctypes.data, stride, vocab, rows, draws.ctypes.data, tokens.ctypes.data
-        )
+        sizes = {"stride": stride, "vocab": vocab, "rows": rows}
+        self._lib.sample(self._engine._handle, logits=Pointer(logits), **sizes, draws=draws, tokens=tokens)
         return tokens
 
     def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
@@ -35,9 +36,10 @@ class NativeSampler:
         rows, tokens = (np.ascontiguousarray(array, np.int32) for array in (rows, tokens))
         width = min(width, vocab)
         found = Logprobs.empty(count, width)
-        arrays = (rows, tokens, found.values, found.ranks, found.best_ids, found.best_values)
-        addresses = (array.ctypes.data for array in arrays)
-        self._lib.pypto_logprobs(self._engine._handle, logits.ctypes.data, stride, vocab, count, width, *addresses)
+        inputs = {"logits": Pointer(logits), "rows": rows, "tokens": tokens}
+        sizes = {"stride": stride, "vocab": vocab, "count": count, "width": width}
+        best = {"best": found.best_ids, "best_values": found.best_values}
+        self._lib.logprobs(self._engine._handle, **inputs, **sizes, values=found.values, ranks=found.ranks, **best)
         return found
 
 

@@ -153,12 +153,12 @@ class PackedWeights:
 
     def _pack(self, room: Matrix, tensor: StoredTensor, offset: int = 0, half: int | None = None) -> None:
         """Outputs `offset` on of `room`, or one half of each of its panels, from a tensor and its scales."""
-        address, stored = self._address(tensor)
+        source, stored = self._stored(tensor), _STORED[tensor.dtype]
         n, k = tensor.shape
         if half is None:
-            self._engine.pack(room.words, address, stored, n, k, offset, room.compensation)
+            self._engine.pack(room.words, source, stored, n, k, offset, room.compensation)
         else:
-            self._engine.pack_gate(room.words, address, stored, n, k, half, room.compensation)
+            self._engine.pack_gate(room.words, source, stored, n, k, half, room.compensation)
         self._tensors.forget(tensor)
         if room.scales is not None:
             scales = self._read(scale_name(tensor.name))
@@ -167,9 +167,9 @@ class PackedWeights:
             else:
                 room.scales[: 2 * n].reshape(-1, 2, PANEL // 2)[:, half] = scales.reshape(-1, PANEL // 2)
 
-    def _address(self, tensor: StoredTensor) -> tuple[int, Stored]:
-        view = np.frombuffer(self._tensors.map(tensor), np.uint8, 1, tensor.begin)
-        return view.ctypes.data, _STORED[tensor.dtype]
+    def _stored(self, tensor: StoredTensor) -> NDArray[np.uint8]:
+        """View the bytes of a tensor in its file's map."""
+        return np.frombuffer(self._tensors.map(tensor), np.uint8, tensor.num_bytes, tensor.begin)
 
     def _read(self, name: str) -> NDArray[np.float32]:
         """A tensor in float32, flat."""

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 MAGIC = b"pypto packed 1\r\n"
 LAYOUT = f"panels of {PANEL} outputs, pairs or quads along the inner dimension, gate and up by half panels"
-"""How arrays are packed, as csrc/kernels.h has it; part of the key."""
+"""How arrays are packed, as csrc/ops.h has it; part of the key."""
 
 SYNC_BYTES = 16 << 20
 """Written at once: a process that ends waits for no more, and the system never has more of ours to write."""

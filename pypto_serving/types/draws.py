@@ -8,13 +8,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Float32Array = NDArray[np.float32]
-Int32Array = NDArray[np.int32]
+from pypto_serving.types.arrays import Float32Array, Int32Array
 
 DRAW = np.dtype(
     [("random", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("temperature", "f4"), ("top_k", "i4")],
 )
-"""How to choose a row's token with one random number in [0, 1); `struct Draw` of csrc/kernels.h.
+"""How to choose a row's token with one random number in [0, 1); `struct Draw` of csrc/ops.h.
 
 Temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off.
 """

@@ -6,9 +6,8 @@ import struct
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int32Array = NDArray[np.int32]
+from pypto_serving.types.arrays import Int32Array
 
 
 def pack_ids(ids: Iterable[int] | Int32Array) -> bytes:

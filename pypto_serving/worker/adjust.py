@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pypto_serving.types.draws import Float32Array, Int32Array
+from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import unpack_ids
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.backend.base import DispatchKind, Drafter, Int32Array, StepBuffers, StepInputs
+from pypto_serving.backend.base import DispatchKind, Drafter, StepBuffers, StepInputs
+from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.types.tokens import unpack_ids

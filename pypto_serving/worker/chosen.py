@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.backend.base import Float32Array, Int32Array, SampledTokens
+from pypto_serving.backend.base import SampledTokens
+from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import Sampler
 from pypto_serving.types.step import RowFault, RowLogprobs
 from pypto_serving.types.tokens import pack_ids

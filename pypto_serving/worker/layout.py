@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.backend.base import DispatchKind, Int32Array, StepBuffers, StepInputs
+from pypto_serving.backend.base import DispatchKind, StepBuffers, StepInputs
+from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.worker.tables import PackedTable, RowTables
 

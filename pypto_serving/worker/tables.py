@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pypto_serving.backend.base import Int32Array
+from pypto_serving.types.arrays import Int32Array
 
 
 class RowTables:

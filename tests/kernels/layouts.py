@@ -1,4 +1,4 @@
-"""The memory layouts of csrc/kernels.h, to and from row-major arrays of numpy."""
+"""The memory layouts of csrc/ops.h, to and from row-major arrays of numpy."""
 
 from __future__ import annotations
 

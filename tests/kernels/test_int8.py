@@ -272,7 +272,7 @@ def test_packing(engine: Engine, parts: list[int]) -> None:
     whole = matrix_of([Weights(*(np.concatenate([getattr(w, f) for w in several]) for f in ("values", "scales")))])
     words, compensation, offset = np.zeros_like(whole.words), np.zeros(Matrix.outputs(sum(parts)), np.int32), 0
     for weights in several:
-        source = weights.values.ctypes.data
+        source = weights.values
         engine.pack(words, source, Stored.I8, len(weights.values), 36, offset, compensation)
         offset += len(weights.values)
     assert np.array_equal(words, whole.words) and np.array_equal(compensation, whole.compensation)
@@ -285,7 +285,7 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
     whole = gate.interleaved(up).matrix()
     words, compensation = np.zeros_like(whole.words), np.zeros(2 * n, np.int32)
     for half, weights in enumerate((gate, up)):
-        engine.pack_gate(words, weights.values.ctypes.data, Stored.I8, n, k, half, compensation)
+        engine.pack_gate(words, weights.values, Stored.I8, n, k, half, compensation)
     assert np.array_equal(words, whole.words) and np.array_equal(compensation, whole.compensation)
 
 
@@ -296,7 +296,7 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
 def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: int, words: int, outputs: int) -> None:
     source, out, compensation = np.zeros(256, np.int8), np.zeros(words, np.uint32), np.zeros(outputs, np.int32)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
-        engine.pack(out, source.ctypes.data, Stored.I8, n, k, offset, compensation)
+        engine.pack(out, source, Stored.I8, n, k, offset, compensation)
 
 
 def test_a_product_of_bytes_and_numbers_is_refused(engine: Engine) -> None:

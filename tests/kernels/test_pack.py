@@ -30,7 +30,7 @@ def test_pack(engine: Engine, n: int, k: int) -> None:
     weights = np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
     for stored, source, values in stored_forms(weights):
         out = room(Matrix.size(n, k))
-        engine.pack(out, source.ctypes.data, stored, n, k)
+        engine.pack(out, source, stored, n, k)
         wanted = to_panels(values).reshape(-1, k // 2, 32)
         written = np.arange(wanted.shape[0] * 32) // 16 < -(-n // 16)
         found = out.reshape(wanted.shape)
@@ -45,7 +45,7 @@ def test_packing_several_matrices_as_one(engine: Engine, parts: list[int]) -> No
     matrices = [rng.standard_normal((n, k)).astype(np.float32) for n in parts]
     out, offset = np.zeros(Matrix.size(sum(parts), k), np.uint32), 0
     for matrix in matrices:
-        engine.pack(out, matrix.ctypes.data, Stored.F32, len(matrix), k, offset)
+        engine.pack(out, matrix, Stored.F32, len(matrix), k, offset)
         offset += len(matrix)
     assert np.array_equal(out, to_panels(np.concatenate(matrices)))
 
@@ -56,8 +56,8 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
     gate, up = (rng.standard_normal((n, k)).astype(np.float32) for _ in range(2))
     for (stored, *gates), (_, *ups) in zip(stored_forms(gate), stored_forms(up), strict=True):
         out = room(Matrix.size(2 * n, k))
-        engine.pack_gate(out, gates[0].ctypes.data, stored, n, k, 0)
-        engine.pack_gate(out, ups[0].ctypes.data, stored, n, k, 1)
+        engine.pack_gate(out, gates[0], stored, n, k, 0)
+        engine.pack_gate(out, ups[0], stored, n, k, 1)
         assert np.array_equal(out, to_panels(interleaved(gates[1], ups[1])))
 
 
@@ -66,7 +66,7 @@ def test_every_float16_is_rounded_right(engine: Engine) -> None:
     bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16).view(np.float16)
     source = np.where(np.isnan(bits), np.float16(0), bits).reshape(64, 1024)
     out = room(Matrix.size(64, 1024))
-    engine.pack(out, source.ctypes.data, Stored.F16, 64, 1024)
+    engine.pack(out, source, Stored.F16, 64, 1024)
     assert np.array_equal(out, to_panels(source.astype(np.float32)))
 
 
@@ -79,7 +79,7 @@ def test_not_a_number_stays_so(engine: Engine, stored: Stored) -> None:
     }
     source = sources.get(stored, np.array([0x7FC1, 0xFFC0], np.uint16))
     out = room(Matrix.size(1, 2))
-    engine.pack(out, source.ctypes.data, stored, 1, 2)
+    engine.pack(out, source, stored, 1, 2)
     assert np.isnan((out[:1].view(np.uint16).astype(np.uint32) << 16).view(np.float32)).all()
 
 
@@ -90,11 +90,11 @@ def test_not_a_number_stays_so(engine: Engine, stored: Stored) -> None:
 def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: int, pairs: int) -> None:
     source = np.zeros(256, np.uint16)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
-        engine.pack(room(pairs), source.ctypes.data, Stored.BF16, n, k, offset)
+        engine.pack(room(pairs), source, Stored.BF16, n, k, offset)
 
 
 @pytest.mark.parametrize(("n", "k", "pairs"), [(16, 3, 64), (8, 2, 64), (32, 2, 32), (16, 4, 63)])
 def test_gates_that_do_not_fit_are_refused(engine: Engine, n: int, k: int, pairs: int) -> None:
     source = np.zeros(256, np.uint16)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
-        engine.pack_gate(room(pairs), source.ctypes.data, Stored.BF16, n, k, 0)
+        engine.pack_gate(room(pairs), source, Stored.BF16, n, k, 0)

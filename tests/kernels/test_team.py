@@ -171,7 +171,7 @@ def test_operations_are_named_and_timed() -> None:
     logits = np.zeros((5, 8), np.float32)
     stage.record.norm(np.ones((5, 64), np.float32), np.ones(64, np.float32), 1e-6, stage.strip_room(5, 64))
     stage.record.route(logits, 2, Scoring.NORMALIZED)
-    assert stage.record.names == ["norm", "route", "route"]
+    assert stage.record.names == ["norm", "choose", "sort"]
     seconds = np.zeros(3)
     for _ in range(3):
         before = seconds.copy()

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.backend.base import Float32Array, SamplingInputs
+from pypto_serving.backend.base import SamplingInputs
 from pypto_serving.backend.null.pages import mix
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.backend.plain import PlainSampler
-from pypto_serving.types.draws import Int32Array, Logprobs
+from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.draws import Logprobs
 
 SAMPLER = PlainSampler()
 

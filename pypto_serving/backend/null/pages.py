@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.backend.base import Int32Array
+from pypto_serving.types.arrays import Int32Array, UInt64Array
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.util import hash128
-
-UInt64Array = NDArray[np.uint64]
 
 POISON = np.uint64(0)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

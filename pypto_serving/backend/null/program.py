@@ -8,19 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.backend.base import (
-    Backend,
-    Float32Array,
-    Int32Array,
-    Progress,
-    SampledTokens,
-    SamplingInputs,
-    StepInputs,
-    StepOutput,
-)
+from pypto_serving.backend.base import Backend, Progress, SampledTokens, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import BlockBytes, HostBlocks
 from pypto_serving.backend.null.chooser import DeviceSampler, guess, logits_of
 from pypto_serving.backend.null.pages import Pages, Tokens, next_digest
+from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.util import hash128

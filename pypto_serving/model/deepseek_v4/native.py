@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pypto_serving.kernels import (
     INDEX_TOKENS,
@@ -23,11 +22,9 @@ from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.rope import rope_tables
+from pypto_serving.types.arrays import Float32Array, PairArray
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
-
-Float32Array = NDArray[np.float32]
-PairArray = NDArray[np.uint32]
 
 LOG2_E = math.log2(math.e)
 _MIXED = 20

@@ -191,7 +191,7 @@ class DeepseekV4Config:
         )
 
     def _needs_torch(self, dtype: str) -> str:
-        """Why the CPU kernels cannot serve the model, if so; see csrc/kernels.h for the layouts behind the numbers."""
+        """Why the CPU kernels cannot serve the model, if so; see csrc/ops.h for the layouts behind the numbers."""
         if dtype != "bfloat16":
             return "the kernels serve --dtype bfloat16 only"
         experts, indexer = self.experts, self.indexer

@@ -20,7 +20,7 @@ LOG2_E = math.log2(math.e)
 class NativeQwen3:
     """Owns packed weights, KV pages and the recorded step of a Qwen3 model.
 
-    `pages` is bfloat16 as uint16 [blocks, layers, k or v, kv_heads, block_size * head_dim]; csrc/kernels.h says how a
+    `pages` is bfloat16 as uint16 [blocks, layers, k or v, kv_heads, block_size * head_dim]; csrc/ops.h says how a
     head's part of a block is laid out. `logits` is float32 [max_num_seqs, vocab].
     """
 

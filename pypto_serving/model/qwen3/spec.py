@@ -205,7 +205,7 @@ class Qwen3Config:
         )
 
     def _needs_torch(self, dtype: str, block_size: int) -> str:
-        """Why the CPU kernels cannot serve the model, if so; see csrc/kernels.h for the layouts behind the numbers."""
+        """Why the CPU kernels cannot serve the model, if so; see csrc/ops.h for the layouts behind the numbers."""
         experts = self.experts
         sparse = () if experts is None else (experts.intermediate_size,)
         has_dense = experts is None or len(experts.layers) < self.num_layers

@@ -1,17 +1,18 @@
 // What the kernels of one instruction set offer, and the values they work on. Every kernel is one operation of a step:
 // each member of the team calls it, and it shares out its own loop.
+//
+// An operation is declared here and nowhere else, by a struct of what it works on, with FIELDS, and a line in OPERATIONS.
 #pragma once
 
 #include <cstdint>
 
+#include "fields.h"
 #include "team.h"
+#include "types.h"
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace pypto {
-
-typedef uint16_t bf16 __attribute__((may_alias));
-typedef uint32_t Pair;  // two bf16 along the summed dimension, the even one low
 
 // Weights [n, k] lie in panels of 32 outputs, each [k / 2][2][16] pairs: a panel is one linear stream, and two loads
 // fill two registers with 16 outputs each. Outputs behind n are zero.
@@ -77,6 +78,7 @@ struct AttentionItem {
 struct GroupTables {
   const int32_t *slots, *tables;
   int64_t width;
+  FIELDS(slots, tables, width)
 };
 
 // One step over `rows` rows and `tokens` tokens; see StepInputs in pypto_serving/backend/base.py for the arrays.
@@ -107,6 +109,7 @@ struct Embed {
   int64_t width;
   int32_t copies;  // of each row, one behind the other
   float* x;
+  FIELDS(table, packed, width, copies, x)
 };
 
 // out = x / rms(x) * weight in strips, for all tokens or for those whose logits are wanted; of bytes where there are
@@ -120,6 +123,7 @@ struct Norm {
   Rows rows;
   Pair* out;
   float* scales;  // [rows], or null
+  FIELDS(x, stride, weight, width, eps, rows, out, scales)
 };
 
 // Strips of bytes from strips x of bfloat16: a row's numbers times 127 / its largest magnitude, rounded to the nearest,
@@ -130,6 +134,7 @@ struct Quantize {
   int64_t k;
   Pair* out;
   float* scales;  // [rows]
+  FIELDS(routing, x, k, out, scales)
 };
 
 // What becomes of a product.
@@ -153,6 +158,7 @@ struct Linear {
   Rows rows;
   Finish finish;
   void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kGate, whose n counts gate and up
+  FIELDS(x, weight, x_scales, scales, compensation, bias, n, k, group, limit, rows, finish, out)
 };
 
 // Keys and values of a layer, in group 0. For every 32 positions a block of `size` holds, for each kv head, a panel of keys,
@@ -163,6 +169,7 @@ struct Cache {
   bf16* values;  // of block 0
   int64_t block_stride;  // bf16 from one block to the next
   int32_t kv_heads, dim, size;
+  FIELDS(keys, values, block_stride, kv_heads, dim, size)
 };
 
 // Splits x [t, (heads + 2 kv_heads) * dim]; normalises and turns queries and keys; stores queries [t, heads, dim] as
@@ -173,6 +180,7 @@ struct Heads {
   int32_t heads;
   bf16* queries;
   Cache cache;
+  FIELDS(x, weights, cos, sin, eps, heads, queries, cache)
 };
 
 // Attention of all queries over the cache, into strips of heads * dim / 2 pairs.
@@ -181,6 +189,7 @@ struct Attend {
   int32_t heads;
   Cache cache;
   Pair* out;
+  FIELDS(queries, heads, cache, out)
 };
 
 // How logits become the shares of the chosen experts.
@@ -205,6 +214,7 @@ struct Routing {
   int32_t *order, *place;  // [t * per_token]: entry at a place, place of an entry
   int32_t* starts;         // [experts + 1]
   int32_t* active;         // experts with entries, and behind the last one their number at [experts]
+  FIELDS(experts, per_token, scoring, scale, logits, scores, bias, table, chosen, share, order, place, starts, active)
 };
 
 struct Gather {
@@ -214,11 +224,13 @@ struct Gather {
   Pair* out;      // strips of each expert's entries
   const float* scales;  // of all tokens, or null
   float* out_scales;    // of the entries
+  FIELDS(routing, x, pairs, out, scales, out_scales)
 };
 
 struct ExpertLinear {
   const Routing* routing;
   Linear linear;  // `weight` is expert 0's; `rows` is not used
+  FIELDS(routing, linear)
 };
 
 // x[t] += sum over slots of share * y[place of (t, slot)], in slot order.
@@ -227,6 +239,7 @@ struct Combine {
   const float* y;
   int64_t width;
   float* x;
+  FIELDS(routing, y, width, x)
 };
 
 // Hyper-connections (arXiv:2512.24880): a token has kStreams rows of `width` instead of one. Before each block of a layer
@@ -243,6 +256,7 @@ struct Products {
   float eps;
   Rows rows;
   float* out;
+  FIELDS(x, weight, width, outputs, eps, rows, out)
 };
 
 // Coefficients from `products` of all streams * scale + base, and out[token] = the mixture of its streams.
@@ -254,6 +268,7 @@ struct StreamInputs {
   Rows rows;
   float *mixes;  // [rows, kStreams + kStreams * kStreams]: for the output, from stream j to k; or null
   float* out;    // [tokens, width]
+  FIELDS(x, products, scale, base, width, eps, iterations, rows, mixes, out)
 };
 
 // x[t, k] = mix of the output * y[t] + sum over j of the mix from j to k * x[t, j].
@@ -261,6 +276,7 @@ struct StreamOutputs {
   const float *y, *mixes;
   int64_t width;
   float* x;
+  FIELDS(y, mixes, width, x)
 };
 
 // Rows of one tensor of a layer in the blocks of KV group `group`, one for every `ratio` tokens.
@@ -268,6 +284,7 @@ struct Pages {
   char* data;                       // of block 0
   int64_t block_stride, row_bytes;  // from one block, and one row, to the next
   int32_t group, size, ratio;       // tokens in a block, tokens that share a row
+  FIELDS(data, block_stride, row_bytes, group, size, ratio)
 };
 
 // Most dimensions of a latent, and most query heads.
@@ -280,6 +297,7 @@ struct Turning {
   const float *weight, *cos, *sin;
   int64_t dim, rotary;
   float eps, scale;
+  FIELDS(weight, cos, sin, dim, rotary, eps, scale)
 };
 
 // Vectors x [t, heads * dim], turned by the token's position, as bfloat16: panels [t, heads / 32, dim / 2, 32] of pairs,
@@ -291,6 +309,7 @@ struct Turn {
   Turning turning;
   Pair* out;
   const Pages* pages;  // or null
+  FIELDS(x, stride, heads, turning, out, pages)
 };
 
 // What compressed entries will be made of: a row [values | gates + position[p % ratio]] of a token, float32.
@@ -299,6 +318,7 @@ struct CompressorState {
   int64_t stride, width;  // of values, and of gates
   int32_t ratio;
   const Pages* pages;
+  FIELDS(values, gates, position, stride, width, ratio, pages)
 };
 
 // At every token that ends `ratio` tokens: the entry that they become, from their state. Its `turning.dim` dimensions are a
@@ -309,6 +329,7 @@ struct Compress {
   int64_t width;
   Turning turning;
   const Pages* pages;
+  FIELDS(state, width, turning, pages)
 };
 
 // The `top` best entries of each token that knows more: by the sum over heads of weight * max(0, query . key), ties to
@@ -323,6 +344,7 @@ struct Index {
   int64_t most;       // entries of a token
   float* scores;      // [kIndexTokens, most]
   int32_t* chosen;    // [t, top]
+  FIELDS(queries, weights, stride, scale, heads, dim, top, keys, most, scores, chosen)
 };
 
 constexpr int kIndexTokens = 16;  // so many tokens are scored before they choose
@@ -337,6 +359,22 @@ struct LatentAttend {
   const Pages *rows, *entries;  // entries may be null
   const int32_t* chosen;        // [t, top] where a token knows more entries, or null
   Pair* out;
+  FIELDS(queries, sinks, cos, sin, heads, dim, rotary, window, groups, top, rows, entries, chosen, out)
+};
+
+// Element types that weights are packed from.
+enum class Stored : int32_t { kBf16 = 0, kF32 = 1, kF16 = 2, kI8 = 3 };
+
+// Row i of a stored matrix [n, k] becomes output offset + i of packed weights; where the matrix is `half` of panels that
+// two matrices share, each 16 rows become 16 outputs of one panel, those from `offset` on.
+struct Pack {
+  Pair* out;
+  int32_t* compensation;  // of bytes, else null
+  const void* source;
+  Stored stored;
+  int64_t n, k, offset;
+  bool half;
+  FIELDS(out, compensation, source, stored, n, k, offset, half)
 };
 
 // How a row's token is chosen; DRAW in pypto_serving/types/draws.py.
@@ -344,6 +382,7 @@ struct Draw {
   double random, top_p, min_p;
   float temperature;
   int32_t top_k;
+  FIELDS(random, top_p, min_p, temperature, top_k)
 };
 
 // tokens[row] for logits [rows, vocab] that lie `stride` apart: -1 where the largest is not finite.
@@ -352,6 +391,7 @@ struct Sample {
   int64_t stride, vocab, rows;
   const Draw* draws;
   int32_t* tokens;
+  FIELDS(logits, stride, vocab, rows, draws, tokens)
 };
 
 // For each of `count` rows of logits: log-probability and rank of a token, and the best tokens [count, width],
@@ -363,6 +403,7 @@ struct Logprobs {
   float* values;
   int32_t *ranks, *best;
   float* best_values;
+  FIELDS(logits, stride, vocab, count, width, rows, tokens, values, ranks, best, best_values)
 };
 
 // What a measurement of the machine's limits reads, and how often it repeats its sums.
@@ -371,32 +412,42 @@ struct Limits {
   int64_t pairs, rounds;
 };
 
+// All operations of a step, as (kernel, what it works on). From this list follow the members of Kernels, their values for
+// each instruction set (kernels.cpp), and the exported functions that record an operation (operations.cpp).
+#define OPERATIONS(OP)                  \
+  OP(embed, Embed)                      \
+  OP(norm, Norm)                        \
+  OP(quantize, Quantize)                \
+  OP(linear, Linear)                    \
+  OP(heads, Heads)                      \
+  OP(attend, Attend)                    \
+  OP(choose, Routing)                   \
+  OP(sort, Routing)                     \
+  OP(gather, Gather)                    \
+  OP(expert_linear, ExpertLinear)       \
+  OP(combine, Combine)                  \
+  OP(products, Products)                \
+  OP(stream_inputs, StreamInputs)       \
+  OP(stream_outputs, StreamOutputs)     \
+  OP(turn, Turn)                        \
+  OP(compressor_state, CompressorState) \
+  OP(compress, Compress)                \
+  OP(index, Index)                      \
+  OP(latent_attend, LatentAttend)
+
+// Likewise what an engine runs at once, without a step; its function is exported too.
+#define TASKS(TASK) TASK(pack, Pack) TASK(sample, Sample) TASK(logprobs, Logprobs)
+
 struct Kernels {
   const char* name;
   int rows;  // at most so many in a strip
-  void (*pack)(Pair* out, int32_t* compensation, const void* source, int stored, int64_t n, int64_t k, int64_t offset,
-               bool half, int64_t group);
-  void (*embed)(const Embed&, const Step&, Member&);
-  void (*norm)(const Norm&, const Step&, Member&);
-  void (*quantize)(const Quantize&, const Step&, Member&);
-  void (*linear)(const Linear&, const Step&, Member&);
-  void (*heads)(const Heads&, const Step&, Member&);
-  void (*attend)(const Attend&, const Step&, Member&);
-  void (*choose)(const Routing&, const Step&, Member&);
-  void (*sort)(const Routing&, const Step&, Member&);
-  void (*gather)(const Gather&, const Step&, Member&);
-  void (*expert_linear)(const ExpertLinear&, const Step&, Member&);
-  void (*combine)(const Combine&, const Step&, Member&);
-  void (*products)(const Products&, const Step&, Member&);
-  void (*stream_inputs)(const StreamInputs&, const Step&, Member&);
-  void (*stream_outputs)(const StreamOutputs&, const Step&, Member&);
-  void (*turn)(const Turn&, const Step&, Member&);
-  void (*compressor_state)(const CompressorState&, const Step&, Member&);
-  void (*compress)(const Compress&, const Step&, Member&);
-  void (*index)(const Index&, const Step&, Member&);
-  void (*latent_attend)(const LatentAttend&, const Step&, Member&);
-  void (*sample)(const Sample&, Member&);
-  void (*logprobs)(const Logprobs&, Member&);
+
+#define OPERATION(kernel, Values) void (*kernel)(const Values&, const Step&, Member&);
+#define TASK(kernel, Values) void (*kernel)(const Values&, Member&);
+  OPERATIONS(OPERATION)
+  TASKS(TASK)
+#undef OPERATION
+#undef TASK
 
   void (*read)(const Limits&, Member&);
   void (*compute)(const Limits&, Member&);

@@ -1,0 +1,83 @@
+// The C interface of operations: those of a step, which are recorded and replayed, and those that an engine runs at once.
+#include "abi.h"
+#include "recording.h"
+
+using namespace pypto;
+
+API(Recording*, record, Engine* engine) { return new Recording(engine); }
+
+API(void, forget, Recording* recording) { delete recording; }
+
+API(void, replay, Recording* recording, int32_t tokens, int32_t rows, int32_t logits, const int32_t* token_ids,
+    const int32_t* positions, const int32_t* query_start, const int32_t* context_lens, const int32_t* logits_rows,
+    const GroupTables* groups, double* seconds) {
+  Step step;
+  step.tokens = tokens, step.rows = rows, step.logits = logits;
+  step.token_ids = token_ids, step.positions = positions, step.query_start = query_start;
+  step.context_lens = context_lens, step.logits_rows = logits_rows, step.groups = groups;
+  recording->replay(step, seconds);
+}
+
+API(const Pages*, pages, Recording* recording, const Pages* values) { return recording->keep(*values); }
+
+namespace {
+
+// Tells the recording what it has to know of an operation before it runs.
+template <typename Values>
+void prepare(Recording*, const Values&) {}
+
+void prepare(Recording* recording, const Attend& op) {
+  const Cache& cache = op.cache;
+  recording->attention().shape(op.heads / cache.kv_heads, cache.kv_heads, cache.dim, cache.size);
+}
+
+}  // namespace
+
+#define RECORD(kernel, Values)                                             \
+  API(const Values*, kernel, Recording* recording, const Values* values) { \
+    prepare(recording, *values);                                           \
+    return recording->add(recording->kernels().kernel, *values);           \
+  }
+
+OPERATIONS(RECORD)
+
+namespace {
+
+// One kernel outside of any recording. `values` are the caller's.
+template <typename Values>
+class Once final : public Job {
+ public:
+  Once(void (*kernel)(const Values&, Member&), const Values& values) : kernel_(kernel), values_(values) {}
+  void run(Member& member) override { kernel_(values_, member); }
+
+ private:
+  void (*kernel_)(const Values&, Member&);
+  const Values& values_;
+};
+
+constexpr int64_t kWeighing = 16;  // as long as reading so many logits for each one
+
+// Rows are shared out where there are several, and where reading `logits` takes longer than waking the threads, about
+// 100 us.
+bool shares_rows(int64_t rows, int64_t logits) { return rows > 1 && logits > 1 << 20; }
+
+bool shares(const Pack&) { return true; }
+
+bool shares(const Sample& op) {
+  int64_t passes = 0;
+  for (int64_t row = 0; row < op.rows; row++) passes += op.draws[row].temperature > 0 ? kWeighing : 1;
+  return shares_rows(op.rows, op.vocab * passes);
+}
+
+bool shares(const Logprobs& op) { return shares_rows(op.count, op.vocab * op.count * kWeighing); }
+
+}  // namespace
+
+#define RUN(kernel, Values)                                 \
+  API(void, kernel, Engine* engine, const Values* values) { \
+    Once<Values> job(engine->kernels->kernel, *values);     \
+    if (shares(*values)) engine->team.run(job);             \
+    else engine->team.run_alone(job);                       \
+  }
+
+TASKS(RUN)

@@ -1,0 +1,74 @@
+// Weights of every stored type into the panels that products read.
+#pragma once
+
+#include "tile.h"
+
+namespace ISA {
+
+INLINE float half_to_float(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+  float y;
+  if (exponent == 0) {
+    y = static_cast<float>(fraction) * 5.9604645e-8f;
+    return sign ? -y : y;
+  }
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
+template <Stored kStored>
+INLINE bf16 stored_bf16(const void* source, int64_t i) {
+  if (kStored == Stored::kBf16) return static_cast<const bf16*>(source)[i];
+  if (kStored == Stored::kF32) return narrow(static_cast<const float*>(source)[i]);
+  return narrow(half_to_float(static_cast<const uint16_t*>(source)[i]));
+}
+
+template <Stored kStored>
+static void pack_rows(Pair* out, const void* source, int64_t n, int64_t k, int64_t first) {
+  for (int64_t p = 0; p < k / 2; p++) {
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const int64_t i = (first + lane) * k + 2 * p;
+      const bool exists = first + lane < n;
+      const bf16 low = exists ? stored_bf16<kStored>(source, i) : 0;
+      const bf16 high = exists ? stored_bf16<kStored>(source, i + 1) : 0;
+      out[p * kPanel + lane] = low | static_cast<Pair>(high) << 16;
+    }
+  }
+}
+
+// Sums begin with `compensation`, which take away what the 128 adds that every byte of the activations is too large by.
+static void pack_bytes(Pair* out, int32_t* compensation, const int8_t* source, int64_t n, int64_t k, int64_t first) {
+  for (int64_t lane = 0; lane < kLanes; lane++) compensation[lane] = 0;
+  for (int64_t q = 0; q < k / 4; q++) {
+    for (int64_t lane = 0; lane < kLanes && first + lane < n; lane++) {
+      const int8_t* bytes = source + (first + lane) * k + 4 * q;
+      std::memcpy(out + q * kPanel + lane, bytes, 4);
+      compensation[lane] -= 128 * (bytes[0] + bytes[1] + bytes[2] + bytes[3]);
+    }
+    for (int64_t lane = n - first; lane < kLanes; lane++) out[q * kPanel + lane] = 0;
+  }
+}
+
+// Rows [16 * group, 16 * group + 16) of a stored matrix into half a panel; rows behind n become zeros.
+static void pack_group(const Pack& op, int64_t group) {
+  const int64_t n = op.n, k = op.k, first = group * kLanes;
+  const int64_t output = op.half ? group * kPanel + op.offset : op.offset + first;
+  const int64_t words = k / (op.stored == Stored::kI8 ? 4 : 2);
+  Pair* out = op.out + output / kPanel * words * kPanel + output % kPanel;
+  switch (op.stored) {
+    case Stored::kBf16: return pack_rows<Stored::kBf16>(out, op.source, n, k, first);
+    case Stored::kF32: return pack_rows<Stored::kF32>(out, op.source, n, k, first);
+    case Stored::kF16: return pack_rows<Stored::kF16>(out, op.source, n, k, first);
+    case Stored::kI8: break;
+  }
+  pack_bytes(out, op.compensation + output, static_cast<const int8_t*>(op.source), n, k, first);
+}
+
+static void pack(const Pack& op, Member& member) {
+  Share share(member, (op.n + kLanes - 1) / kLanes, 4);
+  while (share.next())
+    for (int64_t group = share.begin; group < share.end; group++) pack_group(op, group);
+}
+
+}  // namespace ISA

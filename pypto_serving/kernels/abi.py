@@ -1,0 +1,162 @@
+"""Make the library's functions and structs from the description that it gives of itself (csrc/abi.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.kernels.arguments import Handle, readable, take, told
+
+
+class Arguments:
+    """Names and types of what a function or a struct, `owner`, takes."""
+
+    def __init__(self, owner: str, types: Mapping[str, str], structs: Mapping[str, Any], fields: bool = False) -> None:
+        self.owner, self.types = owner, types
+        self._takes = tuple(take(type_name, structs, fields) for type_name in types.values())
+
+    def convert(self, values: Sequence[Any]) -> list[Any]:
+        """Convert values to what the library reads.
+
+        Raises TypeError or ValueError, naming the first that is not of its type.
+        """
+        if len(values) != len(self._takes):
+            raise TypeError(f"{self.owner} takes {len(self._takes)} arguments, not {len(values)}")
+        try:
+            return [convert(value) for convert, value in zip(self._takes, values, strict=True)]
+        except (TypeError, ValueError):
+            self._refuse(values)
+            raise
+
+    def _refuse(self, values: Sequence[Any]) -> None:
+        for (name, type_name), convert, value in zip(self.types.items(), self._takes, values, strict=True):
+            try:
+                convert(value)
+            except (TypeError, ValueError) as error:
+                kind, also = (ValueError, f", {error}") if isinstance(error, ValueError) else (TypeError, "")
+                raise kind(f"{self.owner}({name}) must be {readable(type_name)}{also}, not {told(value)}") from None
+
+
+class Struct:
+    """A struct that functions take."""
+
+    def __init__(self, dtype: np.dtype[Any], arguments: Arguments) -> None:
+        self.dtype, self.arguments = dtype, arguments
+        self._pack = struct.Struct(_format(dtype)).pack
+
+    def array(self, structs: Iterable[Sequence[Any]]) -> NDArray[np.void]:
+        """Pack structs, each with all fields in order. Raises TypeError or ValueError where one is of another type."""
+        convert, pack = self.arguments.convert, self._pack
+        return np.frombuffer(bytearray(b"".join([pack(*convert(fields)) for fields in structs])), self.dtype)
+
+    def ordered(self, fields: Mapping[str, Any]) -> list[Any]:
+        """Order fields given by name. Raises TypeError where one is missing or unknown."""
+        names = self.arguments.types
+        if fields.keys() != names.keys():
+            differ = ", ".join(sorted(fields.keys() ^ names.keys()))
+            raise TypeError(f"{self.arguments.owner} needs all of its fields and no others: {differ}")
+        return [fields[name] for name in names]
+
+
+class Function:
+    """A function of the library that checks its arguments."""
+
+    def __init__(self, symbol: Callable[..., Any], result: str, arguments: Arguments, struct: Struct | None) -> None:
+        self.arguments, self._symbol, self._struct = arguments, symbol, struct
+        self._kind = _pointed(result)
+
+    def __call__(self, *values: Any, **fields: Any) -> Any:
+        """Call the function; keywords are the fields of the struct that the last argument points to.
+
+        Raises TypeError or ValueError, naming the argument, where one is of another type.
+        """
+        if fields:
+            if self._struct is None:
+                raise TypeError(f"{self.arguments.owner} takes no struct")
+            values = (*values, self._struct.array([self._struct.ordered(fields)]))
+        result = self._symbol(*self.arguments.convert(values))
+        if self._kind:
+            return Handle(self._kind, result) if result else None
+        return result.decode() if isinstance(result, bytes) else result
+
+
+class Library:
+    """Owns all functions of the library, which are its attributes too, and all structs that they take, by name."""
+
+    def __init__(self, lib: ctypes.CDLL, description: str) -> None:
+        lines = [_Line.parse(line) for line in description.splitlines()]
+        dtypes = {line.name: line.dtype for line in lines if line.kind == "struct"}
+        self.structs: dict[str, Struct] = {}
+        for line in lines:
+            if line.kind == "struct":
+                self.structs[line.name] = Struct(line.dtype, Arguments(line.name, line.types, dtypes, fields=True))
+        self.functions: dict[str, Function] = {}
+        for line in lines:
+            if line.kind == "function":
+                self.functions[line.name] = self._bind(lib, line, Arguments(line.name, line.types, dtypes))
+        self.__dict__.update(self.functions)
+
+    def _bind(self, lib: ctypes.CDLL, line: _Line, arguments: Arguments) -> Function:
+        symbol, types = getattr(lib, f"pypto_{line.name}"), list(line.types.values())
+        symbol.restype, symbol.argtypes = _ctype(line.what), [_ctype(type_name) for type_name in types]
+        struct = self.structs.get(_pointed(types[-1])) if types else None
+        return Function(symbol, line.what, arguments, struct)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Function: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the description; `what` is a function's result or a struct's size in bytes."""
+
+    kind: str
+    name: str
+    what: str
+    types: Mapping[str, str]
+    offsets: Sequence[int]
+
+    @classmethod
+    def parse(cls, line: str) -> _Line:
+        head, *parts = line.split("; ")
+        kind, name, what = head.split(" ", 2)
+        fields = [part.rsplit(" ", 2 if kind == "struct" else 1) for part in parts]
+        offsets = [int(field[2]) for field in fields] if kind == "struct" else []
+        return cls(kind, name, what, {field[1]: field[0] for field in fields}, offsets)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Return the struct as numpy has it; pointers are uint64."""
+        formats = ["u8" if type_name.endswith("*") else type_name for type_name in self.types.values()]
+        parts = {"names": list(self.types), "formats": formats, "offsets": self.offsets, "itemsize": int(self.what)}
+        dtype: np.dtype[Any] = np.dtype(parts)  # type: ignore[call-overload]
+        return dtype
+
+
+def _pointed(type_name: str) -> str:
+    """Return what a pointer points to, or nothing for another type."""
+    return type_name.removeprefix("const ").removesuffix("*") if type_name.endswith("*") else ""
+
+
+def _ctype(type_name: str) -> Any:
+    if type_name.endswith("*"):
+        return ctypes.c_void_p
+    others = {"void": None, "text": ctypes.c_char_p}
+    return others[type_name] if type_name in others else np.ctypeslib.as_ctypes_type(np.dtype(type_name))
+
+
+def _format(dtype: np.dtype[Any]) -> str:
+    """Write a struct, gaps included, as a format of the struct module, whose letters are numpy's."""
+    assert dtype.fields is not None
+    parts, end = ["@"], 0
+    for field, offset in (entry[:2] for entry in dtype.fields.values()):
+        parts.append(f"{offset - end}x{field.char}")
+        end = offset + field.itemsize
+    return "".join([*parts, f"{dtype.itemsize - end}x"])

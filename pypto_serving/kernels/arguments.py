@@ -1,0 +1,155 @@
+"""Check and convert what a function of the library takes: arrays, pointers into them, handles, numbers and text.
+
+A type is written as the library describes it (csrc/abi.h): `f4`, `text`, `const f4*`, `Engine*`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.types.arrays import Array
+
+Take = Callable[[Any], Any]
+"""Converts an argument to what ctypes passes. Raises TypeError or ValueError where it is not of the type."""
+
+_view: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
+_addressof = ctypes.addressof
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Address of an object of the library, such as an Engine."""
+
+    kind: str
+    address: int
+
+
+class Pointer:
+    """Points to the first element of an array that need not be contiguous, and keeps the array alive.
+
+    For what is read or written by strides of its own: columns of an array, a layer of an arena.
+    """
+
+    __slots__ = ("address", "array", "dtype", "writeable")
+
+    def __init__(self, array: Array) -> None:
+        self.address: int = array.__array_interface__["data"][0]
+        self.array, self.dtype, self.writeable = array, array.dtype, array.flags.writeable
+
+
+def take(type_name: str, structs: Mapping[str, np.dtype[Any]], field: bool = False) -> Take:
+    """Return the conversion for a type; `structs` are the layouts of described structs, by name.
+
+    None becomes a null pointer to elements; a `field` of a struct may also be a null pointer to a struct.
+    """
+    if type_name == "text":
+        return _take_text
+    if not type_name.endswith("*"):
+        return _take_real if type_name.startswith("f") else _take_integer(np.iinfo(type_name))
+    const, element = type_name.startswith("const "), type_name.removeprefix("const ").removesuffix("*")
+    if element == "void":
+        return _take_elements(None, const)
+    if element in structs:
+        return _take_struct(element, structs[element], const, nullable=field)
+    if element[1:].isdigit():
+        return _take_elements(np.dtype(element), const)
+    return _take_handle(element)
+
+
+def readable(type_name: str) -> str:
+    """Write a type for messages: `const float32*` instead of `const f4*`."""
+    *const, element = type_name.split(" ")
+    name = element.removesuffix("*")
+    if name[1:].isdigit():
+        element = element.replace(name, np.dtype(name).name)
+    return " ".join([*const, element])
+
+
+def told(value: object) -> str:
+    """Say what an argument is, for messages."""
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {list(value.shape)}"
+    if isinstance(value, Pointer):
+        return f"a pointer to {value.dtype}"
+    if isinstance(value, Handle):
+        return f"a handle of {value.kind}"
+    return f"{type(value).__name__} {value!r}"[:80]
+
+
+def _take_elements(dtype: np.dtype[Any] | None, const: bool) -> Take:
+    """Accept contiguous arrays of `dtype`, or of any type where it is None, and pointers."""
+
+    def convert(value: Any) -> int:
+        if isinstance(value, np.ndarray):
+            if dtype is not None and value.dtype != dtype:
+                raise TypeError
+            try:
+                return _addressof(_view(value))  # a third of the time that value.ctypes.data takes
+            except TypeError:  # not writeable, or not contiguous
+                if not (const and value.flags.c_contiguous):
+                    raise ValueError("contiguous" if const else "contiguous and writeable") from None
+                return Pointer(value).address
+        if value is None:
+            return 0
+        if not isinstance(value, Pointer) or (dtype is not None and value.dtype != dtype):
+            raise TypeError
+        if not (const or value.writeable):
+            raise ValueError("writeable")
+        return value.address
+
+    return convert
+
+
+def _take_struct(name: str, dtype: np.dtype[Any], const: bool, nullable: bool) -> Take:
+    """Accept arrays of a struct, and handles of those that the library keeps."""
+    elements = _take_elements(dtype, const)
+
+    def convert(value: Any) -> int:
+        if isinstance(value, Handle):
+            return _address_of(value, name)
+        if value is None and not nullable:
+            raise TypeError
+        return int(elements(value))
+
+    return convert
+
+
+def _take_handle(kind: str) -> Take:
+    return lambda value: _address_of(value, kind)
+
+
+def _address_of(value: Any, kind: str) -> int:
+    if not isinstance(value, Handle) or value.kind != kind:
+        raise TypeError
+    return value.address
+
+
+def _take_integer(limits: np.iinfo[Any]) -> Take:
+    low, high = int(limits.min), int(limits.max)
+
+    def convert(value: Any) -> int:
+        number = operator.index(value)
+        if low <= number <= high:
+            return number
+        raise ValueError(f"in [{low}, {high}]")
+
+    return convert
+
+
+def _take_real(value: Any) -> float:
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError
+
+
+def _take_text(value: Any) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    raise TypeError

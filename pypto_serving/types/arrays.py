@@ -1,0 +1,17 @@
+"""Names for numpy arrays by element type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Float32Array = NDArray[np.float32]
+Int32Array = NDArray[np.int32]
+UInt64Array = NDArray[np.uint64]
+BFloat16Array = NDArray[np.uint16]
+"""bfloat16, which numpy does not have, as its bits."""
+PairArray = NDArray[np.uint32]
+"""Two bfloat16 of one row, or four bytes, that a product reads at once."""

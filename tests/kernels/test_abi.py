@@ -1,0 +1,212 @@
+"""Every function and struct of the library refuses arguments of a wrong type. All cases follow from its description."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pypto_serving.kernels import CacheLayer, Engine, Recording, Rows, Stored, runnable
+from pypto_serving.kernels.abi import Arguments, Library
+from pypto_serving.kernels.arguments import Handle, Pointer
+from pypto_serving.kernels.library import library
+from tests.kernels.layouts import Array
+from tests.kernels.stage import Stage, engine_of, int32, matrix_of
+
+pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+
+ELEMENTS = ("u1", "u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8")
+
+
+def bound() -> Library:
+    lib = library()
+    assert lib is not None
+    return lib
+
+
+def cases() -> list[Any]:
+    """Each function and each struct, with each of its arguments."""
+    if not runnable():
+        return []
+    owners = [("function", bound().functions), ("struct", bound().structs)]
+    return [
+        pytest.param(kind, name, argument, id=f"{name}-{argument}")
+        for kind, entries in owners
+        for name, entry in entries.items()
+        for argument in entry.arguments.types
+    ]
+
+
+def read_only(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
+def element_of(type_name: str) -> str:
+    return type_name.removeprefix("const ").removesuffix("*")
+
+
+def right(type_name: str) -> Any:
+    """A value of a type."""
+    element = element_of(type_name)
+    if type_name == "text":
+        return "text"
+    if not type_name.endswith("*"):
+        return 1.5 if type_name.startswith("f") else 1
+    if element == "void":
+        return np.zeros(4, np.int16)
+    if element in bound().structs:
+        return np.zeros(2, bound().structs[element].dtype)
+    return np.zeros(4, element) if element[1:].isdigit() else Handle(element, 0)
+
+
+def wrong(type_name: str, field: bool) -> Iterator[Any]:
+    """Values of other types, and values that do not fit into the type."""
+    yield from (np.zeros((4, 4))[:, 1:], "1" if type_name != "text" else b"text", Handle("Other", 0), object())
+    element, const = element_of(type_name), type_name.startswith("const ")
+    if not type_name.endswith("*"):
+        yield None
+        if type_name.startswith(("i", "u")):
+            yield from (1.0, 1 << 80, -(1 << 80), np.zeros(4, type_name))
+        return
+    yield from (1, 0, 1 << 40, 1.5, [1, 2], b"bytes")
+    if not element[1:].isdigit() and element != "void" and (element not in bound().structs or not field):
+        yield None
+    if element[1:].isdigit() or element in bound().structs:
+        dtype = right(type_name).dtype
+        yield from (np.zeros(4, other) for other in ELEMENTS if other != element)
+        yield from (Pointer(np.zeros(4, other)) for other in ELEMENTS if other != element)
+        yield from (np.zeros((4, 4), dtype)[:, 1:], np.zeros(4, dtype)[::2], np.zeros((4, 4), dtype).T)
+        if not const:
+            yield from (read_only(np.zeros(4, dtype)), Pointer(read_only(np.zeros(4, dtype))))
+    elif element == "void" and not const:
+        yield from (read_only(np.zeros(4)), Pointer(read_only(np.zeros(4))))
+    elif element != "void":
+        yield np.zeros(4, np.uint8)
+
+
+def arguments_of(kind: str, name: str) -> Arguments:
+    return (bound().functions if kind == "function" else bound().structs)[name].arguments
+
+
+@pytest.mark.parametrize(("kind", "name", "argument"), cases())
+def test_a_wrong_type_is_refused(kind: str, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    types = arguments_of(kind, name).types
+    calls: list[Any] = []
+    if kind == "function":
+        call: Any = bound().functions[name]
+        monkeypatch.setattr(call, "_symbol", lambda *values: calls.append(values))  # wrong memory would not tell
+    else:
+        struct = bound().structs[name]
+
+        def call(*values: Any) -> None:
+            calls.append(struct.array([values]))
+
+    values = {other: right(type_name) for other, type_name in types.items()}
+    call(*values.values())
+    assert len(calls) == 1
+    for value in wrong(types[argument], kind == "struct"):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}\({argument}\) must be "):
+            call(*{**values, argument: value}.values())
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", bound().functions if runnable() else [])
+def test_a_wrong_number_of_arguments_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = bound().functions[name]
+    monkeypatch.setattr(function, "_symbol", lambda *values: pytest.fail("called"))
+    values = [right(type_name) for type_name in function.arguments.types.values()]
+    for some in (values[:-1], [*values, 1]) if values else ([1],):
+        with pytest.raises(TypeError, match=f"^{name} takes {len(values)} arguments"):
+            function(*some)
+
+
+@pytest.mark.parametrize("name", bound().structs if runnable() else [])
+def test_a_missing_or_unknown_field_is_refused(name: str) -> None:
+    struct = bound().structs[name]
+    fields = {field: right(type_name) for field, type_name in struct.arguments.types.items()}
+    assert struct.ordered(dict(reversed(fields.items()))) == list(fields.values())
+    for some in ({**fields, "other": 1}, dict(list(fields.items())[:-1])):
+        with pytest.raises(TypeError, match=f"^{name} needs all of its fields and no others: "):
+            struct.ordered(some)
+
+
+@pytest.mark.parametrize("name", bound().structs if runnable() else [])
+def test_fields_come_to_their_places(name: str) -> None:
+    """Numbers, and addresses of pointers, read back through the layout that the library describes."""
+    struct, wanted = bound().structs[name], {}
+    values: list[Any] = []
+    for i, (field, type_name) in enumerate(struct.arguments.types.items()):
+        value = right(type_name) if type_name.endswith("*") else i
+        wanted[field] = value.ctypes.data if isinstance(value, np.ndarray) else value
+        values.append(value)
+    packed = struct.array([values, values])
+    assert packed.nbytes == 2 * struct.dtype.itemsize
+    assert all(packed[field].tolist() == [value, value] for field, value in wanted.items())
+
+
+def test_types_follow_from_the_declarations() -> None:
+    types = bound().structs["Heads"].arguments.types
+    assert types["x"] == "const f4*" and types["queries"] == "u2*"
+    assert types["keys"] == "u2*" and types["block_stride"] == "i8"  # of Cache, which Heads contains
+    replay = bound().functions["replay"].arguments.types
+    assert list(replay)[:2] == ["recording", "tokens"] and replay["groups"] == "const GroupTables*"
+    assert "const Pages*" in bound().structs["Turn"].arguments.types.values()
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage(engine_of("portable"))
+
+
+def test_an_operation_refuses_arrays_of_other_types(stage: Stage) -> None:
+    weight, out = np.ones(64, np.float32), np.zeros(32, np.uint32)
+    for x in (np.zeros((1, 64), np.int32), np.zeros((1, 64), np.uint16)):
+        with pytest.raises(TypeError, match=r"^Norm\(x\) must be const float32\*, not an array of .*int"):
+            stage.record.norm(x, weight, 1e-6, out)
+    with pytest.raises(ValueError, match="not contiguous"):
+        stage.record.norm(np.zeros((1, 128), np.float32)[:, ::2], weight, 1e-6, out)
+    with pytest.raises(ValueError, match=r"^Norm\(out\) must be uint32\*, contiguous and writeable"):
+        stage.record.norm(np.zeros((1, 64), np.float32), weight, 1e-6, read_only(out))
+    assert stage.record.names == []
+
+
+def test_a_closed_engine_is_refused() -> None:
+    engine = Engine("portable")
+    engine.close()
+    with pytest.raises(TypeError, match=r"^record\(engine\) must be Engine\*"):
+        Recording(engine)
+
+
+def test_a_product_refuses_an_output_of_another_type(stage: Stage) -> None:
+    strips, matrix = stage.strip_room(1, 32), matrix_of(np.zeros((32, 32), np.float32))
+    with pytest.raises(TypeError, match="STORE writes float32, not uint32"):
+        stage.record.linear(strips, matrix, np.zeros((1, 32), np.uint32), Rows.TOKENS)
+    with pytest.raises(TypeError, match="GATE writes uint32, not float32"):
+        stage.record.linear_gate(strips, matrix, np.zeros(8, np.float32))
+
+
+def test_a_step_refuses_arrays_of_other_types(stage: Stage) -> None:
+    one, table = int32([1]), int32([[0]])
+    with pytest.raises(TypeError, match=r"^replay\(token_ids\) must be const int32\*, not an array of int64"):
+        stage.record.replay(one.astype(np.int64), one, int32([0, 1]), one, one[:0], [one], [table])
+    with pytest.raises(TypeError, match=r"^GroupTables\(tables\) must be const int32\*"):
+        stage.record.replay(one, one, int32([0, 1]), one, one[:0], [one], [table.astype(np.uint32)])
+    with pytest.raises(ValueError, match="not contiguous"):
+        stage.record.replay(one, one, int32([0, 1]), one, one[:0], [one], [int32([[0, 0]])[:, ::2]])
+    with pytest.raises(ValueError, match="seconds"):
+        stage.record.replay(one, one, int32([0, 1]), one, one[:0], [one], [table], np.zeros(1))
+
+
+def test_pages_outside_of_their_arena_are_refused(stage: Stage) -> None:
+    with pytest.raises(ValueError, match="not within blocks"):
+        stage.record.pages(np.zeros((2, 256), np.uint8), 192, 16, 0, 16, 2)
+    with pytest.raises(ValueError, match="contiguous"):
+        CacheLayer(np.zeros((2, 2, 2, 2, 64), np.uint16)[:, :, :, ::2], 0, 32).fields()
+
+
+def test_packing_refuses_what_is_too_short(stage: Stage) -> None:
+    with pytest.raises(ValueError, match=r"62 bytes hold no \[1, 32\]"):
+        stage.engine.pack(np.zeros(512, np.uint32), np.zeros(31, np.uint16), Stored.BF16, 1, 32)
