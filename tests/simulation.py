@@ -104,7 +104,7 @@ def expected_tokens(config: EngineConfig, request: EngineRequest, prompt: Sequen
 
 
 class InlineExecutor:
-    """Runs plans in the core's own thread, one submitted per poll, on a runner that dies when told to.
+    """Runs plans in the core's own thread, one per poll, on a runner that dies in the steps that it is told to.
 
     Transfers are done after as many polls as `delay` says, in any order, and say that they took `transfer_s`; host
     memory and `stores` outlive the runner.
@@ -126,6 +126,7 @@ class InlineExecutor:
         self.stores: dict[Tier, Store] = {}
         self._host_memory = HostMemory(config)
         self._sent: list[StepPlan] = []
+        self._submitted: list[StepPlan] = []
         self._moving: list[tuple[int, int, TransferJob]] = []
         self._completed_step = 0
         self._runner: Runner | None = None
@@ -135,12 +136,10 @@ class InlineExecutor:
             return [self._start()]
         events: list[Event] = [self._move()] if self._moving else []
         if self._sent and not self._runner.is_full:
-            plan = self._sent.pop(0)
-            if self.die_if(plan):
-                return [*events, self.kill()]
-            self._runner.submit(plan)
+            self._submitted.append(self._sent.pop(0))
+            self._runner.submit(self._submitted[-1])
         if self._runner.is_full or (self._runner.num_in_flight and not self._sent):
-            events.append(self._collect())
+            events.append(self.kill() if self.die_if(self._submitted.pop(0)) else self._collect())
         return events
 
     def _move(self) -> TransferReport:
@@ -187,6 +186,7 @@ class InlineExecutor:
         self.num_deaths += 1
         self._runner = None
         self._sent.clear()
+        self._submitted.clear()
         self._moving.clear()
         if "disk" in self.stores:
             self.stores.pop("disk").close()
