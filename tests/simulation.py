@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pypto_serving.backend.null.chooser import SAMPLER, logits_of
@@ -64,6 +65,11 @@ def null_config(
         "backend_options": {"seconds_per_step": 0.01, "seconds_per_token": 0.001},
     }
     return EngineConfig(**(values | changes))
+
+
+def in_pages(groups: tuple[KVCacheGroupSpec, ...], block_size: int) -> tuple[KVCacheGroupSpec, ...]:
+    """The same groups as on a device whose pages all hold `block_size` tokens."""
+    return tuple(msgspec.structs.replace(group, block_size=block_size) for group in groups)
 
 
 MakeProgram = Callable[[EngineConfig], Any]
@@ -264,7 +270,7 @@ class Simulation:
         """Turn until every request ended; then every owner must be clean."""
         for _ in range(max_turns):
             self.turn()
-            idle = self.core.scheduler.kv.tiers.is_idle(self.clock.now())
+            idle = self.core.scheduler.kv.is_idle(self.clock.now())
             if idle and not self.core.scheduler.has_work and self.prompts.keys() <= self.last.keys():
                 break
         else:

@@ -20,7 +20,6 @@ from pypto_serving.bench.traces import Trace, TraceRequest
 from pypto_serving.bench.transfers import VirtualTransfers
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.kv.tiers import TierManager
 from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
@@ -169,8 +168,8 @@ class Simulator:
         config = machine.engine_config(trace.longest)
         self._trace = trace
         self._seed = seed
-        tiers = TierManager(config.groups, config.tiers, config.kv_store)
-        self._scheduler = Scheduler(config, KVCacheManager(config.groups, config.num_blocks, tiers=tiers))
+        kv = KVCacheManager(config.groups, config.num_blocks, tiers=config.tiers, store_policy=config.kv_store)
+        self._scheduler = Scheduler(config, kv)
         self._transfers = VirtualTransfers()
         self._block_bytes = machine.group.block_bytes
         self._tiers: tuple[Tier, ...] = ("device", *(tier.tier for tier in config.tiers))

@@ -9,7 +9,6 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Channel, ChildProgress
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.kv.tiers import TierManager
 from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (
@@ -52,7 +51,8 @@ class EngineCore:
             config.groups,
             config.num_blocks,
             prefix_caching=config.enable_prefix_caching,
-            tiers=TierManager(config.groups, config.tiers, config.kv_store, events),
+            tiers=config.tiers,
+            store_policy=config.kv_store,
             events=events,
         )
         self.scheduler = Scheduler(config, kv)
@@ -195,13 +195,13 @@ class EngineCore:
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             kv_usage=self.scheduler.kv.usage(),
-            tiers=tuple(tier.stats() for tier in self.scheduler.kv.tiers.tiers),
+            tiers=self.scheduler.kv.tier_stats(),
         )
 
     @property
     def at_rest(self) -> bool:
         """Whether nothing is lost by ending now: no block is on its way down, nor could be."""
-        return not self._ready or self.scheduler.kv.tiers.is_idle(self._clock.now())
+        return not self._ready or self.scheduler.kv.is_idle(self._clock.now())
 
     def check(self) -> None:
         """Assert that nothing leaked in any owner."""

@@ -1,18 +1,25 @@
-"""Leases and fills: what is on its way between tiers. Changed by TierManager alone."""
+"""Leases: owner of the transfers between tiers that are decided and have not ended."""
 
 from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pypto_serving.kv.group import KVGroup
 from pypto_serving.kv.lower import LowerTier
-from pypto_serving.types.tier import TransferKind
+from pypto_serving.types.tier import TransferJob, TransferKind
+from pypto_serving.types.tokens import pack_ids
+
+PATIENCE_S, SLOWEST_BYTES_PER_S = 10.0, 50e6
+"""A transfer is overdue after PATIENCE_S and the time that the slowest usable tier takes for all on its way there."""
 
 
 class LeaseState(enum.Enum):
-    """Of a lease: decided; handed over, so that somebody writes; somebody may still write what nobody waits for."""
+    """PREPARING: decided. FILLING: sent to the worker. QUARANTINED: nobody waits, but the worker may still write."""
 
     PREPARING = "preparing"
     FILLING = "filling"
@@ -20,21 +27,28 @@ class LeaseState(enum.Enum):
 
 
 class Moved(NamedTuple):
-    """One block of a lease: device block and, in the tier's pool, its place."""
+    """One block of a lease: its id on the device, and its place in the tier's pool."""
 
-    group: int
+    group: KVGroup
     block: int
     place: int
     key: bytes
 
 
-@dataclass(slots=True)
-class Lease:
-    """Blocks of both sides that a transfer holds one reference to each, until it is done.
+class Wanted(NamedTuple):
+    """A device block to be filled with the content that `key` names."""
 
-    `moved` is in order of position for loads, and the other way round, as blocks come free, for stores: the front of a
-    sequence is let go last, and so evicted last. What a `void` lease brings is not published: it was to be forgotten.
-    After `due_s` its tier counts as stuck.
+    group: KVGroup
+    block: int
+    key: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One transfer, which holds a reference to each of its blocks on both sides until it ends.
+
+    `moved` is in order of position for a load, and reversed for a store: the front of a sequence is freed last, and so
+    evicted last. Blocks of a `void` lease are not published: they were to be forgotten. After `due_s` it is overdue.
     """
 
     job_id: int
@@ -48,11 +62,12 @@ class Lease:
     void: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Fill:
-    """What a request waits for: leases, that spare computing `num_tokens`. `waiters` want some of the same blocks.
+    """The leases that one request waits for, which spare computing `num_tokens`.
 
-    Of its leases, `num_leases` have not ended; `ended` has those that have, with the seconds that each took.
+    `num_leases` of them have not ended; `ended` are the others, with the seconds that each took. `waiters` are other
+    requests that want some of the same blocks.
     """
 
     request_id: str
@@ -63,9 +78,82 @@ class Fill:
     waiters: list[str] = field(default_factory=list)
 
 
-class Wanted(NamedTuple):
-    """A device block to be filled with the content that `key` names."""
+class Leases:
+    """Owns every Lease until it ends, and the jobs that were not handed to the worker yet."""
 
-    group: int
-    block: int
-    key: bytes
+    def __init__(self) -> None:
+        self._leases: dict[int, Lease] = {}
+        self._outbox: list[TransferJob] = []
+        self._num_jobs = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def begin(self, kind: TransferKind, tier: LowerTier, moved: list[Moved], fill: Fill | None = None) -> None:
+        """Decide a transfer, for `fill` if one waits. It takes over a reference to each block that it moves."""
+        self._num_jobs += 1
+        num_bytes = 0 if kind == "find" else sum(piece.group.block_bytes for piece in moved)
+        self._leases[self._num_jobs] = Lease(self._num_jobs, kind, tier, moved, num_bytes, fill)
+        if fill is not None:
+            fill.num_leases += 1
+        if kind == "load":
+            tier.loading_bytes += num_bytes
+        elif kind == "store":
+            tier.storing_bytes += num_bytes
+        self._outbox.append(
+            TransferJob(
+                job_id=self._num_jobs,
+                kind=kind,
+                tier=tier.config.tier,
+                groups=pack_ids([piece.group.index for piece in moved]),
+                blocks=pack_ids([piece.block for piece in moved]),
+                slots=pack_ids([piece.place - 1 for piece in moved]),
+                keys=b"".join(piece.key for piece in moved),
+            )
+        )
+
+    def take_jobs(self, now_s: float) -> list[TransferJob]:
+        """Return the jobs to hand to the worker now; from here on it may write."""
+        jobs, self._outbox = self._outbox, []
+        for job in jobs:
+            lease = self._leases[job.job_id]
+            before = lease.tier.loading_bytes + lease.tier.storing_bytes
+            lease.due_s = now_s + PATIENCE_S + before / SLOWEST_BYTES_PER_S
+            if lease.state is LeaseState.PREPARING:
+                lease.state = LeaseState.FILLING
+        return jobs
+
+    def end(self, job_id: int) -> Lease:
+        """Remove the lease of a job that ended. The caller frees its blocks."""
+        return self._leases.pop(job_id)
+
+    def abandon(self, fill: Fill) -> None:
+        """Quarantine the leases of a fill that nobody waits for any more."""
+        for lease in self:
+            if lease.fill is fill:
+                lease.state = LeaseState.QUARANTINED
+
+    def forget_all(self) -> None:
+        """Drop all leases: the worker is gone. Their places in host memory, which stays, are freed."""
+        for lease in self:
+            for piece in lease.moved if lease.tier.config.tier == "host" else ():
+                lease.tier.pools[piece.group].free([piece.place])
+        self._leases.clear()
+        self._outbox.clear()
+
+    def moving(self, tier: LowerTier | None = None) -> list[Lease]:
+        """Return the leases that hold references to blocks, of one tier or of all."""
+        return [lease for lease in self if lease.kind in ("load", "store") and tier in (None, lease.tier)]
+
+    def references(self, group: KVGroup) -> Counter[int]:
+        """Count the references to device blocks of a group."""
+        return Counter(piece.block for lease in self.moving() for piece in lease.moved if piece.group is group)
+
+    def check(self, tier: LowerTier) -> None:
+        """Assert that a tier counts the bytes on their way as its leases do."""
+        moving = self.moving(tier)
+        assert tier.storing_bytes == sum(lease.num_bytes for lease in moving if lease.kind == "store")
+        assert tier.loading_bytes == sum(lease.num_bytes for lease in moving if lease.kind == "load")

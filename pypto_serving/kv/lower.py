@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.kv.events import EventLog, pool_events
+from pypto_serving.kv.group import GroupKey, KVGroup
 from pypto_serving.kv.pool import BlockPool
 from pypto_serving.kv.rate import Rate
-from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.stats import TierStats
-from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory
+from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory, TransferDone
 from pypto_serving.types.tokens import unpack_ids
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
-
-GroupKey = tuple[int, bytes]
-"""A block by group and key."""
 
 
 @dataclass(slots=True)
@@ -36,21 +33,36 @@ class TierCounters:
     refused_fills: int = 0
     saved_s: float = 0.0
 
+    def loaded(self, done: TransferDone, num_bytes: int) -> None:
+        """Count the pieces of a load, of which `num_bytes` were moved."""
+        self.loaded_blocks += sum(done.done)
+        self.failed_blocks += len(done.done) - sum(done.done)
+        self.loaded_bytes += num_bytes
+        self.load_s += done.elapsed_s
+
+    def stored(self, done: TransferDone, num_bytes: int) -> None:
+        """Count the pieces of a store, of which `num_bytes` were moved."""
+        self.stored_blocks += sum(done.done)
+        self.failed_blocks += len(done.done) - sum(done.done)
+        self.stored_bytes += num_bytes
+        self.store_s += done.elapsed_s
+
 
 class LowerTier:
-    """The pools of one tier, one per group, what waits to be stored there, and how fast it was. Changed by TierManager.
+    """The pools of one tier, one per group, the blocks waiting to be stored there, and its speed.
 
-    Slot i of a group is block i + 1 of its pool. A store that fails is left alone for a second, then two, up to a
-    minute. Loads that took `spent_s` spared the computing of `spared_tokens`, as far as `saved_s` does not count them
-    yet. A tier is `stuck` while a transfer takes too long, and `clearing` until its store has forgotten all.
+    Changed by the TierManager and its parts alone. Slot i of a group is block i + 1 of its pool.
+
+    - `backlog`: blocks to store, the next one first. `storing`: blocks on their way down.
+    - After a store that failed as a whole the tier is left alone for a second, then two, up to a minute.
+    - Loads that took `spent_s` spared computing `spared_tokens`; `saved_s` does not count them yet.
+    - `stuck`: a transfer is overdue. `clearing`: its store has not forgotten everything yet.
     """
 
-    def __init__(
-        self, config: TierConfig, groups: tuple[KVCacheGroupSpec, ...], events: EventLog | None = None
-    ) -> None:
+    def __init__(self, config: TierConfig, groups: Sequence[KVGroup], events: EventLog | None = None) -> None:
         self.config = config
         self._events = events
-        self.groups = groups
+        self._groups = groups
         self.load_rate = Rate()
         self.counters = TierCounters()
         self.spared_tokens = self.spent_s = 0.0
@@ -60,66 +72,69 @@ class LowerTier:
         self.num_stores = 0
         self.retry_s = 0.0
         self.stuck = self.clearing = False
-        self.pools: list[BlockPool] = []
+        self.pools: dict[KVGroup, BlockPool] = {}
         self._num_evicted = 0
         self._retry_after_s = FIRST_RETRY_S
         self.forget_all()
 
     def forget_all(self) -> None:
-        """Hold nothing, be writable, and know of nothing on its way."""
-        self._num_evicted += sum(pool.num_evicted for pool in self.pools)
+        """Hold nothing, be writable, and know of no transfer."""
+        self._num_evicted += sum(pool.num_evicted for pool in self.pools.values())
         tier, events = self.config.tier, self._events
         if events is not None:
             events.cleared(tier)
-        slots = enumerate(self.config.num_slots)
-        self.pools = [BlockPool(max(1, count) + 1, pool_events(events, tier, g)) for g, count in slots]
+        self.pools = {
+            group: BlockPool(max(1, slots) + 1, pool_events(events, tier, group.index))
+            for group, slots in zip(self._groups, self.config.num_slots, strict=True)
+        }
         self.writable, self.shared, self.reason = True, False, ""
         self.backlog.clear()
         self.stop_transfers()
 
     def stop_transfers(self) -> None:
-        """Nothing is on its way any more."""
+        """Know of no transfer."""
         self.stuck = False
         self.storing.clear()
         self.storing_bytes = self.loading_bytes = self.num_stores = 0
 
     def open(self, inventory: TierInventory) -> None:
-        """Take over what a store says it holds."""
+        """Hold what a store says it holds."""
         self.forget_all()
         self.writable, self.shared, self.reason = inventory.writable, inventory.shared, inventory.reason
         groups, slots = unpack_ids(inventory.groups), unpack_ids(inventory.slots) + 1
         keys = inventory.keys
-        for g, pool in enumerate(self.pools):
-            mine = (groups == g).nonzero()[0]
+        for group, pool in self.pools.items():
+            mine = (groups == group.index).nonzero()[0]
             held = [keys[i : i + KEY_BYTES] for i in (mine * KEY_BYTES).tolist()]
             pool.fill(slots[mine].tolist(), held)
 
-    def find(self, g: int, key: bytes) -> int | None:
-        """The pool's block that holds `key`."""
-        return self.pools[g].find(key)
+    def find(self, group: KVGroup, key: bytes) -> int | None:
+        """Return the pool's block that holds `key`."""
+        return self.pools[group].find(key)
 
-    def learn(self, found: Sequence[GroupKey]) -> None:
-        """Others have stored these."""
-        for g, key in found:
-            pool = self.pools[g]
+    def learn(self, found: Iterable[GroupKey]) -> None:
+        """Hold blocks that others have stored, as far as there are free slots to stand for them."""
+        for group, key in found:
+            pool = self.pools[group]
             if pool.find(key) is None and pool.num_free:
                 block_ids = pool.allocate(1)
                 pool.publish(block_ids[0], key)
                 pool.free(block_ids)
 
     def put_off(self, block: GroupKey, at_most: int) -> None:
-        """Note a block that is to be stored, for so many at most: of more, the first are on the device no longer."""
+        """Queue a block to be stored. Of more than `at_most` the first is dropped: the device has evicted it."""
         self.backlog[block] = None
         if len(self.backlog) > at_most:
             self.backlog.popitem(last=False)
             self.counters.lost_blocks += 1
 
     def failed(self, now_s: float) -> None:
-        """Nothing of a job could be stored."""
+        """Wait before the next store, twice as long as after the last failure."""
         self.retry_s = now_s + self._retry_after_s
         self._retry_after_s = min(2 * self._retry_after_s, LAST_RETRY_S)
 
     def succeeded(self) -> None:
+        """Wait one second only after the next failure."""
         self._retry_after_s = FIRST_RETRY_S
 
     def accepts(self, now_s: float) -> bool:
@@ -127,13 +142,13 @@ class LowerTier:
         return self.writable and not self.stuck and now_s >= self.retry_s
 
     def stats(self) -> TierStats:
-        """One snapshot."""
+        """Return one snapshot."""
         counters = self.counters
         return TierStats(
             tier=self.config.tier,
             writable=self.writable,
             num_blocks=sum(self.config.num_slots),
-            held_blocks=sum(pool.num_published for pool in self.pools),
+            held_blocks=sum(pool.num_published for pool in self.pools.values()),
             queued_bytes=self.loading_bytes + self.storing_bytes,
             backlog_blocks=len(self.backlog),
             hit_tokens=counters.hit_tokens,
@@ -143,9 +158,17 @@ class LowerTier:
             stored_blocks=counters.stored_blocks,
             stored_bytes=counters.stored_bytes,
             store_s=counters.store_s,
-            evicted_blocks=self._num_evicted + sum(pool.num_evicted for pool in self.pools),
+            evicted_blocks=self._num_evicted + sum(pool.num_evicted for pool in self.pools.values()),
             failed_blocks=counters.failed_blocks,
             lost_blocks=counters.lost_blocks,
             refused_fills=counters.refused_fills,
             saved_s=counters.saved_s,
         )
+
+
+def fastest(tiers: Iterable[LowerTier], group: KVGroup, key: bytes) -> LowerTier | None:
+    """Return the first of `tiers`, which are in order of speed, that holds a block and is not stuck."""
+    for tier in tiers:
+        if not tier.stuck and tier.find(group, key) is not None:
+            return tier
+    return None

@@ -2,48 +2,182 @@
 
 from __future__ import annotations
 
-from pypto_serving.kv.lower import GroupKey
-from pypto_serving.kv.prefix import KeyChain
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from pypto_serving.kv.events import EventLog
+from pypto_serving.kv.group import Find, GroupKey, KVGroup
+from pypto_serving.kv.lease import Wanted
+from pypto_serving.kv.pool import NULL_BLOCK
+from pypto_serving.kv.prefix import KeyChain, root_key
 from pypto_serving.types.tier import Tier
+
+FindIn = Callable[[KVGroup], Find]
+
+
+def on_device(group: KVGroup) -> Find:
+    """Find blocks of a group on the device."""
+    return group.pool.find
+
+
+class SequencePart:
+    """The blocks of one request in one group.
+
+    `keys[i]` names block i, `table[i]` is its id: the null block where it was freed or is not needed. `tail` are the
+    blocks, this request's or others', that resuming at `SequenceState.held` needs; a window or state holds one
+    reference to each, beside the one of the table.
+    """
+
+    __slots__ = ("chain", "group", "keys", "table", "tail")
+
+    def __init__(self, group: KVGroup, root: bytes) -> None:
+        self.group = group
+        self.chain = KeyChain(group.spec, root)
+        self.keys = self.chain.keys
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all blocks; the caller has freed them."""
+        self.table: list[int] = []
+        self.tail: list[int] = []
+
+    def live(self, settled: int) -> list[int]:
+        """Return the part of the table that is not freed at `settled` tokens."""
+        return self.table[self.group.needed(settled).start :]
+
+    def found(self, num_tokens: int) -> list[int | None]:
+        """Return the blocks on the device that resuming at `num_tokens` needs, None for each that is missing."""
+        find, keys = self.group.pool.find, self.keys
+        return [find(keys[i]) for i in self.group.needed(num_tokens)]
+
+    def cached(self, num_tokens: int) -> list[int]:
+        """Return the table that a match of `num_tokens` gives a request without blocks: null before what is needed."""
+        if num_tokens == 0 or self.table:
+            return []
+        blocks = self.found(num_tokens)
+        name = self.group.spec.name
+        assert None not in blocks, f"the match of {num_tokens} tokens no longer holds in group {name}"
+        return [NULL_BLOCK] * self.group.needed(num_tokens).start + [b for b in blocks if b is not None]
+
+    def append(self, cached: list[int], num_fresh: int) -> list[int]:
+        """Append cached blocks, then fresh ones. Returns what was appended."""
+        pool = self.group.pool
+        pool.share(b for b in cached if b != NULL_BLOCK)
+        added = cached + pool.allocate(num_fresh)
+        self.table += added
+        return added
+
+    def fill(self, num_tokens: int, found: Sequence[int | None]) -> list[Wanted]:
+        """Take the `found` blocks of `num_tokens` tokens, and fresh ones for those missing. Returns the fresh."""
+        pool, needed = self.group.pool, self.group.needed(num_tokens)
+        pool.share(block_id for block_id in found if block_id is not None)
+        fresh = iter(pool.allocate(found.count(None)))
+        blocks = [next(fresh) if block_id is None else block_id for block_id in found]
+        self.table = [NULL_BLOCK] * needed.start + blocks
+        missing = (i for i, block_id in zip(needed, found, strict=True) if block_id is None)
+        return [Wanted(self.group, self.table[i], self.keys[i]) for i in missing]
+
+    def free_passed(self, start: int, end: int) -> None:
+        """Free the blocks that were needed at `start` settled tokens and are not at `end`."""
+        passed = self.group.freed(start, end)
+        if passed:
+            self.group.pool.free(self.table[passed.start : passed.stop])
+            self.table[passed.start : passed.stop] = [NULL_BLOCK] * len(passed)
+
+    def tail_at(self, position: int) -> list[int]:
+        """Return the blocks on the device, this request's or others', that resuming at `position` needs."""
+        return [block_id for block_id in self.found(position) if block_id is not None]
+
+    def hold(self, position: int) -> None:
+        """Hold the tail of `position` instead of the one held before."""
+        tail = self.tail_at(position)
+        self.group.pool.share(tail)
+        self.group.pool.free(self.tail)
+        self.tail = tail
+
+    def describe(self, i: int, tokens: array[int], salted: bool, events: EventLog) -> None:
+        """Describe block i to the events, if a tier holds it and nobody has described it."""
+        keys, size, g = self.keys, self.group.block_size, self.group.index
+        if events.lacks(g, keys[i]):
+            content = tokens[i * size : (i + 1) * size].tobytes()
+            events.describe(g, keys[i], (keys[i - 1] if i else b"", content, salted))
 
 
 class SequenceState:
-    """Tables and keys of one request. Of its first `settled` tokens, complete blocks are published, and of window and
-    state groups those are given back that resuming there does not need.
+    """The blocks of one request in all groups. Changed by the KVCacheManager alone.
 
-    Up to `capacity` tokens nothing needs to be reserved, and before `due` computed tokens a commit has nothing to do.
-    `held` is the last settled position at which it could be resumed; `tails[g]` are the blocks of window and state
-    groups that this needs, which it holds beside its tables. `filled` tokens were, or are being, loaded into its tables
-    before it runs; `origins` says from where blocks came that were loaded for it at any time. `asked` is set once
-    shared tiers were asked for its blocks. `salted` blocks are not told to those who follow the cache.
+    - `settled`: so many tokens are computed for certain, and the keys of their blocks known. Their complete blocks are
+      published, and the blocks that resuming there does not need are freed.
+    - `capacity`: up to so many tokens nothing needs to be reserved.
+    - `due`: a commit of fewer computed tokens has nothing to do.
+    - `held`: the last settled resume point, whose tails the parts hold.
+    - `filled`: so many tokens were, or are being, loaded into the tables before the request runs.
+    - `origins`: the tiers from which blocks were loaded for this request at any time.
+    - `asked`: shared tiers were asked for its blocks.
+    - `salted`: its blocks are not told to those who follow the cache.
+
+    `tails` are the parts of windows and states. `history_first` are all parts, in the order in which they match.
     """
 
     __slots__ = (
         "asked",
         "capacity",
-        "chains",
         "due",
         "filled",
         "held",
+        "history_first",
         "origins",
+        "parts",
         "salted",
         "settled",
-        "tables",
         "tails",
     )
 
-    def __init__(self, chains: list[KeyChain], salted: bool = False) -> None:
-        self.chains = chains
-        self.salted = salted
+    def __init__(self, groups: Sequence[KVGroup], fingerprint: bytes, cache_salt: str) -> None:
+        self.parts = tuple(SequencePart(group, root_key(group.spec, fingerprint, cache_salt)) for group in groups)
+        self.tails = tuple(part for part in self.parts if not part.group.keeps_history)
+        self.history_first = (*(part for part in self.parts if part.group.keeps_history), *self.tails)
+        self.salted = bool(cache_salt)
         self.asked = False
         self.origins: dict[GroupKey, Tier] = {}
         self.clear()
 
     def clear(self) -> None:
-        self.tables: list[list[int]] = [[] for _ in self.chains]
-        self.capacity = 0
-        self.settled = 0
-        self.due = 0
-        self.held = 0
-        self.tails: list[list[int]] = [[] for _ in self.chains]
-        self.filled = 0
+        """Forget all blocks; the caller has freed them."""
+        self.capacity = self.settled = self.due = self.held = self.filled = 0
+        for part in self.parts:
+            part.clear()
+
+    def extend_keys(self, tokens: array[int]) -> None:
+        """Compute the keys that `tokens`, known from position 0 on, allow."""
+        with memoryview(tokens) as view, view.cast("B") as data:
+            for part in self.parts:
+                part.chain.extend(data)
+
+    def longest(self, limit: int, find_in: FindIn) -> int:
+        """Return the largest n <= `limit` that every group accepts: each shrinks the candidate until none objects."""
+        candidate, agreed = limit, -1
+        while candidate != agreed:
+            agreed = candidate
+            for part in self.history_first:
+                candidate = part.group.accepted(part.keys, candidate, find_in(part.group))
+        return candidate
+
+    def sources(self, num_tokens: int) -> Counter[Tier]:
+        """Return how many of the first tokens came from which tier, by the blocks of a group that keeps history."""
+        if not self.origins:
+            return Counter({"device": num_tokens})
+        part = self.history_first[0]
+        size = part.group.block_size
+        sources = Counter(self.origins.get((part.group, key), "device") for key in part.keys[: num_tokens // size])
+        return Counter({tier: count * size for tier, count in sources.items()})
+
+    def forget_missing_origins(self) -> None:
+        """Forget the tiers of blocks that did not arrive: whoever computes them gets the credit."""
+        origins = self.origins.items()
+        self.origins = {(group, key): tier for (group, key), tier in origins if group.pool.find(key) is not None}
+
+    def set_capacity(self) -> None:
+        """Note how many tokens the tables hold in every group."""
+        self.capacity = min(len(part.table) * part.group.block_size for part in self.parts)

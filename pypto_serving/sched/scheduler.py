@@ -138,10 +138,9 @@ class Scheduler:
             self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
             for request in self._waiting.take_expired(now_s)
         ]
-        for request_id in self.kv.tiers.overdue(now_s):
-            self.kv.give_up_fill(request_id)
+        for request_id in self.kv.expire_fills(now_s):
             self._may_start(request_id)
-        self.kv.tiers.plan_stores(now_s)
+        self.kv.plan_stores(now_s)
         step = Step(
             self._num_planned + 1,
             now_s,
@@ -302,7 +301,7 @@ class Scheduler:
 
     def take_transfers(self, now_s: float) -> Transfers | None:
         """What is to be moved between tiers now. Steps planned before may still write to blocks given up since."""
-        jobs = self.kv.tiers.take_jobs(now_s)
+        jobs = self.kv.take_jobs(now_s)
         return Transfers(0, self._last_writer, jobs) if jobs else None
 
     def _start(self, step: Step, request: Request, match: Match, now_s: float) -> None:
@@ -315,7 +314,7 @@ class Scheduler:
         self._running[request.id] = request
         if request.num_cached_tokens < 0:
             sources = self.kv.sources(request.id, match)
-            self.kv.tiers.note_hits(sources)
+            self.kv.record_hits(sources)
             request.num_cached_tokens = match.num_tokens
             request.cached_by_tier = tuple(sources[tier] for tier in TIERS)
             request.scheduled_s = now_s
@@ -420,7 +419,7 @@ class Scheduler:
         """How fast prompts are computed, from steps that are mostly prompt."""
         num_tokens = sum(entry.count for entry in step.scheduled)
         if num_tokens > 2 * len(step.scheduled):
-            self.kv.tiers.computed(num_tokens, result.elapsed_s)
+            self.kv.record_prefill(num_tokens, result.elapsed_s)
 
     def _advance(self, request: Request, count: int) -> None:
         """Confirm that `count` more tokens are computed."""

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.backend.null.program import NullBackend
+from pypto_serving.kv.group import make_groups
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.positions import ResumePoints
-from pypto_serving.kv.tiers import TierManager
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.store.files import FileStore
 from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, max_live_blocks, publication_lag
@@ -23,10 +23,12 @@ from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TierConfig, TransferDone
 from pypto_serving.util import ceil_div
 from tests.kv.test_manager import GROUPS, group
-from tests.simulation import Simulation, null_config
+from tests.simulation import Simulation, in_pages, null_config
 
 GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {
     "deepseek_v4": deepseek_v4_groups(),
+    "deepseek_v4 in pages": in_pages(deepseek_v4_groups(), 128),
+    "periods and blocks": (group("full", 16), group("rolling_state", 24, period=20, overlap=13)),
     "long window": (group("full", 32), group("sliding_window", 16, window=400)),
     "no common block": (group("full", 96), group("sliding_window", 64, window=64)),
 }
@@ -40,18 +42,17 @@ def test_useful_blocks_are_those_that_some_position_needs(
     points, end = ResumePoints(groups), start + length
     positions = [n for n in range(1, 1200) if points.last(n) == n]
     assert positions == [n for n in range(1, 1200) if all(n % spec.block_size == 0 for spec in groups)]
-    for g, spec in enumerate(groups):
-        needed = {i for n in positions for i in points.needed(g, n)}
-        ended = range(start // spec.block_size, end // spec.block_size)
-        assert list(points.useful(g, start, end)) == [i for i in ended if i in needed]
+    for one in make_groups(groups, points, None):
+        needed = {i for n in positions for i in one.needed(n)}
+        ended = range(start // one.block_size, end // one.block_size)
+        assert list(one.useful(start, end)) == [i for i in ended if i in needed]
 
 
 @settings(max_examples=200, deadline=None)
 @given(GROUPS, st.integers(0, 100))
 def test_nothing_changes_before_the_next_change(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
-    points = ResumePoints(groups)
-    for g in range(len(groups)):
-        needed = [points.needed(g, n) for n in range(num_tokens, points.change(g, num_tokens) + 1)]
+    for one in make_groups(groups, ResumePoints(groups), None):
+        needed = [one.needed(n) for n in range(num_tokens, one.next_change(num_tokens) + 1)]
         bounds = [(blocks.start, blocks.stop) for blocks in needed]
         assert bounds[0] != bounds[-1] and set(bounds[:-1]) == {bounds[0]}
 
@@ -59,7 +60,7 @@ def test_nothing_changes_before_the_next_change(groups: tuple[KVCacheGroupSpec, 
 @pytest.mark.parametrize("kind", GROUP_SETS)
 def test_every_sequence_has_checkpoints_at_the_same_positions(kind: str) -> None:
     points = ResumePoints(GROUP_SETS[kind])
-    assert points.interval == {"no common block": 2112}.get(kind, CHECKPOINT_TOKENS)
+    assert points.interval == {"no common block": 2112, "periods and blocks": 2064}.get(kind, CHECKPOINT_TOKENS)
     assert list(points.checkpoints(0, 5000, 5000)) == [points.interval, 2 * points.interval, points.last(5000)]
     assert list(points.checkpoints(points.interval, 5000, 6000)) == [2 * points.interval]
     assert list(points.checkpoints(0, points.interval - 1, 6000)) == []
@@ -67,7 +68,7 @@ def test_every_sequence_has_checkpoints_at_the_same_positions(kind: str) -> None
 
 def settle_transfers(kv: KVCacheManager) -> None:
     """Every transfer that is due works."""
-    while jobs := kv.tiers.take_jobs(1.0):
+    while jobs := kv.take_jobs(1.0):
         for job in jobs:
             kv.transferred(TransferDone(job.job_id, b"\1" * (len(job.groups) // 4), 0.001), 1.0)
             kv.check()
@@ -75,9 +76,9 @@ def settle_transfers(kv: KVCacheManager) -> None:
 
 def stored(kv: KVCacheManager, request_id: str) -> list[set[int]]:
     """Blocks of a request, by group, that the lower tier holds."""
-    (tier,) = kv.tiers.tiers
-    chains = enumerate(kv._sequences[request_id].chains)
-    return [{i for i, key in enumerate(chain.keys) if tier.find(g, key) is not None} for g, chain in chains]
+    (tier,) = kv._tiers.tiers
+    parts = kv._sequences[request_id].parts
+    return [{i for i, key in enumerate(part.keys) if tier.find(part.group, key) is not None} for part in parts]
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,9 +100,7 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     slots = tuple(ceil_div(total, spec.block_size) for spec in groups)
     live = max_live_blocks(groups, total, depth * longest + lag)
     blocks = tuple(map(sum, zip(slots, live, strict=True)))
-    kv = KVCacheManager(
-        groups, blocks, tiers=TierManager(groups, [TierConfig(tier="host", size_bytes=0, num_slots=slots)])
-    )
+    kv = KVCacheManager(groups, blocks, tiers=[TierConfig(tier="host", size_bytes=0, num_slots=slots)])
     kv.match("a", tokens[:prompt_len])
     ends = [0]
     while ends[-1] < total - 1:
@@ -117,8 +116,8 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     kv.release("a")
     settle_transfers(kv)
     marks = {*range(kv.points.interval, last + 1, kv.points.interval), min(last, kv.points.last(prompt_len)), last}
-    for spec, g, blocks_of_g in zip(groups, range(len(groups)), stored(kv, "a"), strict=True):
-        tails = {i for n in marks for i in kv.points.needed(g, n)}
+    for spec, one, blocks_of_g in zip(groups, kv.groups, stored(kv, "a"), strict=True):
+        tails = {i for n in marks for i in one.needed(n)}
         assert blocks_of_g == (set(range((total - 1 - lag) // spec.block_size)) if spec.keeps_history else tails)
     assert kv.num_blocks_in_use() == (0,) * len(groups)
 
@@ -159,9 +158,9 @@ CHUNKS = (64, 100, 512, 3000)
 LONGEST = 5400
 
 
-def replica(chunk: int, tiers: tuple[TierConfig, ...] = (), **changes: Any) -> Simulation:
-    """A DeepSeek V4 of which one sequence, and little more, fits on the device."""
-    groups = deepseek_v4_groups()
+def replica(chunk: int, tiers: tuple[TierConfig, ...] = (), page: int = 0, **changes: Any) -> Simulation:
+    """A DeepSeek V4, with a `page` size of all groups if one is given, of which one sequence fits on the device."""
+    groups = in_pages(deepseek_v4_groups(), page) if page else deepseek_v4_groups()
     blocks = tuple(live + 40 for live in max_live_blocks(groups, LONGEST, chunk * changes.get("depth", 1)))
     return Simulation(
         null_config(groups, blocks, tiers=tiers, max_model_len=LONGEST, max_num_batched_tokens=chunk, **changes)
@@ -203,8 +202,11 @@ def test_the_end_of_a_prompt_that_others_have_computed_is_kept_too() -> None:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_prompt_is_resumed_at_its_checkpoints_on_the_device_and_in_host_memory(chunk: int, depth: int) -> None:
-    simulation = replica(chunk, (tier("host"),), depth=depth)
+@pytest.mark.parametrize("page", [0, 128])
+def test_a_prompt_is_resumed_at_its_checkpoints_on_the_device_and_in_host_memory(
+    chunk: int, depth: int, page: int
+) -> None:
+    simulation = replica(chunk, (tier("host"),), page, depth=depth)
     simulation.add(PROMPT)
     simulation.run()
     for shared, expected in ((2048, 2048), (2100, 2048), (4096, 4096), (4200, 4096), (5000, 4992)):

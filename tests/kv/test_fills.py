@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.kv.tiers import TierManager
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.types.tier import TIERS, Tier, TierConfig, TransferDone, TransferJob
 
@@ -24,25 +23,25 @@ def filled_from_two_tiers(measured: bool = True) -> tuple[KVCacheManager, dict[T
     """A manager that begins to load ten blocks for the request "b": six from host memory, four from disk."""
     groups = plain_groups(BLOCK)
     configs = [TierConfig(tier=tier, size_bytes=0, num_slots=(32,)) for tier in TIERS if tier in ("host", "disk")]
-    kv = KVCacheManager(groups, (64,), tiers=TierManager(groups, configs))
+    kv = KVCacheManager(groups, (64,), tiers=configs)
     match = kv.match("a", TOKENS)
     kv.reserve("a", len(TOKENS), match)
     kv.commit("a", TOKENS, len(TOKENS), len(TOKENS))
-    keys = list(kv._sequences["a"].chains[0].keys)
+    keys = list(kv._sequences["a"].parts[0].keys)
     kv.forget("a")
-    while jobs := kv.tiers.take_jobs(1.0):
+    while jobs := kv.take_jobs(1.0):
         for job in jobs:
             kv.transferred(TransferDone(job.job_id, b"\1" * num_pieces(job), 0.001), 1.0)
     kv.clear(("device",))
-    host = kv.tiers.tiers[0]
+    host = kv._tiers.tiers[0]
     for key in keys[6:]:
-        place = host.find(0, key)
+        place = host.find(kv.groups[0], key)
         assert place is not None
-        host.pools[0].drop(place)
+        host.pools[kv.groups[0]].drop(place)
     if measured:
-        kv.tiers.computed(100, 1.0)
+        kv.record_prefill(100, 1.0)
     assert kv.fetch("b", len(TOKENS), kv.match("b", TOKENS))
-    loads = {job.tier: job for job in kv.tiers.take_jobs(1.0)}
+    loads = {job.tier: job for job in kv.take_jobs(1.0)}
     assert {tier: num_pieces(job) for tier, job in loads.items()} == {"host": 6, "disk": 4}
     return kv, loads
 
@@ -59,9 +58,9 @@ def test_each_tier_is_credited_with_what_came_from_it(last: Tier, measured: bool
     assert match.num_tokens == 10 * BLOCK
     assert kv.sources("b", match) == Counter(host=6 * BLOCK, disk=4 * BLOCK)
     if not measured:
-        assert all(tier.counters.saved_s == 0 for tier in kv.tiers.tiers)
-        kv.tiers.computed(100, 1.0)
-    saved_s = {tier.config.tier: tier.counters.saved_s for tier in kv.tiers.tiers}
+        assert all(tier.counters.saved_s == 0 for tier in kv._tiers.tiers)
+        kv.record_prefill(100, 1.0)
+    saved_s = {tier.config.tier: tier.counters.saved_s for tier in kv._tiers.tiers}
     assert saved_s == pytest.approx({"host": 6 * BLOCK / 100 - 0.25, "disk": 4 * BLOCK / 100 - 0.5})
     kv.check()
 
@@ -75,7 +74,7 @@ def test_what_arrived_of_a_fill_that_failed_came_from_its_tier() -> None:
     assert match.num_tokens == 7 * BLOCK
     assert kv.sources("b", match) == Counter(host=6 * BLOCK, disk=BLOCK)
     assert not kv.fetch("b", len(TOKENS), match)
-    assert all(tier.counters.saved_s == 0 for tier in kv.tiers.tiers)
+    assert all(tier.counters.saved_s == 0 for tier in kv._tiers.tiers)
     kv.match("c", TOKENS)
     assert kv.sources("c", match) == Counter(device=7 * BLOCK), "another request finds them on the device"
     kv.check()

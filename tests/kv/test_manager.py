@@ -12,6 +12,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from tests.simulation import in_pages
 
 
 def ids(*values: int) -> array[int]:
@@ -77,7 +78,7 @@ def test_salt_separates_tenants() -> None:
 def test_groups_do_not_find_each_others_keys() -> None:
     kv = manager((group("full", 4), group("compressed", 4)))
     compute(kv, "a", ids(*range(8)))
-    keys = [set(pool._by_key) for pool in kv._pools]
+    keys = [set(group.pool._by_key) for group in kv.groups]
     assert keys[0] and keys[1] and keys[0].isdisjoint(keys[1])
 
 
@@ -108,9 +109,14 @@ def test_a_block_smaller_than_the_compress_ratio_is_refused() -> None:
         KVCacheGroupSpec(name="c", kind="compressed", block_size=2, tensors=(tensor(ratio=4),))
 
 
-def test_deepseek_v4_hit_needs_the_blocks_that_its_caches_need() -> None:
+def test_a_state_without_a_period_is_refused() -> None:
+    with pytest.raises(ConfigError, match="period 0 must be at least 1, and overlap 4 at least 0"):
+        group("rolling_state", 4, period=0, overlap=4)
+
+
+@pytest.mark.parametrize("groups", [deepseek_v4_groups(), in_pages(deepseek_v4_groups(), 128)], ids=["small", "128"])
+def test_deepseek_v4_hit_needs_the_blocks_that_its_caches_need(groups: tuple[KVCacheGroupSpec, ...]) -> None:
     """At 128-aligned n: all cmp and idx blocks, one ori, one csa_state, one csa_inner_state, no hca_state."""
-    groups = deepseek_v4_groups()
     kv = manager(groups, 200)
     tokens = ids(*range(300))
     compute(kv, "a", tokens[:256])
@@ -128,10 +134,10 @@ GROUPS = st.lists(
         st.builds(lambda b, m: group("compressed", b * m), st.sampled_from([1, 2]), st.sampled_from([2, 4])),
         st.builds(lambda b, w: group("sliding_window", b, window=w), st.sampled_from([1, 2, 4]), st.integers(1, 9)),
         st.builds(
-            lambda b, k, o: group("rolling_state", b, period=b * k, overlap=o * b),
-            st.sampled_from([1, 2, 4]),
-            st.integers(1, 3),
-            st.integers(0, 2),
+            lambda b, p, o: group("rolling_state", b, period=p, overlap=o),
+            st.sampled_from([1, 2, 4, 6, 8]),
+            st.integers(1, 9),
+            st.integers(0, 9),
         ),
     ),
     min_size=1,
@@ -152,11 +158,11 @@ def longest_accepted_by_all(kv: KVCacheManager, request_id: str, num_tokens: int
 
 
 def _accepts(kv: KVCacheManager, g: int, request_id: str, n: int) -> bool:
-    spec, keys = kv.groups[g], kv._sequences[request_id].chains[g].keys
+    spec, keys = kv.groups[g].spec, kv._sequences[request_id].parts[g].keys
     if n % spec.block_size:
         return False
     needed = range(n) if spec.keeps_history else range(spec.first_needed(n), n)
-    return all(kv._pools[g].find(keys[position // spec.block_size]) is not None for position in needed)
+    return all(kv.groups[g].pool.find(keys[position // spec.block_size]) is not None for position in needed)
 
 
 @settings(max_examples=300, deadline=None)

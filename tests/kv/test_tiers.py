@@ -16,7 +16,7 @@ from pypto_serving.store.slab import stride_of
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TIERS, TierConfig
-from tests.simulation import Simulation, null_config
+from tests.simulation import Simulation, in_pages, null_config
 
 
 def small_groups() -> tuple[KVCacheGroupSpec, ...]:
@@ -40,6 +40,7 @@ GROUP_SETS: dict[str, tuple[tuple[KVCacheGroupSpec, ...], tuple[int, ...], tuple
     "plain": (plain_groups(), (24,), (48,)),
     "all kinds": (small_groups(), (48, 40, 48, 70), (60, 20, 60, 20)),
     "deepseek_v4": (deepseek_v4_groups(), (9, 6, 6, 60, 70, 70), (12, 12, 12, 1, 12, 12)),
+    "deepseek_v4 in pages": (in_pages(deepseek_v4_groups(), 128), (9, 6, 6, 10, 10, 10), (12, 12, 12, 1, 12, 12)),
 }
 
 
@@ -54,7 +55,7 @@ def tiered(kind: str, disk: Path | None = None, host: bool = True, **changes: An
 
 
 def lower(simulation: Simulation, index: int = 0) -> LowerTier:
-    return simulation.core.scheduler.kv.tiers.tiers[index]
+    return simulation.core.scheduler.kv._tiers.tiers[index]
 
 
 def hits(simulation: Simulation) -> dict[str, int]:
@@ -124,7 +125,7 @@ def test_a_disk_with_room_for_some_slots_keeps_what_was_used_last(tmp_path: Path
         simulation.add(tokens)
         simulation.run()
         simulation.clock.advance(60.0)
-    assert simulation.core.scheduler.kv.tiers.tiers[0].counters.failed_blocks > 0
+    assert simulation.core.scheduler.kv._tiers.tiers[0].counters.failed_blocks > 0
     again = simulation.add([*prompts[-3], 1, 2, 3])
     simulation.run()
     simulation.assert_correct(again)

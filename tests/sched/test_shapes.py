@@ -19,6 +19,7 @@ import pytest
 
 from pypto_serving.backend.null.chooser import SAMPLER, logits_of
 from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.types.kv import max_live_blocks, publication_lag
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tier import TierConfig
@@ -68,9 +69,10 @@ def replica(shape: Shape, disk: Path) -> Simulation:
     """A replica of this shape with little memory, over a host tier and perhaps a disk."""
     groups, num_blocks, num_slots = GROUP_SETS[shape["groups"]]
     if size := shape["page_tokens"]:
-        num_blocks = tuple(max(7, 3 + n * g.block_size // size) for n, g in zip(num_blocks, groups, strict=True))
         num_slots = tuple(max(4, n * g.block_size // size) for n, g in zip(num_slots, groups, strict=True))
         groups = tuple(msgspec.structs.replace(group, block_size=size) for group in groups)
+        step_tokens = 64 * shape["depth"] + publication_lag(groups)
+        num_blocks = tuple(blocks + 3 for blocks in max_live_blocks(groups, 256, step_tokens))
     tiers = [TierConfig(tier="host", size_bytes=0, num_slots=num_slots)]
     if shape["disk"]:
         slots = tuple(4 * count for count in num_slots)
@@ -153,7 +155,8 @@ def assert_answer(simulation: Simulation, request_id: str) -> None:
         case "stop":
             assert answer[-1] in params.stop_token_ids and len(answer) >= params.min_tokens
         case "length":
-            assert len(answer) == params.max_tokens
+            longest = simulation.config.max_model_len - len(simulation.prompts[request_id])
+            assert len(answer) == min(params.max_tokens or 0, longest)
         case reason:
             assert reason == "abort"
     values = simulation.logprobs[request_id]

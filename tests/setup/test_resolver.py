@@ -23,6 +23,7 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec, max_live_blocks
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import GIB, parse_size
+from tests.simulation import in_pages
 
 MIB = 1 << 20
 HOST = HostFacts(available_bytes=16 * GIB, num_cpus=4)
@@ -124,7 +125,7 @@ def test_kv_memory_as_a_share_of_free_memory() -> None:
 
 
 @given(
-    groups=st.sampled_from([*GROUPS, deepseek_v4_groups()]),
+    groups=st.sampled_from([*GROUPS, deepseek_v4_groups(), in_pages(deepseek_v4_groups(), 128)]),
     given_bytes=st.integers(0, 4 * GIB),
     model_len=st.integers(1, 1 << 20),
     step_tokens=st.integers(1, 4096),

@@ -200,7 +200,7 @@ class Resumptions:
     def __init__(self, simulation: Simulation) -> None:
         self.counts: Counter[str] = Counter()
         self._points = ResumePoints(simulation.config.groups)
-        self._tails = [g for g, group in enumerate(simulation.config.groups) if not group.keeps_history]
+        self._tails = [group for group in simulation.core.scheduler.kv.groups if not group.keeps_history]
         self._simulation = simulation
         self._loaded: dict[tuple[int, int], Tier] = {}
         self._epoch = 0
@@ -237,10 +237,10 @@ class Resumptions:
         position = row.num_computed
         assert self._points.last(position) == position
         came: set[Tier] = set()
-        for g in self._tails:
-            table, needed = unpack_ids(row.blocks[g]).tolist(), self._points.needed(g, position)
+        for group in self._tails:
+            table, needed = unpack_ids(row.blocks[group.index]).tolist(), group.needed(position)
             assert not any(table[: needed.start]) and all(table[needed.start : needed.stop])
-            came |= {self._loaded.pop((g, table[i]), "device") for i in needed}
+            came |= {self._loaded.pop((group.index, table[i]), "device") for i in needed}
         assert came
         ends = {self._points.last(len(prompt)) for prompt in self._simulation.prompts.values()}
         for tier in came:
@@ -260,7 +260,8 @@ class Poisoner:
 
     def turn(self) -> None:
         """To be called after each turn of the simulation."""
-        executor, pools = self._simulation.executor, self._simulation.core.scheduler.kv._pools
+        executor = self._simulation.executor
+        pools = [group.pool for group in self._simulation.core.scheduler.kv.groups]
         empty = [{block for block in pool._free if pool.key(block) is None} for pool in pools]
         if self._empty is not None:
             self._empty = [before & now for before, now in zip(self._empty, empty, strict=True)]

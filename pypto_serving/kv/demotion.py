@@ -1,0 +1,180 @@
+"""Demotions: owner of the pins on device blocks that are being stored in lower tiers; decides which are, and when."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from pypto_serving.kv.group import GroupKey, KVGroup
+from pypto_serving.kv.lease import Lease, Leases, Moved
+from pypto_serving.kv.lower import LowerTier
+from pypto_serving.types.tier import StorePolicy, TransferDone
+
+MAX_STORES = 2
+"""Jobs that store in one tier at once."""
+MAX_STORE_BYTES = 32 << 20
+"""Most bytes of one of them, unless it is a single block."""
+MAX_DEMOTING_BYTES = 256 << 20
+"""Blocks of preempted requests are stored at once until so many bytes are on their way to a tier."""
+MAX_PINNED = 0.25
+"""Share of the free device blocks that stores begun together keep from being used."""
+EVICTION_MARGIN = 0.1
+"""With policy `eviction`: share of a device pool, next to be evicted, that is stored."""
+
+Room = dict[KVGroup, int]
+"""Device blocks of each group that may still be pinned."""
+
+
+class Demotions:
+    """Owns the pins: references to device blocks that stores in progress hold, one for each tier.
+
+    A part of the TierManager, with which it shares `tiers` and `leases`.
+    """
+
+    def __init__(
+        self, groups: Sequence[KVGroup], tiers: Sequence[LowerTier], policy: StorePolicy, leases: Leases
+    ) -> None:
+        self._groups = groups
+        self._tiers = tiers
+        self._policy = policy
+        self._leases = leases
+        self._pins: dict[KVGroup, Counter[int]] = {group: Counter() for group in groups}
+        self._coming_free: list[int] | None = None
+
+    def forget_all(self) -> None:
+        """Hold no pins: the worker is gone."""
+        for pins in self._pins.values():
+            pins.clear()
+        self._coming_free = None
+
+    def plan(self, now_s: float) -> None:
+        """Begin to store what came free on the device, as far as the tiers keep up."""
+        if not self._tiers:
+            return
+        self._coming_free = None
+        for group in self._groups:
+            spare = group.pool.num_free - int(group.pool.num_blocks * EVICTION_MARGIN)
+            self._take_released(group, 0 if self._policy == "through" else max(0, spare))
+        room = {group: math.ceil(group.pool.num_free * MAX_PINNED) for group in self._groups}
+        for tier in self._tiers:
+            while tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier, tier.backlog, room):
+                pass
+
+    def demote(self, blocks: Sequence[GroupKey], now_s: float) -> None:
+        """Begin to store the blocks of a preempted request, because they are about to be evicted."""
+        self._coming_free = None
+        for tier in self._tiers:
+            missing = OrderedDict.fromkeys(pair for pair in blocks if tier.find(*pair) is None)
+            room = dict.fromkeys(self._groups, len(missing))
+            while tier.accepts(now_s) and tier.storing_bytes < MAX_DEMOTING_BYTES:
+                if not self._store(tier, missing, room):
+                    break
+
+    def coming_free(self) -> list[int]:
+        """Count the blocks of each group that only stores refer to; those of stuck tiers are left out."""
+        if self._coming_free is None:
+            stuck: set[tuple[KVGroup, int]] = set()
+            for lease in self._leases:
+                if lease.kind == "store" and lease.tier.stuck:
+                    stuck.update((piece.group, piece.block) for piece in lease.moved)
+            self._coming_free = [
+                sum(
+                    1
+                    for block, pins in self._pins[group].items()
+                    if group.pool.num_references(block) == pins and (group, block) not in stuck
+                )
+                for group in self._groups
+            ]
+        return self._coming_free
+
+    def _take_released(self, group: KVGroup, left: int) -> None:
+        """Queue the released blocks, all but the last `left`, in each tier that lacks them; others count as used."""
+        released = group.pool.released
+        while len(released) > left:
+            block_id, _ = released.popitem(last=False)
+            key = group.pool.key(block_id)
+            assert key is not None
+            for tier in self._tiers:
+                place = tier.find(group, key)
+                if place is not None:
+                    tier.pools[group].touch(place)
+                elif tier.writable and (group, key) not in tier.storing:
+                    tier.put_off((group, key), at_most=sum(group.pool.num_blocks for group in self._groups))
+
+    def _store(self, tier: LowerTier, backlog: OrderedDict[GroupKey, None], room: Room) -> bool:
+        """Begin one job with the first blocks of a backlog; False if there is nothing to store, or no room.
+
+        The block at the front
+
+        1. was evicted from the device: it is lost;
+        2. is in the tier, or on its way there: nothing to do;
+        3. does not fit, since the job is large enough, the tier has no free slot, or no more blocks of its group may be
+           pinned: it stays at the front, and the job is complete;
+        4. joins the job, in all other cases.
+        """
+        moved: list[Moved] = []
+        num_bytes = 0
+        while backlog:
+            (group, key), _ = backlog.popitem(last=False)
+            block, pool = group.pool.find(key), tier.pools[group]
+            if block is None:
+                tier.counters.lost_blocks += 1
+                continue
+            if pool.find(key) is not None or (group, key) in tier.storing:
+                continue
+            too_large = moved and num_bytes + group.block_bytes > MAX_STORE_BYTES
+            if too_large or not pool.num_free or room[group] <= 0:
+                backlog[group, key] = None
+                backlog.move_to_end((group, key), last=False)
+                break
+            room[group] -= group.pool.is_free(block)
+            self._pin(group, block)
+            moved.append(Moved(group, block, pool.allocate(1)[0], key))
+            num_bytes += group.block_bytes
+        if moved:
+            tier.storing.update((piece.group, piece.key) for piece in moved)
+            tier.num_stores += 1
+            self._leases.begin("store", tier, moved)
+        return bool(moved)
+
+    def stored(self, lease: Lease, done: TransferDone, now_s: float) -> None:
+        """Publish in the tier what was stored; the rest goes back to its backlog."""
+        tier, num_bytes = lease.tier, 0
+        tier.storing_bytes -= lease.num_bytes
+        tier.num_stores -= 1
+        for piece, ok in zip(lease.moved, done.done, strict=True):
+            group, block, place, key = piece
+            tier.storing.discard((group, key))
+            num_bytes += group.block_bytes * ok
+            if ok and not lease.void:
+                tier.pools[group].publish(place, key)
+            elif not ok:
+                tier.backlog[group, key] = None
+            tier.pools[group].free([place])
+            self._unpin(group, block)
+        self._coming_free = None
+        tier.writable &= done.writable
+        if tier.config.tier == "disk":  # it may be full, with room for slots that were used before
+            for group in {piece.group for piece, ok in zip(lease.moved, done.done, strict=True) if not ok}:
+                tier.pools[group].use_new_last()
+        tier.counters.stored(done, num_bytes)
+        if any(done.done):
+            tier.succeeded()
+        else:
+            tier.failed(now_s)
+
+    def _pin(self, group: KVGroup, block: int) -> None:
+        group.pool.share([block])
+        self._pins[group][block] += 1
+
+    def _unpin(self, group: KVGroup, block: int) -> None:
+        """Drop the reference to a device block that was stored. With policy `eviction` it is evicted next."""
+        pool, pins = group.pool, self._pins[group]
+        pins[block] -= 1
+        if not pins[block]:
+            del pins[block]
+        pool.free([block])
+        pool.released.pop(block, None)
+        if self._policy == "eviction":
+            pool.touch(block, last=False)

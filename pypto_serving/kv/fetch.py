@@ -1,0 +1,115 @@
+"""Fetcher: decides which prefix of a waiting request is loaded from lower tiers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from pypto_serving.kv.group import Find, GroupKey, KVGroup
+from pypto_serving.kv.lower import LowerTier, fastest
+from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.kv.sequence import FindIn, SequenceState
+from pypto_serving.kv.tiers import TierManager
+
+
+class Fetcher:
+    """A part of the KVCacheManager, without state of its own: gives a request blocks to load into."""
+
+    def __init__(self, tiers: TierManager, points: ResumePoints) -> None:
+        self._tiers = tiers.tiers
+        self._promotions = tiers.promotions
+        self._points = points
+
+    def fetch(self, request_id: str, sequence: SequenceState, num_tokens: int, matched: int) -> bool:
+        """Begin to load what lower tiers hold of `num_tokens` tokens beyond `matched`; False to compute instead.
+
+        First, tiers that others fill too are asked once what they hold. Then the prefix that all tiers hold together is
+        considered, then the one that all but the slowest hold, and so on. Such a prefix
+
+        1. is no longer than the match, and neither are those after it: compute;
+        2. was refused just before, and the slowest tier adds nothing to it: go on to the next;
+        3. is being loaded in part for another request: wait for that;
+        4. is expected to be loaded faster than computed: load it, or compute if its blocks do not fit;
+        5. is not: it is refused.
+        """
+        if not sequence.asked:
+            sequence.asked = True
+            if self._promotions.ask(request_id, self._unknown(sequence, num_tokens)):
+                return True
+        refused = matched
+        for depth in range(len(self._tiers), 0, -1):
+            fetched = sequence.longest(num_tokens - 1, self._find_in(depth))
+            if fetched <= matched:
+                return False
+            if fetched == refused:
+                continue
+            lacking = self._lacking(sequence, fetched)
+            if self._promotions.join(request_id, lacking):
+                return True
+            if self._promotions.pays(fetched - matched, self._bytes_by_tier(lacking)):
+                return self._fill(request_id, sequence, fetched, fetched - matched)
+            refused = fetched
+        return False
+
+    def _find_in(self, depth: int) -> FindIn:
+        """Find blocks on the device and in the first `depth` tiers."""
+        tiers = self._tiers[:depth]
+
+        def find_in(group: KVGroup) -> Find:
+            find_on_device = group.pool.find
+
+            def find(key: bytes) -> object | None:
+                block_id = find_on_device(key)
+                return fastest(tiers, group, key) if block_id is None else block_id
+
+            return find
+
+        return find_in
+
+    def _lacking(self, sequence: SequenceState, num_tokens: int) -> list[GroupKey]:
+        """Return the blocks that the device lacks to resume at `num_tokens`."""
+        return [
+            (part.group, part.keys[i])
+            for part in sequence.parts
+            for i in part.group.needed(num_tokens)
+            if part.group.pool.find(part.keys[i]) is None
+        ]
+
+    def _unknown(self, sequence: SequenceState, num_tokens: int) -> Iterator[GroupKey]:
+        """Yield the blocks within `num_tokens` known tokens that resuming needs and that no tier is known to hold.
+
+        Any resume point may be a checkpoint of another replica: where its prompts and turns ended is not known.
+        """
+        end = self._points.last(max(0, num_tokens - max(1, self._points.lag)))
+        find_in = self._find_in(len(self._tiers))
+        for part in sequence.history_first:
+            find = find_in(part.group)
+            for i in part.group.useful(0, end):
+                if find(part.keys[i]) is None:
+                    yield part.group, part.keys[i]
+
+    def _bytes_by_tier(self, blocks: Iterable[GroupKey]) -> Counter[LowerTier]:
+        """Add up the bytes that would be loaded from each tier."""
+        sizes: Counter[LowerTier] = Counter()
+        for group, key in blocks:
+            tier = fastest(self._tiers, group, key)
+            if tier is not None:
+                sizes[tier] += group.block_bytes
+        return sizes
+
+    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> bool:
+        """Give a request the blocks of its first `num_tokens` tokens and load the missing ones; False if none fit.
+
+        That spares computing `num_spared` tokens.
+        """
+        found = [part.found(num_tokens) for part in sequence.parts]
+        for part, blocks in zip(sequence.parts, found, strict=True):
+            pool = part.group.pool
+            if sum(1 for block_id in blocks if block_id is None or pool.is_free(block_id)) > pool.num_free:
+                return False
+        filled = zip(sequence.parts, found, strict=True)
+        wanted = [missing for part, blocks in filled for missing in part.fill(num_tokens, blocks)]
+        sequence.set_capacity()
+        sequence.filled = sequence.settled = num_tokens
+        sequence.origins.update(self._promotions.load(request_id, wanted, num_spared))
+        return True

@@ -1,0 +1,152 @@
+"""KVGroup: the rules of one KV group, and its blocks on the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+from pypto_serving.kv.events import EventLog, pool_events
+from pypto_serving.kv.pool import BlockPool
+from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.util import ceil_div
+
+Find = Callable[[bytes], object | None]
+"""Tells where the block with a key is, None for nowhere."""
+
+
+class KVGroup(ABC):
+    """Owns the pool of one group on the device, and answers what the group's kind asks of a sequence.
+
+    Block i of a sequence holds tokens [i * B, (i + 1) * B), B = `block_size`. At n computed tokens:
+
+        blocks  |   0   |   1   |   2   |   3   |   4   |
+        rows               [-----------------)              [first_needed(n), n): what later tokens read
+        needed          [---------------)                   complete blocks with such rows: 1 and 2
+        freed   [-------)                                   blocks without such rows: 0
+
+    `index` is the group's place in block tables and on wires.
+    """
+
+    keeps_history: bool
+
+    def __init__(self, index: int, spec: KVCacheGroupSpec, points: ResumePoints, events: EventLog | None) -> None:
+        self.index = index
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.block_bytes = spec.block_bytes
+        self.pool: BlockPool
+        self._points = points
+        self._events = events
+
+    def open(self, num_blocks: int) -> None:
+        """Start over with an empty pool of `num_blocks` blocks."""
+        self.pool = BlockPool(num_blocks, pool_events(self._events, "device", self.index))
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens."""
+        return ceil_div(num_tokens, self.block_size)
+
+    def live_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """Return the most blocks that a request of `num_tokens` holds, `step_tokens` of them not settled."""
+        return self.spec.live_blocks(num_tokens, step_tokens, self._points.step)
+
+    def needed(self, num_tokens: int) -> range:
+        """Return the complete blocks of `num_tokens` tokens that resuming there needs."""
+        return range(self.spec.first_needed(num_tokens) // self.block_size, num_tokens // self.block_size)
+
+    @abstractmethod
+    def accepted(self, keys: Sequence[bytes], limit: int, find: Find) -> int:
+        """Return the largest n <= `limit` at which this group can resume with the blocks that `find` finds.
+
+        `keys[i]` names block i. n is a multiple of the block size; another group may not accept it.
+        """
+
+    @abstractmethod
+    def freed(self, start: int, end: int) -> range:
+        """Return the blocks that are needed at `start` settled tokens and no longer at `end`."""
+
+    @abstractmethod
+    def useful(self, start: int, end: int) -> Iterator[int]:
+        """Yield the blocks that end in (start, end] and are needed at some resume point, which may lie after `end`."""
+
+    @abstractmethod
+    def next_change(self, num_tokens: int) -> int:
+        """Return the least number of tokens above `num_tokens` at which `needed` differs."""
+
+
+class HistoryGroup(KVGroup):
+    """Full or compressed attention: every block of [0, n) is needed to resume at n."""
+
+    keeps_history = True
+
+    def accepted(self, keys: Sequence[bytes], limit: int, find: Find) -> int:
+        """Return the tokens before the first block that is missing."""
+        last = min(limit // self.block_size, len(keys))
+        for i in range(last):
+            if find(keys[i]) is None:
+                return i * self.block_size
+        return last * self.block_size
+
+    def freed(self, start: int, end: int) -> range:
+        return range(0)
+
+    def useful(self, start: int, end: int) -> Iterator[int]:
+        yield from range(start // self.block_size, end // self.block_size)
+
+    def next_change(self, num_tokens: int) -> int:
+        return (num_tokens // self.block_size + 1) * self.block_size
+
+
+class TailGroup(KVGroup):
+    """A sliding window or rolling state: the blocks from `spec.first_needed(n)` on are needed to resume at n.
+
+    `first_needed` never decreases, so a block that is not needed any more stays so.
+    """
+
+    keeps_history = False
+
+    def accepted(self, keys: Sequence[bytes], limit: int, find: Find) -> int:
+        """Return the end of the last run of present blocks that is long enough to resume there.
+
+        A candidate at the end of block `last - 1` needs a run of blocks up to there. If one of them is missing, every
+        later candidate needs it too, so the next one ends where the missing block begins.
+        """
+        last = min(limit // self.block_size, len(keys))
+        while last > 0:
+            needed = self.needed(last * self.block_size)
+            missing = next((i for i in reversed(needed) if find(keys[i]) is None), None)
+            if missing is None:
+                break
+            last = missing
+        return last * self.block_size
+
+    def freed(self, start: int, end: int) -> range:
+        return range(self.needed(start).start, self.needed(end).start)
+
+    def useful(self, start: int, end: int) -> Iterator[int]:
+        first, stop = start // self.block_size, end // self.block_size
+        position = self._points.last(start)
+        while first < stop:
+            position += self._points.step
+            needed = self.needed(position)
+            yield from range(max(first, needed.start), min(stop, needed.stop))
+            first = max(first, needed.stop)
+
+    def next_change(self, num_tokens: int) -> int:
+        """A block is complete, or the last token that reads the first needed block is computed: what comes first."""
+        complete = (num_tokens // self.block_size + 1) * self.block_size
+        end_of_first = (self.needed(num_tokens).start + 1) * self.block_size
+        return min(complete, self.spec.last_reader(end_of_first - 1) + 1)
+
+
+GroupKey = tuple[KVGroup, bytes]
+"""A block by group and key."""
+
+
+def make_groups(
+    specs: Sequence[KVCacheGroupSpec], points: ResumePoints, events: EventLog | None
+) -> tuple[KVGroup, ...]:
+    """Return one object for each spec; their pools have to be opened."""
+    kinds: list[type[KVGroup]] = [HistoryGroup if spec.keeps_history else TailGroup for spec in specs]
+    return tuple(kind(g, spec, points, events) for g, (kind, spec) in enumerate(zip(kinds, specs, strict=True)))
