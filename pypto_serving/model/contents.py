@@ -32,35 +32,38 @@ class Stored:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-class ModelConfig(Protocol):
-    """What a family's configuration says of its checkpoints. `mtp` stands for draft layers."""
+class Inventory(Protocol):
+    """The tensors of a checkpoint, as its config.json implies them. `mtp` stands for draft layers."""
+
+    def tensors(self) -> dict[str, Shape]:
+        """List name and shape of every tensor that a checkpoint must have."""
 
     def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
-        """Every tensor of a checkpoint whose weights are of `dtype`, a key of STORED_DTYPES, unless quantised."""
+        """List every tensor of a checkpoint whose weights are of `dtype`, a key of STORED_DTYPES, unless quantised."""
 
     def num_parameters(self, mtp: bool) -> int:
-        """Elements of all float tensors before quantisation."""
+        """Count the elements of all float tensors before quantisation."""
 
     def ignores(self, name: str) -> bool:
-        """True for tensors that may be there and nothing needs, draft layers among them."""
+        """Return True for tensors that may be there and nothing needs, draft layers among them."""
 
 
-def read_contents(model_dir: str | Path, config: ModelConfig, dtype: str) -> Contents:
-    """What the best source that is here lists, and in lines how all sources agree with `config`.
+def read_contents(model_dir: str | Path, inventory: Inventory, dtype: str) -> Contents:
+    """What the best source that is here lists, and in lines how all sources agree with `inventory`.
 
-    Without headers a tensor is what `config` and `dtype` make of it. Draft layers count where the source lists them;
+    Without headers a tensor is what `inventory` and `dtype` make of it. Draft layers count where the source lists them;
     config.json alone lists as many as it names.
     """
-    required, whole = config.stored(dtype, False), config.stored(dtype, True)
+    required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
     index, names = _read_index(Path(model_dir))
     headers, error = _read_headers(Path(model_dir))
     verdicts = [error] if error else []
     found: Mapping[str, Stored | StoredTensor] = headers
     source: Source = "files" if headers else "index" if index else "config.json"
     if index is not None:
-        verdicts += _differences("index", names, required, whole, config)
+        verdicts += _differences("index", names, required, whole, inventory)
     if source == "files":
-        verdicts += [*_differences("files", headers, required, whole, config), *_shapes(headers, required)]
+        verdicts += [*_differences("files", headers, required, whole, inventory), *_shapes(headers, required)]
     else:
         found = {name: whole[name] for name in names if name in whole} if index else whole
     if index is not None:
@@ -71,8 +74,8 @@ def read_contents(model_dir: str | Path, config: ModelConfig, dtype: str) -> Con
         tensors=_count(found.values()),
         draft_tensors=len(drafts),
         draft_bytes=sum(tensor.num_bytes for tensor in drafts),
-        num_parameters=config.num_parameters(False),
-        num_parameters_with_drafts=config.num_parameters(bool(drafts)),
+        num_parameters=inventory.num_parameters(False),
+        num_parameters_with_drafts=inventory.num_parameters(bool(drafts)),
         index=index,
         verdicts=tuple(verdicts),
     )
@@ -100,14 +103,14 @@ def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
 
 
 def _differences(
-    source: str, names: Collection[str], required: Collection[str], whole: Collection[str], config: ModelConfig
+    source: str, names: Collection[str], required: Collection[str], whole: Collection[str], inventory: Inventory
 ) -> Iterator[str]:
     """In a line each: what `source` lacks, what is no part of the model, and what else nothing needs."""
     surplus = sorted(name for name in names if name not in whole)
     for verdict, odd in (
         ("missing", sorted(name for name in required if name not in names)),
-        ("not part of this model", [name for name in surplus if not config.ignores(name)]),
-        ("left alone", [name for name in surplus if config.ignores(name)]),
+        ("not part of this model", [name for name in surplus if not inventory.ignores(name)]),
+        ("left alone", [name for name in surplus if inventory.ignores(name)]),
     ):
         if odd:
             yield f"{source}: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}: {verdict}"

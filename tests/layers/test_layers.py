@@ -47,8 +47,10 @@ TORCH_FREE = {
 }
 TORCH_FREE_MODEL = {
     "checkpoint",
+    "config",
     "contents",
     "convert",
+    "family",
     "fields",
     "fingerprint",
     "groups",
@@ -60,6 +62,7 @@ TORCH_FREE_MODEL = {
     "parts",
     "quantization",
     "registry",
+    "released",
     "rope",
     "spec",
     "storage",
