@@ -23,7 +23,8 @@ from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.options import ALL_PANELS, takes_options
 from pypto_serving.errors import EXIT_OK, ConfigError
 from pypto_serving.setup.options import Options
-from pypto_serving.setup.resolver import Resolved, Setting
+from pypto_serving.setup.resolver import Resolved
+from pypto_serving.setup.settings import Setting
 from pypto_serving.types.config import ServerConfig
 from pypto_serving.types.model import ModelSpec
 

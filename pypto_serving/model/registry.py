@@ -10,7 +10,7 @@ from pypto_serving.model.contents import STORED_DTYPES, Inventory, read_contents
 from pypto_serving.model.family import ModelFamily
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.quantization import SECTION
-from pypto_serving.types.model import Contents, ModelSpec
+from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import LazyRegistry
 
 FAMILIES = LazyRegistry(
@@ -24,8 +24,6 @@ FAMILIES = LazyRegistry(
 
 DEFAULT_BLOCK_SIZE = 32
 """Tokens per KV block: what a panel of the CPU kernels holds."""
-
-SERVING_DTYPES = ("bfloat16", "float32")
 
 
 def model_family(architecture: str) -> ModelFamily:
