@@ -23,8 +23,9 @@ def check(
 
     Of a model that cannot be served here, what its files hold and what its KV groups take is printed.
     """
+    from pypto_serving.api.settings import serving_config
     from pypto_serving.cli import report
-    from pypto_serving.cli.serve import serving_config, with_chat
+    from pypto_serving.cli.serve import with_chat
     from pypto_serving.model.registry import load_contents
     from pypto_serving.setup.prepare import model_spec, prepare
 
@@ -41,7 +42,7 @@ def check(
         if json:
             typer.echo(report.as_json(model, contents, obstacle=str(error)))
         raise
-    serving = serving_config(resolved, model)
+    serving = serving_config(resolved.server, model)
     resolved, sampling = with_chat(resolved, serving), serving.default_sampling
     if json:
         typer.echo(report.as_json(model, contents, resolved, sampling.given()))

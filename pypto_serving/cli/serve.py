@@ -26,7 +26,6 @@ from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.setup.settings import Setting
 from pypto_serving.types.config import ServerConfig
-from pypto_serving.types.model import ModelSpec
 
 if TYPE_CHECKING:
     from pypto_serving.api.settings import ServingConfig
@@ -59,13 +58,14 @@ def _run(options: Options) -> None:
     import uvloop
 
     from pypto_serving import __version__
+    from pypto_serving.api.settings import serving_config
     from pypto_serving.cli import report
     from pypto_serving.setup.prepare import model_spec, prepare
 
     model = model_spec(options)
     resolved = prepare(options, model)
     check_address(resolved.server)
-    serving = serving_config(resolved, model)
+    serving = serving_config(resolved.server, model)
     typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
     report.show(with_chat(resolved, serving), model, err=True)
     configure_logging(resolved.engine.log_level)
@@ -173,23 +173,6 @@ def server_url(host: str, port: int) -> str:
     """Where clients on this machine reach a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
-
-
-def serving_config(resolved: Resolved, model: ModelSpec) -> ServingConfig:
-    """What the HTTP server needs of a resolved configuration."""
-    from pypto_serving.api.settings import ServingConfig
-    from pypto_serving.cli.sampling import default_sampling
-
-    server = resolved.server
-    return ServingConfig(
-        model_dir=model.path,
-        served_model_names=server.served_model_names,
-        architecture=model.architecture,
-        api_key=server.api_key,
-        default_sampling=default_sampling(model),
-        chat_template=server.chat_template,
-        log_requests=server.log_requests,
-    )
 
 
 def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
