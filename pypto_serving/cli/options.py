@@ -60,7 +60,9 @@ FLAGS = (
     Flag("seed", MODEL, "N", "Seed of requests that bring none."),
     Flag("host", SERVER, "HOST", "Address to listen on."),
     Flag("port", SERVER, "PORT", "Port to listen on; 0 takes a free one."),
-    Flag("api_key", SERVER, "KEY", "Key that clients must send; see --api-key-file for a safer way.", "none"),
+    Flag(
+        "api_key", SERVER, "KEY", "Key that clients must send; --api-key-file keeps it out of the process list.", "none"
+    ),
     Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait; more are refused."),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("log_requests", SERVER, "", "Log one line per request."),
