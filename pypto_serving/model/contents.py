@@ -1,4 +1,4 @@
-"""What a checkpoint holds: as the headers of its files say, else its index, else config.json alone. Torch-free."""
+"""Contents of a checkpoint, from the headers of its files, else from its index, else from config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pypto_serving.types.model import Contents, IndexFacts, Source, StoredTensor
 
 Shape = tuple[int, ...]
 STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""How safetensors calls the dtypes that config.json names."""
+"""Names that safetensors has for the dtypes of config.json."""
 
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
 
@@ -49,7 +49,7 @@ class Inventory(Protocol):
 
 
 def read_contents(model_dir: str | Path, inventory: Inventory, dtype: str) -> Contents:
-    """What the best source that is here lists, and in lines how all sources agree with `inventory`.
+    """Read the best source that is here, and compare all sources with `inventory`, one line per finding.
 
     Without headers a tensor is what `inventory` and `dtype` make of it. Draft layers count where the source lists them;
     config.json alone lists as many as it names.
@@ -82,7 +82,7 @@ def read_contents(model_dir: str | Path, inventory: Inventory, dtype: str) -> Co
 
 
 def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
-    """Facts of the index, and the names that it lists; None without an index. Raises ModelError for a damaged one."""
+    """Read the facts in the index and the names that it lists; None without one. Raises ModelError if damaged."""
     found = read_index(directory)
     if found is None:
         return None, ()
@@ -93,7 +93,7 @@ def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
 
 
 def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
-    """The tensors of the files, and what is wrong with those; neither unless all files are here."""
+    """Read the tensors in the files, or the error in them; neither unless all files are here."""
     if not all(file.is_file() for file in weight_files(directory)):
         return {}, ""
     try:
@@ -105,7 +105,7 @@ def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
 def _differences(
     source: str, names: Collection[str], required: Collection[str], whole: Collection[str], inventory: Inventory
 ) -> Iterator[str]:
-    """In a line each: what `source` lacks, what is no part of the model, and what else nothing needs."""
+    """Yield one line each for tensors that `source` lacks, that the model lacks, and that nothing needs."""
     surplus = sorted(name for name in names if name not in whole)
     for verdict, odd in (
         ("missing", sorted(name for name in required if name not in names)),
@@ -117,7 +117,7 @@ def _differences(
 
 
 def _shapes(found: Mapping[str, StoredTensor], required: Mapping[str, Stored]) -> Iterator[str]:
-    """A line for the first tensor whose shape is not that of config.json."""
+    """Yield a line for the first tensor whose shape differs from that of config.json."""
     for name, tensor in required.items():
         if name in found and found[name].shape != tensor.shape:
             yield f"files: {name} has shape {list(found[name].shape)}, but config.json makes it {list(tensor.shape)}"
@@ -135,7 +135,7 @@ def _compare_size(index: IndexFacts, num_bytes: int) -> str:
 
 
 def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[StoredTensors, ...]:
-    """How many tensors there are of each dtype, and their bytes; the largest share first."""
+    """Count tensors and bytes of each dtype, the largest first."""
     counts, sizes = Counter(tensor.dtype for tensor in tensors), Counter[str]()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.num_bytes

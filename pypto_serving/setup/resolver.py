@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.backend.defaults import BACKEND_DEFAULTS
+from pypto_serving.backend.defaults import BACKEND_DEFAULTS, BackendDefaults
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.null.spec import NULL_MODELS
 from pypto_serving.setup.blocks import choose_block_size
@@ -47,15 +47,11 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
     settings = Settings(options, defaults)
     name = settings.pick_fixed("backend")
     backend = BACKEND_DEFAULTS[name]
-    kernels = choose_kernels(settings, model, host) if backend.cpu_kernels else ""
-    if kernels not in ("", "torch"):
-        model = msgspec.structs.replace(model, weight_bytes=model.packed_bytes)
-    model = choose_block_size(settings, model)
+    kernels, model = _as_served(settings, model, host, backend)
     max_num_seqs = settings.pick("max_num_seqs", backend.max_num_seqs, f"default for {name}")
     planner = MemoryPlanner(options, model, host, backend, max_num_seqs)
     memory, model_len = _plan_memory(settings, planner)
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
-    events, replay = choose_events(settings)
     engine = EngineConfig(
         backend=name,
         max_num_seqs=max_num_seqs,
@@ -67,10 +63,9 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
         num_threads=choose_threads(settings, model, host),
         tiers=tiers,
         kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
-        kv_events=events,
-        kv_events_replay=replay,
         **_model(settings, model),
         **_batching(settings, name, planner.step_tokens(model_len)),
+        **_events(settings),
         **_process(settings),
     )
     return Resolved(
@@ -80,6 +75,16 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
         memory=_with_tiers(memory, model, tiers),
         warnings=tuple(settings.warnings),
     )
+
+
+def _as_served(
+    settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults
+) -> tuple[str, ModelSpec]:
+    """Choose the kernels, and return the model with the weights and KV groups that they serve."""
+    kernels = choose_kernels(settings, model, host) if backend.cpu_kernels else ""
+    if kernels not in ("", "torch"):
+        model = msgspec.structs.replace(model, weight_bytes=model.packed_bytes)
+    return kernels, choose_block_size(settings, model)
 
 
 def _plan_memory(settings: Settings, planner: MemoryPlanner) -> tuple[MemoryPlan, int]:
@@ -117,6 +122,11 @@ def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, A
         "enable_prefix_caching": settings.pick_fixed("prefix_caching"),
         "max_queued_requests": settings.pick_fixed("max_queued_requests"),
     }
+
+
+def _events(settings: Settings) -> dict[str, Any]:
+    endpoint, replay = choose_events(settings)
+    return {"kv_events": endpoint, "kv_events_replay": replay}
 
 
 def _process(settings: Settings) -> dict[str, Any]:
