@@ -17,8 +17,8 @@ import typer
 from compare import Reader
 from workloads import WORKLOADS, measure, server
 
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import model_tensors
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.registry import load_config
 
 

@@ -24,8 +24,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
 from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import model_tensors
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.released import FLASH
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.6b": {
@@ -47,52 +48,23 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 4096,
     },
 }
-DEEPSEEK_V4_1B: dict[str, Any] = {
-    "architectures": ["DeepseekV4ForCausalLM"],
-    "model_type": "deepseek_v4",
+_LEFT_OUT = {"bos_token_id", "eos_token_id", "expert_dtype", "quantization_config"}
+DEEPSEEK_V4_1B: dict[str, Any] = {key: value for key, value in FLASH.items() if key not in _LEFT_OUT} | {
     "vocab_size": 16384,
     "hidden_size": 1024,
     "num_hidden_layers": 16,
     "num_attention_heads": 32,
-    "num_key_value_heads": 1,
     "head_dim": 256,
-    "qk_rope_head_dim": 64,
     "q_lora_rank": 256,
-    "o_groups": 8,
     "o_lora_rank": 128,
-    "sliding_window": 128,
     "compress_ratios": [0, 0, *[4, 128] * 7, 0],
     "index_n_heads": 32,
-    "index_head_dim": 128,
     "index_topk": 256,
-    "rope_theta": 10000,
-    "compress_rope_theta": 160000,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 65536,
-    },
-    "max_position_embeddings": 1048576,
-    "rms_norm_eps": 1e-6,
-    "hc_eps": 1e-6,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
     "n_routed_experts": 64,
     "num_experts_per_tok": 4,
-    "n_shared_experts": 1,
     "moe_intermediate_size": 256,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0,
     "num_hash_layers": 2,
     "num_nextn_predict_layers": 0,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
 }
 """config.json of a small DeepSeek V4, spelled as the release spells it."""
 QWEN_TOKENS = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]

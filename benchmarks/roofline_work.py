@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
+from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.util import ceil_div
 
 INT8, BF16, F32 = 1, 2, 4

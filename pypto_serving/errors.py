@@ -1,4 +1,4 @@
-"""The error tree. Each class says how far it reaches (scope), its HTTP status and its process exit code."""
+"""The error tree. Each class has a scope, an HTTP status and a process exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_ENGINE = 4
 
 
 class PyptoError(Exception):
-    """Base of every error we raise on purpose; `str(error)` is one line meant for the user."""
+    """Base of every error we raise on purpose; `str(error)` is one line for the user."""
 
     scope: ClassVar[Scope] = "process"
     status: ClassVar[int] = 500
@@ -63,7 +63,7 @@ class UnknownModelError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """The waiting queue is full. `retry_after_s` says when to try again."""
+    """The waiting queue is full; try again in `retry_after_s` seconds."""
 
     status = 429
     code = "queue_full"
@@ -74,7 +74,7 @@ class QueueFullError(RequestError):
 
 
 class RequestFailedError(RequestError):
-    """The engine gave the request up after it was admitted."""
+    """The engine gave up on an admitted request."""
 
     status = 500
     code = "request_failed"
@@ -89,7 +89,7 @@ class UnavailableError(RequestError):
 
 
 class EngineDeadError(PyptoError):
-    """The engine gave up: its worker or core kept failing."""
+    """The engine gave up because its worker or core kept failing."""
 
     scope = "replica"
     status = 503

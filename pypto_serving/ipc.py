@@ -1,7 +1,7 @@
 """Typed channels between our processes: msgspec over Unix sockets, an in-memory twin, and the control pipe of a child.
 
-A channel connects two ends; a message sent on one arrives on the other, in order. Each end speaks at least once
-a heartbeat; a child's control pipe tells at once that the other side is gone.
+A channel connects two ends; messages sent on one arrive on the other, in order. Each end sends at least once per
+heartbeat. A child's control pipe closes at once when the other side is gone.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ FRAME_BYTES = 4
 
 
 class Channel(Protocol[T_co]):
-    """One end of a channel; T_co is the union of messages that it receives."""
+    """One end of a channel; T_co is the union of the messages that it receives."""
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message for the other end; never blocks."""
 
     def receive(self, timeout_s: float = 0.0) -> T_co | None:
-        """The next message, or None when none comes in time."""
+        """Return the next message, or None if none arrives in time."""
 
     def close(self) -> None:
-        """Drop this end; unsent messages are lost."""
+        """Close this end; unsent messages are lost."""
 
 
 class SocketChannel(Generic[T]):
     """Owns one end of a connected Unix socket; use it from one thread. A frame is 4 bytes of length, then a message.
 
-    What the socket does not take at once is kept until `flush`; a caller that sleeps waits for `events`.
+    Bytes that the socket does not take at once are kept until `flush`. A caller that sleeps must poll for `events`.
     """
 
     def __init__(self, end: socket.socket, receives: Any) -> None:
@@ -57,13 +57,13 @@ class SocketChannel(Generic[T]):
 
     @classmethod
     def pair(cls, receives: Any) -> tuple[SocketChannel[Any], socket.socket]:
-        """A channel, and the end that a child inherits."""
+        """Make a channel, and the end that a child inherits."""
         ours, theirs = socket.socketpair()
         return cls(ours, receives), theirs
 
     @property
     def events(self) -> int:
-        """What to poll the socket for."""
+        """Return the events to poll the socket for."""
         return select.POLLIN | select.POLLOUT if self._outbox else select.POLLIN
 
     def send(self, message: msgspec.Struct) -> None:
@@ -72,7 +72,7 @@ class SocketChannel(Generic[T]):
         self.flush()
 
     def flush(self) -> None:
-        """Hand the socket what it takes; to a peer that is gone, everything is lost."""
+        """Send as much as the socket takes; drop everything if the peer is gone."""
         try:
             while self._outbox:
                 del self._outbox[: self.socket.send(self._outbox)]
@@ -97,7 +97,7 @@ class SocketChannel(Generic[T]):
         return frame
 
     def _read(self) -> bool:
-        """Take in what arrived; False if nothing did."""
+        """Read what has arrived; return False for nothing."""
         try:
             data = self.socket.recv(1 << 18)
         except BlockingIOError:
@@ -109,7 +109,7 @@ class SocketChannel(Generic[T]):
         return bool(data)
 
     def _wait(self, deadline_s: float) -> bool:
-        """Sleep until something arrives; False at the deadline. From a peer that is gone nothing will."""
+        """Sleep until something arrives; return False at the deadline. A peer that is gone sends nothing more."""
         left_s = deadline_s - time.monotonic() if deadline_s else 0.0
         if left_s <= 0:
             return False
@@ -123,7 +123,7 @@ class SocketChannel(Generic[T]):
         return True
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Drop this end; what is not sent within `linger_s` is lost."""
+        """Close this end; messages not sent within `linger_s` are lost."""
         with contextlib.suppress(OSError):
             if linger_s and self._outbox:
                 self.socket.settimeout(linger_s)
@@ -141,7 +141,7 @@ class MemoryChannel(Generic[T]):
 
     @classmethod
     def pair(cls, first_receives: Any, second_receives: Any) -> tuple[MemoryChannel[Any], MemoryChannel[Any]]:
-        """Two connected ends."""
+        """Make two connected ends."""
         one: deque[bytes] = deque()
         two: deque[bytes] = deque()
         return MemoryChannel(one, two, first_receives), MemoryChannel(two, one, second_receives)
@@ -158,7 +158,7 @@ class MemoryChannel(Generic[T]):
 
 
 class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """`done` of `total` units of a phase of starting."""
+    """A child has done `done` of `total` units of a phase of its start."""
 
     phase: str
     done: int
@@ -166,7 +166,7 @@ class ChildProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class ChildFault(msgspec.Struct, frozen=True, tag="fault"):
-    """Why a child is about to end."""
+    """A child is about to end, because of an error."""
 
     message: str
     exit_code: int
@@ -178,9 +178,9 @@ _CHILD_MESSAGES = msgspec.json.Decoder(ChildProgress | ChildFault)
 class Child:
     """A process started by `python -m module`, and our end of its control pipe.
 
-    The child reads its configuration from the pipe, reports progress and faults over it, and ends when it is
-    closed; the end of the stream tells us at once that the child is gone. The child inherits `ends`, which are closed
-    here, and the file descriptors `shared`, all under the same numbers.
+    The child reads its configuration from the pipe, reports progress and faults over it, and ends when the pipe closes.
+    When the child is gone, our end of the pipe closes at once. The child inherits `ends`, which are closed here, and
+    the file descriptors `shared`, all under the same numbers.
     """
 
     def __init__(self, module: str, start: msgspec.Struct, *ends: socket.socket, shared: tuple[int, ...] = ()) -> None:
@@ -201,7 +201,7 @@ class Child:
         return self.process.pid
 
     def messages(self) -> list[ChildProgress | ChildFault]:
-        """What the child said since the last call; sets `gone` at the end of the stream."""
+        """Return the messages since the last call; set `gone` at the end of the stream."""
         while not self.gone:
             try:
                 data = self.pipe.recv(1 << 16)
@@ -215,7 +215,7 @@ class Child:
         return [_CHILD_MESSAGES.decode(line) for line in lines if line]
 
     def end(self, patience_s: float) -> int:
-        """Wait for the child's end, then insist; returns its exit code."""
+        """Wait `patience_s` for the child to end, then kill it; return its exit code."""
         try:
             code = self.process.wait(patience_s) if patience_s > 0 else None
         except subprocess.TimeoutExpired:
@@ -244,9 +244,11 @@ class Parent(Generic[T]):
         os._exit(0)
 
     def progress(self, phase: str, done: int, total: int) -> None:
+        """Report that `done` of `total` units of a phase are done."""
         self._say(ChildProgress(phase, done, total))
 
     def fault(self, message: str, exit_code: int) -> None:
+        """Report the error that ends this process."""
         self._say(ChildFault(message, exit_code))
 
     def _say(self, message: msgspec.Struct) -> None:
@@ -255,13 +257,13 @@ class Parent(Generic[T]):
 
 
 def ignore_terminal_signals() -> None:
-    """Ctrl-C and service managers signal whole groups; children wait for their parent's word instead."""
+    """Ignore SIGINT and SIGTERM, which terminals and service managers send to whole groups; the parent decides."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def die_with_parent() -> None:
-    """On Linux, have the kernel kill this process, even a stopped or stuck one, when its parent's thread ends."""
+    """On Linux, let the kernel kill this process, even if stopped or stuck, when its parent's thread ends."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -28,21 +28,21 @@ _SIZE_UNITS = {
 
 
 class Clock(Protocol):
-    """A source of seconds that never go back."""
+    """A source of time in seconds that never goes back."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary start."""
+        """Return the seconds since an arbitrary start."""
 
 
 class MonotonicClock:
-    """The system's monotonic clock, which all processes of one host share."""
+    """The system's monotonic clock, shared by all processes of a host."""
 
     def now(self) -> float:
         return time.monotonic()
 
 
 class VirtualClock:
-    """A clock that moves only when told to; drives schedulers and tests in simulated time."""
+    """A clock that moves only when advanced; drives schedulers and tests in simulated time."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -51,14 +51,14 @@ class VirtualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move forward; raises ValueError for a negative step."""
+        """Move forward; raise ValueError for a negative step."""
         if seconds < 0:
             raise ValueError(f"a clock cannot go back by {-seconds} s")
         self._now_s += seconds
 
 
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of `data`, which is of bytes, from `offset` on. Raises OSError."""
+    """Write all bytes of `data` from `offset` on; raise OSError."""
     left = memoryview(data)
     while left:
         count = os.pwrite(file, left, offset)
@@ -66,7 +66,7 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def hash128(*parts: bytes) -> bytes:
-    """16-byte BLAKE2b of length-prefixed parts: the same in every process and on every machine."""
+    """Hash length-prefixed parts with BLAKE2b to 16 bytes, the same in every process and on every machine."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -75,12 +75,12 @@ def hash128(*parts: bytes) -> bytes:
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Smallest integer not below numerator / denominator."""
+    """Divide and round up."""
     return -(-numerator // denominator)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as `512MiB`, `2GiB`, `1.5e9` or `4096`; raises ValueError when it is none."""
+    """Parse a size such as `512MiB`, `2GiB`, `1.5e9` or `4096` to bytes; raise ValueError if it is none."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKmMgGtT]?i?)[bB]?\s*", text)
     if match is None or match[2].lower() not in _SIZE_UNITS:
         raise ValueError(f"{text!r} is not a size; write bytes or a number with a unit, such as 2GiB")
@@ -88,7 +88,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """`num_bytes` with a binary unit and three significant digits, such as `1.25 GiB`."""
+    """Write `num_bytes` with a binary unit and up to four significant digits, such as `1.25 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.4g} {unit}"
@@ -97,7 +97,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 request`, `2 requests`."""
+    """Write a count with its noun: `1 request`, `2 requests`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -121,7 +121,7 @@ class LazyRegistry:
         return sorted(self._targets)
 
     def load(self, name: str) -> Any:
-        """The attribute behind `name`; raises KeyError that lists what exists."""
+        """Import the attribute behind `name`; raise KeyError that lists the known names."""
         if name not in self._targets:
             raise KeyError(f"unknown {self._kind} {name!r}; there are: {', '.join(self.names())}")
         module, attribute = self._targets[name].split(":")

@@ -15,51 +15,39 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pypto_serving.model.deepseek_v4.released import FLASH
+
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 
-TINY: dict[str, Any] = {
+_LEFT_OUT = {
+    "architectures",
+    "model_type",
+    "topk_method",
+    "attention_bias",
+    "torch_dtype",
+    "expert_dtype",
+    "quantization_config",
+}
+TINY: dict[str, Any] = {key: value for key, value in FLASH.items() if key not in _LEFT_OUT} | {
     "vocab_size": 320,
     "hidden_size": 64,
     "moe_intermediate_size": 32,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "num_key_value_heads": 1,
     "head_dim": 32,
     "qk_rope_head_dim": 16,
     "q_lora_rank": 32,
     "num_experts_per_tok": 2,
     "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "scoring_func": "sqrtsoftplus",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0,
-    "max_position_embeddings": 1048576,
-    "rope_theta": 10000.0,
-    "compress_rope_theta": 160000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 65536,
-    },
     "compress_ratios": [0, 4, 128, 4, 0],
     "num_hash_layers": 2,
-    "hc_mult": 4,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "sliding_window": 128,
     "o_groups": 2,
     "o_lora_rank": 16,
     "index_n_heads": 32,
     "index_head_dim": 32,
     "index_topk": 16,
-    "num_nextn_predict_layers": 1,
-    "rms_norm_eps": 1e-6,
     "bos_token_id": 256,
     "eos_token_id": 258,
-    "tie_word_embeddings": False,
 }
 """As released but small: layers SWA with hash routing, CSA with hash routing, HCA, CSA."""
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,11 +23,13 @@ from pypto_serving.api.generation.stops import check_stop_token_ids
 from pypto_serving.api.offline_loop import LoopThread, Put
 from pypto_serving.api.offline_outputs import CompletionOutput, GenerationOutput, Logprob, completion_output
 from pypto_serving.api.service import Service
-from pypto_serving.api.settings import load_serving_config
+from pypto_serving.api.settings import serving_config
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import RequestError
-from pypto_serving.setup.options import make_options
+from pypto_serving.setup.defaults import DEFAULTS
+from pypto_serving.setup.options import Options, make_options
 from pypto_serving.setup.prepare import model_spec, prepare
+from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "GenerationOutput", "Logprob", "Messages", "Prompt"]
@@ -55,15 +57,19 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         chosen = make_options({"model": model, **options})
-        spec = model_spec(chosen)
-        resolved = prepare(chosen, spec)
-        server = resolved.server
-        serving = load_serving_config(
-            spec.path,
-            architecture=spec.architecture,
-            served_model_names=server.served_model_names,
-            chat_template=server.chat_template,
-        )
+        self._open(chosen, model_spec(chosen), DEFAULTS)
+
+    @classmethod
+    def from_options(cls, options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS) -> Self:
+        """Open `model` as checked `options` ask for; what they leave open, `defaults` decide."""
+        llm = cls.__new__(cls)
+        llm._open(options, model, defaults)
+        return llm
+
+    def _open(self, options: Options, model: ModelSpec, defaults: Mapping[str, Any]) -> None:
+        """Start engine and worker, and wait until they are ready."""
+        resolved = prepare(options, model, defaults)
+        serving = serving_config(resolved.server, model)
         self._ids = itertools.count()
         self._loop = LoopThread("pypto-llm")
         self._engine = AsyncEngine(resolved.engine)

@@ -13,11 +13,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from pypto_serving.api.service import Service
+from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 
-DRAIN_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S: float = default_of(ServerConfig, "drain_timeout_s")
 CLOSE_TIMEOUT_S = 2
 TICK_S = 1.0
 OnBound = Callable[[int], None]

@@ -9,6 +9,8 @@ import msgspec
 
 from pypto_serving.api.text.files import read_optional_json
 from pypto_serving.errors import ConfigError, ModelError, RequestError
+from pypto_serving.types.config import ServerConfig
+from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
@@ -76,7 +78,12 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
-    """Read the sampling defaults in generation_config.json. Raises ModelError if a value is not valid."""
+    """Read the sampling defaults in generation_config.json. Raises ModelError if a value is not valid.
+
+    A model without files, whose `model_dir` is "", has none.
+    """
+    if not str(model_dir):
+        return DefaultSampling()
     path = Path(model_dir) / "generation_config.json"
     config = read_optional_json(path)
     values = {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
@@ -91,6 +98,18 @@ def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
         raise ModelError(f"{path}: {error}; correct or remove it") from error
     lacking = {name: config[name] for name, neutral in _NEUTRAL.items() if config.get(name) not in (None, neutral)}
     return DefaultSampling(**values, not_applied=lacking)
+
+
+def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
+    """Make the options of the HTTP server of a resolved configuration and its model."""
+    return load_serving_config(
+        model.path,
+        served_model_names=server.served_model_names,
+        architecture=model.architecture,
+        api_key=server.api_key,
+        chat_template=server.chat_template,
+        log_requests=server.log_requests,
+    )
 
 
 def load_serving_config(model_dir: str | Path, **options: Any) -> ServingConfig:

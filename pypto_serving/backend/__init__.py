@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
+from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.util import LazyRegistry
 
-BACKENDS = LazyRegistry(
-    "backend",
-    {
-        "cpu": "pypto_serving.backend.cpu:CpuBackend",
-        "null": "pypto_serving.backend.null.program:NullBackend",
-    },
-)
+BACKENDS = LazyRegistry("backend", {name: defaults.target for name, defaults in BACKEND_DEFAULTS.items()})

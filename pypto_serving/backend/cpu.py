@@ -59,7 +59,8 @@ class CpuBackend(Backend):
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""
         config = self.config
         architecture, model_config = load_config(config.model)
-        groups = model_config.kv_groups(config.dtype, config.groups[0].block_size)
+        family = model_family(architecture)
+        groups = family.kv_groups(model_config, config.dtype, config.groups[0].block_size)
         if groups != config.groups:
             raise ConfigError(f"the KV groups of {config.model} in {config.dtype} are not the configured ones")
         if config.kernels == "torch":
@@ -67,11 +68,11 @@ class CpuBackend(Backend):
 
             return cpu_torch.prepare(config, architecture, model_config, progress)
         engine = self._engine = Engine(config.kernels, config.num_threads or len(os.sched_getaffinity(0)))
-        model_class = model_family(architecture).native_program
+        model_class = family.native_program
         name = model_class.name(model_config)
         file = None
         if config.packed_cache:
-            shapes = (f"{name} {shape}" for name, shape in model_config.tensors().items())
+            shapes = (f"{name} {shape}" for name, shape in family.inventory(model_config).tensors().items())
             key = packed_key(config.model, architecture, name, *shapes)
             file = PackedFile(config.packed_cache, key, engine)
         model = model_class(model_config, PackedWeights(config.model, engine, progress, file), engine, config)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.types.config import ServerConfig, default_of
 
 Backend = Literal["openai", "openai-chat"]
 Metric = Literal["ttft", "tpot", "itl", "e2el"]
@@ -50,7 +51,7 @@ def _is_http_url(text: str) -> bool:
 class Target:
     """The server under test and what every request to it has in common."""
 
-    base_url: str = "http://127.0.0.1:8000"
+    base_url: str = f"http://{default_of(ServerConfig, 'host')}:{default_of(ServerConfig, 'port')}"
     backend: Backend = "openai"
     endpoint: str = ""
     model: str | None = None

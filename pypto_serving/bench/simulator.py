@@ -21,7 +21,7 @@ from pypto_serving.bench.transfers import VirtualTransfers
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched.scheduler import Scheduler
-from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.config import EngineConfig, default_of
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
@@ -64,8 +64,8 @@ class Machine:
     device_tokens: int
     host_tokens: int = 0
     disk_tokens: int = 0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int = default_of(EngineConfig, "max_num_seqs")
+    max_num_batched_tokens: int = default_of(EngineConfig, "max_num_batched_tokens")
     time: TimeModel = TimeModel()
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The command line. `main()` runs one command and turns every error into one line and an exit code."""
+"""The command line. `main()` runs one command; an error becomes one line and an exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pypto_serving.errors import EXIT_CRASH, EXIT_OK, EXIT_USAGE, PyptoError
 EXIT_INTERRUPTED = 130
 STARTED_S = time.monotonic()
 _VALIDATOR = re.compile(r"^(Invalid value for [^:]*: )Value error, ")
-"""How pydantic, with which typer checks values, begins a complaint."""
+"""The beginning of messages from pydantic, with which typer checks values."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _program_name() -> str:
-    """The console script that was called, which is what shell completion completes."""
+    """Return the name of the console script that was called; shell completion needs it."""
     called = Path(sys.argv[0]).name
     return called if called in ("pypto", "pypto-serving") else "pypto-serving"
 

@@ -1,4 +1,4 @@
-"""The tree of commands. Each command's module is imported when it runs, or for `--help`."""
+"""The tree of commands. A command's module is imported when the command runs, or for its `--help`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LazyCommands(MutableMapping[str, Any]):
 
 
 class LazyGroup(TyperGroup):
-    """A group over LazyCommands."""
+    """A group whose commands are LazyCommands."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

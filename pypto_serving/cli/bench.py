@@ -1,4 +1,4 @@
-"""The commands of `bench`; `serve` and `compare` here: the command line of the load generator."""
+"""The commands of `bench`, with `serve` and `compare`: the command line of the load generator."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pypto_serving.cli.bench_common import (
 )
 from pypto_serving.cli.bench_trace import trace
 from pypto_serving.errors import ConfigError
+from pypto_serving.types.config import ServerConfig, default_of
 
 if TYPE_CHECKING:
     from pypto_serving.bench.datasets import Dataset
@@ -41,9 +42,9 @@ def serve(
     context: typer.Context,
     backend: Annotated[Literal["openai", "openai-chat"], typer.Option(help="API to speak.")] = "openai",
     base_url: Annotated[str | None, typer.Option(help="Server, instead of --host and --port.")] = None,
-    host: Annotated[str, typer.Option(help="Server host.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.")] = 8000,
-    endpoint: Annotated[str, typer.Option(help="Path, if not the usual one of the backend.")] = "",
+    host: Annotated[str, typer.Option(help="Server host.")] = default_of(ServerConfig, "host"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.")] = default_of(ServerConfig, "port"),
+    endpoint: Annotated[str, typer.Option(help="Path, if not the usual one of --backend.")] = "",
     model: Annotated[str | None, typer.Option(help="Model name; default: the server's first.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with the tokenizer.json.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Random token ids are drawn below this.")] = None,
@@ -52,15 +53,15 @@ def serve(
     num_prompts: Annotated[int, typer.Option(help="Requests to measure.")] = 1000,
     request_rate: Annotated[float, typer.Option(help="Requests per second; inf sends all at once.")] = math.inf,
     burstiness: Annotated[float, typer.Option(help="Gamma shape of arrivals; 1 is Poisson.")] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Most requests in flight.")] = None,
+    max_concurrency: Annotated[int | None, typer.Option(help="Maximum requests in flight.")] = None,
     ramp_up_strategy: Annotated[
         Literal["linear", "exponential"] | None, typer.Option(help="How the request rate grows.")
     ] = None,
     ramp_up_start_rps: Annotated[float | None, typer.Option(help="First request rate.")] = None,
     ramp_up_end_rps: Annotated[float | None, typer.Option(help="Last request rate.")] = None,
-    num_warmups: Annotated[int, typer.Option(help="Requests sent before, not measured.")] = 0,
+    num_warmups: Annotated[int, typer.Option(help="Requests to send first, which are not measured.")] = 0,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate to the full length (always, if random).")
+        bool, typer.Option("--ignore-eos", help="Generate to the full length; always on for random prompts.")
     ] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
     goodput: Annotated[
@@ -69,7 +70,7 @@ def serve(
     percentile_metrics: Annotated[str, typer.Option(help="Metrics to report.")] = "ttft,tpot,itl,e2el",
     metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report.")] = "99",
     save_result: Annotated[bool, typer.Option("--save-result", help="Write the result as JSON.")] = False,
-    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Add what each request saw.")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Add the times of each request.")] = False,
     result_dir: Annotated[Path, typer.Option(help="Folder of the result file.")] = Path(),
     result_filename: Annotated[str | None, typer.Option(help="Name of the result file.")] = None,
     metadata: Annotated[
@@ -78,17 +79,17 @@ def serve(
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
     extra_body: Annotated[str, typer.Option(help="JSON object merged into each request.")] = "{}",
     timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 3600.0,
-    random_input_len: Annotated[int, typer.Option(help="Mean own prompt tokens.")] = 1024,
+    random_input_len: Annotated[int, typer.Option(help="Mean prompt tokens after the shared prefix.")] = 1024,
     random_output_len: Annotated[int, typer.Option(help="Mean output tokens.")] = 128,
-    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by this share, [0, 1).")] = 0.0,
+    random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by up to this fraction, in [0, 1).")] = 0.0,
     random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 0,
     prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens per prefix.")] = 256,
-    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Own tokens per prompt.")] = 256,
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Different prefixes.")] = 10,
+    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens per prompt after its prefix.")] = 256,
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Number of prefixes.")] = 10,
     prefix_repetition_output_len: Annotated[int, typer.Option(help="Output tokens.")] = 128,
     custom_output_len: Annotated[int, typer.Option(help="Output tokens of rows that set none.")] = 256,
 ) -> None:
-    """Send a load to a server and report latencies and throughput, as `vllm bench serve` does.
+    """Load a server with requests and report latencies and throughput, as `vllm bench serve` does.
 
     OPENAI_API_KEY, if set, is sent as bearer token. Exits with 1 if no request succeeded.
     """
@@ -155,8 +156,8 @@ def serve(
 
 @bench_app.command()
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="Result to compare with.")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="Result whose change is shown.")],
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="Result to compare against.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Result to compare.")],
     plot: Annotated[Path | None, typer.Option(help="Also draw the changes into this image.")] = None,
 ) -> None:
     """Show two results of `bench serve` (or of `vllm bench serve`) side by side."""
@@ -170,7 +171,7 @@ def compare(
 
 
 def _check_combinations(context: typer.Context, dataset_name: DatasetName) -> None:
-    """Refuse options that would have no effect next to the others."""
+    """Raise ConfigError for options that have no effect beside the others."""
     given = [name for name in context.params if is_given(context, name)]
     for other, prefixes in _DATASET_OPTIONS.items():
         for name in given:

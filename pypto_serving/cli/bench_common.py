@@ -1,4 +1,4 @@
-"""What the commands of `bench` share: errors, progress, and how an outcome is shown and saved."""
+"""Shared by the commands of `bench`: errors, progress, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Errors meant for the user end the command with one line and their exit code."""
+    """End the command on an error for the user, with one line and the error's exit code."""
     try:
         yield
     except PyptoError as error:
@@ -27,23 +27,23 @@ def one_line_errors() -> Iterator[None]:
 
 
 def is_given(context: typer.Context, name: str) -> bool:
-    """Whether the user wrote the option."""
+    """Return True if the user gave the option."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def flag(name: str) -> str:
-    """`--max-num-seqs` for `max_num_seqs`."""
+    """Write the name of an option as a flag: `--max-num-seqs` for `max_num_seqs`."""
     return "--" + name.replace("_", "-")
 
 
 def server_url(base_url: str | None, host: str, port: int) -> str:
-    """Where the server is, without a slash at the end."""
+    """Return the URL of the server, without a slash at the end."""
     return (base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}").rstrip("/")
 
 
 def check_shared(given: Sequence[str]) -> None:
-    """Refuse options of server and result file that would have no effect next to the others."""
+    """Raise ConfigError for options of server and result file that have no effect beside the others."""
     if "base_url" in given and (clash := {"host", "port"}.intersection(given)):
         raise ConfigError(f"--base-url already names the server; drop {flag(min(clash))}")
     if "save_result" not in given:
@@ -54,7 +54,7 @@ def check_shared(given: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def request_progress(total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal's stderr; yields what to call once per finished request."""
+    """Show a progress bar if stderr is a terminal; yield a function to call once per finished request."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -66,7 +66,7 @@ def request_progress(total: int) -> Iterator[Callable[[], None]]:
 
 
 def report_outcome(outcome: Outcome, saving: Saving | None) -> None:
-    """Print table, failures and warnings; save; exit with 1 if nothing succeeded."""
+    """Print table, failures and warnings, and save the result; exit with 1 if no request succeeded."""
     from pypto_serving.bench import metrics, report
 
     typer.echo(report.render(outcome.result))

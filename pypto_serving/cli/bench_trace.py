@@ -17,6 +17,7 @@ from pypto_serving.cli.bench_common import (
     server_url,
 )
 from pypto_serving.errors import ConfigError
+from pypto_serving.types.config import EngineConfig, ServerConfig, default_of
 
 if TYPE_CHECKING:
     from pypto_serving.bench.options import Target
@@ -48,16 +49,18 @@ def trace(
         Path | None,
         typer.Argument(metavar="TRACE", help="JSONL file in Mooncake's format. (default: 200 requests of Mooncake's)"),
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Replay the first so many requests only.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Replay the first so many seconds of the trace only.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Replay only this many requests.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Replay only this many seconds of the trace.")] = None,
     scale: Annotated[str, typer.Option(help="Multiply all lengths, such as 1/16; reuse stays exact.")] = "1",
     speedup: Annotated[float, typer.Option(help="Divide the time between arrivals.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the prompts' tokens.")] = 0,
     base_url: Annotated[
         str | None, typer.Option(help="Server, instead of --host and --port.", rich_help_panel=SERVER)
     ] = None,
-    host: Annotated[str, typer.Option(help="Server host.", rich_help_panel=SERVER)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.", rich_help_panel=SERVER)] = 8000,
+    host: Annotated[str, typer.Option(help="Server host.", rich_help_panel=SERVER)] = default_of(ServerConfig, "host"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Server port.", rich_help_panel=SERVER)] = default_of(
+        ServerConfig, "port"
+    ),
     model: Annotated[
         str | None, typer.Option(help="Model name; default: the server's first.", rich_help_panel=SERVER)
     ] = None,
@@ -85,10 +88,12 @@ def trace(
     block_size: Annotated[
         int | None, typer.Option(help="Tokens per KV block; default: the trace's.", rich_help_panel=VIRTUAL)
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most requests in one step.", rich_help_panel=VIRTUAL)] = 256,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Maximum requests in one step.", rich_help_panel=VIRTUAL)
+    ] = default_of(EngineConfig, "max_num_seqs"),
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="Token budget of one step.", rich_help_panel=VIRTUAL)
-    ] = 512,
+    ] = default_of(EngineConfig, "max_num_batched_tokens"),
     step_seconds: Annotated[float, typer.Option(help="Time of a step, plus:", rich_help_panel=VIRTUAL)] = 0.021,
     token_seconds: Annotated[float, typer.Option(help="for each of its tokens,", rich_help_panel=VIRTUAL)] = 0.00286,
     row_seconds: Annotated[float, typer.Option(help="and for each request in it.", rich_help_panel=VIRTUAL)] = 0.0,
@@ -99,17 +104,17 @@ def trace(
         bool, typer.Option("--save-result", help="Write the result as JSON.", rich_help_panel=RESULT)
     ] = False,
     save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="Add what each request saw.", rich_help_panel=RESULT)
+        bool, typer.Option("--save-detailed", help="Add the times of each request.", rich_help_panel=RESULT)
     ] = False,
     result_dir: Annotated[Path, typer.Option(help="Folder of the result file.", rich_help_panel=RESULT)] = Path(),
     result_filename: Annotated[
         str | None, typer.Option(help="Name of the result file.", rich_help_panel=RESULT)
     ] = None,
 ) -> None:
-    """Replay a trace with its arrivals and its reuse of prefixes; report KV cache hits beside TTFT and throughput.
+    """Replay a trace with its arrivals and shared prefixes; report KV cache hits, TTFT and throughput.
 
-    Against a server, OPENAI_API_KEY, if set, is sent as bearer token. With --virtual nothing is computed: a step takes
-    as long as --step-seconds, --token-seconds and --row-seconds say. Exits with 1 if no request succeeded.
+    Against a server, OPENAI_API_KEY, if set, is sent as bearer token. With --virtual nothing is computed: the time of a
+    step follows from --step-seconds, --token-seconds and --row-seconds. Exits with 1 if no request succeeded.
     """
     from pypto_serving.bench import options, replay, report, simulator, traces
 
@@ -154,7 +159,7 @@ def trace(
 
 
 def _check_combinations(context: typer.Context, virtual: bool) -> None:
-    """Refuse options that would have no effect next to the others."""
+    """Raise ConfigError for options that have no effect beside the others."""
     given = [name for name in context.params if is_given(context, name)]
     for name in given:
         if virtual and name in _SERVER_OPTIONS:

@@ -1,4 +1,4 @@
-"""`check`: what `serve` would run with, and why, before anything is loaded."""
+"""`check`: print the configuration that `serve` would run with, and load nothing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def check(
     options: Options,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print what the model's files hold, the resolved configuration, why, and the memory plan; load nothing.
+    """Print the contents of the model's files, the resolved configuration with reasons, and the memory plan.
 
-    Of a model that cannot be served here, what its files hold and what its KV groups take is printed.
+    Nothing is loaded. For a model that cannot be served here, print its files and the sizes of its KV groups.
     """
+    from pypto_serving.api.settings import serving_config
     from pypto_serving.cli import report
-    from pypto_serving.cli.serve import serving_config, with_chat
+    from pypto_serving.cli.serve import with_chat
     from pypto_serving.model.registry import load_contents
     from pypto_serving.setup.prepare import model_spec, prepare
 
@@ -41,7 +42,7 @@ def check(
         if json:
             typer.echo(report.as_json(model, contents, obstacle=str(error)))
         raise
-    serving = serving_config(resolved, model)
+    serving = serving_config(resolved.server, model)
     resolved, sampling = with_chat(resolved, serving), serving.default_sampling
     if json:
         typer.echo(report.as_json(model, contents, resolved, sampling.given()))

@@ -1,4 +1,4 @@
-"""A small client of the chat API over one connection per request; an answer that nobody reads is aborted."""
+"""A small client of the chat API. Each request has its own connection; closing a stream aborts its request."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TIMEOUT_S = 600.0
 
 
 class ServerError(PyptoError):
-    """What a server answered instead of tokens, or that it could not be reached."""
+    """A server answered with an error, ended an answer early, or could not be reached."""
 
 
 class ChatClient:
-    """Speaks to the server at `url`, with or without `/v1`. Owns no connection between calls."""
+    """Sends requests to the server at `url`, with or without `/v1`. Owns no connection between calls."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         parts = urlsplit(url)
@@ -34,7 +34,7 @@ class ChatClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def models(self) -> list[str]:
-        """Names that the server answers to, the usual one first; raises ServerError."""
+        """List the model names of the server, the usual one first; raise ServerError."""
         connection, response = self._request("GET", "/v1/models")
         try:
             return [entry["id"] for entry in json.loads(response.read())["data"]]
@@ -46,13 +46,13 @@ class ChatClient:
     def stream(
         self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
     ) -> Generator[TextPart]:
-        """Pieces of the answer as they come; raises ServerError. Closing the iterator aborts the request."""
+        """Yield pieces of the answer as they arrive; raise ServerError. Closing the iterator aborts the request."""
         body = {"model": model, "messages": list(messages), "stream": True, **sampling}
         connection, response = self._request("POST", "/v1/chat/completions", json.dumps(body))
         try:
             for event in _events(response):
                 if "error" in event:
-                    raise ServerError(_error_message(event, "the server gave the answer up"))
+                    raise ServerError(_error_message(event, "the server gave up on the answer"))
                 for choice in event["choices"]:
                     yield from _parts(choice["delta"])
         except (http.client.HTTPException, OSError) as error:
@@ -88,7 +88,7 @@ def _parts(delta: Mapping[str, Any]) -> Iterator[TextPart]:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events, up to `[DONE]`."""
+    """Yield the JSON objects of a stream of server-sent events, up to `[DONE]`."""
     for line in response:
         name, _, data = line.decode().strip().partition(":")
         if name != "data":

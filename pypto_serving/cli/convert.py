@@ -1,4 +1,4 @@
-"""`convert`: another form of a checkpoint."""
+"""`convert`: write a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ app = typer.Typer(add_completion=False)
 
 
 class Format(StrEnum):
-    """What can be written."""
+    """Formats that can be written."""
 
     W8A8 = "w8a8"
 
@@ -24,11 +24,11 @@ def convert(
     format: Annotated[
         Format,
         typer.Option(
-            "--format", help="w8a8: int8 weights and activations in linear layers, half of their bytes in bf16."
+            "--format", help="w8a8: int8 weights and activations in linear layers, in half the bytes of bf16."
         ),
     ],
 ) -> None:
-    """Write a checkpoint of bf16, f16 or f32 in another format; the same command goes on after an interruption."""
+    """Write a checkpoint of bf16, f16 or f32 in another format. After an interruption, run the same command again."""
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.model.convert import convert_to_w8a8
     from pypto_serving.setup.locate import locate_model

@@ -1,4 +1,4 @@
-"""`kv`: what the disk tier of the KV cache keeps in a folder."""
+"""`kv`: show, verify and clear the folder of the disk tier."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pypto_serving.errors import EXIT_CRASH, EXIT_OK, ConfigError, PyptoError
 if TYPE_CHECKING:
     from pypto_serving.store.inspect import FolderFacts
 
-kv_app = typer.Typer(help="Look after the folder of --kv-disk.", no_args_is_help=True)
+kv_app = typer.Typer(help="Manage the folder of --kv-disk.", no_args_is_help=True)
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder that --kv-disk names.", readable=False)]
-"""Whether it can be read is said in our words."""
+"""`readable` is off, so that an unreadable folder gets an error of ours."""
 
 
 @kv_app.command()
@@ -28,7 +28,7 @@ def stat(
     folder: Folder,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print what is kept in DIR: one part for each model and version, with its groups."""
+    """Print the parts of DIR, one for each model and version, with their groups."""
     import msgspec
 
     from pypto_serving.cli.report import columns
@@ -45,11 +45,11 @@ def stat(
         typer.echo(f"{format_size(sum(one.usage.num_bytes for one in found))} on disk")
         for one in found:
             if one.problem:
-                typer.echo(f"{one.usage.path.name} holds nothing usable: {one.problem}")
+                typer.echo(f"{one.usage.path.name} is unusable: {one.problem}")
 
 
 def _facts(folder: Path) -> list[FolderFacts]:
-    """Facts of all parts; those that are deleted meanwhile are left out."""
+    """Read the facts about all parts; skip parts that are deleted meanwhile."""
     from pypto_serving.store.inspect import facts, folders_in
 
     found = []
@@ -64,7 +64,7 @@ def _facts(folder: Path) -> list[FolderFacts]:
 
 @contextmanager
 def _one_line_errors(path: Path) -> Iterator[None]:
-    """What a disk refuses, in one line; that something is gone is for the caller."""
+    """Turn an OSError into a one-line error, but let FileNotFoundError through."""
     try:
         yield
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def _as_dict(one: FolderFacts) -> dict[str, Any]:
 
 @kv_app.command()
 def verify(folder: Folder) -> int:
-    """Read all blocks in DIR. Damaged ones are dropped where no server runs; exits with 1 if there are any."""
+    """Read and check all blocks in DIR. Drop damaged ones unless a server uses them; exit with 1 if there are any."""
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.store.folder import Unusable
     from pypto_serving.store.inspect import folders_in
@@ -125,7 +125,7 @@ def verify(folder: Folder) -> int:
             with _one_line_errors(path):
                 checked = verify_folder(path, partial(progress, f"reading {path.name}"))
         except Unusable as error:
-            typer.echo(f"{path.name} is left alone: {error}")
+            typer.echo(f"{path.name} is skipped: {error}")
             continue
         except FileNotFoundError:
             continue  # deleted meanwhile
@@ -134,7 +134,7 @@ def verify(folder: Folder) -> int:
         line = f"{path.name}: {counted(checked.num_blocks, 'block')}, {checked.num_damaged} damaged"
         if checked.num_damaged:
             code = EXIT_CRASH
-            line += ", dropped" if checked.dropped else "; a server has them open and will drop them when it meets them"
+            line += ", dropped" if checked.dropped else "; a server uses this part and drops them when it reads them"
         typer.echo(line)
     return code
 
@@ -144,7 +144,7 @@ def clear(
     folder: Folder,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> int:
-    """Delete all blocks in DIR that no server has open. Asks before; exits with 1 if the answer is no."""
+    """Delete all blocks in DIR that no server uses. Ask first; exit with 1 if the answer is no."""
     from pypto_serving.store.folder import delete
     from pypto_serving.util import counted, format_size
 
@@ -158,7 +158,7 @@ def clear(
         return EXIT_OK
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("nobody can be asked, because this is no terminal; give --yes to delete without asking")
+            raise ConfigError("this is no terminal, so there is no one to ask; give --yes to delete without asking")
         size = format_size(sum(one.num_bytes for one in unused))
         if not typer.confirm(f"Delete {size} in {counted(len(unused), 'part')} of {folder}?"):
             typer.echo("nothing was deleted")

@@ -1,4 +1,4 @@
-"""A model in this process's own engine, for commands that need no server."""
+"""Run a model in this process's own engine, for commands that need no server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from pypto_serving.setup.options import Options
-from pypto_serving.setup.rules import RULES
 from pypto_serving.types.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -19,16 +18,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def local_model(options: Options) -> Iterator[tuple[LLM, ModelSpec]]:
-    """An LLM as `options` ask for, and what is known about its model; ends the engine afterwards."""
+    """Open an LLM as `options` ask for, with the facts about its model, and end its engine afterwards."""
     from pypto_serving.api.offline import LLM
     from pypto_serving.cli.serve import configure_logging
+    from pypto_serving.setup.defaults import QUIET_DEFAULTS
     from pypto_serving.setup.prepare import model_spec
 
-    quiet = {} if options.log_level else {"log_level": "warning"}
-    given = {name: getattr(options, name) for name in RULES if getattr(options, name) is not None}
     spec = model_spec(options)
-    configure_logging(options.log_level or "warning")
+    configure_logging(options.log_level or QUIET_DEFAULTS["log_level"])
     if sys.stderr.isatty():
         typer.echo(f"loading {spec.path or 'the null model'}", err=True)
-    with LLM(**{**given, **quiet}) as llm:
+    with LLM.from_options(options, spec, QUIET_DEFAULTS) as llm:
         yield llm, spec

@@ -1,4 +1,4 @@
-"""The flags that commands share, in one table, grouped by help panel; their values meet in `Options`."""
+"""The flags that commands share, in one table by help panel. Their values make `Options`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
-from pypto_serving.setup.options import make_options
+from pypto_serving.setup.blocks import REMOTE_BLOCK_BYTES
+from pypto_serving.setup.defaults import DEFAULTS, shown_default
+from pypto_serving.setup.options import flag, make_options
+from pypto_serving.setup.rules import KERNELS, LOG_LEVELS
+from pypto_serving.util import format_size
 
 MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache", "Device and process"
 ENGINE_PANELS = (MODEL, BATCHING, KV, DEVICE)
@@ -19,89 +24,107 @@ ALL_PANELS = (MODEL, SERVER, BATCHING, KV, DEVICE)
 
 
 class Flag(NamedTuple):
-    """One flag: the name of a value in Options. Values are text here; Options parses and checks them."""
+    """One flag. Values are text here; Options parses and checks them.
+
+    name: the value in Options.
+    help: the help text, without the default.
+    default: the default as people read it; empty for the fixed default of setup/defaults.py.
+    """
 
     name: str
     panel: str
     metavar: str
     help: str
+    default: str = ""
     alias: str = ""
 
+    @property
+    def help_text(self) -> str:
+        """Return the help text with the default."""
+        return f"{self.help} (default: {self.default or shown_default(self.name)})"
 
+
+def _one_of(names: Iterable[str]) -> str:
+    """Join names as in `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+_CPU = BACKEND_DEFAULTS["cpu"]
 FLAGS = (
-    Flag("model", MODEL, "MODEL", "The same as the argument MODEL."),
-    Flag("served_model_name", MODEL, "NAME", "Name that clients use; may repeat. (default: the model's name)"),
-    Flag("chat_template", MODEL, "FILE", "Jinja file instead of the model's own chat template."),
-    Flag("dtype", MODEL, "DTYPE", "auto, float32 or bfloat16. (default: auto)"),
-    Flag("max_model_len", MODEL, "TOKENS", "Longest prompt plus output. (default: the longest that fits)"),
-    Flag("seed", MODEL, "N", "Seed of requests that bring none. (default: 0)"),
-    Flag("host", SERVER, "HOST", "Address to listen on. (default: 127.0.0.1)"),
-    Flag("port", SERVER, "PORT", "Port to listen on; 0 takes a free one. (default: 8000)"),
-    Flag("api_key", SERVER, "KEY", "Key that clients must send; --api-key-file keeps it out of the process list."),
-    Flag("max_queued_requests", SERVER, "N", "Requests that may wait; more are refused. (default: 4096)"),
-    Flag("drain_timeout", SERVER, "SECONDS", "Time to finish what runs when told to stop. (default: 30)"),
-    Flag("log_requests", SERVER, "", "Log one line per request. (default: off)"),
-    Flag("max_num_seqs", BATCHING, "N", "Most requests in one step. (default: 256)"),
-    Flag("max_num_batched_tokens", BATCHING, "TOKENS", "Token budget of one step. (default: 512 on CPU)"),
+    Flag("model", MODEL, "MODEL", "The same as the argument MODEL.", "the bundled one"),
+    Flag("served_model_name", MODEL, "NAME", "Name that clients use; may repeat.", "the model's name"),
+    Flag("chat_template", MODEL, "FILE", "Jinja file that replaces the model's own chat template.", "the model's own"),
+    Flag("dtype", MODEL, "DTYPE", "auto, float32 or bfloat16."),
+    Flag("max_model_len", MODEL, "TOKENS", "Maximum length of prompt plus output.", "the longest that fits"),
+    Flag("seed", MODEL, "N", "Seed of requests that bring none."),
+    Flag("host", SERVER, "HOST", "Address to listen on."),
+    Flag("port", SERVER, "PORT", "Port to listen on; 0 takes a free one."),
+    Flag(
+        "api_key", SERVER, "KEY", "Key that clients must send; --api-key-file keeps it out of the process list.", "none"
+    ),
+    Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait; more are refused."),
+    Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
+    Flag("log_requests", SERVER, "", "Log one line per request."),
+    Flag("max_num_seqs", BATCHING, "N", "Maximum requests in one step.", str(_CPU.max_num_seqs)),
+    Flag("max_num_batched_tokens", BATCHING, "TOKENS", "Token budget of one step.", str(_CPU.max_num_batched_tokens)),
     Flag(
         "long_prefill_token_threshold",
         BATCHING,
         "TOKENS",
-        "Most prompt tokens of one request in one step; 0 is no limit. (default: 0)",
+        "Maximum prompt tokens of one request in one step; 0 is no limit.",
     ),
-    Flag("chunked_prefill", BATCHING, "", "Let a prompt spread over several steps. (default: on)"),
-    Flag(
-        "kv_memory", KV, "SIZE", "2GiB, bytes, or a share of free memory such as 0.3. (default: half of what is free)"
-    ),
+    Flag("chunked_prefill", BATCHING, "", "Let a prompt spread over several steps."),
+    Flag("kv_memory", KV, "SIZE", "2GiB, bytes, or a share of free memory such as 0.3.", "half of what is free"),
     Flag(
         "block_size",
         KV,
         "TOKENS",
-        "Tokens per KV block, a power of two; the CPU kernels need at least 32. (default: 32; with --kv-remote as many "
-        "as make 256 KiB)",
+        "Tokens per KV block, a power of two; the CPU kernels need at least 32.",
+        f"{DEFAULTS['block_size']}; with --kv-remote as many as make {format_size(REMOTE_BLOCK_BYTES)}",
     ),
-    Flag("prefix_caching", KV, "", "Reuse the KV of prompts that begin alike. (default: on)"),
+    Flag("prefix_caching", KV, "", "Reuse the KV of prompts that begin alike."),
     Flag(
         "kv_host_memory",
         KV,
         "SIZE",
-        "Keep KV blocks that leave the device in host memory too: 2GiB, or 0.3 of what is free. (default: off)",
+        "Also keep KV blocks that leave the device in host memory: 2GiB, or 0.3 of what is free.",
     ),
-    Flag("kv_disk", KV, "DIR", "Keep KV blocks on disk too, also for later starts. (default: off)"),
-    Flag("kv_disk_size", KV, "SIZE", "Size that blocks in DIR may take. (default: 16GiB)"),
-    Flag("kv_remote", KV, "URL", "Keep KV blocks in a store that replicas share: mooncake://HOST:PORT. (default: off)"),
+    Flag("kv_disk", KV, "DIR", "Also keep KV blocks on disk, for later starts too."),
+    Flag("kv_disk_size", KV, "SIZE", "Maximum size of the blocks in DIR."),
+    Flag("kv_remote", KV, "URL", "Also keep KV blocks in a store that replicas share: mooncake://HOST:PORT."),
     Flag(
         "kv_store",
         KV,
         "WHEN",
-        "When blocks go to those: through, once nobody uses them, or eviction, when the device is about to need their "
-        "place. (default: through)",
+        "When blocks go to these tiers: through, once no request uses them, or eviction, when the device is about to "
+        "need their place.",
     ),
     Flag(
         "kv_events",
         KV,
         "ENDPOINT",
-        "Tell routers what the cache holds, in vLLM's format, at a ZeroMQ endpoint such as tcp://127.0.0.1:5557. "
-        "(default: off)",
+        "Publish the content of the cache for routers, in vLLM's format, at a ZeroMQ endpoint such as "
+        "tcp://127.0.0.1:5557.",
     ),
-    Flag("kv_events_replay", KV, "ENDPOINT", "Where routers ask for events they missed. (default: the next port)"),
-    Flag("backend", DEVICE, "NAME", "cpu, or null (no model, for tests). (default: cpu)", "--device"),
+    Flag("kv_events_replay", KV, "ENDPOINT", "Where routers ask for events that they missed.", "the next port"),
+    Flag("backend", DEVICE, "NAME", f"{_one_of(BACKEND_DEFAULTS)} (no model, for tests).", alias="--device"),
     Flag(
         "kernels",
         DEVICE,
         "NAME",
-        "Instruction set of the CPU kernels: avx512_bf16, avx512, avx2 or portable; or torch, without kernels. "
-        "(default: auto, the best there is)",
+        f"Instruction set of the CPU kernels: {_one_of(KERNELS[1:-1])}; or {KERNELS[-1]}, without kernels.",
+        "auto, the best this machine runs",
     ),
     Flag(
         "packed_cache",
         DEVICE,
         "",
-        "Keep the weights as packed for the CPU kernels in ~/.cache/pypto-serving, for later starts. (default: off)",
+        "Keep the weights as packed for the CPU kernels in ~/.cache/pypto-serving, for later starts.",
     ),
-    Flag("num_threads", DEVICE, "N", "Threads that compute. (default: one per CPU, fewer for small models)"),
-    Flag("step_timeout", DEVICE, "SECONDS", "A step longer than this is a fault. (default: 120)"),
-    Flag("log_level", DEVICE, "LEVEL", "debug, info, warning, error or critical. (default: info)"),
+    Flag("num_threads", DEVICE, "N", "Threads that compute.", "one per CPU, fewer for small models"),
+    Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
+    Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
 )
 SWITCHES = {"log_requests", "chunked_prefill", "prefix_caching", "packed_cache"}
 LISTS = {"served_model_name"}
@@ -120,7 +143,7 @@ KeyFile = Annotated[
 
 
 def takes_options(*panels: str, model_argument: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of `panels`; it receives their values as one `options: Options`."""
+    """Give a command the flags of `panels`; it receives their values as one argument, `options: Options`."""
     parameters = list(_parameters(panels, model_argument))
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -145,21 +168,21 @@ def _parameters(panels: Iterable[str], model_argument: bool) -> Iterable[inspect
     if model_argument:
         yield parameter("model_argument", ModelArgument)
     yield parameter("config", ConfigFile)
-    for flag in FLAGS:
-        if flag.panel in panels:
-            yield parameter(flag.name, _annotation(flag))
+    for entry in FLAGS:
+        if entry.panel in panels:
+            yield parameter(entry.name, _annotation(entry))
     if SERVER in panels:
         yield parameter("api_key_file", KeyFile)
 
 
-def _annotation(flag: Flag) -> Any:
-    name = "--" + flag.name.replace("_", "-")
-    if flag.name in SWITCHES:
-        switch = typer.Option(f"{name}/--no-{name[2:]}", help=flag.help, rich_help_panel=flag.panel)
-        return Annotated[bool | None, switch]
-    kind = list[str] | None if flag.name in LISTS else str | None
-    names = (name, flag.alias) if flag.alias else (name,)
-    return Annotated[kind, typer.Option(*names, metavar=flag.metavar, help=flag.help, rich_help_panel=flag.panel)]
+def _annotation(entry: Flag) -> Any:
+    name = "--" + flag(entry.name)
+    shown: dict[str, Any] = {"help": entry.help_text, "rich_help_panel": entry.panel}
+    if entry.name in SWITCHES:
+        return Annotated[bool | None, typer.Option(f"{name}/--no-{name[2:]}", **shown)]
+    kind = list[str] | None if entry.name in LISTS else str | None
+    names = (name, entry.alias) if entry.alias else (name,)
+    return Annotated[kind, typer.Option(*names, metavar=entry.metavar, **shown)]
 
 
 def _make(values: dict[str, Any]) -> Any:
@@ -178,7 +201,7 @@ def _make(values: dict[str, Any]) -> Any:
 
 
 def _read_config_values(config: Path | None) -> dict[str, Any] | None:
-    """What a configuration file gives, with the key that its `api-key-file` names."""
+    """Read a configuration file, and the key in the file that its `api-key-file` names."""
     if config is None:
         return None
     values = read_config(config)
@@ -189,7 +212,7 @@ def _read_config_values(config: Path | None) -> dict[str, Any] | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON file; raises ConfigError, in one line."""
+    """Read the mapping in a YAML or JSON file; raise ConfigError in one line."""
     import yaml
 
     text = _read_text(path, "--config")

@@ -1,4 +1,4 @@
-"""Progress of long work, on stderr: a bar on a terminal, one timed line per phase elsewhere."""
+"""Show progress on stderr: as a bar on a terminal, as one timed line per phase elsewhere."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 _SHOWN = {"weights": "loading weights", "warm-up": "warming up", "prepare": "preparing"}
-"""Phases of a worker, as people read them."""
+"""Phases of a worker, as they are shown."""
 
 
 class LoadProgress:
     """Called with (phase, done, total); owns the bar on the terminal until `close()`.
 
-    A phase lasts from the end of the one before it, the first from when this was made, so that the times add up.
+    A phase begins where the one before it ends, and the first when this is made, so that the times add up.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class LoadProgress:
             self._finish_phase()
 
     def close(self) -> None:
-        """Finish the last phase and leave the terminal as it was."""
+        """Finish the last phase and restore the terminal."""
         self._finish_phase()
         self._closed = True
         if self._bar:

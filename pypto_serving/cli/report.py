@@ -1,4 +1,4 @@
-"""How a resolved configuration looks: aligned lines that read well on a terminal and in a log."""
+"""Print a resolved configuration as aligned lines, or as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
 
 
 def show_files(model: ModelSpec, contents: Contents) -> None:
-    """Print what the files of a model hold, and what one sequence takes of each KV group, to stdout."""
+    """Print the tensors in a model's files, and the memory of one sequence in each KV group, to stdout."""
     for title, lines in (("Tensors", _tensor_lines(contents)), ("KV of one sequence", _sequence_lines(model))):
         typer.secho(title, bold=True)
         for line in lines:
@@ -48,9 +48,9 @@ def as_json(
     sampling: dict[str, Any] | None = None,
     obstacle: str = "",
 ) -> str:
-    """All that is known, as one JSON object; without `resolved`, of a model that an `obstacle` keeps from being served.
+    """Write everything as one JSON object; without `resolved`, for a model that an `obstacle` keeps from being served.
 
-    Of each KV group there is what one sequence takes (`sequence`), and what it gets of the memory once that is planned.
+    Each KV group has the memory of one sequence (`sequence`) and, once memory is planned, its share of it.
     """
     drafts = contents.num_parameters_with_drafts if contents is not None else model.num_parameters
     content = {
@@ -77,7 +77,7 @@ def _unplanned(model: ModelSpec) -> dict[str, Any]:
 
 
 def _planned(model: ModelSpec, memory: MemoryPlan) -> dict[str, Any]:
-    """The same fields, and more. Groups of lower tiers follow those of the device."""
+    """Return the fields of `_unplanned`, and more. Groups of lower tiers follow those of the device."""
     sequences = {group.name: _sequence_facts(group, model) for group in model.kv_groups}
     return {
         "weight_bytes": memory.weight_bytes,
@@ -123,9 +123,9 @@ def _tensor_lines(contents: Contents) -> Iterable[str]:
 
 
 def _source(contents: Contents) -> str:
-    """Where the table of tensors comes from."""
+    """Say where the table of tensors comes from."""
     if contents.source == "files":
-        return "dtypes and bytes are those in the headers of the files"
+        return "dtypes and bytes are from the headers of the files"
     implied = "dtypes and bytes are what config.json implies"
     if contents.index is None:
         return f"there are no weights that can be read, nor an index, here: {implied}"
@@ -142,7 +142,7 @@ def _group_facts(group: KVCacheGroupSpec) -> dict[str, int]:
 
 
 def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int | float]:
-    """What a sequence of the longest length needs at once, computed token by token; checkpoints come on top."""
+    """Return the memory of a sequence of the longest length, computed token by token; checkpoints need more."""
     blocks = group.min_live_blocks(model.max_position_embeddings)
     return {
         "bytes_per_token": _bytes_per_token([group]),
@@ -152,13 +152,13 @@ def _sequence_facts(group: KVCacheGroupSpec, model: ModelSpec) -> dict[str, int 
 
 
 def _bytes_per_token(groups: Sequence[KVCacheGroupSpec]) -> int | float:
-    """What each token adds to the history of `groups`; a fraction where it takes several to add a byte."""
+    """Return the bytes of history that each token adds in `groups`; a fraction if below one byte."""
     exact = sum((Fraction(g.block_bytes, g.block_size) for g in groups if g.keeps_history), Fraction())
     return exact.numerator if exact.denominator == 1 else float(exact)
 
 
 def _sequence_totals(model: ModelSpec) -> dict[str, int | float]:
-    """Of all groups: what each token adds, what a sequence takes besides, and both at the longest length."""
+    """Sum over all groups the bytes of each token, of each sequence besides, and of the longest sequence."""
     sizes = [(g, g.min_live_blocks(model.max_position_embeddings) * g.block_bytes) for g in model.kv_groups]
     return {
         "num_tokens": model.max_position_embeddings,
@@ -207,7 +207,7 @@ def _group_row(group: GroupPlan) -> tuple[str, ...]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines with aligned columns."""
+    """Write rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

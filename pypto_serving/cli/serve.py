@@ -1,6 +1,6 @@
-"""`serve`: start the engine, then the HTTP server while the worker loads, and say when requests can come.
+"""`serve`: start the engine, then the HTTP server while the worker loads, and announce when both are ready.
 
-Everything for people goes to stderr; stdout carries one line of JSON, once the server is ready.
+Everything for people goes to stderr. When the server is ready, stdout gets one line of JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.options import ALL_PANELS, takes_options
 from pypto_serving.errors import EXIT_OK, ConfigError
 from pypto_serving.setup.options import Options
-from pypto_serving.setup.resolver import Resolved, Setting
+from pypto_serving.setup.resolver import Resolved
+from pypto_serving.setup.settings import Setting
 from pypto_serving.types.config import ServerConfig
-from pypto_serving.types.model import ModelSpec
 
 if TYPE_CHECKING:
     from pypto_serving.api.settings import ServingConfig
@@ -50,7 +50,7 @@ def serve(options: Options) -> None:
 
 
 def _exit(number: int, frame: object) -> None:
-    """Until there is an event loop, a signal to stop ends the process: nothing was begun."""
+    """End the process on a signal to stop that comes before the event loop; nothing has started yet."""
     raise SystemExit(EXIT_OK)
 
 
@@ -58,13 +58,14 @@ def _run(options: Options) -> None:
     import uvloop
 
     from pypto_serving import __version__
+    from pypto_serving.api.settings import serving_config
     from pypto_serving.cli import report
     from pypto_serving.setup.prepare import model_spec, prepare
 
     model = model_spec(options)
     resolved = prepare(options, model)
     check_address(resolved.server)
-    serving = serving_config(resolved, model)
+    serving = serving_config(resolved.server, model)
     typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
     report.show(with_chat(resolved, serving), model, err=True)
     configure_logging(resolved.engine.log_level)
@@ -73,7 +74,7 @@ def _run(options: Options) -> None:
 
 
 def check_address(server: ServerConfig) -> None:
-    """Raise ConfigError if nothing can listen on the address, before anything is loaded for it."""
+    """Raise ConfigError if nothing can listen on the address, before anything is loaded."""
     try:
         found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -115,7 +116,7 @@ async def _serve(resolved: Resolved, serving: ServingConfig) -> None:
 async def _serve_http(
     server: ServerConfig, serving: ServingConfig, engine: AsyncEngine, progress: LoadProgress
 ) -> None:
-    """Listen until told to stop, already while the worker loads; raises what made the engine give up."""
+    """Listen until told to stop, even while the worker loads; raise the error of an engine that gives up."""
     from pypto_serving.api.run import serve as listen
     from pypto_serving.api.server import create_app
 
@@ -141,7 +142,7 @@ async def _serve_http(
 
 
 async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) -> None:
-    """Let the HTTP server send what the engine's last words made of open requests, for a few seconds."""
+    """Give the HTTP server a few seconds to answer open requests after the engine gave up."""
     if bound.done() and not http.done():
         signal.raise_signal(signal.SIGTERM)
         await asyncio.wait({http}, timeout=LAST_REPLIES_S)
@@ -150,7 +151,7 @@ async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) 
 async def _announce(
     server: ServerConfig, bound: asyncio.Future[int], engine: AsyncEngine, progress: LoadProgress
 ) -> None:
-    """Print the one line on stdout when the port is open and the worker is ready."""
+    """Print the line on stdout once the port is open and the worker is ready."""
     port = await bound
     await engine.wait_ready()
     progress.close()
@@ -169,30 +170,13 @@ async def _announce(
 
 
 def server_url(host: str, port: int) -> str:
-    """Where clients on this machine reach a server that listens on `host`."""
+    """Return the URL at which clients on this machine reach a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def serving_config(resolved: Resolved, model: ModelSpec) -> ServingConfig:
-    """What the HTTP server needs of a resolved configuration."""
-    from pypto_serving.api.settings import ServingConfig
-    from pypto_serving.cli.sampling import default_sampling
-
-    server = resolved.server
-    return ServingConfig(
-        model_dir=model.path,
-        served_model_names=server.served_model_names,
-        architecture=model.architecture,
-        api_key=server.api_key,
-        default_sampling=default_sampling(model),
-        chat_template=server.chat_template,
-        log_requests=server.log_requests,
-    )
-
-
 def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
-    """`resolved`, its settings saying what writes chats; raises ModelError or ConfigError where a given file cannot."""
+    """Add the chat encoder to the settings; raise ModelError or ConfigError for a given file that cannot be one."""
     from pypto_serving.api.chat import describe_chat
 
     value, reason = describe_chat(serving)
@@ -204,7 +188,7 @@ def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
 
 
 def configure_logging(level: str) -> None:
-    """Logs of this process go to stderr."""
+    """Log to stderr at `level`."""
     form = "%(asctime)s %(levelname)s api: %(message)s"
     logging.basicConfig(level=level.upper(), format=form, datefmt="%H:%M:%S")
     if level != "debug":

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: as the headers of its files say, else its index, else config.json alone. Torch-free."""
+"""Contents of a checkpoint, from the headers of its files, else from its index, else from config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pypto_serving.types.model import Contents, IndexFacts, Source, StoredTensor
 
 Shape = tuple[int, ...]
 STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""How safetensors calls the dtypes that config.json names."""
+"""Names that safetensors has for the dtypes of config.json."""
 
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
 
@@ -32,35 +32,38 @@ class Stored:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-class ModelConfig(Protocol):
-    """What a family's configuration says of its checkpoints. `mtp` stands for draft layers."""
+class Inventory(Protocol):
+    """The tensors of a checkpoint, as its config.json implies them. `mtp` stands for draft layers."""
+
+    def tensors(self) -> dict[str, Shape]:
+        """List name and shape of every tensor that a checkpoint must have."""
 
     def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
-        """Every tensor of a checkpoint whose weights are of `dtype`, a key of STORED_DTYPES, unless quantised."""
+        """List every tensor of a checkpoint whose weights are of `dtype`, a key of STORED_DTYPES, unless quantised."""
 
     def num_parameters(self, mtp: bool) -> int:
-        """Elements of all float tensors before quantisation."""
+        """Count the elements of all float tensors before quantisation."""
 
     def ignores(self, name: str) -> bool:
-        """True for tensors that may be there and nothing needs, draft layers among them."""
+        """Return True for tensors that may be there and nothing needs, draft layers among them."""
 
 
-def read_contents(model_dir: str | Path, config: ModelConfig, dtype: str) -> Contents:
-    """What the best source that is here lists, and in lines how all sources agree with `config`.
+def read_contents(model_dir: str | Path, inventory: Inventory, dtype: str) -> Contents:
+    """Read the best source that is here, and compare all sources with `inventory`, one line per finding.
 
-    Without headers a tensor is what `config` and `dtype` make of it. Draft layers count where the source lists them;
+    Without headers a tensor is what `inventory` and `dtype` make of it. Draft layers count where the source lists them;
     config.json alone lists as many as it names.
     """
-    required, whole = config.stored(dtype, False), config.stored(dtype, True)
+    required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
     index, names = _read_index(Path(model_dir))
     headers, error = _read_headers(Path(model_dir))
     verdicts = [error] if error else []
     found: Mapping[str, Stored | StoredTensor] = headers
     source: Source = "files" if headers else "index" if index else "config.json"
     if index is not None:
-        verdicts += _differences("index", names, required, whole, config)
+        verdicts += _differences("index", names, required, whole, inventory)
     if source == "files":
-        verdicts += [*_differences("files", headers, required, whole, config), *_shapes(headers, required)]
+        verdicts += [*_differences("files", headers, required, whole, inventory), *_shapes(headers, required)]
     else:
         found = {name: whole[name] for name in names if name in whole} if index else whole
     if index is not None:
@@ -71,15 +74,15 @@ def read_contents(model_dir: str | Path, config: ModelConfig, dtype: str) -> Con
         tensors=_count(found.values()),
         draft_tensors=len(drafts),
         draft_bytes=sum(tensor.num_bytes for tensor in drafts),
-        num_parameters=config.num_parameters(False),
-        num_parameters_with_drafts=config.num_parameters(bool(drafts)),
+        num_parameters=inventory.num_parameters(False),
+        num_parameters_with_drafts=inventory.num_parameters(bool(drafts)),
         index=index,
         verdicts=tuple(verdicts),
     )
 
 
 def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
-    """Facts of the index, and the names that it lists; None without an index. Raises ModelError for a damaged one."""
+    """Read the facts in the index and the names that it lists; None without one. Raises ModelError if damaged."""
     found = read_index(directory)
     if found is None:
         return None, ()
@@ -90,7 +93,7 @@ def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
 
 
 def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
-    """The tensors of the files, and what is wrong with those; neither unless all files are here."""
+    """Read the tensors in the files, or the error in them; neither unless all files are here."""
     if not all(file.is_file() for file in weight_files(directory)):
         return {}, ""
     try:
@@ -100,21 +103,21 @@ def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
 
 
 def _differences(
-    source: str, names: Collection[str], required: Collection[str], whole: Collection[str], config: ModelConfig
+    source: str, names: Collection[str], required: Collection[str], whole: Collection[str], inventory: Inventory
 ) -> Iterator[str]:
-    """In a line each: what `source` lacks, what is no part of the model, and what else nothing needs."""
+    """Yield one line each for tensors that `source` lacks, that the model lacks, and that nothing needs."""
     surplus = sorted(name for name in names if name not in whole)
     for verdict, odd in (
         ("missing", sorted(name for name in required if name not in names)),
-        ("not part of this model", [name for name in surplus if not config.ignores(name)]),
-        ("left alone", [name for name in surplus if config.ignores(name)]),
+        ("not part of this model", [name for name in surplus if not inventory.ignores(name)]),
+        ("left alone", [name for name in surplus if inventory.ignores(name)]),
     ):
         if odd:
             yield f"{source}: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}: {verdict}"
 
 
 def _shapes(found: Mapping[str, StoredTensor], required: Mapping[str, Stored]) -> Iterator[str]:
-    """A line for the first tensor whose shape is not that of config.json."""
+    """Yield a line for the first tensor whose shape differs from that of config.json."""
     for name, tensor in required.items():
         if name in found and found[name].shape != tensor.shape:
             yield f"files: {name} has shape {list(found[name].shape)}, but config.json makes it {list(tensor.shape)}"
@@ -132,7 +135,7 @@ def _compare_size(index: IndexFacts, num_bytes: int) -> str:
 
 
 def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[StoredTensors, ...]:
-    """How many tensors there are of each dtype, and their bytes; the largest share first."""
+    """Count tensors and bytes of each dtype, the largest first."""
     counts, sizes = Counter(tensor.dtype for tensor in tensors), Counter[str]()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.num_bytes

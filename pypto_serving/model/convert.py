@@ -26,7 +26,7 @@ from pypto_serving.model.checkpoint import INDEX_FILE, INT8, SINGLE_FILE, Checkp
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.fingerprint import fingerprint
 from pypto_serving.model.quantization import SECTION, Quantization, scale_name
-from pypto_serving.model.qwen3.spec import Qwen3Config
+from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.registry import load_config
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
 from pypto_serving.util import hash128

@@ -1,1 +1,1 @@
-"""What decides before anything starts: options, the resolver, the memory plan, facts of the machine, model files."""
+"""Decide everything before anything starts: options, defaults, memory plan, facts about the machine, model files."""

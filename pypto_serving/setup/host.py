@@ -1,4 +1,4 @@
-"""Facts of this machine that decide what can be served: free memory, CPUs, and what a folder on its disks allows."""
+"""Facts about this machine that limit what it can serve: free memory, CPUs, and folders on its disks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from pypto_serving.types.tier import PART_NAME
 
 
 class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be kept in a folder. `obstacle` says why nothing can; of its disk's `disk_bytes`, `free_bytes` are left.
+    """Facts about a folder for KV blocks.
 
-    A folder that is `used` holds blocks that can be read, and perhaps written, whatever else it allows.
+    obstacle: why no block can be kept there; empty if blocks can.
+    disk_bytes, free_bytes: size of the disk, and bytes left on it.
+    used: the folder has blocks already that can be read.
     """
 
     obstacle: str = ""
@@ -27,11 +29,12 @@ class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """`available_bytes`: memory that can be allocated now without swapping, within a container's limit.
+    """Facts about this machine.
 
-    `kernels`: instruction sets that the CPU kernels were built for and that this machine runs, best first.
-    `cache_dir`: the folder for files of ours that may be deleted at any time; empty where the user has none.
-    `kv_disk`: the folder of the disk tier, if there is to be one.
+    available_bytes: memory that can be allocated now without swapping, within a container's limit.
+    kernels: instruction sets that the CPU kernels were built for and this machine runs, best first.
+    cache_dir: folder for files that may be deleted at any time; empty if the user has none.
+    kv_disk: facts about the folder of the disk tier, if one is wanted.
     """
 
     available_bytes: int
@@ -42,13 +45,13 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
-    """Facts of the running system, from /proc and the control groups of this process; `root` is for tests."""
+    """Read memory and CPUs from /proc and the control groups of this process; `root` is for tests."""
     groups = list(_control_groups(root))
     return HostFacts(available_bytes=_available_bytes(root, groups), num_cpus=_num_cpus(groups))
 
 
 def read_cache_dir() -> str:
-    """Our folder in the user's cache; see https://specifications.freedesktop.org/basedir-spec/latest/."""
+    """Find our folder in the user's cache, empty for none; see https://specifications.freedesktop.org/basedir-spec/latest/."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if given.is_absolute():
         return str(given / "pypto-serving")
@@ -59,7 +62,7 @@ def read_cache_dir() -> str:
 
 
 def read_disk_facts(folder: Path) -> DiskFacts:
-    """Try whether a folder can be made in `folder`, or `folder` itself; leaves nothing behind."""
+    """Try to make a folder in `folder`, or `folder` itself, and remove it again."""
     existing, used = folder.absolute(), False
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -78,7 +81,7 @@ def read_disk_facts(folder: Path) -> DiskFacts:
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
-    """This process's cgroup v2 folder and its parents, up to the container's root."""
+    """List this process's cgroup v2 folder and its parents, up to the container's root."""
     top = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         if line.startswith("0::"):
@@ -87,7 +90,7 @@ def _control_groups(root: Path) -> Iterator[Path]:
 
 
 def _available_bytes(root: Path, groups: list[Path]) -> int:
-    """MemAvailable, or what the tightest limit leaves if less; page cache under a limit counts as free."""
+    """Return MemAvailable, or less under the tightest limit; page cache under a limit counts as free."""
     kib = _keyed_int(root / "proc/meminfo", "MemAvailable:")
     free = kib * 1024 if kib is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for group in groups:
@@ -99,7 +102,7 @@ def _available_bytes(root: Path, groups: list[Path]) -> int:
 
 
 def _num_cpus(groups: list[Path]) -> int:
-    """CPUs of the affinity mask, or the tightest quota if that is less; at least 1."""
+    """Count the CPUs of the affinity mask, or of the tightest quota if that is less; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in groups:
         quota, _, period = _read(group / "cpu.max").strip().partition(" ")

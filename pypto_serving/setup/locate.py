@@ -1,4 +1,4 @@
-"""From what the user calls a model to a folder."""
+"""Find the folder of a model: the bundled one, a local folder, or one from the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def locate_model(name: str | None) -> Path:
-    """The folder of a model: the bundled one for None, a folder here, or one fetched from the hub by name."""
+    """Return the folder of model `name`, fetched from the hub if it is no folder here; None is the bundled model."""
     if name is None:
         if not (BUNDLED / "config.json").exists():
             raise ModelError("this installation has no bundled model; give MODEL, a folder or a hub name")
@@ -29,7 +29,7 @@ def locate_model(name: str | None) -> Path:
 
 
 def _fetch(name: str) -> Path:
-    """The local copy of hub model `name`; shows a progress bar while files are fetched."""
+    """Fetch hub model `name` with a progress bar, and return its local copy."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 

@@ -1,4 +1,4 @@
-"""What a user may ask for: one frozen value per option, checked when made; flags, files and Python alike."""
+"""Options that a user gives, by flag, configuration file or Python call alike, checked when they are made."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pypto_serving.setup.rules import RULES, Rule
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user gave; None means not given. Values are checked and normalised when the struct is made.
+    """The options that the user gave; None means not given. Values are checked and normalised here.
 
-    `config_file` and `from_file` say which values a configuration file gave. Raises ConfigError, in one line,
-    naming the option, its value and what is allowed.
+    `from_file` lists the options that the configuration file `config_file` gave. Raises ConfigError, in one line that
+    names the option, its value and the allowed values.
     """
 
     model: str | None = None
@@ -68,28 +68,27 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}") from None
 
     def label(self, name: str) -> str:
-        """How to call option `name` in a message: the flag, or the key of the configuration file."""
+        """Name option `name` in a message: by its flag, or by its key in the configuration file."""
         if name in self.from_file:
             return f"{flag(name)} in {self.config_file}"
         return "MODEL" if name == "model" else "--" + flag(name)
 
     def origin(self, name: str) -> str:
-        """Where the value of option `name` came from, as the reason of a setting."""
+        """Say where the value of option `name` came from, as the reason for a setting."""
         return f"given in {self.config_file}" if name in self.from_file else f"given by {self.label(name)}"
 
 
 def flag(name: str) -> str:
-    """`max_model_len` as users write it: `max-model-len`."""
+    """Write the name of an option as users do: `max-model-len` for `max_model_len`."""
     return name.replace("_", "-")
 
 
 def make_options(
     given: Mapping[str, Any], file_values: Mapping[str, Any] | None = None, config_file: str = ""
 ) -> Options:
-    """Options from values `given` directly, which win, and those of a configuration file.
+    """Make options of values `given` directly, which win, and values of a configuration file.
 
-    None counts as not given; names may be written with dashes. Raises ConfigError for a bad value, and for an
-    unknown name, with the closest one.
+    None counts as not given; names may be written with dashes. Raises ConfigError for a bad value or an unknown name.
     """
     direct = _known(given, "")
     filed = _known(file_values or {}, f" in {config_file}")

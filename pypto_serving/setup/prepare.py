@@ -1,14 +1,20 @@
-"""From options to a resolved configuration: read the model's files and this machine, then decide."""
+"""Prepare a start: read the model's files and facts about this machine, then resolve the configuration."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.library import runnable
+from pypto_serving.model.null.spec import NULL_MODELS, null_spec, plain_groups
+from pypto_serving.model.registry import load_spec
+from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.host import read_cache_dir, read_disk_facts, read_host_facts
 from pypto_serving.setup.locate import locate_model
 from pypto_serving.setup.options import Options
@@ -17,48 +23,47 @@ from pypto_serving.types.model import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-NULL_MODELS = ("plain", "deepseek_v4")
 
+def prepare(options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS) -> Resolved:
+    """Resolve the configuration for `model` on this machine, and log the warnings.
 
-def prepare(options: Options, model: ModelSpec) -> Resolved:
-    """Everything decided from the model's files and this machine."""
+    `defaults` are those of setup/defaults.py, perhaps with changes. Raises ConfigError or ModelError.
+    """
     template = options.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
     kernels = runnable()
-    if not kernels and not model.needs_torch and options.backend in (None, "cpu"):
+    backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
+    if not kernels and not model.needs_torch and backend.cpu_kernels:
         logger.warning(
             "this installation has no CPU kernels, because there was no C++ compiler: torch computes, several times "
             "slower; with a compiler, install again (after `make clean` in a checkout)"
         )
     kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
     host = msgspec.structs.replace(read_host_facts(), kernels=kernels, cache_dir=read_cache_dir(), kv_disk=kv_disk)
-    resolved = resolve(options, model, host)
+    resolved = resolve(options, model, host, defaults)
     for warning in resolved.warnings:
         logger.warning(warning)
     return resolved
 
 
 def model_spec(options: Options) -> ModelSpec:
-    """What is known about the model that `options` name; fetches its files if need be."""
+    """Read what the engine must know about the model that `options` name, fetching its files if need be."""
     if options.backend == "null" and options.model in (None, *NULL_MODELS):
         return _null_spec(options)
-    from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE, load_spec
-
     path = locate_model(options.model)
-    spec = load_spec(path, dtype=options.dtype or "auto", block_size=options.block_size or DEFAULT_BLOCK_SIZE)
+    dtype, block_size = options.dtype or DEFAULTS["dtype"], options.block_size or DEFAULTS["block_size"]
+    spec = load_spec(path, dtype=dtype, block_size=block_size)
     if spec.own_blocks and options.block_size is not None:
         raise _no_block_size(options, str(path))
     return spec
 
 
 def _null_spec(options: Options) -> ModelSpec:
-    from pypto_serving.model.null.spec import null_spec, plain_groups
-
-    name = options.model or "plain"
+    name = options.model or NULL_MODELS[0]
     if options.block_size is None:
         return null_spec(name)
-    if name != "plain":
+    if name != NULL_MODELS[0]:
         raise _no_block_size(options, name)
     return msgspec.structs.replace(null_spec(name), kv_groups=plain_groups(options.block_size))
 

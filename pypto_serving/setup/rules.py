@@ -1,18 +1,20 @@
-"""Rules: what each option accepts, checked when Options is made."""
+"""Rules: the values that each option accepts, checked when Options is made."""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
+from pypto_serving.backend.defaults import BACKEND_DEFAULTS
+from pypto_serving.types.model import SERVING_DTYPES
 from pypto_serving.types.pool_url import POOL_PARAMETERS, parse_pool_url
+from pypto_serving.types.tier import StorePolicy
 from pypto_serving.util import parse_size
 
-BACKENDS = ("cpu", "null")
 KERNELS = ("auto", "avx512_bf16", "avx512", "avx2", "portable", "torch")
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", *SERVING_DTYPES)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
@@ -20,7 +22,7 @@ MAX_PORT = 65535
 
 
 class Rule(Protocol):
-    """What one option accepts. `parse` raises ValueError; `allowed` ends the sentence `but must be ...`."""
+    """The values that one option accepts. `parse` raises ValueError; `allowed` ends the sentence `but must be ...`."""
 
     @property
     def allowed(self) -> str: ...
@@ -153,7 +155,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class PoolUrl:
-    """Where a pool of blocks is."""
+    """The URL of a pool of blocks."""
 
     allowed: str = (
         "mooncake://HOST:PORT, perhaps with ?NAME=VALUE&... where NAME is one of "
@@ -213,7 +215,7 @@ RULES: dict[str, Rule] = {
     "model": Text(),
     "served_model_name": Texts(),
     "chat_template": Text(),
-    "backend": Choice(BACKENDS),
+    "backend": Choice(tuple(BACKEND_DEFAULTS)),
     "dtype": Choice(DTYPES),
     "kernels": Choice(KERNELS),
     "packed_cache": Switch(),
@@ -232,7 +234,7 @@ RULES: dict[str, Rule] = {
     "kv_disk": Text(),
     "kv_disk_size": Size(),
     "kv_remote": PoolUrl(),
-    "kv_store": Choice(("through", "eviction")),
+    "kv_store": Choice(get_args(StorePolicy)),
     "kv_events": Endpoint(),
     "kv_events_replay": Endpoint(),
     "host": Text(),

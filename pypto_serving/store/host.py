@@ -11,12 +11,10 @@ import numpy as np
 
 from pypto_serving.store.base import BlockBytes, Piece
 from pypto_serving.store.faults import Faults, reason_of
-from pypto_serving.types.tier import TierInventory
+from pypto_serving.types.tier import ALIGNMENT, TierInventory
 from pypto_serving.util import MonotonicClock, ceil_div, write_at
 
 log = logging.getLogger(__name__)
-
-ALIGNMENT = 4096
 
 
 class HostStore:

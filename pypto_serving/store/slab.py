@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.store.base import BlockBytes
+from pypto_serving.types.tier import ALIGNMENT
 from pypto_serving.util import ceil_div
 
-PAGE = 4096
-"""Addresses, offsets and lengths of direct I/O are multiples of this."""
 SEGMENT_BYTES = 4 << 30
 GROWTH_BYTES = 128 << 20
 """Room is taken in steps of about this."""
@@ -31,7 +30,7 @@ GROWTH_SHARE = 16
 
 def stride_of(block_bytes: int) -> int:
     """Bytes that a slot takes on disk."""
-    return ceil_div(block_bytes, PAGE) * PAGE
+    return ceil_div(block_bytes, ALIGNMENT) * ALIGNMENT
 
 
 class Slab:
@@ -162,7 +161,7 @@ class Slab:
     def _fits(self, memory: BlockBytes) -> bool:
         """Whether direct I/O can use `memory` as it is."""
         address: int = memory.__array_interface__["data"][0]  # several times faster than by ctypes
-        return address % PAGE == 0 and self._block_bytes == self._stride
+        return address % ALIGNMENT == 0 and self._block_bytes == self._stride
 
     def sync(self) -> None:
         """Wait until what was written is on disk, and keep it out of the page cache. Raises OSError."""

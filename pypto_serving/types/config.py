@@ -1,4 +1,7 @@
-"""The frozen configuration of a replica and of its HTTP server, as `setup` decides it."""
+"""The frozen configuration of a replica and of its HTTP server, as `setup` decides it.
+
+A default that depends on neither model nor machine is the default of its field here, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,22 @@ from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
 
 
-class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """When a replica's parts count as dead, in seconds, and how often they are started again.
+def default_of(struct: type[msgspec.Struct], name: str) -> Any:
+    """Return the default of field `name`; raise KeyError if it has none."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    if defaults[name] is msgspec.NODEFAULT:
+        raise KeyError(name)
+    return defaults[name]
 
-    `heartbeat_s`: how often idle processes speak; one silent for ten beats is dead. `step_timeout_s`: the
-    longest step, and the longest time without a completed step while work waits. `load_timeout_s`: the longest
-    time without progress while loading. A worker is started again at most `max_respawns` times without a
-    completed step in between; waits between starts double from `respawn_delay_s`.
+
+class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """When the parts of a replica count as dead, and how often they are started again. Times in seconds.
+
+    heartbeat_s: how often an idle process sends a heartbeat; it is dead after ten missed ones.
+    step_timeout_s: longest step, and longest time without a completed step while work waits.
+    load_timeout_s: longest time without progress while loading.
+    max_respawns: restarts of a worker without a completed step in between.
+    respawn_delay_s: delay before the first restart; it doubles with each further one.
     """
 
     heartbeat_s: float = 1.0
@@ -28,14 +40,16 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the engine core and its worker need. Sizes in bytes, lengths in tokens.
+    """Configure an engine core and its worker. Sizes in bytes, lengths in tokens.
 
-    `num_blocks[g]` counts the null block 0. `kernels` names the instruction set of the CPU kernels, or torch;
-    `packed_cache` is the folder that keeps the weights packed for them, or empty. `tiers` keep KV blocks below the
-    device; `kv_store` says when blocks go there. KV events go to the ZeroMQ endpoints `kv_events` and
-    `kv_events_replay`, or nowhere where those are empty.
-    `traits` is what programs of the backend can do; `num_drafts` the draft tokens of a row in a step.
-    `backend_options` are read by the backend alone.
+    num_blocks: blocks of each group, the null block 0 included.
+    kernels: instruction set of the CPU kernels, or torch.
+    packed_cache: folder for weights packed for the CPU kernels; empty for none.
+    tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
+    kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
+    traits: what programs of the backend can do.
+    num_drafts: draft tokens of a row in one step.
+    backend_options: read by the backend alone.
     """
 
     model: str
@@ -69,7 +83,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> BackendLimits:
-        """What a program must be able to do."""
+        """Return what a program must be able to do."""
         return BackendLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -80,12 +94,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API process needs beside the engine. Port 0: the system chooses; no `api_key`: open."""
+    """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open."""
 
     served_model_names: tuple[str, ...]
-    host: str
-    port: int
-    api_key: str | None
-    chat_template: str | None
-    drain_timeout_s: float
-    log_requests: bool
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    chat_template: str | None = None
+    drain_timeout_s: float = 30.0
+    log_requests: bool = False

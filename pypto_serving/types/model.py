@@ -1,4 +1,4 @@
-"""What is known about a checkpoint before anything is loaded."""
+"""Facts about a checkpoint, read from its files before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Literal
 import msgspec
 
 from pypto_serving.types.kv import KVCacheGroupSpec
+
+SERVING_DTYPES = ("float32", "bfloat16")
+"""Dtypes that weights, activations and KV are served in."""
 
 
 class StoredTensors(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +25,7 @@ Source = Literal["files", "index", "config.json"]
 
 
 class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint's index says; `files_here` of its files are in the folder, `total_size` is in bytes."""
+    """Facts in the index of a checkpoint. `files_here` of its files are in the folder; `total_size` is in bytes."""
 
     num_tensors: int
     num_files: int
@@ -31,10 +34,12 @@ class IndexFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint holds, as `source` lists it.
+    """Contents of a checkpoint, as `source` lists them.
 
-    `tensors` counts all tensors, `draft_tensors` and `draft_bytes` those of draft layers among them, which nothing
-    reads. Parameters are elements of float tensors before quantisation. `verdicts` says in lines how sources differ.
+    tensors: all tensors by dtype.
+    draft_tensors, draft_bytes: tensors of draft layers among them, which nothing reads.
+    num_parameters: elements of float tensors before quantisation.
+    verdicts: differences between the sources, one line each.
     """
 
     source: Source
@@ -48,14 +53,15 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint as its files describe it. `dtype` is the serving dtype of weights, activations and KV.
+    """Describe a checkpoint to the engine. `dtype` is the serving dtype of weights, activations and KV.
 
-    `max_position_embeddings` is the longest sequence in tokens, rope scaling included. `weight_bytes` counts the
-    weights as torch holds them, `packed_bytes` as the CPU kernels do; `position_bytes` are for each position of the
-    longest sequence, such as tables of angles. `needs_torch` says why the kernels cannot serve
-    the model; it is empty if they can. `quantization` names how weights are quantised, which only the kernels serve.
-    `own_blocks`: the KV groups have block sizes of their own, so that no other can be chosen.
-    `obstacle` says why nothing serves the model, and is empty if something does.
+    max_position_embeddings: longest sequence in tokens, rope scaling included.
+    weight_bytes, packed_bytes: bytes of the weights in torch, and in the CPU kernels.
+    position_bytes: bytes for each position of the longest sequence, such as tables of angles.
+    needs_torch: why the kernels cannot serve the model; empty if they can.
+    quantization: how weights are quantised; only the kernels serve quantised ones.
+    obstacle: why nothing serves the model; empty if something does.
+    own_blocks: the KV groups have block sizes of their own, so none can be chosen.
     """
 
     path: str
@@ -76,7 +82,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_model_name(path: str) -> str:
-    """The name to serve a checkpoint under: its folder's name, or `owner/name` inside a hub cache."""
+    """Return the name to serve a checkpoint under: its folder's name, or `owner/name` inside a hub cache."""
     for part in PurePath(path).parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/")

@@ -17,6 +17,8 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk", "remote")
 """From fast to slow."""
 
 KEY_BYTES = 16
+ALIGNMENT = 4096
+"""Blocks in tiers begin at multiples of this many bytes, as direct I/O wants."""
 INDEX_BYTES = 64
 """What a disk tier keeps for each slot, beside the block."""
 PART_NAME = re.compile(r"[0-9a-f]{32}")

@@ -10,11 +10,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.cli import main
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
+from pypto_serving.model.deepseek_v4.released import FLASH
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint
 from tests.deepseek_v4 import HEAVY
-from tests.model.deepseek_v4.configs import FLASH, PLAIN_FLASH, PRO
+from tests.model.deepseek_v4.configs import PLAIN_FLASH, PRO
 
 GROUPS = ("ori", "cmp", "idx", "hca_state", "csa_state", "csa_inner_state")
 SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "n_routed_experts": 8, "vocab_size": 512}
@@ -23,7 +25,7 @@ SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "n_routed_experts": 8, "voc
 def write(path: Path, config: dict[str, Any], drop: str = "", add: str = "", mtp: bool = True) -> Path:
     """A folder with config.json and the index of a whole checkpoint, but for `drop` and `add`."""
     dtype = config.get("torch_dtype", "bfloat16")
-    stored = DeepseekV4Config.from_json(config, "config.json").stored(dtype, mtp)
+    stored = DeepseekV4Inventory(DeepseekV4Config.from_json(config, "config.json")).stored(dtype, mtp)
     names = {name: "model-00001-of-00001.safetensors" for name in stored if name != drop}
     size = sum(tensor.num_bytes for tensor in stored.values())
     index = {"metadata": {"total_size": size}, "weight_map": names | ({add: "x.safetensors"} if add else {})}

@@ -266,6 +266,25 @@ def test_mistakes_in_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path:
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["check"], ["generate", "hello"], ["chat"]], ids=lambda argv: argv[0])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kv-memory: 1KiB", "kv-memory in c.yaml is 1 KiB, too little for one sequence of 2 tokens"),
+        ("max_model_len: 99999", "max-model-len in c.yaml is 99999, but the model's longest sequence is 40960"),
+        ("kv-disk-size: 1GiB", "kv-disk-size in c.yaml needs a folder; give --kv-disk too, or drop it"),
+    ],
+)
+def test_what_cannot_work_is_named_by_its_key_in_every_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], text: str, message: str
+) -> None:
+    """Values that only the model or the machine show to be impossible."""
+    (tmp_path / "c.yaml").write_text(f"{text}\nbackend: 'null'\n")
+    code, out, err = run(capsys, *command, "--config", str(tmp_path / "c.yaml"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {message}")
+
+
 def test_hub_name_without_network_names_the_way_out(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "pypto_serving", "check", "owner/name"]

@@ -145,7 +145,7 @@ def test_verify_leaves_what_a_server_uses(disk: Disk, capsys: pytest.CaptureFixt
     store = disk.open()
     code, out, _ = run(capsys, "verify", disk.root)
     assert code == 1
-    assert "1 damaged; a server has them open" in out
+    assert "1 damaged; a server uses this part" in out
     assert listed(store) == HELD
     store.close()
 
@@ -163,7 +163,7 @@ def test_a_later_format_is_named_and_left_alone(disk: Disk, capsys: pytest.Captu
     fill(disk)
     disk.file("meta.json").write_text('{"format": 9}')
     assert "format 9, made by a later version" in run(capsys, "stat", disk.root)[1]
-    assert "left alone" in run(capsys, "verify", disk.root)[1]
+    assert "is skipped" in run(capsys, "verify", disk.root)[1]
     assert run(capsys, "clear", disk.root, "--yes")[1] == "deleted 0 B\n"
     assert len(disk.folders()) == 1
 
@@ -229,7 +229,7 @@ def test_without_a_terminal_clear_says_how_to_confirm(
     assert run(capsys, "clear", disk.root) == (
         2,
         "",
-        "error: nobody can be asked, because this is no terminal; give --yes to delete without asking\n",
+        "error: this is no terminal, so there is no one to ask; give --yes to delete without asking\n",
     )
     assert len(disk.folders()) == 1
 

@@ -14,7 +14,7 @@ import pytest
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import runnable
-from pypto_serving.model.registry import load_config, load_spec
+from pypto_serving.model.registry import load_config, load_spec, model_family
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Sequences, compute
 from tests.model.test_cpu_backend import config_for, prepare, resident_bytes
@@ -99,7 +99,8 @@ def test_why_a_model_needs_torch(
     checkpoint: MakeCheckpoint, changes: dict[str, Any], block_size: int, dtype: str, reason: str
 ) -> None:
     architecture, model = load_config(checkpoint())
-    needs = dataclasses.replace(model, **changes).spec("m", architecture, dtype, block_size).needs_torch
+    changed = dataclasses.replace(model, **changes)
+    needs = model_family(architecture).spec(changed, "m", architecture, dtype, block_size).needs_torch
     assert (reason in needs) if reason else not needs
 
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.setup.host import DiskFacts, HostFacts, read_cache_dir, read_host_facts
-from pypto_serving.setup.memory import largest, max_sequence_bytes, plan_groups, size_option, tail_bytes
+from pypto_serving.setup.memory import max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.options import Options, make_options
-from pypto_serving.setup.resolver import Resolved, default_model_name, resolve
+from pypto_serving.setup.planner import largest, size_option
+from pypto_serving.setup.resolver import Resolved, resolve
 from pypto_serving.setup.rules import RULES
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec, max_live_blocks
-from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.model import ModelSpec, default_model_name
 from pypto_serving.util import GIB, parse_size
 from tests.simulation import in_pages
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pypto_serving.model.deepseek_v4.compressor import Closing, Compressor
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.layers import matrix, rotate, vector
 from pypto_serving.model.deepseek_v4.pages import LayerRows, Pages, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.layers import Linear, rms_norm
 from pypto_serving.model.loader import Weights
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
 
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.types.kv import GroupKind, KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.util import ceil_div
 
-if TYPE_CHECKING:
-    from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
-
-_MAX_STATE_BLOCK = 8
+_MAX_BLOCK, _MAX_STATE_BLOCK = 128, 8
 
 
-def kv_groups(model: DeepseekV4Config, dtype: str) -> tuple[KVCacheGroupSpec, ...]:
-    """The families of the layers there are, with latents of `dtype` and float32 states.
+def kv_groups(model: DeepseekV4Config, dtype: str, block_size: int = 0) -> tuple[KVCacheGroupSpec, ...]:
+    """List the KV groups of the model's kinds of layers, with latents of `dtype` and float32 states.
+
+    `block_size` is ignored: ratios and window decide.
 
     | group           | a row                                       | rows          |
     |-----------------|---------------------------------------------|---------------|
@@ -26,7 +27,7 @@ def kv_groups(model: DeepseekV4Config, dtype: str) -> tuple[KVCacheGroupSpec, ..
 
     A block holds tensor after tensor, in it layer after layer, in it row after row.
     """
-    csa, hca, dim, size = model.layers_of("csa"), model.layers_of("hca"), model.head_dim, model.block_size
+    csa, hca, dim, size = model.layers_of("csa"), model.layers_of("hca"), model.head_dim, history_block(model)
     ori = KVTensorSpec(name="kv", layers=tuple(range(model.num_layers)), dtype=dtype, row_shape=(dim,))
     groups = [_group("ori", "sliding_window", size, ori, window=model.window)]
     compressed = []
@@ -49,17 +50,23 @@ def kv_groups(model: DeepseekV4Config, dtype: str) -> tuple[KVCacheGroupSpec, ..
     return tuple(groups)
 
 
+def history_block(model: DeepseekV4Config) -> int:
+    """Choose the tokens in a block of `ori`, `cmp` and `idx`: a multiple of every ratio, and about a window."""
+    ratios = math.lcm(*(model.ratio(kind) for kind in set(model.kinds) - {"swa"}))
+    return ceil_div(min(model.window, _MAX_BLOCK), ratios) * ratios
+
+
 def _group(name: str, kind: GroupKind, block_size: int, *tensors: KVTensorSpec, window: int = 0) -> KVCacheGroupSpec:
     return KVCacheGroupSpec(name=name, kind=kind, block_size=block_size, window=window, tensors=tensors)
 
 
 def _entries(name: str, layers: tuple[int, ...], dtype: str, dim: int, ratio: int, source: str) -> KVTensorSpec:
-    """One row of `dim` for every `ratio` tokens."""
+    """Describe a tensor with one row of `dim` for every `ratio` tokens."""
     return KVTensorSpec(name=name, layers=layers, dtype=dtype, row_shape=(dim,), ratio=ratio, folded_from=source)
 
 
 def _state(name: str, layers: tuple[int, ...], width: int, period: int, overlap: int) -> KVCacheGroupSpec:
-    """Float32 rows of the tokens whose entry is not closed yet, and of `overlap` tokens before them."""
+    """Describe a group of float32 rows: tokens whose entry is not closed yet, and `overlap` tokens before them."""
     size = max(n for n in range(1, min(period, _MAX_STATE_BLOCK) + 1) if period % n == 0)
     rows = KVTensorSpec(name="state", layers=layers, dtype="float32", row_shape=(width,))
     return KVCacheGroupSpec(

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from pypto_serving.model.checkpoint import INT64
+from pypto_serving.model.contents import Shape, Stored
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.storage import Role, Tensor
 
-if TYPE_CHECKING:
-    from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+
+class DeepseekV4Inventory:
+    """The tensors of a checkpoint: `model` and `drafts` by upstream name. Implements Inventory.
+
+    `drafts` are those of draft layers, which nothing reads.
+    """
+
+    def __init__(self, config: DeepseekV4Config) -> None:
+        self.model, self.drafts = model_tensors(config), draft_tensors(config)
+        self._storage = config.storage
+
+    def tensors(self) -> dict[str, Shape]:
+        """List name and shape of every tensor that a plain checkpoint must have."""
+        return {name: tensor.shape for name, tensor in self.model.items()}
+
+    def stored(self, dtype: str = "bfloat16", mtp: bool = True) -> dict[str, Stored]:
+        """List every tensor as files hold it, in `dtype` unless quantised; with draft layers if `mtp`."""
+        return {
+            key: stored
+            for name, tensor in self._all(mtp).items()
+            for key, stored in self._storage.stored(name, tensor, dtype).items()
+        }
+
+    def num_parameters(self, mtp: bool = False) -> int:
+        """Count the elements of all float tensors before quantisation, with draft layers if `mtp`."""
+        return sum(tensor.count for tensor in self._all(mtp).values() if tensor.role != "ids")
+
+    def ignores(self, name: str) -> bool:
+        """Return True for tensors of draft layers."""
+        return name.startswith("mtp.")
+
+    def integers(self) -> dict[str, str]:
+        """List the tensors that hold integers, with their stored dtypes."""
+        return {name: INT64 for name, tensor in self.model.items() if tensor.role == "ids"}
+
+    def _all(self, mtp: bool) -> dict[str, Tensor]:
+        return self.model | self.drafts if mtp else self.model
 
 
 def model_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
-    """Every tensor of the model by upstream name, without draft layers."""
+    """List every tensor of the model by upstream name, without draft layers."""
     vocab, hidden = model.vocab_size, model.hidden_size
     tensors = {"embed.weight": Tensor((vocab, hidden))}
     for layer, kind in enumerate(model.kinds):
@@ -88,7 +124,10 @@ def _expert_tensors(model: DeepseekV4Config, layer: int) -> dict[str, Tensor]:
 
 
 def draft_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:
-    """Draft layers: an SWA layer routed by score, what joins stream and token, and an end of its own."""
+    """List the tensors of draft layers by upstream name.
+
+    A draft layer is an SWA layer routed by score, with projections that join stream and token, and its own head mix.
+    """
     hidden = model.hidden_size
     layer = _layer_tensors(model, model.num_layers, "swa") | _head_mix_tensors(model)
     layer |= {f"{name}.weight": Tensor((hidden, hidden), "linear") for name in ("e_proj", "h_proj")}

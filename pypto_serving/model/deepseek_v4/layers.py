@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import Experts, HyperConnections
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.layers import Linear, rms_norm, run_experts
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.tensors import require_ids

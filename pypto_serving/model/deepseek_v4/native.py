@@ -18,8 +18,9 @@ from pypto_serving.kernels import (
     Turning,
     zeros,
 )
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.types.arrays import Float32Array, PairArray
@@ -47,7 +48,8 @@ class NativeDeepseekV4:
         return "deepseek-v4-native-2"
 
     def __init__(self, model: DeepseekV4Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
-        weights.require(model.tensors(), model.ignores, model.integers())
+        inventory = DeepseekV4Inventory(model)
+        weights.require(inventory.tensors(), inventory.ignores, inventory.integers())
         self.model, self._weights = model, weights
         self.step = Recording(engine)
         self._arenas = Arenas(config, self.step)
@@ -228,7 +230,7 @@ class Buffers:
         self.mixes = zeros(np.float32, tokens, _MIXED)
         self.x, self.y = (zeros(np.float32, tokens, hidden) for _ in range(2))
         self.normed = zeros(np.uint32, max(tokens, rows) * hidden // 2)
-        shapes = model.tensors()
+        shapes = DeepseekV4Inventory(model).tensors()
         self.widths: dict[LayerKind, list[int]] = {}
         self.projected: dict[LayerKind, Float32Array] = {}
         self.heads: dict[LayerKind, Float32Array] = {}

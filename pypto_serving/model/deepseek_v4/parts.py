@@ -50,7 +50,7 @@ class HyperConnections:
 
     @property
     def mixes(self) -> int:
-        """Outputs of a mixing projection: what enters, what leaves, and how streams go on."""
+        """Count the outputs of a mixing projection: weights of inputs, of outputs, and between streams."""
         return (2 + self.streams) * self.streams
 
 
@@ -77,7 +77,7 @@ def refuse_unsupported(config: Fields) -> None:
 
 
 def read_layers(config: Fields, count: int) -> tuple[tuple[LayerKind, ...], dict[LayerKind, int]]:
-    """The kind of every layer, and the ratios: `layer_types` and `compress_rates`, or `compress_ratios` of releases.
+    """Read the kind of every layer, and the ratios: `layer_types` and `compress_rates`, or `compress_ratios`.
 
     There may be more entries than layers: draft layers have some.
     """
@@ -108,7 +108,7 @@ def read_rope_dim(config: Fields, head_dim: int) -> int:
 
 
 def read_ropes(config: Fields, dim: int, max_len: int) -> tuple[Rope, Rope]:
-    """Rotation of SWA layers, and of the others; cosines and sines are never scaled unless a factor is given."""
+    """Read the rotation of SWA layers, and of the others; cosines and sines are scaled only by a given factor."""
     config.section("rope_parameters", "rope_scaling")
     given = config.get("rope_parameters", "rope_scaling") or {}
     theta = config.positive_float("rope_theta", default=10000.0)

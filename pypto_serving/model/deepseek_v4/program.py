@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from pypto_serving.model.deepseek_v4.attention import Attention, StepView
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, ExpertLayer, StreamMixer, matrix, vector, write_streams
 from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
 from pypto_serving.model.layers import Linear, rms_norm, settle_rows
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.rope import rope_tables
@@ -54,7 +55,8 @@ class DeepseekV4Program:
     name = "deepseek-v4-torch-2"
 
     def __init__(self, model: DeepseekV4Config, weights: Weights, config: EngineConfig) -> None:
-        weights.require(model.tensors(), model.ignores, model.integers())
+        inventory = DeepseekV4Inventory(model)
+        weights.require(inventory.tensors(), inventory.ignores, inventory.integers())
         self.model = model
         device = torch.get_default_device()
         self._groups = {

@@ -33,7 +33,7 @@ class Tensor:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
+        """Count the elements."""
         return math.prod(self.shape)
 
 
@@ -68,7 +68,7 @@ class Storage:
         return cls(name, (("latent", "fp8"), ("linear", "fp8"), ("expert", expert)))
 
     def stored(self, name: str, tensor: Tensor, dtype: str) -> dict[str, Stored]:
-        """What a file holds for a tensor of the model: itself in `dtype`, or its quantised form with scales."""
+        """List what a file holds for a tensor: itself in `dtype`, or its quantised form with scales."""
         form = dict(self.forms).get(tensor.role)
         if form is None:
             return {name: Stored(_PLAIN.get(tensor.role, STORED_DTYPES[dtype]), tensor.shape)}

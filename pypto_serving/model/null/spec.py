@@ -1,65 +1,43 @@
-"""Specs of models without weights: KV groups for the null backend. Torch-free."""
+"""Models without weights, for the null backend. Torch-free."""
 
 from __future__ import annotations
 
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.groups import kv_groups
+from pypto_serving.model.deepseek_v4.released import FLASH
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
-
-def _row(name: str, layers: int, width: int, dtype: str, ratio: int = 1, folded_from: str = "") -> KVTensorSpec:
-    return KVTensorSpec(
-        name=name, layers=tuple(range(layers)), dtype=dtype, row_shape=(width,), ratio=ratio, folded_from=folded_from
-    )
+NULL_MODELS = ("plain", "deepseek_v4")
+"""Names of the models, the default first."""
 
 
 def plain_groups(block_size: int = 16) -> tuple[KVCacheGroupSpec, ...]:
-    """One full-history group, as Qwen3 has."""
-    return (
-        KVCacheGroupSpec(name="kv", kind="full", block_size=block_size, tensors=(_row("kv", 28, 2048, "bfloat16"),)),
-    )
+    """Describe one full-history group of 28 layers, with rows as wide as those of Qwen3-0.6B."""
+    rows = KVTensorSpec(name="kv", layers=tuple(range(28)), dtype="bfloat16", row_shape=(2048,))
+    return (KVCacheGroupSpec(name="kv", kind="full", block_size=block_size, tensors=(rows,)),)
 
 
 def deepseek_v4_groups() -> tuple[KVCacheGroupSpec, ...]:
-    """The six cache families of DeepSeek V4 Flash: 43 layers, of which 21 CSA (ratio 4) and 20 HCA (ratio 128)."""
-    return (
-        KVCacheGroupSpec(
-            name="ori", kind="sliding_window", block_size=128, window=128, tensors=(_row("kv", 43, 512, "bfloat16"),)
-        ),
-        KVCacheGroupSpec(
-            name="cmp",
-            kind="compressed",
-            block_size=128,
-            tensors=(
-                _row("csa", 21, 512, "bfloat16", 4, "csa_state"),
-                _row("hca", 20, 512, "bfloat16", 128, "hca_state"),
-            ),
-        ),
-        KVCacheGroupSpec(
-            name="idx", kind="compressed", block_size=128, tensors=(_row("key", 21, 132, "int8", 4, "csa_inner_state"),)
-        ),
-        _state("hca_state", 8, 128, 0, _row("state", 20, 1024, "float32")),
-        _state("csa_state", 4, 4, 4, _row("state", 21, 2048, "float32")),
-        _state("csa_inner_state", 4, 4, 4, _row("state", 21, 512, "float32")),
-    )
+    """Describe the six groups of DeepSeek V4 Flash in bfloat16, as they are served."""
+    return kv_groups(_flash(), "bfloat16")
 
 
-def _state(name: str, block_size: int, period: int, overlap: int, tensor: KVTensorSpec) -> KVCacheGroupSpec:
-    return KVCacheGroupSpec(
-        name=name, kind="rolling_state", block_size=block_size, period=period, overlap=overlap, tensors=(tensor,)
-    )
-
-
-def null_spec(name: str = "plain") -> ModelSpec:
-    """A model without weights: `plain` or `deepseek_v4` name its KV groups. Raises KeyError for other names."""
-    groups = {"plain": plain_groups, "deepseek_v4": deepseek_v4_groups}[name]()
+def null_spec(name: str = NULL_MODELS[0]) -> ModelSpec:
+    """Describe the model `name`, one of NULL_MODELS."""
+    flash = _flash() if name == "deepseek_v4" else None
     return ModelSpec(
         path="",
         architecture="Null",
         dtype="bfloat16",
-        num_layers=43 if name == "deepseek_v4" else 28,
-        vocab_size=129280 if name == "deepseek_v4" else 151936,
-        max_position_embeddings=1 << 20 if name == "deepseek_v4" else 40960,
+        num_layers=flash.num_layers if flash else 28,
+        vocab_size=flash.vocab_size if flash else 151936,
+        max_position_embeddings=flash.max_position_embeddings if flash else 40960,
         num_parameters=0,
         weight_bytes=0,
-        kv_groups=groups,
+        kv_groups=deepseek_v4_groups() if flash else plain_groups(),
     )
+
+
+def _flash() -> DeepseekV4Config:
+    return DeepseekV4Config.from_json(FLASH, "DeepSeek V4 Flash")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Routing, Rows, Scoring, Strips, zeros
 from pypto_serving.model.checkpoint import INT8
 from pypto_serving.model.packed import PackedWeights
-from pypto_serving.model.qwen3.spec import Experts, Qwen3Config
+from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 

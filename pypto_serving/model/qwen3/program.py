@@ -10,7 +10,7 @@ from torch import Tensor
 from pypto_serving.model.attention import KVArena, StepAttention, settle_query_rows
 from pypto_serving.model.layers import GatedMLP, Linear, SparseMLP, rms_norm, rotate_, settle_rows
 from pypto_serving.model.loader import Weights
-from pypto_serving.model.qwen3.spec import Qwen3Config
+from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.config import EngineConfig
 

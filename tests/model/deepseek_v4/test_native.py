@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
-from pypto_serving.model.registry import load_config
+from pypto_serving.model.registry import load_config, model_family
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequence_, Sequences, load_program
 
@@ -237,5 +237,5 @@ def test_going_on_from_what_a_resumed_request_needs(subject: Subject) -> None:
 )
 def test_why_a_model_needs_torch(checkpoint: MakeCheckpoint, changes: dict[str, Any], dtype: str, reason: str) -> None:
     architecture, model = load_config(checkpoint("deepseek_v4_fast", **changes))
-    needs = model.spec("m", architecture, dtype, 32).needs_torch
+    needs = model_family(architecture).spec(model, "m", architecture, dtype, 32).needs_torch
     assert (reason in needs) if reason else not needs

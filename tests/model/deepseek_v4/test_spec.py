@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.deepseek_v4.spec import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.groups import kv_groups
+from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
+from pypto_serving.model.deepseek_v4.released import FLASH
+from pypto_serving.model.deepseek_v4.spec import model_spec
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.model.registry import load_config, load_contents, load_spec
-from pypto_serving.types.kv import KVCacheGroupSpec
-from tests.model.deepseek_v4.configs import FLASH, PLAIN_FLASH, PRO
+from tests.model.deepseek_v4.configs import PLAIN_FLASH, PRO
 
 SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
 FULL_NAMES = {
@@ -28,11 +31,6 @@ def config_of(config: dict[str, Any] = FLASH, **changes: Any) -> DeepseekV4Confi
     return DeepseekV4Config.from_json({k: v for k, v in (config | changes).items() if v is not ...}, "config.json")
 
 
-def shape_of(group: KVCacheGroupSpec) -> tuple[Any, ...]:
-    tensors = tuple((t.name, len(t.layers), t.row_shape, t.ratio, t.folded_from) for t in group.tensors)
-    return (group.name, group.kind, group.block_size, group.window, group.period, group.overlap, tensors)
-
-
 @pytest.mark.parametrize(
     ("config", "parameters", "with_mtp", "tensors", "size"),
     [
@@ -44,11 +42,11 @@ def shape_of(group: KVCacheGroupSpec) -> tuple[Any, ...]:
 def test_totals_are_the_published_ones(
     config: dict[str, Any], parameters: int | None, with_mtp: int, tensors: int, size: int
 ) -> None:
-    model = config_of(config)
-    stored = model.stored()
+    inventory = DeepseekV4Inventory(config_of(config))
+    stored = inventory.stored()
     assert (len(stored), sum(tensor.num_bytes for tensor in stored.values())) == (tensors, size)
-    assert model.num_parameters(mtp=True) == with_mtp
-    assert parameters in (None, model.num_parameters())
+    assert inventory.num_parameters(mtp=True) == with_mtp
+    assert parameters in (None, inventory.num_parameters())
 
 
 def test_a_released_config(tmp_path: Path) -> None:
@@ -66,28 +64,25 @@ def test_a_released_config(tmp_path: Path) -> None:
 
 def test_a_plain_checkpoint_of_the_same_shape() -> None:
     model = config_of(PLAIN_FLASH)
-    spec = model.spec("", "DeepseekV4ForCausalLM", "bfloat16", 0)
+    spec = model_spec(model, "", "DeepseekV4ForCausalLM", "bfloat16", 0)
     assert not spec.quantization and not spec.obstacle
     assert 2 * spec.num_parameters < spec.weight_bytes < 2.01 * spec.num_parameters
-    tensors = model.tensors()
+    inventory = DeepseekV4Inventory(model)
+    tensors = inventory.tensors()
     assert tensors["layers.2.attn.compressor.ape"] == (4, 1024)
     assert tensors["layers.3.attn.compressor.ape"] == (128, 512)
     assert tensors["layers.2.attn.indexer.compressor.wkv.weight"] == (256, 4096)
     assert tensors["layers.42.attn.wo_a.weight"] == (8192, 4096)
     assert "layers.0.ffn.gate.tid2eid" in tensors and "layers.3.ffn.gate.bias" in tensors
-    assert not any(name.startswith("mtp.") for name in tensors) and model.ignores("mtp.0.norm.weight")
+    assert not any(name.startswith("mtp.") for name in tensors) and inventory.ignores("mtp.0.norm.weight")
 
 
-def test_the_cache_families_are_those_of_the_scheduler_tests() -> None:
-    groups = config_of().kv_groups("bfloat16")
-    wanted = {group.name: group for group in deepseek_v4_groups()}
-    assert [group.name for group in groups] == list(wanted)
-    for group in groups:
-        if group.name == "idx":
-            assert (group.block_size, group.tensors[0].row_shape, group.tensors[0].ratio) == (128, (128,), 4)
-        else:
-            assert shape_of(group) == shape_of(wanted[group.name])
-            assert group.block_bytes == wanted[group.name].block_bytes
+def test_the_groups_of_a_release_are_those_of_the_scheduler_tests() -> None:
+    groups = kv_groups(config_of(), "bfloat16")
+    assert groups == deepseek_v4_groups()
+    assert [group.name for group in groups] == ["ori", "cmp", "idx", "hca_state", "csa_state", "csa_inner_state"]
+    assert [group.block_size for group in groups] == [128, 128, 128, 8, 4, 4]
+    assert (groups[2].tensors[0].row_shape, groups[2].tensors[0].ratio) == ((128,), 4)
     assert groups[0].tensors[0].layers == tuple(range(43))
     assert [t.layers[:2] for t in groups[1].tensors] == [(2, 4), (3, 5)]
     assert sum(g.block_bytes / g.block_size for g in groups if g.keeps_history) == 6880
@@ -111,15 +106,15 @@ def test_a_model_without_some_kinds(kinds: tuple[str, ...], names: list[str], bl
         num_hidden_layers=2,
         sliding_window=16,
     )
-    groups = model.kv_groups("float32")
+    groups = kv_groups(model, "float32")
     assert [group.name for group in groups] == names
-    assert model.block_size == groups[0].block_size == block_size
+    assert groups[0].block_size == block_size
 
 
 @pytest.mark.parametrize(("ratio", "state_block"), [(4, 4), (6, 6), (12, 6), (16, 8), (11, 1), (128, 8)])
 def test_state_blocks_divide_the_ratio(ratio: int, state_block: int) -> None:
-    groups = config_of(compress_ratios=[0, ratio], compress_rate_hca=ratio, compress_rate_csa=3, num_hidden_layers=2)
-    state = groups.kv_groups("bfloat16")[-1]
+    model = config_of(compress_ratios=[0, ratio], compress_rate_hca=ratio, compress_rate_csa=3, num_hidden_layers=2)
+    state = kv_groups(model, "bfloat16")[-1]
     assert (state.name, state.block_size, state.period) == ("hca_state", state_block, ratio)
 
 

@@ -1,0 +1,112 @@
+"""A DeepSeek V4 model as its config.json describes it. Torch-free.
+
+Every layer has a sliding window. There are three kinds of layers:
+
+    swa  sliding-window attention alone
+    csa  compressed sparse attention: one compressed entry for every few tokens; an indexer chooses the best of them
+    hca  heavily compressed attention: one compressed entry for every many tokens; queries attend to all of them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pypto_serving.model.deepseek_v4 import parts
+from pypto_serving.model.deepseek_v4.parts import Experts, HyperConnections, Indexer, LayerKind
+from pypto_serving.model.deepseek_v4.storage import Storage
+from pypto_serving.model.fields import Fields
+from pypto_serving.model.rope import Rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekV4Config:
+    """The values of config.json that programs need. `indexer` is None for a model without CSA layers.
+
+    `rope` rotates in SWA layers, `compress_rope` in the others; both turn the last `rope_dim` channels of a head, in
+    pairs of neighbours. `mtp_layers` are draft layers in the checkpoint, which nothing reads.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    kinds: tuple[LayerKind, ...]
+    csa_ratio: int
+    hca_ratio: int
+    window: int
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    indexer: Indexer | None
+    experts: Experts
+    hyper: HyperConnections
+    rope: Rope
+    compress_rope: Rope
+    rms_norm_eps: float
+    max_position_embeddings: int
+    mtp_layers: int
+    storage: Storage
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], source: str) -> Self:
+        """Parse a config.json object; raises ModelError naming the key and value that cannot be served."""
+        config = Fields(raw, source)
+        parts.refuse_unsupported(config)
+        layers = config.positive_int("num_hidden_layers")
+        kinds, ratios = parts.read_layers(config, layers)
+        head_dim = config.positive_int("head_dim")
+        rope_dim = parts.read_rope_dim(config, head_dim)
+        max_len = config.positive_int("max_position_embeddings")
+        heads, out_groups = config.positive_int("num_attention_heads"), config.positive_int("o_groups")
+        config.require(heads * head_dim % out_groups == 0, "o_groups", out_groups, f"a divisor of {heads} x {head_dim}")
+        rope, compress_rope = parts.read_ropes(config, rope_dim, max_len)
+        return cls(
+            vocab_size=config.positive_int("vocab_size"),
+            hidden_size=config.positive_int("hidden_size"),
+            num_layers=layers,
+            kinds=kinds,
+            csa_ratio=ratios["csa"],
+            hca_ratio=ratios["hca"],
+            window=config.positive_int("sliding_window"),
+            num_heads=heads,
+            head_dim=head_dim,
+            rope_dim=rope_dim,
+            q_lora_rank=config.positive_int("q_lora_rank"),
+            o_groups=out_groups,
+            o_lora_rank=config.positive_int("o_lora_rank"),
+            indexer=parts.read_indexer(config, rope_dim) if "csa" in kinds else None,
+            experts=parts.read_experts(config, layers),
+            hyper=HyperConnections(
+                streams=config.positive_int("hc_mult"),
+                iterations=config.positive_int("hc_sinkhorn_iters"),
+                eps=config.positive_float("hc_eps", default=1e-6),
+            ),
+            rope=rope,
+            compress_rope=compress_rope,
+            rms_norm_eps=config.positive_float("rms_norm_eps", default=1e-6),
+            max_position_embeddings=max_len,
+            mtp_layers=config.natural("num_nextn_predict_layers", default=0),
+            storage=Storage.from_json(config),
+        )
+
+    def layers_of(self, *kinds: LayerKind) -> tuple[int, ...]:
+        """List the layers of `kinds`, ascending."""
+        return tuple(layer for layer, kind in enumerate(self.kinds) if kind in kinds)
+
+    def ratio(self, kind: LayerKind) -> int:
+        """Return the tokens per compressed entry in a layer of `kind`, 0 for none."""
+        return {"swa": 0, "csa": self.csa_ratio, "hca": self.hca_ratio}[kind]
+
+    def compressed_width(self, kind: LayerKind, dim: int) -> int:
+        """Return the channels of keys, and of gates, that a compressor with entries of `dim` makes of a token.
+
+        In CSA layers windows overlap: a token has `dim` channels for the window behind its own and `dim` for its own.
+        """
+        return 2 * dim if kind == "csa" else dim
+
+    def ropes(self) -> dict[LayerKind, Rope]:
+        """Return the rotation of each kind of layer in the model."""
+        return {kind: self.rope if kind == "swa" else self.compress_rope for kind in self.kinds}

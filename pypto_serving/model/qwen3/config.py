@@ -1,0 +1,207 @@
+"""A Qwen3 or Qwen3-MoE model as its config.json describes it, with its tensors. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import INT8
+from pypto_serving.model.contents import STORED_DTYPES, Shape, Stored
+from pypto_serving.model.fields import Fields
+from pypto_serving.model.quantization import SECTION, Quantization, scale_name
+from pypto_serving.model.rope import Rope
+
+_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture-of-experts part: which layers have it, and its sizes."""
+
+    layers: tuple[int, ...]
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalize: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3Config:
+    """The values of config.json that programs need. Implements Inventory. `experts` is None for a dense model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    tied_embeddings: bool
+    attention_bias: bool
+    max_position_embeddings: int
+    experts: Experts | None = None
+    quantization: Quantization | None = None
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], source: str) -> Self:
+        """Parse a config.json object; raises ModelError naming the key and value that cannot be served."""
+        config = Fields(raw, source)
+        _refuse_unsupported(config)
+        hidden, heads = config.positive_int("hidden_size"), config.positive_int("num_attention_heads")
+        kv_heads = config.positive_int("num_key_value_heads", default=heads)
+        config.require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of the {heads} heads")
+        head_dim = config.positive_int("head_dim", default=max(1, hidden // heads))
+        config.require(head_dim % 2 == 0, "head_dim", head_dim, "even")
+        max_len = config.positive_int("max_position_embeddings")
+        rope = Rope.from_config(config, head_dim, max_len)
+        layers = config.positive_int("num_hidden_layers")
+        model = cls(
+            vocab_size=config.positive_int("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=config.positive_int("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=config.positive_float("rms_norm_eps", default=1e-6),
+            rope=rope,
+            tied_embeddings=config.flag("tie_word_embeddings", False),
+            attention_bias=config.flag("attention_bias", False),
+            max_position_embeddings=max(max_len, rope.max_len),
+            experts=_read_experts(config, layers),
+            quantization=Quantization.from_json(config),
+        )
+        model._check_quantization(config)
+        return model
+
+    def _check_quantization(self, config: Fields) -> None:
+        """Raise ModelError where one product has int8 weights in part, or the embedding would have to be int8."""
+        if self.quantization is None:
+            return
+        key, ignore = f"{SECTION}.ignore", list(self.quantization.ignore)
+        for modules in self._products():
+            covered = [self.quantization.covers(module) for module in modules]
+            odd = modules[covered.index(not covered[0])] if len(set(covered)) > 1 else ""
+            config.require(not odd, key, ignore, f"the same for {odd} and {modules[0]}, which are one product here")
+        tied = self.tied_embeddings and self.quantization.covers("lm_head")
+        config.require(not tied, key, ignore, "a list with lm_head, which is the embedding (tie_word_embeddings)")
+
+    def tensors(self) -> dict[str, Shape]:
+        """List name and shape of every tensor that the checkpoint must have."""
+        weights, int8 = self.weights(), self.int8_weights()
+        return weights | {scale_name(name): (shape[0], 1) for name, shape in weights.items() if name in int8}
+
+    def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
+        """List every tensor as files hold it: int8 weights, and all else in `dtype`. There are no draft layers."""
+        int8 = self.int8_weights()
+        return {
+            name: Stored(INT8 if name in int8 else STORED_DTYPES[dtype], shape)
+            for name, shape in self.tensors().items()
+        }
+
+    def num_parameters(self, mtp: bool = False) -> int:
+        """Count the elements of all tensors but the scales of int8 weights."""
+        return sum(math.prod(shape) for shape in self.weights().values())
+
+    def int8_weights(self) -> frozenset[str]:
+        """List the tensors that are int8; each has a tensor of scales."""
+        quantization = self.quantization
+        if quantization is None:
+            return frozenset()
+        modules = (module for product in self._products() for module in product)
+        return frozenset(f"{module}.weight" for module in modules if quantization.covers(module))
+
+    def _products(self) -> Iterator[tuple[str, ...]]:
+        """List the linear layers, in tuples that are multiplied as one product."""
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            yield tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
+            yield (f"{prefix}self_attn.o_proj",)
+            if self.experts is None or layer not in self.experts.layers:
+                yield f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"
+                yield (f"{prefix}mlp.down_proj",)
+                continue
+            experts = [f"{prefix}mlp.experts.{expert}." for expert in range(self.experts.count)]
+            yield (f"{prefix}mlp.gate",)
+            yield tuple(f"{expert}{name}_proj" for expert in experts for name in ("gate", "up"))
+            yield tuple(f"{expert}down_proj" for expert in experts)
+        if not self.tied_embeddings:
+            yield ("lm_head",)
+
+    def weights(self) -> dict[str, Shape]:
+        """List name and shape of every tensor but the scales of int8 weights."""
+        hidden = self.hidden_size
+        tensors: dict[str, Shape] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            tensors |= {prefix + name: shape for name, shape in self._layer_tensors(layer).items()}
+        tensors["model.norm.weight"] = (hidden,)
+        if not self.tied_embeddings:
+            tensors["lm_head.weight"] = (self.vocab_size, hidden)
+        return tensors
+
+    def _layer_tensors(self, layer: int) -> dict[str, Shape]:
+        hidden, queries = self.hidden_size, self.num_heads * self.head_dim
+        keys = self.num_kv_heads * self.head_dim
+        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+        tensors: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        tensors |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
+        for name, size in rows.items():
+            tensors[f"self_attn.{name}.weight"] = (size, queries if name == "o_proj" else hidden)
+            if self.attention_bias:
+                tensors[f"self_attn.{name}.bias"] = (size,)
+        if self.experts is None or layer not in self.experts.layers:
+            return tensors | _mlp_tensors("mlp.", hidden, self.intermediate_size)
+        tensors["mlp.gate.weight"] = (self.experts.count, hidden)
+        for expert in range(self.experts.count):
+            tensors |= _mlp_tensors(f"mlp.experts.{expert}.", hidden, self.experts.intermediate_size)
+        return tensors
+
+    def ignores(self, name: str) -> bool:
+        """Return True for tensors that some checkpoints carry and nothing needs."""
+        return bool(_IGNORED.fullmatch(name)) or (self.tied_embeddings and name == "lm_head.weight")
+
+
+def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}gate_proj.weight": (intermediate, hidden),
+        f"{prefix}up_proj.weight": (intermediate, hidden),
+        f"{prefix}down_proj.weight": (hidden, intermediate),
+    }
+
+
+def _refuse_unsupported(config: Fields) -> None:
+    sliding = config.flag("use_sliding_window", False)
+    config.require(not sliding, "use_sliding_window", sliding, "false: sliding windows are not supported here")
+    kinds = config.get("layer_types") or []
+    config.require(set(kinds) <= {"full_attention"}, "layer_types", kinds, "full_attention in every layer")
+    activation = config.get("hidden_act") or "silu"
+    config.require(activation == "silu", "hidden_act", activation, '"silu"')
+
+
+def _read_experts(config: Fields, num_layers: int) -> Experts | None:
+    """Read the expert layers, placed as transformers places them; None if there are none."""
+    if config.get("model_type") != "qwen3_moe":
+        return None
+    count = config.natural("num_experts", "num_local_experts")
+    step = config.positive_int("decoder_sparse_step", default=1)
+    dense = config.int_list("mlp_only_layers")
+    layers = tuple(i for i in range(num_layers) if i not in dense and count > 0 and (i + 1) % step == 0)
+    if not layers:
+        return None
+    per_token = config.positive_int("num_experts_per_tok", default=8)
+    if per_token > count:
+        raise ModelError(f"num_experts_per_tok is {per_token}, but must be at most num_experts, {count}")
+    return Experts(
+        layers=layers,
+        count=count,
+        per_token=per_token,
+        intermediate_size=config.positive_int("moe_intermediate_size"),
+        normalize=config.flag("norm_topk_prob", False),
+    )

@@ -1,0 +1,52 @@
+"""Defaults of options that depend on neither model nor machine. `--help` shows them, `resolve()` applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pypto_serving.backend.defaults import BACKEND_DEFAULTS
+from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
+from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig, default_of
+from pypto_serving.util import GIB, format_size
+
+DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "dtype": "auto",
+        "seed": default_of(EngineConfig, "seed"),
+        "host": default_of(ServerConfig, "host"),
+        "port": default_of(ServerConfig, "port"),
+        "drain_timeout": default_of(ServerConfig, "drain_timeout_s"),
+        "log_requests": default_of(ServerConfig, "log_requests"),
+        "max_queued_requests": default_of(EngineConfig, "max_queued_requests"),
+        "long_prefill_token_threshold": default_of(EngineConfig, "long_prefill_token_threshold"),
+        "chunked_prefill": default_of(EngineConfig, "enable_chunked_prefill"),
+        "prefix_caching": default_of(EngineConfig, "enable_prefix_caching"),
+        "block_size": DEFAULT_BLOCK_SIZE,
+        "kv_host_memory": False,
+        "kv_disk": False,
+        "kv_disk_size": 16 * GIB,
+        "kv_remote": False,
+        "kv_store": default_of(EngineConfig, "kv_store"),
+        "kv_events": False,
+        "backend": next(iter(BACKEND_DEFAULTS)),
+        "packed_cache": False,
+        "step_timeout": default_of(FaultConfig, "step_timeout_s"),
+        "log_level": default_of(EngineConfig, "log_level"),
+    }
+)
+"""By the name of the option; False where it is off."""
+
+QUIET_DEFAULTS: Mapping[str, Any] = MappingProxyType({**DEFAULTS, "log_level": "warning"})
+"""Defaults of commands that answer on the terminal, where logs would be in the way."""
+
+
+def shown_default(name: str) -> str:
+    """Return the default of option `name` as help texts show it."""
+    value = DEFAULTS[name]
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name == "kv_disk_size":
+        return format_size(value).replace(" ", "")
+    return f"{value:g}" if isinstance(value, float) else str(value)

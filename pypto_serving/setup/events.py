@@ -1,0 +1,36 @@
+"""Where KV events go, and where readers ask for those that they missed."""
+
+from __future__ import annotations
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.setup.rules import MAX_PORT
+from pypto_serving.setup.settings import Settings
+
+
+def choose_events(settings: Settings) -> tuple[str, str]:
+    """Choose the endpoints of KV events and of their replay, empty for none; replay is at the next port by default."""
+    options = settings.options
+    endpoint, replay = options.kv_events or "", options.kv_events_replay or ""
+    if replay and not endpoint:
+        raise ConfigError(f"{options.label('kv_events_replay')} needs --kv-events; give it, or drop this")
+    if endpoint and options.prefix_caching is False:
+        label = options.label("kv_events")
+        raise ConfigError(f"{label} tells what the prefix cache holds, which is off; drop it or --no-prefix-caching")
+    settings.pick_fixed("kv_events")
+    reason = settings.origin_or("kv_events_replay", "beside kv-events" if endpoint else "default")
+    if endpoint and not replay:
+        replay = _next_port(endpoint)
+        if not replay:
+            raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give --kv-events-replay as well")
+    settings.record("kv_events_replay", replay or False, reason)
+    return endpoint, replay
+
+
+def _next_port(endpoint: str) -> str:
+    """Return the endpoint beside `endpoint`, empty if that has the last port."""
+    address, _, port = endpoint.rpartition(":")
+    if endpoint.startswith("ipc:"):
+        return endpoint + ".replay"
+    if port in ("*", "0"):
+        return endpoint
+    return "" if int(port) == MAX_PORT else f"{address}:{int(port) + 1}"

@@ -1,0 +1,223 @@
+"""The memory planner: the longest sequence that fits, and the KV memory beside weights and workspace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pypto_serving.backend.defaults import BackendDefaults
+from pypto_serving.errors import ConfigError
+from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.memory import MemoryPlan, max_sequence_bytes, plan_groups, tail_bytes
+from pypto_serving.setup.options import Options
+from pypto_serving.setup.rules import MAX_KV_BYTES
+from pypto_serving.types.kv import publication_lag
+from pypto_serving.types.model import ModelSpec
+from pypto_serving.util import format_size
+
+PROCESS_BYTES = 512 << 20
+"""Resident memory of the API process, the core and the worker beside weights, KV and activations."""
+
+
+class MemoryPlanner:
+    """Decides the longest sequence and the KV memory; every figure is a function of the longest length.
+
+    Raises ConfigError that names the option to change.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        model: ModelSpec,
+        host: HostFacts,
+        backend: BackendDefaults,
+        max_num_seqs: int,
+    ) -> None:
+        self.options = options
+        self.model = model
+        self.available_bytes = host.available_bytes
+        self.backend = backend
+        self.max_num_seqs = max_num_seqs
+        self.chunked = options.chunked_prefill is not False
+        self.weight_bytes = 0 if backend.simulated else model.weight_bytes
+        self.host_bytes = self._host_bytes()
+
+    def step_tokens(self, model_len: int) -> int:
+        """Return the token budget of a step."""
+        given = self.options.max_num_batched_tokens
+        if given is not None:
+            return given
+        default = self.backend.max_num_batched_tokens
+        return default if self.chunked else max(default, model_len)
+
+    def model_len(self) -> tuple[int, str]:
+        """Decide the length of the longest sequence in tokens, and say why."""
+        self._check_room()
+        limit, reason = self.model.max_position_embeddings, "the model's longest sequence"
+        given = self.options.max_model_len
+        if given is not None:
+            self._check_given_len(given)
+            return given, self.options.origin("max_model_len")
+        budget = self.options.max_num_batched_tokens
+        if not self.chunked and budget is not None and budget < limit:
+            limit, reason = budget, "max-num-batched-tokens, because chunked prefill is off"
+        best = largest(self._fits_beside_others, limit)
+        if best < min(2, limit):
+            best = largest(self._fits, limit)
+        if best < min(2, limit):
+            raise self._too_little(min(2, limit), 0)
+        if best < limit:
+            reason = f"the longest that fits the KV memory; the model allows {self.model.max_position_embeddings}"
+        return best, reason
+
+    def plan(self, model_len: int) -> tuple[MemoryPlan, str]:
+        """Plan for sequences of up to `model_len` tokens, and say why KV gets its memory."""
+        groups = plan_groups(
+            self.model.kv_groups,
+            self._kv_limit(model_len),
+            model_len,
+            self._unsettled(model_len, self.step_tokens(model_len)),
+            self._unsettled(model_len, 1),
+            self.max_num_seqs,
+        )
+        plan = MemoryPlan(
+            groups=groups,
+            weight_bytes=self.weight_bytes,
+            workspace_bytes=self._workspace(model_len),
+            available_bytes=self.available_bytes,
+        )
+        reason = self._kv_reason()
+        if plan.num_sequences >= self.max_num_seqs:
+            reason += f"; no more than {self.max_num_seqs} sequences of {model_len} tokens can use"
+        return plan, reason
+
+    def _unsettled(self, model_len: int, step_tokens: int) -> int:
+        """Count the tokens of one sequence, `step_tokens` a step, that may be computed and not settled."""
+        return min(model_len, step_tokens) * self.backend.depth + publication_lag(self.model.kv_groups)
+
+    def _workspace(self, model_len: int) -> int:
+        if self.backend.simulated:
+            return 0
+        positions = self.model.position_bytes * model_len
+        return positions + workspace_bytes(self.model, self.max_num_seqs, self.step_tokens(model_len))
+
+    def _room(self, model_len: int) -> int:
+        """Return the bytes that weights, workspace and host tier leave for KV."""
+        if self.backend.simulated:
+            return MAX_KV_BYTES
+        return self.available_bytes - self.weight_bytes - self._workspace(model_len) - self.host_bytes
+
+    def _host_bytes(self) -> int:
+        """Return the bytes of the host tier."""
+        given = self.options.kv_host_memory
+        if given is None:
+            return 0
+        return int(given * self.available_bytes) if isinstance(given, float) else given
+
+    def _kv_limit(self, model_len: int) -> int:
+        """Return the bytes that KV may take, null blocks included."""
+        given = self.options.kv_memory
+        if given is None:
+            return min(self._room(model_len), self.available_bytes) // 2
+        return int(given * self.available_bytes) if isinstance(given, float) else given
+
+    def _kv_needed(self, model_len: int) -> int:
+        """Return the bytes of one sequence of `model_len` tokens, null blocks included."""
+        unsettled = self._unsettled(model_len, self.step_tokens(model_len))
+        return max_sequence_bytes(self.model.kv_groups, model_len, unsettled)
+
+    def _fits(self, model_len: int) -> bool:
+        return self._kv_needed(model_len) <= self._kv_limit(model_len) <= self._room(model_len)
+
+    def _fits_beside_others(self, model_len: int) -> bool:
+        limit = self._kv_limit(model_len)
+        tails = tail_bytes(self.model.kv_groups, model_len, self._unsettled(model_len, 1))
+        others = min((self.max_num_seqs - 1) * tails, limit // 2)
+        return self._fits(model_len) and self._kv_needed(model_len) + others <= limit
+
+    def _kv_reason(self) -> str:
+        free, given = format_size(self.available_bytes), self.options.kv_memory
+        if given is None:
+            return f"half of {free} free" + ("" if self.backend.simulated else " less weights and workspace")
+        share = f": {given:g} of {free} free" if isinstance(given, float) else ""
+        return self.options.origin("kv_memory") + share
+
+    def _check_room(self) -> None:
+        """Raise ConfigError if not even the shortest sequence has room."""
+        room, free = self._room(2), format_size(self.available_bytes)
+        weights, workspace = format_size(self.weight_bytes), format_size(self._workspace(2))
+        host = f", the host tier {format_size(self.host_bytes)}" if self.host_bytes else ""
+        taken = f"weights take {weights}{host} and the workspace {workspace} of {free} free"
+        if room <= 0:
+            raise ConfigError(f"too little memory: {taken}; {self._how_to_shrink()}")
+        asked = self._kv_limit(2)
+        if asked > room:
+            raise ConfigError(
+                f"{self.options.label('kv_memory')} is {format_size(asked)}, but {taken}; "
+                f"give at most {size_option(room)}"
+            )
+
+    def _how_to_shrink(self) -> str:
+        if self.host_bytes:
+            return f"lower {self.options.label('kv_host_memory')}"
+        if self.weight_bytes < self.available_bytes:
+            return "lower --max-num-batched-tokens or --max-num-seqs, or free memory"
+        smaller = "give --dtype bfloat16, " if self.model.dtype == "float32" else ""
+        return f"{smaller}choose a smaller MODEL, or free memory"
+
+    def _check_given_len(self, given: int) -> None:
+        label, limit = self.options.label("max_model_len"), self.model.max_position_embeddings
+        if given > limit:
+            raise ConfigError(f"{label} is {given}, but the model's longest sequence is {limit}; give at most {limit}")
+        budget = self.options.max_num_batched_tokens
+        if not self.chunked and budget is not None and budget < given:
+            raise ConfigError(
+                f"{self.options.label('max_num_batched_tokens')} is {budget}, but without chunked prefill a "
+                f"step holds a whole prompt, and {label} is {given}; give at least {given}, or --chunked-prefill"
+            )
+        if not self._fits(given):
+            raise self._too_little(given, largest(self._fits, given))
+
+    def _too_little(self, model_len: int, best: int) -> ConfigError:
+        """Make the error for a length that does not fit; `best` is one that does, or 0."""
+        need, limit = self._kv_needed(model_len), self._kv_limit(model_len)
+        ways = [f"--max-model-len {best} or less"] if best >= 2 else []
+        if need <= self._room(model_len):
+            ways.append(f"--kv-memory {size_option(need, up=True)} or more")
+        asked = self.options.max_model_len is not None
+        why = f"given by {self.options.label('max_model_len')}" if asked else "the shortest there is"
+        return ConfigError(
+            f"{self.options.label('kv_memory')} is {format_size(limit)}, too little for one sequence of "
+            f"{model_len} tokens, {why}, which needs {format_size(need)}; "
+            f"give {' or '.join(ways) or 'a smaller MODEL or --block-size, or free memory'}"
+        )
+
+
+def largest(fits: Callable[[int], bool], high: int) -> int:
+    """Find the largest n in [1, high] with fits(n), or 0; `fits` must not become true again once false."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def workspace_bytes(model: ModelSpec, max_num_seqs: int, step_tokens: int) -> int:
+    """Estimate the bytes of activations, logits and processes.
+
+    A layer of width h has about 12 h^2 parameters and keeps about 32 h float32 values per token alive; logits
+    exist twice in float32, for the rows that sample.
+    """
+    width = int((model.num_parameters / (12 * max(1, model.num_layers))) ** 0.5)
+    rows = min(max_num_seqs, step_tokens)
+    return PROCESS_BYTES + 4 * (32 * width * step_tokens + 2 * model.vocab_size * rows)
+
+
+def size_option(num_bytes: int, *, up: bool = False) -> str:
+    """Write a size as `--kv-memory` reads it: at least `num_bytes` when rounded `up`, otherwise at most."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= 100 * factor:
+            return f"{-(-num_bytes // factor) if up else num_bytes // factor}{unit}"
+    return str(num_bytes)

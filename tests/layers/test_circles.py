@@ -1,0 +1,110 @@
+"""No circles: the modules of the package, and its layers, form graphs without any, over all import statements.
+
+Statements inside functions and under TYPE_CHECKING count too. A package's `__init__` that only hands a name on is no
+module of its own: an import of that name is an edge to the module that defines it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.layers.test_layers import FILES, imports_of, layer_of, module_of
+
+Graph = dict[str, set[str]]
+
+
+def handed_on(module: str, source: str) -> dict[str, str]:
+    """The names that a package's `__init__` imports and does not use, with where they come from."""
+    tree = ast.parse(source)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return {
+        f"{module}.{alias.asname or alias.name}": f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pypto_serving")
+        for alias in node.names
+        if (alias.asname or alias.name) not in used
+    }
+
+
+def import_graph(sources: Mapping[str, str], packages: Iterable[str] = ()) -> Graph:
+    """Each module of `sources` with the modules that it imports; `packages` are those that are an `__init__`."""
+    names: dict[str, str] = {}
+    for package in packages:
+        names |= handed_on(package, sources[package])
+    graph: Graph = {}
+    for module, source in sources.items():
+        own = {origin for name, origin in names.items() if name.startswith(f"{module}.")}
+        wanted = {names.get(name, name) for name in imports_of(source) if name not in own}
+        graph[module] = {cut(name, sources) for name in wanted} - {module, ""}
+    return graph
+
+
+def cut(name: str, modules: Mapping[str, str]) -> str:
+    """The module among `modules` that `name` is in, or "" for a foreign one."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def circle(graph: Graph) -> list[str]:
+    """One circle in the graph, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    sources = {module_of(path): path.read_text() for path in FILES}
+    return import_graph(sources, [module_of(path) for path in FILES if path.name == "__init__.py"])
+
+
+def test_modules_form_no_circle(graph: Graph) -> None:
+    assert circle(graph) == []
+
+
+def test_layers_form_no_circle(graph: Graph) -> None:
+    """The package's own version is read everywhere, and is no layer."""
+    layers: Graph = {}
+    for module, targets in graph.items():
+        if module != "pypto_serving":
+            wanted = layers.setdefault(layer_of(module), set())
+            wanted |= {layer_of(target) for target in targets} - {layer_of(module), "pypto_serving"}
+    assert circle(layers) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "circular"),
+    [
+        ({"p.a": "from p import b", "p.b": "import os"}, False),
+        ({"p.a": "from p import b", "p.b": "from p.a import X"}, True),
+        ({"p.a": "from p import b", "p.b": "def f():\n    import p.a"}, True),
+        ({"p.a": "from p import b", "p.b": "if TYPE_CHECKING:\n    from p.a import X"}, True),
+        ({"p.a": "import p.b", "p.b": "import p.c", "p.c": "import p.a"}, True),
+    ],
+)
+def test_the_rule_itself(sources: dict[str, str], circular: bool) -> None:
+    assert bool(circle(import_graph(sources))) is circular
+
+
+def test_a_package_that_hands_names_on_is_no_circle() -> None:
+    init = "from pypto_serving.k.a import X\nfrom pypto_serving.k.b import Y\nversion = Y()"
+    sources = {"pypto_serving.k": init, "pypto_serving.k.a": "from pypto_serving.k import version"}
+    sources |= {"pypto_serving.k.b": "", "pypto_serving.x": "from pypto_serving.k import X"}
+    graph = import_graph(sources, ["pypto_serving.k"])
+    assert graph["pypto_serving.k"] == {"pypto_serving.k.b"}
+    assert graph["pypto_serving.x"] == {"pypto_serving.k.a"}
+    assert circle(graph) == []
+
+
+def test_every_package_has_a_file() -> None:
+    """Namespace packages would hide from the graph."""
+    assert all((path.parent / "__init__.py").exists() for path in map(Path, FILES))
