@@ -7,19 +7,22 @@ from collections.abc import Mapping
 import msgspec
 
 from pypto_serving.types.config import EngineConfig, default_of
+from pypto_serving.types.step import BackendTraits
 
 
 class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """One backend. `target` names its class as `module:class`; the rest applies unless the user says otherwise.
 
-    `depth` is the number of steps in flight. `cpu_kernels`: it computes with the CPU kernels where they serve the
-    model. `in_host_memory`: its device memory is host memory. `simulated`: it has no weights and takes no memory.
+    `depth` is the number of steps in flight, `traits` what its programs can do. `cpu_kernels`: it computes with the CPU
+    kernels where they serve the model. `in_host_memory`: its device memory is host memory. `simulated`: it has no weights
+    and takes no memory.
     """
 
     target: str
     max_num_seqs: int = default_of(EngineConfig, "max_num_seqs")
     max_num_batched_tokens: int = default_of(EngineConfig, "max_num_batched_tokens")
     depth: int = default_of(EngineConfig, "depth")
+    traits: BackendTraits = BackendTraits()
     cpu_kernels: bool = False
     in_host_memory: bool = False
     simulated: bool = False
@@ -29,6 +32,10 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
     "cpu": BackendDefaults(
         target="pypto_serving.backend.cpu:CpuBackend", depth=2, cpu_kernels=True, in_host_memory=True
     ),
-    "null": BackendDefaults(target="pypto_serving.backend.null.program:NullBackend", simulated=True),
+    "null": BackendDefaults(
+        target="pypto_serving.backend.null.program:NullBackend",
+        traits=BackendTraits(samples_on_device=True),
+        simulated=True,
+    ),
 }
 """By the name that `--backend` takes, the default first."""

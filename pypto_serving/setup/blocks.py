@@ -1,9 +1,11 @@
-"""The block size of models with one KV group, whose blocks a remote store wants larger."""
+"""Choose block sizes: those of the model, or what a backend or a remote store wants instead."""
 
 from __future__ import annotations
 
 import msgspec
 
+from pypto_serving.backend.defaults import BackendDefaults
+from pypto_serving.errors import ConfigError
 from pypto_serving.setup.settings import Settings
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
@@ -15,8 +17,10 @@ LARGEST_BLOCK = 1024
 """Tokens of the largest block that is chosen without being asked for."""
 
 
-def choose_block_size(settings: Settings, model: ModelSpec) -> ModelSpec:
+def choose_block_size(settings: Settings, model: ModelSpec, backend: BackendDefaults) -> ModelSpec:
     """Return `model` with the KV groups to serve; warn of blocks that a remote store moves slowly."""
+    if backend.traits.page_tokens:
+        return _in_pages(settings, model, backend.traits.page_tokens)
     options, (group, *others) = settings.options, model.kv_groups
     own = "of the first KV group; each has its own" if model.own_blocks else "default"
     reason = settings.origin_or("block_size", own)
@@ -27,6 +31,16 @@ def choose_block_size(settings: Settings, model: ModelSpec) -> ModelSpec:
         _warn_of_small_blocks(settings, model)
     settings.record("block_size", group.block_size, reason)
     return model
+
+
+def _in_pages(settings: Settings, model: ModelSpec, size: int) -> ModelSpec:
+    """Give every group blocks of the size that the backend demands. Raises ConfigError if another was asked for."""
+    if settings.options.block_size not in (None, size):
+        label = settings.options.label("block_size")
+        raise ConfigError(f"{label} is {settings.options.block_size}, but this backend has blocks of {size}; drop it")
+    settings.record("block_size", size, settings.origin_or("block_size", "what the backend has"))
+    groups = tuple(msgspec.structs.replace(group, block_size=size) for group in model.kv_groups)
+    return msgspec.structs.replace(model, kv_groups=groups)
 
 
 def _larger_block(group: KVCacheGroupSpec, longest: int) -> tuple[KVCacheGroupSpec, str]:

@@ -20,6 +20,7 @@ from pypto_serving.setup.options import Options
 from pypto_serving.setup.planner import MemoryPlanner
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
+from pypto_serving.setup.traits import check_traits
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig
 from pypto_serving.types.model import ModelSpec, default_model_name
 from pypto_serving.types.tier import TierConfig
@@ -58,6 +59,7 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
         max_model_len=model_len,
         num_blocks=tuple(group.num_blocks for group in memory.groups),
         depth=backend.depth,
+        traits=backend.traits,
         kernels=kernels,
         packed_cache=choose_packed_cache(settings, host, kernels),
         num_threads=choose_threads(settings, model, host),
@@ -68,6 +70,7 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
         **_events(settings),
         **_process(settings),
     )
+    check_traits(options, engine)
     return Resolved(
         engine=engine,
         server=_server(settings, model),
@@ -84,7 +87,7 @@ def _as_served(
     kernels = choose_kernels(settings, model, host) if backend.cpu_kernels else ""
     if kernels not in ("", "torch"):
         model = msgspec.structs.replace(model, weight_bytes=model.packed_bytes)
-    return kernels, choose_block_size(settings, model)
+    return kernels, choose_block_size(settings, model, backend)
 
 
 def _plan_memory(settings: Settings, planner: MemoryPlanner) -> tuple[MemoryPlan, int]:

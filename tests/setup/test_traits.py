@@ -1,0 +1,72 @@
+"""Backends that cannot do everything: what they demand is configured, and what they cannot do is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pypto_serving.backend.defaults import BACKEND_DEFAULTS
+from pypto_serving.errors import ConfigError
+from pypto_serving.model.null.spec import null_spec
+from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.options import make_options
+from pypto_serving.setup.resolver import Resolved, resolve
+from pypto_serving.setup.traits import check_traits
+from pypto_serving.types.step import BackendTraits
+
+HOST = HostFacts(available_bytes=1 << 36, num_cpus=2)
+
+
+@pytest.fixture
+def resolved_on(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Resolve options for a null backend with the given traits."""
+
+    def resolved(traits: BackendTraits, model: str = "plain", **options: Any) -> Resolved:
+        defaults = msgspec.structs.replace(BACKEND_DEFAULTS["null"], traits=traits, max_num_seqs=16)
+        monkeypatch.setitem(BACKEND_DEFAULTS, "null", defaults)  # type: ignore[arg-type]
+        return resolve(make_options({"backend": "null", "model": model, **options}), null_spec(model), HOST)
+
+    return resolved
+
+
+def test_pages_of_one_size_for_all_families(resolved_on: Any) -> None:
+    engine = resolved_on(BackendTraits(page_tokens=128), "deepseek_v4").engine
+    assert {group.block_size for group in engine.groups} == {128}
+    assert {group.period for group in engine.groups} == {0, 4, 128}
+    assert engine.limits.traits.page_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("traits", "options", "words"),
+    [
+        (BackendTraits(page_tokens=128), {"block_size": 64}, ["--block-size is 64", "128"]),
+        (BackendTraits(padded_rows=(4, 16)), {"max_num_seqs": 17}, ["--max-num-seqs is 17", "at most 16"]),
+        (BackendTraits(chunk_tokens=64), {"max_num_batched_tokens": 63}, ["--max-num-batched-tokens is 63", "64"]),
+        (
+            BackendTraits(chunk_tokens=32),
+            {"long_prefill_token_threshold": 20},
+            ["--long-prefill-token-threshold is 20", "32"],
+        ),
+        (BackendTraits(chunk_tokens=64), {"block_size": 16}, ["--block-size", "every 16 tokens", "multiple of 64"]),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused(
+    resolved_on: Any, traits: BackendTraits, options: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolved_on(traits, **options)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_it_can_do_is_not_refused(resolved_on: Any) -> None:
+    traits = BackendTraits(page_tokens=128, padded_rows=(4, 16), chunk_tokens=128, mixed_steps=False)
+    assert resolved_on(traits, max_num_seqs=16, max_num_batched_tokens=128, block_size=128).engine.traits == traits
+
+
+def test_more_drafts_than_are_verified(resolved_on: Any) -> None:
+    engine = resolved_on(BackendTraits(max_drafts=1)).engine
+    check_traits(make_options({}), msgspec.structs.replace(engine, num_drafts=1))
+    with pytest.raises(ConfigError, match="2 draft tokens"):
+        check_traits(make_options({}), msgspec.structs.replace(engine, num_drafts=2))
