@@ -30,6 +30,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`available_bytes`: memory that can be allocated now without swapping, within a container's limit.
 
     `kernels`: instruction sets that the CPU kernels were built for and that this machine runs, best first.
+    `torch`: whether it is installed.
     `cache_dir`: the folder for files of ours that may be deleted at any time; empty where the user has none.
     `kv_disk`: the folder of the disk tier, if there is to be one.
     """
@@ -37,6 +38,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: int
     num_cpus: int
     kernels: tuple[str, ...] = ()
+    torch: bool = True
     cache_dir: str = ""
     kv_disk: DiskFacts | None = None
 

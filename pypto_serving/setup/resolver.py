@@ -11,6 +11,7 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.memory import BackendDefaults, MemoryPlan, MemoryPlanner, plan_tier, tier_slots
 from pypto_serving.setup.options import Options, flag
 from pypto_serving.setup.rules import MAX_PORT, RULES
+from pypto_serving.setup.without_torch import require_torch
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec, default_model_name
@@ -135,7 +136,9 @@ class _Resolver:
             if kernels not in ("torch", *self.host.kernels):
                 has = ", ".join(self.host.kernels)
                 raise ConfigError(f"{self.options.label('kernels')} is {kernels}, but this machine runs only {has}")
-        if kernels != "torch":
+        if kernels == "torch":
+            require_torch(self.options, self.model, self.host)
+        else:
             self.model = msgspec.structs.replace(self.model, weight_bytes=self.model.packed_bytes)
         return kernels
 
