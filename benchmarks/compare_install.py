@@ -254,7 +254,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def own_facts() -> dict[str, Any]:
-    """Version and bytes of this package with everything that it requires, as pip would install them."""
+    """Version and bytes of this package with everything that it requires, as pip would install them; extras not."""
     required, todo = set(), ["pypto-serving"]
     while todo:
         name = todo.pop().lower()
@@ -264,11 +264,7 @@ def own_facts() -> dict[str, Any]:
         todo += _requirements(name)
     total = sum(_distribution_bytes(name) for name in required - {"pypto-serving"})
     total += folder_bytes(REPOSITORY / "pypto_serving")
-    return {"bytes": total, "versions": {"pypto-serving": metadata.version("pypto-serving"), **_torch()}}
-
-
-def _torch() -> dict[str, str]:
-    return {"torch": metadata.version("torch")}
+    return {"bytes": total, "versions": {"pypto-serving": metadata.version("pypto-serving")}}
 
 
 def _requirements(name: str) -> list[str]:

@@ -176,7 +176,7 @@ _CHILD_MESSAGES = msgspec.json.Decoder(ChildProgress | ChildFault)
 
 
 class Child:
-    """A process started by `python -m module`, and our end of its control pipe.
+    """A process started by `python -P -m module`, never from the current folder, and our end of its control pipe.
 
     The child reads its configuration from the pipe, reports progress and faults over it, and ends when the pipe closes.
     When the child is gone, our end of the pipe closes at once. The child inherits `ends`, which are closed here, and
@@ -186,7 +186,7 @@ class Child:
     def __init__(self, module: str, start: msgspec.Struct, *ends: socket.socket, shared: tuple[int, ...] = ()) -> None:
         self.pipe, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(end.fileno() for end in ends), *shared]
-        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
         for end in (theirs, *ends):
             end.close()

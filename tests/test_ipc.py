@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.ipc import FRAME_BYTES, SocketChannel
+from pypto_serving.ipc import FRAME_BYTES, Child, SocketChannel
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
@@ -117,3 +118,13 @@ def test_lingering_sends_what_waits_or_gives_up(pair: Pair) -> None:
 def test_an_end_is_no_descriptor_of_other_children(pair: Pair) -> None:
     near, far = pair
     assert not near.socket.get_inheritable() and not far.socket.get_inheritable()
+
+
+def test_a_child_imports_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "stray.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    child = Child("stray", Text("start"))
+    assert child.end(patience_s=30) == 1
+    assert "No module named stray" in capfd.readouterr().err

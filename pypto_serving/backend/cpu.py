@@ -64,8 +64,10 @@ class CpuBackend(Backend):
         if groups != config.groups:
             raise ConfigError(f"the KV groups of {config.model} in {config.dtype} are not the configured ones")
         if config.kernels == "torch":
-            from pypto_serving.backend import cpu_torch
-
+            try:
+                from pypto_serving.backend import cpu_torch
+            except (ImportError, OSError) as error:
+                raise ConfigError(f"torch cannot be imported ({error}); install it again") from None
             return cpu_torch.prepare(config, architecture, model_config, progress)
         engine = self._engine = Engine(config.kernels, config.num_threads or len(os.sched_getaffinity(0)))
         model_class = family.native_program

@@ -14,8 +14,8 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """One backend. `target` names its class as `module:class`; the rest applies unless the user says otherwise.
 
     `depth` is the number of steps in flight, `traits` what its programs can do. `cpu_kernels`: it computes with the CPU
-    kernels where they serve the model. `in_host_memory`: its device memory is host memory. `simulated`: it has no weights
-    and takes no memory.
+    kernels where they serve the model. `in_host_memory`: its device memory is host memory. `simulated`: it has no
+    weights and takes no memory.
     """
 
     target: str

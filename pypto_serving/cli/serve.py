@@ -105,7 +105,7 @@ async def _serve(resolved: Resolved, serving: ServingConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     progress = LoadProgress()
     engine = AsyncEngine(resolved.engine, on_progress=progress)
-    await engine.start()  # the worker imports torch while this process imports the HTTP server
+    await engine.start()  # the worker loads while this process imports the HTTP server
     try:
         await _serve_http(resolved.server, serving, engine, progress)
     finally:

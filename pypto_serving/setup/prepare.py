@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,15 +33,16 @@ def prepare(options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DE
     template = options.chat_template
     if template is not None and not Path(template).is_file():
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
-    kernels = runnable()
+    kernels, torch = runnable(), importlib.util.find_spec("torch") is not None
     backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
-    if not kernels and not model.needs_torch and backend.cpu_kernels:
+    if not kernels and torch and not model.needs_torch and backend.cpu_kernels:
         logger.warning(
             "this installation has no CPU kernels, because there was no C++ compiler: torch computes, several times "
             "slower; with a compiler, install again (after `make clean` in a checkout)"
         )
     kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
-    host = msgspec.structs.replace(read_host_facts(), kernels=kernels, cache_dir=read_cache_dir(), kv_disk=kv_disk)
+    facts = {"kernels": kernels, "torch": torch, "cache_dir": read_cache_dir(), "kv_disk": kv_disk}
+    host = msgspec.structs.replace(read_host_facts(), **facts)
     resolved = resolve(options, model, host, defaults)
     for warning in resolved.warnings:
         logger.warning(warning)

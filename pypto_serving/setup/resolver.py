@@ -21,6 +21,7 @@ from pypto_serving.setup.planner import MemoryPlanner
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import check_traits
+from pypto_serving.setup.without_torch import require_torch
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig
 from pypto_serving.types.model import ModelSpec, default_model_name
 from pypto_serving.types.tier import TierConfig
@@ -85,7 +86,9 @@ def _as_served(
 ) -> tuple[str, ModelSpec]:
     """Choose the kernels, and return the model with the weights and KV groups that they serve."""
     kernels = choose_kernels(settings, model, host) if backend.cpu_kernels else ""
-    if kernels not in ("", "torch"):
+    if kernels == "torch":
+        require_torch(settings.options, model, host)
+    elif kernels:
         model = msgspec.structs.replace(model, weight_bytes=model.packed_bytes)
     return kernels, choose_block_size(settings, model, backend)
 

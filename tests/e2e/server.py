@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ import psutil
 class Server:
     """`pypto-serving serve` in its own process; a context manager that asserts a clean end."""
 
-    def __init__(self, *arguments: str | Path, wait: bool = True) -> None:
-        command = [sys.executable, "-m", "pypto_serving", "serve", *map(str, arguments), "--port", "0"]
+    def __init__(
+        self,
+        *arguments: str | Path,
+        wait: bool = True,
+        program: Sequence[str] = (sys.executable, "-m", "pypto_serving"),
+    ) -> None:
+        command = [*program, "serve", *map(str, arguments), "--port", "0"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.ready: dict[str, Any] = {}
         self._family: list[psutil.Process] = []
