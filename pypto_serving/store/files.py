@@ -112,7 +112,7 @@ class FileStore:
         )
 
     def _scan(self) -> Iterator[tuple[float, bytes, int]]:
-        """Yield (time of use, key, group) of each file of the right size. Lists many folders at once. Raises OSError."""
+        """Yield (time of use, key, group) of all files of the right size, many folders at once. Raises OSError."""
         folders = [path for path in self._path.iterdir() if len(path.name) == 2 and path.is_dir()]
         for found in self._pool.map(self._scan_folder, folders):
             yield from found
