@@ -1,1 +1,1 @@
-"""All decisions about KV blocks, and no bytes: pools, keys, prefix matches, block tables."""
+"""All decisions about KV blocks, and no bytes: groups, pools, keys, prefix matches, block tables, tiers."""

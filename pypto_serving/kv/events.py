@@ -1,4 +1,4 @@
-"""EventLog: owner of what happened to cached blocks, in all tiers, for those who follow the cache."""
+"""EventLog: owner of the events that tell routers which blocks every tier caches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pypto_serving.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from pypto_serving.types.tier import Tier
 
 Content = tuple[bytes, bytes, bool]
-"""Key of the parent, token ids as int32 bytes, whether salted."""
+"""Content of a block: key of its parent, token ids as int32 bytes, whether it is salted."""
 
 
 class HeldBlock:
-    """A block of a group that `tiers` hold; `content` is None until a request with its tokens comes by."""
+    """A block that `tiers` hold; `content` is None until a request with its tokens describes it."""
 
     __slots__ = ("content", "tiers")
 
@@ -20,9 +20,10 @@ class HeldBlock:
 
 
 class EventLog:
-    """Owns the events since the last `take`, and the tokens of each block that some tier holds.
+    """Owns the events since the last `take`, and the content of each block that some tier holds.
 
-    Pools say what they hold and forget; the KVCacheManager describes blocks, without which no event tells of them.
+    Pools report which keys they hold and forget, the KVCacheManager describes the blocks. A block has no events until
+    it is described; `num_unknown` blocks are not.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,7 @@ class EventLog:
         self.num_unknown = 0
 
     def held(self, tier: Tier, g: int, key: bytes) -> None:
-        """A tier holds a block from now on."""
+        """Note that a tier holds one more block."""
         block = self._blocks.get((g, key))
         if block is None:
             block = self._blocks[g, key] = HeldBlock()
@@ -42,7 +43,7 @@ class EventLog:
             self._events.append(BlockStored(tier, g, key, *block.content))
 
     def gone(self, tier: Tier, g: int, key: bytes) -> None:
-        """A tier forgot a block."""
+        """Note that a tier forgot a block."""
         block = self._blocks[g, key]
         block.tiers.remove(tier)
         if block.content is not None:
@@ -51,7 +52,7 @@ class EventLog:
             self._let_go.append((g, key))
 
     def cleared(self, tier: Tier) -> None:
-        """A tier forgot everything; what it says to hold before the next `take` is still known."""
+        """Note that a tier forgot everything. Blocks it holds again before the next `take` keep their content here."""
         for pair, block in self._blocks.items():
             if tier in block.tiers:
                 block.tiers.remove(tier)
@@ -60,19 +61,19 @@ class EventLog:
         self._events.append(AllBlocksCleared(tier))
 
     def lacks(self, g: int, key: bytes) -> bool:
-        """Whether a tier holds this block and nobody has described it."""
+        """Return whether a tier holds this block and nobody has described it."""
         block = self._blocks.get((g, key))
         return block is not None and block.content is None
 
     def describe(self, g: int, key: bytes, content: Content) -> None:
-        """What is in a block that `lacks` it."""
+        """Set the content of a block that `lacks` it, and report it for each tier that holds the block."""
         block = self._blocks[g, key]
         block.content = content
         self.num_unknown -= 1
         self._events += [BlockStored(tier, g, key, *content) for tier in block.tiers]
 
     def take(self) -> list[KVEvent]:
-        """What happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         for pair in self._let_go:
             block = self._blocks.get(pair)
             if block is not None and not block.tiers:
@@ -84,7 +85,7 @@ class EventLog:
 
 
 class PoolEvents:
-    """What one pool, of group `g` in `tier`, says to the log."""
+    """The reports of one pool, that of group `g` in `tier`, to the log."""
 
     __slots__ = ("_g", "_log", "_tier")
 
@@ -92,12 +93,14 @@ class PoolEvents:
         self._log, self._tier, self._g = log, tier, g
 
     def held(self, key: bytes) -> None:
+        """Note that the pool holds one more block."""
         self._log.held(self._tier, self._g, key)
 
     def gone(self, key: bytes) -> None:
+        """Note that the pool forgot a block."""
         self._log.gone(self._tier, self._g, key)
 
 
 def pool_events(log: EventLog | None, tier: Tier, g: int) -> PoolEvents | None:
-    """What to give a pool; nothing where nobody listens."""
+    """Return what a pool reports to, None without a log."""
     return None if log is None else PoolEvents(log, tier, g)

@@ -138,7 +138,7 @@ class LowerTier:
         self._retry_after_s = FIRST_RETRY_S
 
     def accepts(self, now_s: float) -> bool:
-        """Whether blocks may be stored here now."""
+        """Return whether blocks may be stored here now."""
         return self.writable and not self.stuck and now_s >= self.retry_s
 
     def stats(self) -> TierStats:

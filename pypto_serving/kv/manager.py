@@ -108,7 +108,7 @@ class KVCacheManager:
         return self._fetcher.fetch(request_id, sequence, num_tokens, match.num_tokens)
 
     def holds_fill(self, request_id: str) -> bool:
-        """Whether a waiting request holds blocks that were, or are being, loaded for it."""
+        """Return whether a waiting request holds blocks that were, or are being, loaded for it."""
         return bool(self._sequences[request_id].filled)
 
     def give_up_fill(self, request_id: str) -> None:
@@ -159,7 +159,7 @@ class KVCacheManager:
         return added
 
     def fits(self, request_id: str, match: Match, num_tokens: int, step_tokens: int, spare: float) -> bool:
-        """Whether a request may grow to `num_tokens` with the blocks free now, leaving `spare` of each pool.
+        """Return whether a request may grow to `num_tokens` with the blocks free now, leaving `spare` of each pool.
 
         Of its tokens `step_tokens` are computed and not settled.
         """
@@ -175,7 +175,7 @@ class KVCacheManager:
         return True
 
     def will_fit(self, request_id: str, num_tokens: int) -> bool:
-        """Whether a request can grow to `num_tokens` once blocks that are being stored in lower tiers are free."""
+        """Return whether a request can grow to `num_tokens` once the blocks being stored in lower tiers are free."""
         parts, coming_free = self._sequences[request_id].parts, self._tiers.demotions.coming_free()
         return all(
             part.group.num_blocks(num_tokens) - len(part.table) <= part.group.pool.num_free + coming
@@ -305,7 +305,7 @@ class KVCacheManager:
         self._tiers.promotions.record_prefill(num_tokens, elapsed_s)
 
     def is_idle(self, now_s: float) -> bool:
-        """Whether no block moves between tiers, and none waits to be stored where it can be."""
+        """Return whether no block moves between tiers, and none waits to be stored where it can be."""
         return self._tiers.is_idle(now_s)
 
     # Views.

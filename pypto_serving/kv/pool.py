@@ -14,7 +14,7 @@ NULL_BLOCK = 0
 class Block:
     """One allocation unit. A block with a key holds published content and stays findable while it is free.
 
-    A block that is `kept` is to be stored in lower tiers once nobody refers to it. One that is `new` never held any.
+    A `kept` block is stored in lower tiers once nobody refers to it. A `new` block never held published content.
     """
 
     __slots__ = ("kept", "key", "new", "ref_count")
@@ -27,12 +27,14 @@ class Block:
 
 
 class BlockPool:
-    """Owns every Block of one group: who refers to it, what it holds, and which free one is used next.
+    """Owns every Block of one group: its references, its content, and its place in the queue of free blocks.
 
-    Free blocks form one queue, evicted from its front: blocks without content first, then published ones, least
-    recently used first. Block 0 is the null block; it is never handed out. `released` are the free blocks that are
-    kept and came free since somebody took them from there, the longest ago first. `events` is told what is published
-    and forgotten. Of `num_blocks` that can be handed out, those are made that were: a pool costs what it has held.
+    - The queue is evicted from its front: blocks without content come first, then published ones, the least recently
+      used first.
+    - Block 0 is the null block. It is never handed out.
+    - `released` are the kept blocks that came free, the first one first, until a reader removes them from there.
+    - `events` is told which keys are published and forgotten.
+    - A Block is made when it is handed out for the first time, so a pool costs what it has held.
     """
 
     def __init__(self, num_blocks: int, events: PoolEvents | None = None) -> None:
@@ -53,6 +55,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that can be handed out."""
         return len(self._free) + self._num_unmade
 
     @property
@@ -61,10 +64,11 @@ class BlockPool:
         return len(self._by_key)
 
     def find(self, key: bytes) -> int | None:
-        """Id of the block that holds `key`. Does not change the pool."""
+        """Return the id of the block that holds `key`. Does not change the pool."""
         return self._by_key.get(key)
 
     def is_free(self, block_id: int) -> bool:
+        """Return whether nobody refers to a block."""
         return block_id in self._free or block_id >= len(self._blocks)
 
     def share(self, block_ids: Iterable[int]) -> None:
@@ -77,7 +81,7 @@ class BlockPool:
             block.ref_count += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` fresh blocks with one reference each, forgetting what the evicted ones held.
+        """Hand out `count` blocks without content, with one reference each; published ones are evicted if need be.
 
         Raises RuntimeError when fewer are free: callers ask `num_free` first.
         """
@@ -91,13 +95,23 @@ class BlockPool:
         return block_ids
 
     def _take(self) -> int:
-        """The block to be used next."""
+        """Remove the next block to use from the free ones.
+
+        1. The queue is empty: a block that was never made.
+        2. The front of the queue holds content, and blocks that were never made may be used: one of those.
+        3. Otherwise the front of the queue.
+        """
         front = next(iter(self._free), None)
-        if front is None or (self._num_unmade and not self._used_before_new and self._blocks[front].key is not None):
-            self._blocks.append(Block())
-            return len(self._blocks) - 1
+        if front is None:
+            return self._make()
+        if self._blocks[front].key is not None and self._num_unmade and not self._used_before_new:
+            return self._make()
         self._used_before_new = max(0, self._used_before_new - 1)
         return self._free.popitem(last=False)[0]
+
+    def _make(self) -> int:
+        self._blocks.append(Block())
+        return len(self._blocks) - 1
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block; the first of `block_ids` is evicted last."""
@@ -114,7 +128,7 @@ class BlockPool:
                     self.released[block_id] = None
 
     def publish(self, block_id: int, key: bytes) -> None:
-        """Make a complete block findable. A key that another block already holds stays with that one."""
+        """Make a complete block findable by `key`, unless it has a key or another block holds this one."""
         block = self._blocks[block_id]
         if block.key is not None or key in self._by_key:
             return
@@ -124,7 +138,7 @@ class BlockPool:
             self._events.held(key)
 
     def keep(self, block_id: int) -> None:
-        """Have a published block stored in lower tiers once it is free, or now if it is."""
+        """Have a published block stored in lower tiers as soon as it is free."""
         block = self._blocks[block_id]
         if block.key is not None and not block.kept:
             block.kept = True
@@ -132,26 +146,27 @@ class BlockPool:
                 self.released[block_id] = None
 
     def num_references(self, block_id: int) -> int:
+        """Return how many references a block has."""
         return self._blocks[block_id].ref_count
 
     def key(self, block_id: int) -> bytes | None:
-        """What a block holds, if it is published."""
+        """Return the key of a published block, None for others."""
         return self._blocks[block_id].key
 
     def touch(self, block_id: int, last: bool = True) -> None:
-        """A free block was of use: it is evicted last; or, with `last` false, first."""
+        """Move a free block to the end of the queue, or, with `last` false, to its front."""
         if block_id in self._free:
             self._free.move_to_end(block_id, last=last)
 
     def use_new_last(self) -> None:
-        """Free blocks that never held content go to the end of the queue: what backs them may not have room."""
+        """Move new blocks to the end of the queue, and make none before it: what backs them may not have room."""
         empty = itertools.takewhile(lambda block_id: self._blocks[block_id].key is None, self._free)
         for block_id in [block_id for block_id in empty if self._blocks[block_id].new]:
             self._free.move_to_end(block_id)
         self._used_before_new = len(self._free)
 
     def fill(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Free blocks without content hold `keys`, of which the first is evicted first."""
+        """Publish `keys` in free blocks without content; the first key is evicted first."""
         for block_id in range(len(self._blocks), min(max(block_ids, default=0), self.num_blocks) + 1):
             self._blocks.append(Block())
             self._free[block_id] = None
@@ -162,13 +177,13 @@ class BlockPool:
                 self._free.move_to_end(block_id)
 
     def drop(self, block_id: int) -> None:
-        """Forget what a block holds: it turned out to be damaged, or was cleared."""
+        """Forget the content of a block, which is damaged or cleared. A free one goes to the front of the queue."""
         self._forget(block_id)
         if block_id in self._free:
             self._free.move_to_end(block_id, last=False)
 
     def drop_all(self) -> None:
-        """Forget what all blocks hold, those in use too."""
+        """Forget the content of all blocks, those in use too."""
         for block_id in list(self._by_key.values()):
             self.drop(block_id)
 

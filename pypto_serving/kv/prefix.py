@@ -12,12 +12,12 @@ TOKEN_BYTES = 4
 
 
 def root_key(group: KVCacheGroupSpec, fingerprint: bytes, cache_salt: str) -> bytes:
-    """Parent of the first block: separates models, numerics, groups and tenants."""
+    """Return the parent key of the first block, which differs between models, numerics, groups and tenants."""
     return hash128(fingerprint, group.name.encode(), group.block_size.to_bytes(4, "little"), cache_salt.encode())
 
 
 class KeyChain:
-    """Keys of one sequence in one group, extended as its tokens become known.
+    """Owns the keys of one sequence in one group, extended as its tokens become known.
 
     keys[i] = BLAKE2b-128(keys[i - 1] + int32 tokens of [i * B, (i + 1) * B + key_lookahead)), B = block_size.
     """
@@ -30,7 +30,7 @@ class KeyChain:
         self.keys: list[bytes] = []
 
     def extend(self, tokens: memoryview) -> None:
-        """Compute the keys that `tokens` (bytes of int32, from position 0) allow and that are not known yet."""
+        """Append the keys that `tokens` (bytes of int32, from position 0 on) determine."""
         size, lookahead = self._group.block_size, self._group.key_lookahead
         num_keys = (len(tokens) // TOKEN_BYTES - lookahead) // size
         keys = self.keys

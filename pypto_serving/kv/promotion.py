@@ -34,7 +34,7 @@ class Promotions:
     # Before.
 
     def pays(self, num_tokens: int, tier_bytes: Counter[LowerTier]) -> bool:
-        """Whether loading is expected to be faster than computing `num_tokens`; if not, note that tiers were refused.
+        """Return whether loading is expected to be faster than computing `num_tokens`; if not, count the refusal.
 
         Tiers load beside each other, each what is on its way there and then its `tier_bytes`. What is on its way is
         bounded by the device blocks that it fills.

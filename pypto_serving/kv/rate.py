@@ -1,28 +1,27 @@
-"""Rate: a speed that is measured while running."""
+"""Rate: a speed, measured while running."""
 
 from __future__ import annotations
 
 DECAY = 0.9
+"""Weight of a measurement, relative to the one after it."""
 OPTIMISM = 1.05
+"""Factor of the estimate after each refusal."""
 
 
 class Rate:
-    """Units per second over the latest measurements; each earlier one counts 0.9 times the one after it.
-
-    Something never measured counts as infinitely fast, so that it is tried.
-    """
+    """Units per second, averaged over the latest measurements. Infinite until the first, so that it is made."""
 
     def __init__(self) -> None:
         self._units = 0.0
         self._seconds = 0.0
 
     def add(self, units: float, seconds: float) -> None:
-        """`units` took `seconds`."""
+        """Record that `units` took `seconds`."""
         self._units = self._units * DECAY + units
         self._seconds = self._seconds * DECAY + seconds
 
     def refuse(self) -> None:
-        """It was too slow to be used. Believe 5 per cent more of it, or a bad moment would last for ever."""
+        """Raise the estimate 5 %, so that what was too slow to be used is tried again one day."""
         self._seconds /= OPTIMISM
 
     @property
@@ -34,5 +33,5 @@ class Rate:
         return self._units / self._seconds if self._seconds else float("inf")
 
     def seconds(self, units: float) -> float:
-        """How long `units` are expected to take."""
+        """Return how long `units` are expected to take."""
         return units / self.per_second

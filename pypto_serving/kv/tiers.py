@@ -113,7 +113,7 @@ class TierManager:
         return tuple(tier.stats() for tier in self.tiers)
 
     def is_idle(self, now_s: float) -> bool:
-        """Whether nothing moves and nothing waits to be stored where it can be."""
+        """Return whether nothing moves and nothing waits to be stored where it can be."""
         return not self._leases and not any(tier.backlog for tier in self.tiers if tier.accepts(now_s))
 
     def references(self, group: KVGroup) -> Counter[int]:

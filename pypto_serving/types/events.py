@@ -1,4 +1,4 @@
-"""What happens to cached blocks, for routers that follow a replica's cache."""
+"""Events of cached blocks, for routers that follow a replica's cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pypto_serving.types.tier import Tier
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag="stored", gc=False):
-    """Tier `tier` holds one more block of group `group`: `token_ids` (int32 bytes) after the block `parent`.
+    """Tier `tier` holds one more block of group `group`, with `token_ids` (int32 bytes) after those of block `parent`.
 
     Keys are 16 bytes; `parent` is empty for the first block of a sequence. `salted` blocks belong to one tenant.
     """

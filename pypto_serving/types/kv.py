@@ -1,4 +1,4 @@
-"""What a KV cache is made of: groups of layers that share one id space of blocks."""
+"""Specs of a KV cache: groups of layers that share one id space of blocks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pypto_serving.util import ceil_div
 GroupKind = Literal["full", "sliding_window", "compressed", "rolling_state"]
 
 CHECKPOINT_TOKENS = 2048
-"""Beside the ends of prompts and turns, tails of window and state groups are kept at multiples of so many tokens."""
+"""Tails of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
 
 
 class KVTensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of a group, present in each of `layers`: a row of `row_shape` for every `ratio` source tokens.
+    """One tensor of a group: in each of `layers` it has a row of `row_shape` for every `ratio` source tokens.
 
-    `folded_from` names the rolling-state group whose rows a compressed entry is folded from, if there is one.
+    `folded_from` names the rolling-state group from whose rows a compressed entry is folded, if there is one.
     """
 
     name: str

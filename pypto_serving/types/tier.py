@@ -1,8 +1,8 @@
 """Tiers below the device, and the wires on which blocks are moved between them.
 
 All integer arrays are little-endian bytes: int32 for block ids, groups and slots, uint8 for flags; a key is 16 bytes.
-A slot is where a tier keeps one block of a group: an index in [0, num_slots[group]), lent by the engine core. Stores
-that find blocks by key alone (remote ones) ignore it.
+A slot is the place of one block of a group in a tier: an index in [0, num_slots[group]), which the engine core assigns.
+Remote stores find blocks by key and ignore it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ KEY_BYTES = 16
 ALIGNMENT = 4096
 """Blocks in tiers begin at multiples of this many bytes, as direct I/O wants."""
 INDEX_BYTES = 64
-"""What a disk tier keeps for each slot, beside the block."""
+"""Size of the disk tier's record of a slot, which lies beside the block."""
 PART_NAME = re.compile(r"[0-9a-f]{32}")
-"""Names of folders of blocks in the folder that a user gave to the disk tier, one for each fingerprint."""
+"""Name of the folder of one fingerprint's blocks, inside the folder that the user gave to the disk tier."""
 
 StorePolicy = Literal["through", "eviction"]
-"""When a block that nobody uses is stored in lower tiers: soon, or when it is about to be evicted."""
+"""When a free block is stored in lower tiers: `through` soon, `eviction` when it is about to be evicted."""
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier below the device. `num_slots[g]` blocks of group g fit; `place` is a folder or the URL of a store."""
+    """One tier below the device. It has `num_slots[g]` slots for group g; `place` is a folder or the URL of a store."""
 
     tier: Tier
     size_bytes: int
@@ -41,10 +41,11 @@ TransferKind = Literal["load", "store", "find", "clear"]
 
 
 class TransferJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Blocks to move between the device and `tier`, all at once: pieces i of `groups`, `blocks`, `slots` and `keys`.
+    """Blocks to move between the device and `tier` in one call; piece i has element i of each array.
 
-    `load` fills device blocks, `store` reads them. `find` moves nothing: it asks which keys the tier holds;
-    `clear`, without blocks, has it forget all.
+    - `load` fills device blocks from the tier, `store` copies them to it.
+    - `find` moves nothing: it asks which keys the tier holds.
+    - `clear` has no pieces: the tier forgets all blocks.
     """
 
     job_id: int
@@ -57,7 +58,7 @@ class TransferJob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Transfers(msgspec.Struct, frozen=True, array_like=True, tag="transfers"):
-    """Jobs. One that loads begins when step `after_step` is done: until then, steps may write to its blocks."""
+    """Jobs for the worker. Loads begin after step `after_step`: until then, steps may write to the blocks they fill."""
 
     epoch: int
     after_step: int
@@ -65,9 +66,9 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True, tag="transfers"):
 
 
 class TransferDone(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`done[i]` is 1 where piece i was moved, or found. `elapsed_s` counts from when the first of them was begun.
+    """The end of a job: `done[i]` is 1 where piece i was moved or found. `elapsed_s` counts from the first piece.
 
-    The store is not `writable` any more after an error that will not pass.
+    The store is no longer `writable` after an error that is not transient.
     """
 
     job_id: int
@@ -77,17 +78,17 @@ class TransferDone(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TransferReport(msgspec.Struct, frozen=True, array_like=True, tag="transferred"):
-    """Jobs that ended."""
+    """The jobs that ended since the last report."""
 
     epoch: int
     transfers: list[TransferDone]
 
 
 class TierInventory(msgspec.Struct, frozen=True, array_like=True):
-    """What a store holds at its start, least recently used first; `groups`, `slots`, `keys` as in a job.
+    """The blocks that a store holds at its start, the least recently used first; arrays as in a job.
 
-    A store that is not `writable`, for `reason`, only loads. `shared` is true where others may add blocks, so that
-    what is not in the inventory may still be found.
+    A store that is not `writable`, for `reason`, only loads. Others add blocks to a `shared` store, so it may hold more
+    than its inventory says.
     """
 
     tier: Tier
