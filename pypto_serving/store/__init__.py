@@ -1,1 +1,1 @@
-"""Where bytes of KV blocks live below the device. Decisions about them are taken in `kv.tiers`."""
+"""Stores that keep the bytes of KV blocks below the device. `kv.tiers` decides which blocks they keep."""

@@ -1,4 +1,4 @@
-"""The seam between transfers and the places that keep blocks: a Store moves bytes, and decides nothing."""
+"""Store: the seam between transfers and the places that keep blocks. It moves bytes and decides nothing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ BlockBytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One block of a group: its key, where a store keeps it, and its content, uint8 [block_bytes], on this host.
+    """One block of a group: its key, its slot in a store, and its content on this host, uint8 [block_bytes].
 
-    `memory` is contiguous. It begins at a multiple of 4096 bytes where the arena allows that; do not rely on it.
+    `memory` is contiguous. Where the arena allows it begins at a multiple of 4096 bytes; do not rely on that.
     """
 
     group: int
@@ -28,30 +28,30 @@ class Piece:
 
 
 class Store(Protocol):
-    """Keeps blocks of one or several groups, of `block_bytes[g]` each, under (group, slot) and key.
+    """Keeps blocks of `block_bytes[g]` bytes, for each of its groups, under (group, slot) and key.
 
-    No method raises for what a disk or a network does: a piece that failed is False in the answer, and what is wrong is
-    logged once, in one line. `load` may be called by several threads at once, beside one thread that calls `store`.
+    No method raises when a disk or network fails: the answer for the piece is False, and the fault is logged once, in
+    one line. Several threads may call `load` at once, beside one thread that calls `store`.
     """
 
     @property
     def writable(self) -> bool:
-        """Whether blocks can be stored; once false, it stays so."""
+        """Whether blocks can be stored. Once false, it stays false."""
 
     def inventory(self) -> TierInventory:
-        """What is kept at the start, and whether more can be."""
+        """Return the blocks kept at the start, and whether more can be stored."""
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
-        """Keep blocks, each instead of what its slot held. True: it can be loaded, on a disk after a crash too."""
+        """Replace the content of the blocks' slots. True: the block can be loaded, from a disk also after a crash."""
 
     def load(self, pieces: Sequence[Piece]) -> list[bool]:
-        """Read blocks into `memory`. False: it is not there or not what was stored, and `memory` holds anything."""
+        """Read blocks into `memory`. False: the block is missing or damaged, and `memory` is undefined."""
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which blocks could be loaded by key, as far as that can be told without reading them."""
+        """Return which keys can be loaded, as far as that is known without reading the blocks."""
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all blocks."""
 
     def close(self) -> None:
-        """Let go of files and connections; what `store` answered for stays."""
+        """Close files and connections. Blocks that `store` confirmed stay."""

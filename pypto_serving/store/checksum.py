@@ -1,4 +1,4 @@
-"""What tells a block from a damaged or another one."""
+"""The digest that tells a block from a damaged or another one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DIGEST_BYTES = 16
 
 
 def digest(key: bytes, memory: BlockBytes) -> bytes:
-    """16 bytes over key and content: XXH3-128 of both, computed without the GIL for all but small blocks."""
+    """Return XXH3-128 of key and content, 16 bytes. The GIL is released for all but small blocks."""
     state = xxhash.xxh3_128(key)
     state.update(memory.data)
     return state.digest()

@@ -1,7 +1,7 @@
-"""DiskStore: blocks in slots of large files on a local disk. It lasts: what is stored is there after a restart.
+"""DiskStore: blocks in slots of large files on a local disk. They survive a restart.
 
-A call of `store` empties the records of its slots, writes the blocks, waits for the disk, and only then writes the new
-records, so that after a kill at any point a record stands for a whole block. Every load verifies key and content.
+`store` empties the records of its slots, writes the blocks, waits for the disk, and only then writes the new records:
+after a kill at any point each record stands for a whole block. Every load verifies key and content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pypto_serving.util import Clock, MonotonicClock, format_size
 log = logging.getLogger(__name__)
 
 TOUCHED_AT_ONCE = 1024
-"""Loads whose stamps are written together; a kill forgets that these were used, nothing else."""
+"""Number of loads whose stamps are written together. A kill loses those stamps, and nothing else."""
 
 
 def open_disk(
@@ -42,10 +42,10 @@ def open_disk(
     model: str = "",
     known: bool,
 ) -> Store:
-    """The store for `folder`: slots on a local disk, a file for each block on a file system that hosts share.
+    """Open the store in `folder`: slots on a local disk, one file for each block on a file system that hosts share.
 
-    `model` is what people call what has the fingerprint.
-    Raises ConfigError if nothing can be kept there; if the folder is `known` to have been used, the store is empty.
+    `model` is the name, for people, of the model that has the fingerprint. Raises ConfigError if nothing can be stored
+    there; for a folder `known` to have been used, the store is empty instead.
     """
     if is_shared(Path(folder)):
         return FileStore(folder, fingerprint, block_bytes, num_slots, model=model, known=known)
@@ -53,10 +53,10 @@ def open_disk(
 
 
 class DiskStore:
-    """Owner of a fingerprint's folder of slots, or a reader of what another process owns.
+    """Owns a fingerprint's folder of slots, or reads one that another process owns.
 
-    `block_bytes[g]` bytes in each of `num_slots[g]` slots; all folders in the user's that are not in use take at most
-    `size_bytes` together with this one. Nothing may be called while or after `close` runs.
+    Group g has `num_slots[g]` slots of `block_bytes[g]` bytes. This folder and the unused ones beside it take at most
+    `size_bytes` together. Nothing may be called while or after `close` runs.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class DiskStore:
         known: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """Raises ConfigError if nothing can be kept in `folder`, and it is not `known` to have been used."""
+        """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
         self._root, self._size_bytes = Path(folder), size_bytes
         self._faults = Faults(f"disk tier in {folder}", log, clock or MonotonicClock())
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class DiskStore:
         return self._writable
 
     def inventory(self) -> TierInventory:
-        """What is kept, least recently used first; where two slots hold one key, the one used last."""
+        """Return the blocks kept, least recently used first; where two slots hold one key, the one used last."""
         with self._lock:
             entries = [table.entries() for table in self._tables]
         if not entries:
@@ -148,7 +148,7 @@ class DiskStore:
         return stored
 
     def _empty(self, pieces: Sequence[Piece]) -> None:
-        """Forget, for certain, what the slots hold."""
+        """Empty the slots, on disk too."""
         with self._lock:
             held = {piece.group for piece in pieces if self._tables[piece.group].drop(piece.slot)}
             self._flush()
@@ -156,7 +156,7 @@ class DiskStore:
             self._tables[group].sync()
 
     def _write(self, piece: Piece) -> bool:
-        """Write one block. False without room; raises OSError for what will not pass."""
+        """Write one block; False if there is no room for it. Raises OSError for faults that are not transient."""
         try:
             if not self._has_room(piece):
                 return False
@@ -187,7 +187,7 @@ class DiskStore:
         return True
 
     def _make_room(self, growth: int) -> None:
-        """Let folders of other models give way to `growth` bytes more of this one."""
+        """Delete unused folders of other models until this one can grow by `growth` bytes."""
         assert self._folder is not None
         taken = sum(slab.allocated_bytes for slab in self._slabs)
         try:
@@ -199,7 +199,7 @@ class DiskStore:
             log.info("disk tier in %s: deleted %s of unused blocks of other models", self._root, format_size(deleted))
 
     def _keep(self, pieces: Sequence[Piece]) -> None:
-        """Wait until blocks are on disk, then record them, and wait again. Raises OSError."""
+        """Wait until the blocks are on disk, record them, and wait until the records are. Raises OSError."""
         digests = [digest(piece.key, piece.memory) for piece in pieces]
         groups = {piece.group for piece in pieces}
         for group in groups:
@@ -251,7 +251,7 @@ class DiskStore:
         return False
 
     def _drop_damaged(self, piece: Piece, held: tuple[bytes, bytes]) -> None:
-        """Forget a block that is not what was stored, unless its slot has been given to another one meanwhile."""
+        """Forget a damaged block, unless its slot holds another one by now."""
         with self._lock:
             if self._tables[piece.group].get(piece.slot) != held:
                 return
@@ -260,7 +260,7 @@ class DiskStore:
             self._faults.say("damaged", "a block is damaged, and is forgotten")
 
     def _write_stamps(self, at_least: int) -> None:
-        """Write what loads changed, without waiting for the disk, once it is `at_least` so many records."""
+        """Write the stamps of loads if there are `at_least` so many, without waiting for the disk."""
         with self._lock:
             if not self._writable or sum(table.num_dirty for table in self._tables) < at_least:
                 return
@@ -270,7 +270,7 @@ class DiskStore:
                 self._become_reader(error)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Store`; exact but for damage."""
+        """See `Store`. Damaged blocks are found too."""
         with self._lock:
             entries = [table.entries() for table in self._tables]
         held = {key.tobytes() for e in entries for key in e.keys}
@@ -291,7 +291,7 @@ class DiskStore:
             self._become_reader(error)
 
     def _is_there(self) -> bool:
-        """Whether the folder is where it was. If not, nothing is added any more; what is open can be loaded on."""
+        """Return whether the folder is where it was. If not, stop storing; open files can still be loaded from."""
         if self._folder is None or self._folder.is_there():
             return True
         self._writable, self._reason = False, GONE
@@ -299,12 +299,12 @@ class DiskStore:
         return False
 
     def _become_reader(self, error: Exception) -> None:
-        """Add nothing any more: the disk, or the folder, does not allow it."""
+        """Stop storing: the disk or the folder does not allow it."""
         self._writable, self._reason = False, reason_of(error)
         self._faults.say("reader", f"blocks are not added any more: {self._reason}")
 
     def close(self) -> None:
-        """Write when blocks were last used, and let go of the folder."""
+        """Write the stamps of the last loads, and close the folder."""
         self._write_stamps(1)
         self._close_files()
 

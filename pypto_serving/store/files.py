@@ -1,8 +1,8 @@
-"""FileStore: a file for each block, on a file system that several hosts may write to. No lock decides who writes.
+"""FileStore: one file for each block, on a file system that several hosts may write to. No lock decides who writes.
 
 A block's file is <first two digits of its key>/<key>.<group>: a header of magic, key and digest, then the content. It
-gets its name when it is whole, so whoever finds it reads all of it. Servers share files by key; each deletes what its
-slots held when they get another block, and finds what others added.
+gets its name when it is complete, so a file that is found is whole. Servers find the files of others by key. Each
+deletes the file of a block when its slot gets another one.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 MAGIC = b"pypto KV block 1"
 HEADER_BYTES = len(MAGIC) + KEY_BYTES + DIGEST_BYTES
 STATS_AT_ONCE = 16
-"""Folders or files that are looked at together: each waits for the network."""
+"""Number of folders or files examined at once, because each waits for the network."""
 USED_AGAIN_S = 3600.0
-"""A load renews a file's time if that is older."""
+"""A load renews the time of a file that is older than this."""
 UNUSED_S = 86400.0
-"""What does not fit at the start and was not used for this long belongs to no server that runs."""
+"""A file without a slot at the start that was not used for so long belongs to no running server."""
 
 _NAME = re.compile(r"([0-9a-f]{32})\.(\d+)")
 _PART = ".part"
@@ -45,7 +45,7 @@ _MISSING = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 class FileStore:
-    """Reads and writes a shared folder of blocks; owner of the slots that this server keeps in it."""
+    """Reads and writes a shared folder of blocks. Owns the slots that this server keeps in it."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class FileStore:
         known: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """Raises ConfigError if nothing can be kept in `folder`, and it is not `known` to have been used."""
+        """Open the folder. If nothing can be stored there, raises ConfigError, unless it is `known` as a used one."""
         self._faults = Faults(f"disk tier in {folder}", log, clock or MonotonicClock())
         self._block_bytes, self._num_slots = block_bytes, num_slots
         self._keys: dict[tuple[int, int], bytes] = {}
@@ -81,11 +81,11 @@ class FileStore:
         return not self._reason
 
     def inventory(self) -> TierInventory:
-        """See `Store`: the files that were used last when this store was made, as many as there are slots."""
+        """See `Store`: at the start, the most recently used files get the slots."""
         return self._inventory
 
     def _take_slots(self) -> TierInventory:
-        """Give slots to the files used last; delete those beyond that nobody uses any more."""
+        """Assign slots to the most recently used files, and delete the others that nobody uses any more."""
         groups: list[int] = []
         slots: list[int] = []
         keys: list[bytes] = []
@@ -112,7 +112,7 @@ class FileStore:
         )
 
     def _scan(self) -> Iterator[tuple[float, bytes, int]]:
-        """(time of use, key, group) of all files of the right size. Looks at many folders at once. Raises OSError."""
+        """Yield (time of use, key, group) of all files of the right size, many folders at once. Raises OSError."""
         folders = [path for path in self._path.iterdir() if len(path.name) == 2 and path.is_dir()]
         for found in self._pool.map(self._scan_folder, folders):
             yield from found
@@ -169,9 +169,9 @@ class FileStore:
         return True
 
     def _evict(self, piece: Piece) -> bool:
-        """Delete what the slot held, unless that is the block it is to hold, or another slot's too.
+        """Delete the file of the slot's block, unless that is the new block, or another slot has it too.
 
-        Returns whether it held one, so that there is room for another.
+        Returns whether the slot held a block, so that there is room for another.
         """
         key = self._keys.pop((piece.group, piece.slot), None)
         if key is None or self._slots.get((piece.group, key)) != piece.slot:
@@ -182,7 +182,7 @@ class FileStore:
         return True
 
     def _write(self, piece: Piece) -> None:
-        """Let a block have its file; one that is there with the right size was stored by a server, whole."""
+        """Write the file of a block. One of the right size that is there already was stored whole by another server."""
         path, size = self._file(piece.group, piece.key), HEADER_BYTES + piece.memory.nbytes
         try:
             if path.stat().st_size == size:
@@ -240,7 +240,7 @@ class FileStore:
                 self._faults.say("use", f"times of use are not kept: {reason_of(error)}")
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """See `Store`: whether there is a file of the right size."""
+        """See `Store`: return which keys have a file of the right size."""
         return [False] * len(keys) if self._folder is None else list(self._pool.map(self._find, keys))
 
     def _find(self, key: bytes) -> bool:
@@ -263,7 +263,7 @@ class FileStore:
             self._faults.say("delete", f"blocks cannot be deleted: {reason_of(error)}")
 
     def _is_there(self) -> None:
-        """Add nothing any more if the folder is not where it was."""
+        """Stop storing if the folder is not where it was."""
         if self._folder is not None and not self._folder.is_there():
             self._reason = GONE
             self._faults.say("gone", f"blocks are not added any more: {GONE}")
@@ -273,7 +273,7 @@ class FileStore:
         self._faults.say("reader", f"blocks are not added: {self._reason}")
 
     def clear(self) -> None:
-        """See `Store`; what others stored here goes too."""
+        """See `Store`. Blocks of other servers are deleted too."""
         if self._folder is not None and not self._reason:
             try:
                 for _, key, group in self._scan():
@@ -284,7 +284,7 @@ class FileStore:
             self._slots.clear()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the folder."""
         self._pool.shutdown()
         if self._folder is not None:
             self._folder.close()
@@ -301,7 +301,7 @@ def _write_all(file: int, header: bytes, memory: BlockBytes) -> None:
 
 
 def read_block(file: int, piece: Piece) -> bool:
-    """Read a block; False if it is not what was stored under its key. Raises OSError."""
+    """Read a block; False if it is damaged. Raises OSError."""
     header = bytearray(HEADER_BYTES)
     count = os.preadv(file, [header, piece.memory.data], 0)
     while HEADER_BYTES <= count < HEADER_BYTES + piece.memory.nbytes:
@@ -314,7 +314,7 @@ def read_block(file: int, piece: Piece) -> bool:
 
 
 def block_files(path: Path, num_groups: int) -> Iterator[tuple[Path, bytes, int]]:
-    """(file, key, group) of all blocks in a fingerprint's folder. Raises OSError."""
+    """Yield (file, key, group) of all blocks in a fingerprint's folder. Raises OSError."""
     for file in path.glob("??/*"):
         name = _NAME.fullmatch(file.name)
         if name is not None and int(name[2]) < num_groups:

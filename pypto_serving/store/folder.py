@@ -1,7 +1,10 @@
-"""Folders of blocks inside the folder that a user gave: one for each fingerprint, with locks that say who uses it.
+"""Folder: a fingerprint's folder of blocks inside the folder that a user gave, with locks that tell who uses it.
 
-Every process that has one open holds `in_use` shared; who deletes it holds that alone. The one that writes slots holds
-`writer`. Locks go with their process, however it ends. `meta.json` says what the folder is, and is written first.
+- `in_use` is locked shared by each process that has the folder open, and exclusively by one that deletes it.
+- `writer` is locked by the process that writes slots.
+- `meta.json` says what the folder holds. It is written first.
+
+A lock ends with its process.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """What a folder holds; `fingerprint` in hexadecimal digits. `model` is what people call it, if that is known."""
+    """What a folder holds. `fingerprint` is in hexadecimal digits; `model` is a name for people, if one is known."""
 
     format: int
     kind: Kind
@@ -42,7 +45,7 @@ class Meta(msgspec.Struct, frozen=True):
     model: str = ""
 
     def fits(self, other: Meta | None) -> bool:
-        """Whether blocks of `other` are blocks of this one, whatever it is called."""
+        """Return whether `other` describes the same blocks, whatever its model is called."""
         return other is not None and msgspec.structs.replace(other, model=self.model) == self
 
 
@@ -51,16 +54,16 @@ class _Format(msgspec.Struct):
 
 
 class Unusable(Exception):
-    """A folder cannot be used now, though the user's folder may be; the text says why."""
+    """A fingerprint's folder cannot be used now, though the user's folder can; the text says why."""
 
 
 class Folder:
-    """A fingerprint's folder while this process has it open; `reason` says why it is not `writable`."""
+    """A fingerprint's folder that this process has open; `reason` says why it is not `writable`."""
 
     def __init__(self, root: Path, meta: Meta, *, known: bool = False) -> None:
-        """Open or make it. Raises ConfigError where nothing can be made in `root`, Unusable for other reasons.
+        """Open or make the folder. Raises ConfigError where nothing can be made in `root`, Unusable for other reasons.
 
-        Where it was used before, or is `known` to have been, every reason is another one.
+        A folder that was used before, or is `known` to have been, raises Unusable only.
         """
         self.path, self.meta = root / folder_name(meta), meta
         self.writable, self.reason = True, ""
@@ -101,7 +104,7 @@ class Folder:
         os.utime(self.path / IN_USE)
 
     def _join(self) -> int:
-        """Lock `in_use` shared, after whoever is deleting the folder."""
+        """Lock `in_use` shared, once nobody is deleting the folder."""
         while True:
             try:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,7 +148,7 @@ class Folder:
             return None
 
     def _begin(self, held: Meta | None) -> None:
-        """Say what the folder is. A damaged `meta.json` costs nothing, since the name says as much; another one all."""
+        """Write `meta.json`. Blocks stay if the old one is damaged, since the folder's name tells what they are."""
         if held is not None:
             _empty(self.path)
         self._write_meta()
@@ -161,7 +164,7 @@ class Folder:
         sync_folder(self.path.parent)
 
     def is_there(self) -> bool:
-        """Whether the path still leads here. What was deleted or moved can be read on while it is open."""
+        """Return whether the path still leads here. A folder that was deleted or moved can be read while it is open."""
         try:
             return not self._locks or os.path.samestat(os.fstat(self._locks[0]), (self.path / IN_USE).stat())
         except (FileNotFoundError, NotADirectoryError):
@@ -170,7 +173,7 @@ class Folder:
             return True  # for whoever reads or writes to find out
 
     def close(self) -> None:
-        """Give up the locks."""
+        """Release the locks."""
         if self.writable and self._locks:
             with contextlib.suppress(OSError):
                 os.utime(self.path / IN_USE)
@@ -180,13 +183,13 @@ class Folder:
 
 
 def folder_name(meta: Meta) -> str:
-    """32 hexadecimal digits that differ for whatever must not share a folder."""
+    """Return 32 hexadecimal digits, which differ between kinds of blocks that must not share a folder."""
     sizes = ",".join(map(str, meta.block_bytes))
     return hash128(meta.kind.encode(), meta.fingerprint.encode(), sizes.encode()).hex()
 
 
 def read_meta(path: Path) -> Meta | None:
-    """What a folder says it holds; None if that is damaged. Raises OSError, Unusable for a later format."""
+    """Read `meta.json`; None if it is damaged. Raises OSError, and Unusable for a later format."""
     text = (path / META).read_bytes()
     try:
         version = msgspec.json.decode(text, type=_Format).format
@@ -199,7 +202,7 @@ def read_meta(path: Path) -> Meta | None:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """A folder seen from outside: bytes on disk, when it was last used (seconds since the epoch), by whom now."""
+    """A folder seen from outside: bytes on disk, time of last use (Unix time), whether a server has it open."""
 
     path: Path
     num_bytes: int
@@ -208,7 +211,7 @@ class Usage:
 
 
 def usage(path: Path) -> Usage:
-    """Look at a folder. Raises OSError."""
+    """Measure a folder. Raises OSError."""
     lock = take_alone(path)
     if lock is not None:
         os.close(lock)
@@ -228,12 +231,12 @@ def _files(path: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def fingerprint_folders(root: Path) -> list[Path]:
-    """All folders of blocks in `root`, half-deleted ones too. Raises OSError."""
+    """Return all folders of blocks in `root`, half-deleted ones too. Raises OSError."""
     return sorted(path for path in root.iterdir() if PART_NAME.fullmatch(path.name) and (path / IN_USE).is_file())
 
 
 def open_lock(path: Path) -> int:
-    """The file `in_use` of a folder, to be locked. Raises OSError."""
+    """Open the file `in_use` of a folder, to be locked. Raises OSError."""
     try:
         return os.open(path / IN_USE, os.O_RDWR)
     except OSError as error:
@@ -243,7 +246,7 @@ def open_lock(path: Path) -> int:
 
 
 def take_alone(path: Path) -> int | None:
-    """A lock that keeps every server out of a folder until it is closed, or None if one is in. Raises OSError."""
+    """Lock every server out of a folder until the lock is closed; None if a server has it open. Raises OSError."""
     lock = open_lock(path)
     try:
         alone = _lock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,7 +260,7 @@ def take_alone(path: Path) -> int | None:
 
 
 def delete(path: Path) -> bool:
-    """Delete a folder that no server has open and that no later version made; False for others. Raises OSError."""
+    """Delete a folder; False if a server has it open or a later version made it. Raises OSError."""
     lock = take_alone(path)
     if lock is None:
         return False
@@ -276,7 +279,7 @@ def delete(path: Path) -> bool:
 
 
 def _empty(path: Path) -> None:
-    """Delete all but the locks."""
+    """Delete everything but the locks."""
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -285,7 +288,7 @@ def _empty(path: Path) -> None:
 
 
 def make_room(root: Path, own: Path, own_bytes: int, size_bytes: int) -> int:
-    """Delete unused folders beside `own`, the longest unused first, until all fit. Returns bytes deleted."""
+    """Delete unused folders beside `own`, the longest unused first, until the rest fits. Returns bytes deleted."""
     others = [found for path in fingerprint_folders(root) if path != own and not (found := usage(path)).in_use]
     excess, deleted = own_bytes + sum(other.num_bytes for other in others) - size_bytes, 0
     for other in sorted(others, key=lambda other: other.used_at_s):
@@ -297,7 +300,7 @@ def make_room(root: Path, own: Path, own_bytes: int, size_bytes: int) -> int:
 
 
 def _lock(file: int, how: int) -> bool:
-    """Lock a file; False if that would wait. Where a file system has no locks, nothing is locked."""
+    """Lock a file; False if that would wait. A file system without locks counts as locked."""
     try:
         fcntl.flock(file, how)
     except BlockingIOError:

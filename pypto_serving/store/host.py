@@ -1,4 +1,4 @@
-"""The host tier: blocks in shared memory that outlives a worker."""
+"""HostStore: the host tier, blocks in shared memory that outlives a worker."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ALIGNMENT = 4096
 
 
 class HostStore:
-    """Blocks of group g in slots of `block_bytes[g]` bytes, rounded up to 4096, one group behind the other.
+    """Keeps blocks of group g in slots of `block_bytes[g]` bytes, rounded up to 4096, one group behind the other.
 
-    `fd` is memory that a parent owns (a memfd), which is made as large as the slots need; pages cost nothing until they
-    are written. What it holds is known by the engine core alone, so there is no inventory.
+    `fd` is a memfd that a parent owns. It is made as large as the slots need; pages take no memory until they are
+    written. Only the engine core knows its content, so the inventory is empty.
 
-    The first block of a slot goes by the file: that gives the slot its pages for half the CPU time that faults of the
-    mapping take, and fails without room, where a fault would end the process. All else goes by the mapping.
+    The first block of a slot is written to the file: that allocates the pages in half the CPU time of page faults, and
+    fails without room, where a fault would end the process. All else goes through the mapping.
     """
 
     def __init__(self, fd: int, block_bytes: tuple[int, ...], num_slots: tuple[int, ...]) -> None:
@@ -80,7 +80,7 @@ class HostStore:
         return [False] * len(keys)
 
     def clear(self) -> None:
-        """Nothing is found here by key."""
+        """Do nothing: blocks are not found by key here."""
 
     def close(self) -> None:
-        """The memory is the parent's."""
+        """Do nothing: the parent owns the memory."""

@@ -1,8 +1,9 @@
-"""SlotTable: which block each slot of a group holds, in a file of one 64-byte record per slot.
+"""SlotTable: which block each slot of a group holds, in a file with one record of 64 bytes per slot.
 
-A record is key (16 bytes), digest of the block (16), stamp, length, 0 and a check of all that and of its place (8 each,
-little-endian). A stamp of 0 is an empty slot. Whatever is not a whole record of its own slot counts as empty, so a torn
-write or a damaged page costs the slots it touches. The file is read, not mapped: a read error is no signal.
+A record is key (16 bytes), digest of the block (16), stamp, length, 0, and a check of these and of the record's place
+(8 each, little-endian). Stamp 0 is an empty slot. A record that is not whole, or not of its own slot, counts as empty:
+a torn write or a damaged page costs the slots it touches. The file is read, not mapped, so that a read error is no
+signal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What a table holds: `slots` int64 [n], `stamps` uint64 [n], `keys` uint64 [n, 2]."""
+    """The blocks in a table: `slots` int64 [n], `stamps` uint64 [n], `keys` uint64 [n, 2]."""
 
     slots: NDArray[np.int64]
     stamps: Words
@@ -41,12 +42,12 @@ class Entries:
 
 
 class SlotTable:
-    """Owner of the records of one group. Not thread-safe; nothing is on disk before `flush` and `sync`."""
+    """Owns the records of one group. Not thread-safe. Nothing is on disk before `flush` and `sync`."""
 
     def __init__(self, path: Path, group: int, block_bytes: int, num_slots: int, *, writable: bool) -> None:
-        """Open a table, made if missing; what lies beyond `num_slots` is cut off. Raises OSError.
+        """Open or make a table, and cut it off after `num_slots`. Raises OSError.
 
-        A table that a full disk does not let grow keeps the slots it has: see `num_slots`.
+        If a full disk does not let it grow, it keeps the slots it has: see `num_slots`.
         """
         self._group, self._block_bytes = group, block_bytes
         self._dirty: set[int] = set()
@@ -71,7 +72,7 @@ class SlotTable:
             done += count
 
     def _forget_damaged(self) -> int:
-        """Empty the records that are not whole; returns how many were damaged, not just empty."""
+        """Empty the records that are not whole. Returns how many of them were not empty."""
         words = self._words
         whole = (words[:, _CHECK] == self._checks(words, np.arange(len(words)))) & (words[:, _STAMP] != 0)
         whole &= words[:, _LENGTH] == self._block_bytes
@@ -81,7 +82,7 @@ class SlotTable:
         return len(damaged)
 
     def _checks(self, words: Words, slots: NDArray[np.int64]) -> Words:
-        """Check of each of `words` [n, 8] at `slots` [n]. Each word enters by a step that is one to one."""
+        """Return the check of each of `words` [n, 8] at `slots` [n]. Each word enters by a bijective step."""
         check = slots.astype(np.uint64) ^ (np.uint64(self._group + 1) << np.uint64(48))
         for column in range(_CHECK):
             check = (check ^ words[:, column]) * _ODD
@@ -98,25 +99,25 @@ class SlotTable:
         return len(self._dirty)
 
     def get(self, slot: int) -> tuple[bytes, bytes] | None:
-        """(key, digest) of what a slot holds, or None if it is empty or beyond the table."""
+        """Return (key, digest) of a slot's block, None if the slot is empty or beyond the table."""
         if slot >= self.num_slots:
             return None
         key, digest, stamp, *_ = _RECORD.unpack_from(self._raw, slot * RECORD_BYTES)
         return (key, digest) if stamp else None
 
     def put(self, slot: int, key: bytes, digest: bytes, stamp: int) -> None:
-        """Let a slot hold a block; `stamp` above 0 grows with use."""
+        """Record a block in a slot. `stamp` is above 0 and grows with use."""
         assert len(key) == KEY_BYTES and len(digest) == DIGEST_BYTES and stamp > 0
         _RECORD.pack_into(self._raw, slot * RECORD_BYTES, key, digest, stamp, self._block_bytes, 0, 0)
         self._dirty.add(slot)
 
     def touch(self, slot: int, stamp: int) -> None:
-        """Note that what a slot holds was used."""
+        """Record that a slot's block was used."""
         self._words[slot, _STAMP] = stamp
         self._dirty.add(slot)
 
     def drop(self, slot: int) -> bool:
-        """Empty a slot; False if it was."""
+        """Empty a slot; False if it was empty."""
         if slot >= self.num_slots or not self._words[slot, _STAMP]:
             return False
         self._words[slot] = 0
@@ -124,11 +125,11 @@ class SlotTable:
         return True
 
     def drop_from(self, slots: NDArray[np.int64]) -> int:
-        """Empty all of `slots`; returns how many were not."""
+        """Empty `slots`. Returns how many held a block."""
         return sum(self.drop(int(slot)) for slot in slots)
 
     def entries(self) -> Entries:
-        """What is held, by slot."""
+        """Return the blocks, in order of slot."""
         slots = np.flatnonzero(self._words[:, _STAMP])
         words = self._words[slots]
         return Entries(slots, words[:, _STAMP].copy(), words[:, : KEY_BYTES // 8].copy())
@@ -137,7 +138,7 @@ class SlotTable:
         return int(self._words[:, _STAMP].max(initial=0))
 
     def flush(self) -> None:
-        """Write changed records, neighbours in one call each, without waiting for the disk. Raises OSError."""
+        """Write changed records, one call for each run of neighbours, without waiting for the disk. Raises OSError."""
         if not self._dirty:
             return
         slots = np.array(sorted(self._dirty))
@@ -149,7 +150,7 @@ class SlotTable:
         self._dirty.clear()
 
     def sync(self) -> None:
-        """Wait until what was flushed is on disk. Raises OSError."""
+        """Wait until flushed records are on disk. Raises OSError."""
         os.fdatasync(self._file)
 
     def close(self) -> None:
@@ -157,7 +158,7 @@ class SlotTable:
 
 
 def _set_size(file: int, num_slots: int) -> int:
-    """Room for all records is taken at once, so that none of them finds the disk full later; returns how many."""
+    """Allocate room for all records, so that no write finds the disk full. Returns how many there is room for."""
     held = os.fstat(file).st_size // RECORD_BYTES
     try:
         if num_slots > held:

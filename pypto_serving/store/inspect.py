@@ -1,4 +1,4 @@
-"""What folders of blocks hold, seen by people: facts, verification, deletion. No server needs any of it."""
+"""What `cli kv` shows and does: facts about folders of blocks, verification, deletion. No server needs any of it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from pypto_serving.store.index import RECORD_BYTES, SlotTable
 from pypto_serving.store.slab import Slab, stride_of
 
 Report = Callable[[int, int], None]
-"""Called with blocks done and their number."""
+"""Called with the blocks done so far and the number of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """Blocks of one group; `num_free` slots, of those that a server gave it, None where files have no slots."""
+    """Blocks of one group. `num_free` counts the empty slots of its table, None where each block is a file."""
 
     block_bytes: int
     num_blocks: int
@@ -45,7 +45,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """A fingerprint's folder. Without `meta` it holds nothing usable, for `problem`."""
+    """A fingerprint's folder. Without `meta` it is not usable; `problem` says why."""
 
     usage: Usage
     meta: Meta | None
@@ -54,7 +54,7 @@ class FolderFacts:
 
 
 def folders_in(root: Path) -> list[Path]:
-    """Folders of blocks in what a user named. Raises ConfigError if that is no folder that can be read."""
+    """Return the folders of blocks in a user's folder. Raises ConfigError if that cannot be read."""
     try:
         return fingerprint_folders(root)
     except OSError as error:
@@ -62,7 +62,7 @@ def folders_in(root: Path) -> list[Path]:
 
 
 def facts(path: Path) -> FolderFacts:
-    """What a folder holds. Raises OSError."""
+    """Return what a folder holds. Raises OSError."""
     try:
         meta, problem = read_meta(path), "its meta.json is damaged"
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _open_table(path: Path, group: int, block_bytes: int, *, writable: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`num_blocks` were read, `num_damaged` of them are not what was stored; `dropped` if they are gone now."""
+    """`num_blocks` were read, and `num_damaged` of them are damaged; `dropped` if those were removed."""
 
     num_blocks: int
     num_damaged: int
@@ -106,9 +106,9 @@ class Verified:
 
 
 def verify(path: Path, report: Report) -> Verified:
-    """Read all blocks of a folder; drop damaged ones unless a server has it open. Raises OSError, Unusable.
+    """Read all blocks of a folder, and drop damaged ones unless a server has it open. Raises OSError, Unusable.
 
-    A folder that is being made, or deleted, raises FileNotFoundError.
+    Raises FileNotFoundError for a folder that is being made or deleted.
     """
     with _kept(path):
         meta = read_meta(path)
@@ -159,7 +159,7 @@ def _verify_slots(path: Path, meta: Meta, report: Report) -> tuple[int, Damaged]
 
 
 def _memory(size: int) -> BlockBytes:
-    """Memory at the start of a page."""
+    """Return memory that begins at a page."""
     memory = np.empty(stride_of(size) + 4096, np.uint8)
     start = -memory.ctypes.data % 4096
     return memory[start : start + size]
@@ -176,7 +176,7 @@ def _is_whole(slab: Slab, slot: int, held: tuple[bytes, bytes], memory: BlockByt
 
 
 def _still_holds(path: Path, group: int, size: int, slot: int, held: tuple[bytes, bytes]) -> bool:
-    """Whether a server has not meanwhile given the slot to another block."""
+    """Return whether the slot still holds this block: a server may have given it to another one meanwhile."""
     table = _open_table(path, group, size, writable=False)
     table.close()
     return slot < table.num_slots and table.get(slot) == held

@@ -1,8 +1,8 @@
 """`python -m pypto_serving.store.mooncake FD`: the process that talks to a pool of Mooncake Store for a worker.
 
-A process of its own, because Mooncake's client blocks for seconds when its master is gone, without end when it is
-stopped, and may crash: who waits for it can give up and end it, and nothing writes late to memory that others use.
-Objects are put from and got into shared memory, which is registered with Mooncake.
+Mooncake's client blocks for seconds when its master is gone, forever when the master is stopped, and may crash. In a
+process of its own it can be ended, and then writes no more to memory that others use. Objects are put from and got
+into shared memory, which is registered with Mooncake.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class PoolAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """How to join a pool; see the user guide. `segment_bytes` of this host's memory are given to the pool."""
+    """How to join a pool; see the user guide. This host contributes `segment_bytes` of memory to the pool."""
 
     master: str
     metadata_server: str = "P2PHANDSHAKE"
@@ -66,7 +66,7 @@ class PoolReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def await_message(channel: SocketChannel[T], timeout_s: float = math.inf) -> T | None:
-    """The next message; None at the deadline, or at once if the peer is gone."""
+    """Wait for the next message; None at the deadline, or as soon as the peer is gone."""
     deadline_s = time.monotonic() + timeout_s
     poller = select.poll()
     while (message := channel.receive()) is None and not channel.gone:
@@ -80,7 +80,7 @@ def await_message(channel: SocketChannel[T], timeout_s: float = math.inf) -> T |
 
 
 def join_pool(address: PoolAddress, memory: int, num_bytes: int) -> Any:
-    """A client of the pool that may use the memory. Raises RuntimeError, in one line."""
+    """Return a client of the pool that may use the memory. Raises RuntimeError with one line."""
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
@@ -102,7 +102,7 @@ def join_pool(address: PoolAddress, memory: int, num_bytes: int) -> Any:
 
 
 def serve(channel: SocketChannel[PoolRequest], pool: Any, memory: int) -> None:
-    """Do what is asked over one channel, until it closes."""
+    """Answer the requests of one channel until it closes."""
     while (request := await_message(channel)) is not None:
         places = [memory + offset for offset in request.offsets]
         if request.kind == "put":

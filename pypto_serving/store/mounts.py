@@ -1,4 +1,4 @@
-"""What file system a path lies on, and whether other hosts may write to it."""
+"""Which file system a path lies on, and whether other hosts may write to it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SHARED = re.compile(
 
 
 def is_shared(path: Path, mountinfo: str | None = None) -> bool:
-    """Whether `path`, which need not exist, lies on a file system that hosts share; `mountinfo` as in proc(5)."""
+    """Return whether hosts share the file system of `path`, which need not exist; `mountinfo` as in proc(5)."""
     return _SHARED.fullmatch(file_system(path, mountinfo)) is not None
 
 
 def file_system(path: Path, mountinfo: str | None = None) -> str:
-    """Type of the file system that `path` lies on, such as `ext4`; empty where the system does not tell."""
+    """Return the type of the file system that `path` lies on, such as `ext4`; empty if unknown."""
     if mountinfo is None:
         try:
             mountinfo = Path("/proc/self/mountinfo").read_text()
@@ -32,5 +32,5 @@ def file_system(path: Path, mountinfo: str | None = None) -> str:
 
 
 def _unescape(text: str) -> str:
-    """Spaces and the like are written as octal numbers."""
+    """Decode the octal numbers that stand for spaces and the like."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,7 +1,7 @@
-"""The remote tier: blocks in a pool of Mooncake Store that many replicas share. Whatever fails there is a miss.
+"""RemoteStore: the remote tier, a pool of Mooncake Store that many replicas share. Every failure is a miss.
 
-An object is a block: all layers of a block lie together. Pools move objects of 256 KiB and more at full speed; smaller
-blocks (of short blocks, or groups with little state) work the same way, and several times slower for each byte.
+An object is a block, with all its layers. Pools move objects of 256 KiB and more at full speed; smaller ones take
+several times as long for each byte.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 50051
 LANE_BYTES = 8 << 20
-"""Most that one request moves, unless a single block is larger."""
+"""Most bytes that one request moves, unless a single block is larger."""
 MAX_NAMES = 4096
 ALIGNMENT = 4096
 REQUEST_TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 10.0
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 UNREACHABLE = -800
-"""Mooncake's codes from here down are about connections, those above about objects."""
+"""Mooncake's codes up to this one are faults of connections, those above are faults of objects."""
 
 LaneName = Literal["up", "down"]
 
 
 def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> RemoteStore:
-    """The store behind `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` computed under `fingerprint`.
+    """Open the store behind `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` with `fingerprint`.
 
-    Raises ConfigError where Mooncake is not installed; a pool that cannot be reached is no error.
+    Raises ConfigError where Mooncake is not installed. A pool that cannot be reached is no error.
     """
     address = parse_address(url)
     if importlib.util.find_spec("mooncake") is None:
@@ -55,7 +55,7 @@ def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> Rem
 
 
 def parse_address(url: str) -> PoolAddress:
-    """What a URL says, with what it leaves out. Raises ValueError for one that the option refuses."""
+    """Parse a URL and fill in defaults. Raises ValueError for one that the option refuses."""
     host, port, given = parse_pool_url(url)
     port = port or DEFAULT_PORT
     return PoolAddress(
@@ -69,7 +69,7 @@ def parse_address(url: str) -> PoolAddress:
 
 
 def own_address(host: str) -> str:
-    """The address of this machine from which `host` is reached; sends nothing."""
+    """Return the address of this machine from which `host` is reached. Sends nothing."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -80,7 +80,7 @@ def own_address(host: str) -> str:
 
 
 class Lane:
-    """One channel to the pool's process, with its part of the shared memory; used by whoever holds `lock`."""
+    """One channel to the pool's process, with its part of the shared memory. The holder of `lock` uses it."""
 
     def __init__(self, memory: BlockBytes, start: int) -> None:
         self.lock = threading.Lock()
@@ -89,7 +89,7 @@ class Lane:
         self.channel: SocketChannel[PoolReply] | None = None
 
     def ask(self, request: PoolRequest) -> list[int] | None:
-        """Mooncake's codes, or None when no answer came in time."""
+        """Return Mooncake's codes, or None if no answer came in time."""
         channel = self.channel
         if channel is None:
             return None
@@ -110,7 +110,7 @@ class PoolProcess:
         self._deadline_s = now_s + JOIN_TIMEOUT_S
 
     def fault(self, now_s: float) -> str | None:
-        """Why it is of no use any more; None while it is, or may still be. Sets `joined`."""
+        """Return why the process is of no use any more, None if it still may be. Sets `joined`."""
         said = self._child.messages()
         for message in said:
             if isinstance(message, ChildFault):
@@ -121,16 +121,16 @@ class PoolProcess:
         return "its master does not answer" if not self.joined and now_s > self._deadline_s else None
 
     def end(self) -> None:
-        """Afterwards nothing writes to the memory. Who waits for an answer notices; channels close with their users."""
+        """End the process: nothing writes to the memory afterwards. Threads that wait for an answer notice."""
         self._child.end(0)
 
 
 class RemoteStore:
-    """Owns the process that talks to the pool, and the memory they share.
+    """Owns the process that talks to the pool, and the memory it shares with that process.
 
-    Objects are `pypto/FINGERPRINT/KEY`, a key being one group's; their content is a block and a digest over key and
-    block. A request that is not answered in 2 s, or that Mooncake could not send, ends the process; another one is
-    started after a wait that doubles up to a minute. Until it has joined, everything is a miss at once.
+    Objects are named `pypto/FINGERPRINT/KEY`, and keys differ between groups. The content is a block, then a digest of
+    key and block. A request without an answer in 2 s, or that Mooncake could not send, ends the process. A new one is
+    started after a wait that doubles up to a minute. Until it has joined, every call is a miss at once.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class RemoteStore:
 
     @property
     def writable(self) -> bool:
-        """A pool that is out of reach may come back."""
+        """Always true: a pool that is out of reach may come back."""
         return True
 
     def inventory(self) -> TierInventory:
-        """Nothing is known of a pool before it is asked."""
+        """Return an empty, shared inventory: a pool has to be asked."""
         return TierInventory("remote", shared=True)
 
     def store(self, pieces: Sequence[Piece]) -> list[bool]:
@@ -189,7 +189,7 @@ class RemoteStore:
         return found
 
     def clear(self) -> None:
-        """Removes what was computed under this fingerprint, other replicas' blocks too, if the pool is in reach."""
+        """Remove all blocks of this fingerprint, those of other replicas too, if the pool is in reach."""
         with self._lanes["down"].lock:
             self._ask("down", PoolRequest("clear", [self._prefix], [], []))
 
@@ -203,7 +203,7 @@ class RemoteStore:
     # One request each.
 
     def _parts(self, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        """Pieces that fit a lane together."""
+        """Split pieces into parts that each fit a lane."""
         parts: list[list[Piece]] = []
         room = 0
         for piece in pieces:
@@ -246,7 +246,7 @@ class RemoteStore:
     def _request(
         self, kind: Literal["put", "get"], lane: Lane, pieces: Sequence[Piece]
     ) -> tuple[PoolRequest, list[BlockBytes]]:
-        """A request, and the parts of the lane's memory that hold its objects."""
+        """Return a request, and the parts of the lane's memory that hold its objects."""
         offsets = np.cumsum([0, *(self._strides[piece.group] for piece in pieces)]).tolist()[:-1]
         sizes = [len(piece.memory) + DIGEST_BYTES for piece in pieces]
         places = [lane.memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
@@ -259,7 +259,7 @@ class RemoteStore:
     # The process.
 
     def _ask(self, lane: LaneName, request: PoolRequest) -> list[int]:
-        """Codes of a request, all of them UNREACHABLE where the pool is. The caller holds the lane's lock."""
+        """Return the codes of a request, all UNREACHABLE if the pool is. The caller holds the lane's lock."""
         codes = None
         if self._is_up():
             process = self._process
@@ -273,7 +273,7 @@ class RemoteStore:
         return [UNREACHABLE] * len(request.names) if codes is None else codes
 
     def _is_up(self) -> bool:
-        """Whether requests can be sent; starts the process when it is time. Never waits."""
+        """Return whether requests can be sent. Starts the process when it is time; never waits."""
         with self._state:
             now_s = self._clock.now()
             if self._process is None:
@@ -299,7 +299,7 @@ class RemoteStore:
             log.info("remote tier: the pool at %s is in reach", self.address.master)
 
     def _lose(self, process: PoolProcess | None, reason: str) -> None:
-        """A request failed; another thread may have noticed first."""
+        """End the process after a failed request, unless another thread has done so."""
         with self._state:
             if process is not None and process is self._process:
                 self._end(reason)

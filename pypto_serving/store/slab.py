@@ -1,7 +1,7 @@
-"""Slab: the content of a group's slots, in a few large files, read and written past the page cache where that works.
+"""Slab: the content of a group's slots, in a few large files (segments), with direct I/O where that works.
 
-Slot s lies at (s % n) * stride of segment s // n, with stride = block size rounded up to 4096 bytes and n slots to a
-segment. A segment's size says how many of its slots have room on disk.
+Slot s lies in segment s // n at byte (s % n) * stride, where stride is the block size rounded up to 4096 bytes and n is
+the number of slots in a segment. A segment's size tells how many of its slots have room on disk.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from pypto_serving.store.base import BlockBytes
 from pypto_serving.util import ceil_div
 
 PAGE = 4096
-"""Addresses, offsets and lengths of direct I/O are multiples of this."""
+"""Direct I/O takes addresses, offsets and lengths that are multiples of this."""
 SEGMENT_BYTES = 4 << 30
 GROWTH_BYTES = 128 << 20
-"""Room is taken in steps of about this."""
+"""A segment grows by about this."""
 GROWTH_SHARE = 16
-"""A step takes at most one part in so many of what the disk has left."""
+"""A step of growth takes at most one part in so many of what the disk has left."""
 
 
 def stride_of(block_bytes: int) -> int:
-    """Bytes that a slot takes on disk."""
+    """Return the bytes that a slot takes on disk."""
     return ceil_div(block_bytes, PAGE) * PAGE
 
 
 class Slab:
-    """Owner of the segments of one group. Any number of threads may read beside one that writes."""
+    """Owns the segments of one group. Any number of threads may read beside one that writes."""
 
     def __init__(self, folder: Path, group: int, block_bytes: int, num_slots: int, *, writable: bool) -> None:
-        """Open the segments there are; what lies beyond `num_slots` is deleted. Raises OSError."""
+        """Open the segments that exist, and delete what lies beyond `num_slots`. Raises OSError."""
         self._folder, self._name = folder, f"g{group}"
         self._block_bytes, self._stride = block_bytes, stride_of(block_bytes)
         self._per_segment = max(1, SEGMENT_BYTES // self._stride)
@@ -70,7 +70,7 @@ class Slab:
                 self._open(segment, path, size)
 
     def _wanted(self, segment: int) -> int:
-        """Slots of a segment that may be used."""
+        """Return how many slots of a segment may be used."""
         return max(0, min(self._per_segment, self._num_slots - segment * self._per_segment))
 
     def _path(self, segment: int) -> Path:
@@ -88,16 +88,16 @@ class Slab:
 
     @property
     def allocated_bytes(self) -> int:
-        """What all segments take on disk."""
+        """Bytes that all segments take on disk."""
         return sum(self._slots.values()) * self._stride
 
     def has_room(self, slot: int) -> bool:
-        """Whether there is room on disk for a slot."""
+        """Return whether a slot has room on disk."""
         segment, position = divmod(slot, self._per_segment)
         return position < self._slots.get(segment, 0)
 
     def without_room(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of `slots` that have none."""
+        """Return those of `slots` that have no room on disk."""
         segments, positions = np.divmod(slots, self._per_segment)
         held = np.zeros(ceil_div(self._num_slots, self._per_segment) + 1, np.int64)
         for segment, count in self._slots.items():
@@ -105,9 +105,10 @@ class Slab:
         return slots[positions >= held[segments]]
 
     def growth(self, slot: int, most_bytes: int) -> int:
-        """Bytes to grow by for `slot` to have room: a step if `most_bytes` and the disk allow, at least what it takes.
+        """Return the bytes to grow by for `slot` to have room: one step, or less if `most_bytes` or the disk is short.
 
-        Of what the disk has left a step takes a small part only, so that the slabs of all groups share its end.
+        It is never less than the slot needs. A step takes a small part of what the disk has left, so that the slabs of
+        all groups share its end.
         """
         segment, position = divmod(slot, self._per_segment)
         disk = os.statvfs(self._folder)
@@ -118,7 +119,7 @@ class Slab:
         return max(least, min(wanted, most_bytes // self._stride)) * self._stride
 
     def grow(self, slot: int, num_bytes: int) -> None:
-        """Take `num_bytes` more of the disk for the segment of `slot`. Raises OSError, having taken nothing."""
+        """Grow the segment of `slot` by `num_bytes`. Raises OSError, and then has not grown."""
         segment = slot // self._per_segment
         path, have = self._path(segment), self._slots.get(segment, 0) * self._stride
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # not direct: where a file system cannot, libc writes
@@ -133,7 +134,7 @@ class Slab:
             self._open(segment, path, have + num_bytes)
 
     def read(self, slot: int, memory: BlockBytes) -> None:
-        """Fill `memory` with what a slot holds. Raises OSError, ENODATA if the segment is too short."""
+        """Read a slot into `memory`. Raises OSError, with ENODATA if the segment is too short."""
         segment, offset = self._place(slot)
         if segment not in self._files:
             raise _too_short()
@@ -145,7 +146,7 @@ class Slab:
             np.copyto(memory, buffer[: self._block_bytes])
 
     def write(self, slot: int, memory: BlockBytes) -> None:
-        """Let a slot that has room hold `memory`, for certain after `sync`. Raises OSError."""
+        """Write `memory` to a slot that has room; it is on disk after `sync`. Raises OSError."""
         segment, offset = self._place(slot)
         file = self._files[segment]
         self._unsynced.setdefault(segment, []).append(offset)
@@ -160,12 +161,12 @@ class Slab:
         return segment, position * self._stride
 
     def _fits(self, memory: BlockBytes) -> bool:
-        """Whether direct I/O can use `memory` as it is."""
+        """Return whether direct I/O can use `memory` as it is."""
         address: int = memory.__array_interface__["data"][0]  # several times faster than by ctypes
         return address % PAGE == 0 and self._block_bytes == self._stride
 
     def sync(self) -> None:
-        """Wait until what was written is on disk, and keep it out of the page cache. Raises OSError."""
+        """Wait until written slots are on disk, and drop them from the page cache. Raises OSError."""
         unsynced, self._unsynced = self._unsynced, {}
         for segment, offsets in unsynced.items():
             file = self._files[segment]
@@ -181,7 +182,7 @@ class Slab:
 
 
 class _Buffers:
-    """Page-aligned memory of one size, made when needed and used again."""
+    """Page-aligned buffers of one size, made when needed and reused."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -199,7 +200,7 @@ class _Buffers:
 
 
 class _Borrowed:
-    """A buffer that goes back at the end of a `with`."""
+    """A buffer that is given back at the end of a `with`."""
 
     def __init__(self, buffers: _Buffers, buffer: BlockBytes) -> None:
         self._buffers, self._buffer = buffers, buffer
@@ -212,7 +213,7 @@ class _Borrowed:
 
 
 def _transfer(call: Callable[[int, list[memoryview], int], int], file: int, data: memoryview, offset: int) -> None:
-    """Read or write all of `data`. A file that refuses direct I/O goes through the page cache from then on."""
+    """Read or write all of `data`. A file that refuses direct I/O uses the page cache from then on."""
     done = 0
     while done < len(data):
         try:
@@ -236,7 +237,7 @@ def _too_short() -> OSError:
 
 
 def _allocate(file: int, offset: int, num_bytes: int) -> None:
-    """Take room, or nothing: what was taken before the disk was full is given back."""
+    """Allocate room; if the disk is full, give back what was allocated."""
     try:
         os.posix_fallocate(file, offset, num_bytes)
     except OSError:
@@ -245,7 +246,7 @@ def _allocate(file: int, offset: int, num_bytes: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
+    """Wait until the file names in a folder are on disk."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
