@@ -63,16 +63,18 @@ def all_pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Shape
 
 
 SHAPES = all_pairs(FACTORS)
+SPARE_BLOCKS = (2, 10)
+"""Blocks of 128 tokens beside those of one sequence: few, so that requests preempt each other, or some to keep."""
 
 
-def replica(shape: Shape, disk: Path) -> Simulation:
+def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulation:
     """A replica of this shape with little memory, over a host tier and perhaps a disk."""
     groups, num_blocks, num_slots = GROUP_SETS[shape["groups"]]
     if size := shape["page_tokens"]:
         num_slots = tuple(max(4, n * g.block_size // size) for n, g in zip(num_slots, groups, strict=True))
         groups = tuple(msgspec.structs.replace(group, block_size=size) for group in groups)
         step_tokens = 64 * shape["depth"] + publication_lag(groups)
-        num_blocks = tuple(blocks + 3 for blocks in max_live_blocks(groups, 256, step_tokens))
+        num_blocks = tuple(blocks + 1 + spare for blocks in max_live_blocks(groups, 256, step_tokens))
     tiers = [TierConfig(tier="host", size_bytes=0, num_slots=num_slots)]
     if shape["disk"]:
         slots = tuple(4 * count for count in num_slots)
@@ -82,7 +84,7 @@ def replica(shape: Shape, disk: Path) -> Simulation:
         groups,
         num_blocks,
         tiers=tuple(tiers),
-        max_num_seqs=5,
+        max_num_seqs=6,
         max_num_batched_tokens=64,
         traits=BackendTraits(**{name: shape[name] for name in names}, max_drafts=shape["num_drafts"]),
         num_drafts=shape["num_drafts"],
@@ -102,7 +104,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     """Half of the requests are plain; the others ask for everything that a sampler may be asked for."""
     some = rng.choices(range(VOCAB_SIZE), k=5)
     return SamplingParams(
-        max_tokens=rng.randrange(1, 30),
+        max_tokens=rng.randrange(1, 60),
         temperature=rng.choice((0.0, 0.0, 0.7, 3.0)),
         top_k=rng.choice((0, 0, 4)),
         top_p=rng.choice((1.0, 0.9)),
@@ -119,7 +121,7 @@ def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Coun
     """Random traffic, deaths and aborts; then every answer must be the oracle's. Returns what happened."""
     executor, found = simulation.executor, Counter[str]()
     executor.delay = lambda: rng.choice((0, 0, 1, 3, 9))
-    executor.die_if = lambda plan: rng.random() < 0.01 and executor.num_deaths < 2  # at the third a request fails
+    executor.die_if = lambda plan: rng.random() < 0.02 and executor.num_deaths < 2  # at the third a request fails
     for _ in range(num_requests):
         request_id = simulation.add(prompt(rng), params=random_params(rng), seed=rng.getrandbits(60))
         for _ in range(rng.randrange(0, 12)):
@@ -174,12 +176,13 @@ def assert_answer(simulation: Simulation, request_id: str) -> None:
 
 def must_happen(shape: Shape) -> set[str]:
     """What a shape is about."""
-    wanted = {"length", "stop"} | ({"decode", "prefill"} if not shape["mixed_steps"] else {"decode", "mixed"})
+    wanted = {"length", "stop", "deaths", "preemptions", "lower_hits"}
+    wanted |= {"decode", "prefill"} if not shape["mixed_steps"] else {"decode", "mixed"}
     wanted |= {"padded_rows"} if shape["padded_rows"] else set()
     wanted |= {"cut_chunks"} if shape["chunk_tokens"] > 1 else set()
     wanted |= {"planned_drafts", "committed_drafts"} if shape["num_drafts"] else set()
     wanted |= {"error"} if shape["fails_on"] >= 0 else set()
-    wanted |= {"read_blocks", "write_blocks", "lower_hits"} if shape["device_memory"] else set()
+    wanted |= {"read_blocks", "write_blocks"} if shape["device_memory"] else set()
     if shape["samples_on_device"]:
         wanted |= {"random", "biased", "masked", "banned", "logprobs"}
         wanted |= {"pending"} if shape["depth"] > 1 else set()
@@ -195,21 +198,45 @@ def name_of(shape: Shape) -> str:
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_answers_are_the_oracles_in_every_shape(shape: Shape, tmp_path: Path) -> None:
     rng, found = random.Random(name_of(shape)), Counter[str]()
-    for attempt in range(20):
-        simulation = replica(shape, tmp_path)
-        found.update(churn(simulation, rng, num_requests=12))
+    for attempt in range(30):
+        simulation = replica(shape, tmp_path, SPARE_BLOCKS[attempt % 2])
+        found.update(churn(simulation, rng, num_requests=20))
         simulation.executor.stop()
-        if attempt and not must_happen(shape) - found.keys():
+        if all(found[name] for name in must_happen(shape)):
             break
     missing = {name for name in must_happen(shape) if not found[name]}
     assert not missing, f"never happened: {missing}; {found}"
+
+
+DEVICES: dict[str, Shape] = {
+    "a CPU program": {},
+    "a pair of compiled programs": {
+        "mixed_steps": False,
+        "padded_rows": (6,),
+        "chunk_tokens": 8,
+        "page_tokens": 128,
+        "samples_on_device": True,
+        "device_memory": True,
+        "depth": 2,
+    },
+    "a captured graph": {"padded_rows": (1, 2, 4, 6), "samples_on_device": True, "device_memory": True, "depth": 3},
+    "a model that drafts": {"num_drafts": 3, "samples_on_device": True, "depth": 2},
+    "a host that drafts": {"num_drafts": 2, "depth": 2},
+}
+
+
+@pytest.mark.parametrize("groups", FACTORS["groups"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_answers_are_the_oracles_on_every_device(device: str, groups: str, tmp_path: Path) -> None:
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    test_answers_are_the_oracles_in_every_shape(plain | DEVICES[device] | {"groups": groups}, tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
 def test_many_schedules_in_every_shape(shape: Shape, tmp_path: Path) -> None:
     for seed in range(50):
-        simulation = replica(shape, tmp_path / str(seed))
+        simulation = replica(shape, tmp_path / str(seed), SPARE_BLOCKS[seed % 2])
         churn(simulation, random.Random(f"{name_of(shape)} {seed}"), num_requests=25)
         simulation.executor.stop()
 
