@@ -119,17 +119,20 @@ class RowSamplers:
         )
 
     def _random_numbers(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.float64]:
-        """Of `rows` at `positions`; where one has none left, all get those of their next positions."""
+        """Return the numbers of `rows`, which may repeat, at `positions`.
+
+        Where a row has none left, all rows get those of their next AHEAD positions.
+        """
         index = positions - self._uniforms_from[rows]
         if index.min(initial=0) < 0 or index.max(initial=0) >= AHEAD:
-            first: Int32Array = np.full(len(self._seeds), np.iinfo(np.int32).max, np.int32)
-            np.minimum.at(first, rows, positions)
-            first = first[rows]
-            ahead = (first[:, None] + np.arange(AHEAD)).ravel().astype(np.uint64)
-            seeds, choices = self._seeds[rows].repeat(AHEAD), self._choices[rows].repeat(AHEAD)
-            self._uniforms[rows] = uniforms(seeds, choices, ahead).reshape(-1, AHEAD)
-            self._uniforms_from[rows] = first
-            index = positions - first
+            unique, first = np.unique(rows, return_index=True)  # positions of a row ascend
+            ahead = (positions[first][:, None] + np.arange(AHEAD)).ravel().astype(np.uint64)
+            seeds, choices = self._seeds[unique].repeat(AHEAD), self._choices[unique].repeat(AHEAD)
+            self._uniforms[unique] = uniforms(seeds, choices, ahead).reshape(-1, AHEAD)
+            self._uniforms_from[unique] = positions[first]
+            index = positions - self._uniforms_from[rows]
+        if index.max(initial=0) >= AHEAD:
+            return uniforms(self._seeds[rows], self._choices[rows], positions.astype(np.uint64))
         found: NDArray[np.float64] = self._uniforms[rows, index]
         return found
 

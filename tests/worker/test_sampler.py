@@ -13,7 +13,7 @@ from pypto_serving.kernels import Engine, NativeSampler, runnable
 from pypto_serving.types.draws import Sampler
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
+from pypto_serving.worker.sampler import AHEAD, RowSamplers, SampledLogprobs
 
 KNOWN_ANSWERS = [
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -189,3 +189,19 @@ def test_each_row_gets_the_logprobs_that_it_asks_for(chooser: Sampler) -> None:
     assert all(value.rank == 1 for value in values.values())
     assert values[2].top_ids[0] == tokens[2]
     assert values[2].top_logprobs[0] == np.float32(values[2].logprob)
+
+
+def test_rows_with_drafts_draw_what_each_position_draws_alone(chooser: Sampler) -> None:
+    """Rows may have several positions in a step, more of them than numbers are made ahead."""
+    samplers, alone = RowSamplers(3), RowSamplers(3)
+    for row in range(3):
+        for each in (samplers, alone):
+            each.set(row, RowSampling(temperature=1.5, seed=row, choice=row), 0)
+    widths = np.array([1, 4, AHEAD + 3])
+    rows = np.arange(3, dtype=np.int32).repeat(widths)
+    positions = np.concatenate([5 * row + np.arange(width) for row, width in enumerate(widths)]).astype(np.int32)
+    logits = np.stack([random_logits(50, seed) for seed in range(len(rows))])
+    tokens, _ = samplers.sample(logits, rows, positions, chooser)
+    for i in range(len(rows)):
+        one = slice(i, i + 1)
+        assert alone.sample(logits[one], rows[one], positions[one], chooser)[0][0] == tokens[i]
