@@ -1,4 +1,4 @@
-"""How many tokens a request gets of a step's budget: prompt chunks, the share of prompts, drafts."""
+"""Divide a step's token budget: prompt chunks, the share kept for prompts, drafts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pypto_serving.types.config import EngineConfig
 
 
 def chunk(config: EngineConfig, step: Step, missing: int) -> int:
-    """Return how many of `missing` tokens fit into the step, 0 if they have to wait.
+    """Return how many of `missing` tokens to schedule in this step; 0 if they must wait.
 
-    All of them, or, of a prompt that is cut, a multiple of what the program computes at a time.
+    A prompt that is cut gets a multiple of the program's `chunk_tokens`.
     """
     if not config.enable_chunked_prefill:
         return missing if missing <= step.budget else 0
@@ -19,9 +19,10 @@ def chunk(config: EngineConfig, step: Step, missing: int) -> int:
 
 
 def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
-    """Return the tokens that decodes leave to prompts, so that neither starves; `head` is the first prompt in order.
+    """Return the part of the budget that decodes leave to prompts, so that neither starves.
 
-    Without chunked prefill a prompt needs room for all of itself, granted in every other step.
+    `head` is the first prompt in order. Without chunked prefill it needs room for all of its tokens; it gets that
+    in every other step.
     """
     if head is None:
         return 0
@@ -31,7 +32,7 @@ def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
 
 
 def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
-    """Return how many drafts a decode may verify: budget and length leave them room beside its own token."""
+    """Return how many drafts a decode may verify beside its own token, within budget and longest length."""
     if not config.num_drafts:
         return 0
     room = request.max_tokens - 2 - request.num_computed_tokens

@@ -1,4 +1,4 @@
-"""Why a request ends, and the RequestOutputs that say so."""
+"""Decide when a request ends, and build RequestOutputs and faults."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import msgspec
 
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import RowResult
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import RequestFault, RequestOutput, TokenLogprobs
-from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_few
 
 
 def stop_reason(request: Request, token_id: int) -> str | None:
-    """`stop` when the token just appended ends the request, `length` when no more fit, else None."""
+    """Return why the token just appended ends the request, or None.
+
+    - `stop`: it is a stop token or an end-of-sequence token.
+    - `length`: the request has its longest length.
+    """
     params = request.source.params
     if request.num_output_tokens >= params.min_tokens:
         if token_id in params.stop_token_ids:
@@ -26,7 +28,7 @@ def stop_reason(request: Request, token_id: int) -> str | None:
 
 
 def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
-    """The output of the first `count` tokens that a step sampled for a request."""
+    """Return the output with the first `count` tokens that a step sampled for a request."""
     values = [TokenLogprobs(each.logprob, each.rank, each.top_ids, each.top_logprobs) for each in row.logprobs[:count]]
     return RequestOutput(
         request_id=request.id,
@@ -37,7 +39,7 @@ def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
 
 
 def finished(request: Request, reason: str, fault: RequestFault | None, now_s: float) -> RequestOutput:
-    """The last output of a request."""
+    """Return the last output of a request."""
     last = request.tokens[-1]
     stopped_by_id = reason == "stop" and last in request.source.params.stop_token_ids
     return RequestOutput(
@@ -52,49 +54,21 @@ def finished(request: Request, reason: str, fault: RequestFault | None, now_s: f
 
 
 def merged(added: RequestOutput, last: RequestOutput) -> RequestOutput:
-    """`last` with the tokens of `added`."""
+    """Return `last` with the tokens and logprobs of `added`."""
     return msgspec.structs.replace(last, token_ids=added.token_ids, logprobs=added.logprobs)
 
 
-def too_long(num_tokens: int, config: EngineConfig) -> str:
-    return (
-        f"the prompt has {num_tokens} tokens, the context window {config.max_model_len}, of which at least one is "
-        f"for output; shorten the prompt"
-    )
-
-
-def beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFault | None:
-    """Refuse what the program cannot do for a request."""
-    most = config.traits.max_logprobs
-    if params.logprobs is not None and params.logprobs > most:
-        given = f"at most {most} log-probabilities" if most >= 0 else "no log-probabilities"
-        return RequestFault(
-            400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
-        )
-    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids)):
-        wrong = next((token_id for token_id in ids if token_id >= config.vocab_size), None)
-        if wrong is not None:
-            message = f"{name} has {wrong}, which is no token: this model has {config.vocab_size}"
-            return RequestFault(400, "invalid_token_id", message)
-    return None
-
-
-def too_few_blocks(group: str, num_blocks: int, needed: int, config: EngineConfig) -> str:
-    return (
-        f"KV group {group} has {num_blocks} blocks, a request of {config.max_model_len} tokens needs {needed}; "
-        f"raise --kv-memory or lower --max-model-len"
-    )
-
-
 def queue_timeout(request: Request, now_s: float) -> RequestFault:
+    """Return the 503 of a request whose deadline passed in the queue."""
     waited_s = now_s - request.source.arrival_s
     return RequestFault(503, "queue_timeout", f"the request waited {waited_s:.1f} s in the queue; try again later")
 
 
-def crashes_worker(request: Request) -> RequestFault:
+def crashes_worker(num_strikes: int) -> RequestFault:
+    """Return the 500 of a request with too many strikes."""
     return RequestFault(
         500,
         "request_failed",
-        f"the worker crashed {request.strikes} times while computing this request, at last with nothing beside it; "
-        "it was given up",
+        f"the worker crashed {num_strikes} times while it computed this request, the last time with no other request "
+        "in the step",
     )

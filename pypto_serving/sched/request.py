@@ -1,4 +1,4 @@
-"""Request: one sequence on its way through the engine. Changed by the Scheduler only."""
+"""Request: the state of one sequence in the engine. Only the Scheduler changes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 LOWEST_TEMPERATURE = 1e-5
-"""Below this a request is greedy: float32 scores divided by less overflow."""
+"""Below this temperature a request is greedy, since dividing float32 logits by less could overflow."""
 
 
 class Status(enum.Enum):
@@ -23,7 +23,7 @@ class Status(enum.Enum):
 
 
 class Request:
-    """Tokens of one sequence and how far they are computed.
+    """Tokens of one sequence and how far they are computed. Owned by the Scheduler.
 
     Token intervals, half open:
 
@@ -34,10 +34,12 @@ class Request:
 
     While drafts are in flight, `num_computed_tokens` and `num_tokens` are upper bounds: every draft counts as accepted.
 
-    `max_tokens` is the length at which the request ends at the latest. `order` says who goes first: lower priority
-    value, then earlier arrival. `life` counts (re)admissions: results of an earlier life are dropped. `strikes` counts
-    crashed steps that can all be due to the same tokens [suspect_start, suspect_end) of the request; it is 0 once those
-    are committed.
+    Other fields:
+
+    - `max_tokens`: the longest length, prompt and output together.
+    - `order`: the scheduling order, by priority value and then by arrival.
+    - `life`: how often the request left its row; results of an earlier life are dropped.
+    - `num_cached_tokens`: tokens cached when the request first started, -1 before that.
     """
 
     __slots__ = (
@@ -58,9 +60,6 @@ class Request:
         "scheduled_s",
         "source",
         "status",
-        "strikes",
-        "suspect_end",
-        "suspect_start",
         "tokens",
     )
 
@@ -82,35 +81,26 @@ class Request:
         self.cached_by_tier: tuple[int, ...] = ()
         self.num_preemptions = 0
         self.last_step = 0
-        self.strikes = 0
-        self.suspect_start = 0
-        self.suspect_end = 0
         self.scheduled_s = 0.0
         self.first_token_s = 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and those being sampled."""
+        """Number of known tokens and of those being sampled."""
         return len(self.tokens) + self.num_placeholders
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Number of tokens that can be scheduled now. The last token of a request is sampled but never computed."""
+        known = len(self.tokens) + self.num_placeholders
+        return min(known, self.max_tokens - 1) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_len
 
-    def strike(self, start: int, end: int) -> None:
-        """A step that computed tokens [start, end) crashed.
-
-        What crashes a kernel lies in every crashed interval; one apart from the others starts the count anew.
-        """
-        if self.strikes and start < self.suspect_end and self.suspect_start < end:
-            self.strikes += 1
-            start, end = max(start, self.suspect_start), min(end, self.suspect_end)
-        else:
-            self.strikes = 1
-        self.suspect_start, self.suspect_end = start, end
-
     def row_sampling(self) -> RowSampling:
-        """The part of the sampling parameters that the worker's row needs."""
+        """Return the sampling parameters that the worker's row needs."""
         params, source = self.source.params, self.source
         banned = {*source.eos_token_ids, *params.stop_token_ids} if params.min_tokens else set()
         return RowSampling(
@@ -129,4 +119,5 @@ class Request:
         )
 
     def timeline(self, now_s: float) -> Timeline:
+        """Return the times of a request that ends at `now_s`."""
         return Timeline(self.source.arrival_s, self.scheduled_s, self.first_token_s, now_s, self.num_preemptions)

@@ -1,23 +1,24 @@
-"""A step from its planning to its result, and what is counted over all of them."""
+"""Step: one step from its plan to its result; the messages made from it; totals over all steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
 from pypto_serving.sched.request import Request
-from pypto_serving.types.step import NewRow, RowFault, RowLogprobs, StepResult
-from pypto_serving.types.tokens import id_list
+from pypto_serving.types.step import NewRow, RowFault, RowLogprobs, StepPlan, StepResult
+from pypto_serving.types.tokens import id_list, pack_ids
 
 
 class Scheduled(msgspec.Struct, frozen=True):
-    """`count` tokens of a request's life in one step, and `num_drafts` behind them where they reach its last token.
+    """The tokens of one request in a step: `count` tokens, then `num_drafts` draft tokens.
 
-    `samples` says that they do. Where they start is known when the steps before are committed: at `num_committed`.
+    `samples` is true if they reach the request's last token, so that the step samples the next. The first position is
+    known once all earlier steps are committed: it is `num_committed` then.
     """
 
     request: Request
@@ -28,7 +29,7 @@ class Scheduled(msgspec.Struct, frozen=True):
 
 
 class RowResult(NamedTuple):
-    """What a step made of a row: tokens, perhaps with log-probabilities for each, and why it cannot go on."""
+    """The result of one row: sampled tokens, their log-probabilities if asked for, and a fault that ends the row."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[RowLogprobs]
@@ -36,7 +37,7 @@ class RowResult(NamedTuple):
 
 
 def rows_of(result: StepResult) -> dict[int, RowResult]:
-    """Sort a result by row."""
+    """Split a result by row."""
     rows, tokens = id_list(result.rows), id_list(result.token_ids)
     faults = {fault.row: fault for fault in result.faults}
     logprobs: dict[int, list[RowLogprobs]] = {}
@@ -52,25 +53,67 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     }
 
 
-@dataclass(slots=True)
 class Step:
-    """A plan in the making, then in flight."""
+    """A step that is being planned, then in flight. Owned by the Scheduler.
 
-    step_id: int
-    now_s: float
-    budget: int
-    scheduled: list[Scheduled] = field(default_factory=list)
-    requests: set[str] = field(default_factory=set)
-    preempted: set[str] = field(default_factory=set)
-    short_of_blocks: bool = False
-    has_drafts: bool = False
-    new_rows: list[NewRow] = field(default_factory=list)
-    new_blocks: list[list[int]] = field(default_factory=list)
+    `budget` is the number of tokens left to schedule. `new_blocks` has one list per KV group: row, block id, row, ...
+    """
+
+    def __init__(self, step_id: int, now_s: float, budget: int, num_groups: int) -> None:
+        self.step_id = step_id
+        self.now_s = now_s
+        self.budget = budget
+        self.scheduled: list[Scheduled] = []
+        self.requests: set[str] = set()
+        self.preempted: set[str] = set()
+        self.short_of_blocks = False
+        self.has_drafts = False
+        self.new_rows: list[NewRow] = []
+        self.new_blocks: list[list[int]] = [[] for _ in range(num_groups)]
+
+    def add(self, entry: Scheduled) -> None:
+        """Add the tokens of a request and take them from the budget."""
+        self.budget -= entry.count + entry.num_drafts
+        self.has_drafts |= entry.num_drafts > 0
+        self.requests.add(entry.request.id)
+        self.scheduled.append(entry)
+
+    def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
+        """Add a row's new blocks, one sequence of ids per KV group."""
+        for pairs, added in zip(self.new_blocks, blocks, strict=True):
+            for block_id in added:
+                pairs += (row, block_id)
+
+
+def new_row(request: Request, block_table: Sequence[Sequence[int]]) -> NewRow:
+    """Return the message that gives a started request's row its tokens, blocks and sampling parameters."""
+    return NewRow(
+        row=request.row,
+        token_ids=request.tokens.tobytes(),
+        prompt_len=request.prompt_len,
+        num_computed=request.num_computed_tokens,
+        blocks=tuple(pack_ids(ids) for ids in block_table),
+        sampling=request.row_sampling(),
+    )
+
+
+def step_plan(step: Step, dropped_rows: Sequence[int]) -> StepPlan:
+    """Return the worker's message for a step. The executor fills in the epoch."""
+    return StepPlan(
+        step_id=step.step_id,
+        epoch=0,
+        rows=pack_ids([entry.request.row for entry in step.scheduled]),
+        num_tokens=pack_ids([entry.count for entry in step.scheduled]),
+        new_rows=step.new_rows,
+        new_blocks=tuple(pack_ids(pairs) for pairs in step.new_blocks),
+        drops=pack_ids(dropped_rows),
+        num_drafts=pack_ids([entry.num_drafts for entry in step.scheduled]) if step.has_drafts else b"",
+    )
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; `max_step_rows` is the largest batch seen."""
+    """Totals since the start; rows and tokens of the last step; `max_step_rows`, the largest batch so far."""
 
     num_steps: int = 0
     step_tokens: int = 0
@@ -84,3 +127,22 @@ class Counters:
     num_accepted: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+
+    def record_step(self, num_rows: int, num_tokens: int) -> None:
+        """Count a step of `num_rows` rows and `num_tokens` tokens."""
+        self.num_steps += 1
+        self.step_rows = num_rows
+        self.step_tokens = num_tokens
+        self.max_step_rows = max(self.max_step_rows, num_rows)
+
+    def record_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Count a prompt of `num_tokens` tokens that starts with `num_cached` of them cached."""
+        self.prompt_tokens += num_tokens
+        self.prefix_queries += num_tokens
+        self.prefix_hits += num_cached
+
+    def record_output(self, num_tokens: int, num_drafts: int) -> None:
+        """Count `num_tokens` output tokens of a row that verified `num_drafts` drafts."""
+        self.generation_tokens += num_tokens
+        self.num_drafts += num_drafts
+        self.num_accepted += max(0, num_tokens - 1)

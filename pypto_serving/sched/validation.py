@@ -1,0 +1,54 @@
+"""Refuse what can never be served: requests beyond the limits of model or program, and KV pools that are too small."""
+
+from __future__ import annotations
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.kv import max_live_blocks
+from pypto_serving.types.request import EngineRequest, RequestFault
+from pypto_serving.types.sampling import SamplingParams
+
+
+def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...], unsettled: int) -> None:
+    """Raise ConfigError if any group's pool is too small for one request of the longest length.
+
+    `num_blocks` counts each pool's null block. `unsettled` is the most tokens of a request that steps in flight compute
+    or that wait for the keys of their blocks.
+    """
+    live = max_live_blocks(config.groups, config.max_model_len, unsettled)
+    for group, available, needed in zip(config.groups, num_blocks, live, strict=True):
+        if needed > available - 1:
+            raise ConfigError(
+                f"KV group {group.name} has {available - 1} blocks, a request of {config.max_model_len} tokens needs "
+                f"{needed}; raise --kv-memory or lower --max-model-len"
+            )
+
+
+def unservable(source: EngineRequest, config: EngineConfig) -> RequestFault | None:
+    """Return why a request can never be served, or None."""
+    num_tokens = len(source.token_ids) // 4
+    if num_tokens == 0:
+        return RequestFault(400, "empty_prompt", "the prompt has no tokens; send at least one")
+    if num_tokens >= config.max_model_len:
+        message = (
+            f"the prompt has {num_tokens} tokens, but the context window has {config.max_model_len} and at least one "
+            "is for output; shorten the prompt"
+        )
+        return RequestFault(400, "context_length_exceeded", message)
+    return _beyond_program(source.params, config)
+
+
+def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFault | None:
+    """Return which sampling parameter exceeds the program or the vocabulary, or None."""
+    most = config.traits.max_logprobs
+    if params.logprobs is not None and params.logprobs > most:
+        given = f"at most {most} log-probabilities" if most >= 0 else "no log-probabilities"
+        return RequestFault(
+            400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
+        )
+    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids)):
+        wrong = next((token_id for token_id in ids if token_id >= config.vocab_size), None)
+        if wrong is not None:
+            message = f"{name} contains {wrong}, but this model has only {config.vocab_size} token ids"
+            return RequestFault(400, "invalid_token_id", message)
+    return None
