@@ -1,0 +1,107 @@
+"""What the documents name exists: files and folders, links with their headings, and flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from pypto_serving.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PATH_NAMERS = ("README.md", "CONTRIBUTING.md", "docs/design.md")
+FLAG_NAMERS = ("README.md", "docs/guide.md")
+LINKERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/guide.md")
+OTHER_FLAGS = {"--help", "--protocol"}
+"""Flags that every program has, and those of other programs; so are all with an underscore."""
+
+_PATH = re.compile(r"[\w.][\w./-]*(?:\.(?:py|h|cpp|md|txt)|/)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def named_paths(text: str) -> set[str]:
+    """Files and folders in backticks."""
+    return {found for found in re.findall(r"`([^`\n]+)`", text) if _PATH.fullmatch(found)}
+
+
+def files_of(path: str) -> list[Path]:
+    """Files meant by a path below the root or the package, a folder, or the bare name of a file of the package."""
+    for base in (ROOT, ROOT / "pypto_serving"):
+        if (base / path).is_dir():
+            return sorted((base / path).rglob("*.py")) or sorted((base / path).iterdir())
+        if (base / path).is_file():
+            return [base / path]
+    return [] if "/" in path else sorted((ROOT / "pypto_serving").rglob(path))
+
+
+def exists(path: str) -> bool:
+    return bool(files_of(path))
+
+
+def headings(text: str) -> set[str]:
+    """Anchors of a document as GitHub makes them."""
+    plain = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in plain}
+
+
+def flags_of(command: Any) -> Iterator[str]:
+    """Flags of a command and of those below it."""
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    for child in getattr(command, "commands", {}).values():
+        yield from flags_of(child)
+
+
+@pytest.mark.parametrize("name", PATH_NAMERS)
+def test_paths_exist(name: str) -> None:
+    assert sorted(path for path in named_paths(text_of(name)) if not exists(path)) == []
+
+
+@pytest.mark.parametrize("name", LINKERS)
+def test_links_lead_somewhere(name: str) -> None:
+    broken = []
+    for target, heading in _LINK.findall(text_of(name)):
+        if "://" in target:
+            continue
+        file = (ROOT / name).parent / target if target else ROOT / name
+        if not file.exists() or (heading and heading not in headings(file.read_text(encoding="utf-8"))):
+            broken.append(f"{target}#{heading}")
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", FLAG_NAMERS)
+def test_flags_exist(name: str) -> None:
+    named = {found for found in re.findall(r"(?<![\w-])--[a-z][\w-]*", text_of(name)) if "_" not in found}
+    assert sorted(named - OTHER_FLAGS - set(flags_of(typer.main.get_command(app)))) == []
+
+
+def test_names_in_the_map_are_in_their_files() -> None:
+    """The name behind the last dot, in any file of its line."""
+    lost = []
+    for line in text_of("docs/design.md").split("## Where to find it")[1].split("\n## ")[0].splitlines():
+        files = [path for name in named_paths(line) for path in files_of(name)]
+        text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+        names = [name for name in re.findall(r"`(\w[\w.]*)`", line) if not _PATH.fullmatch(name)]
+        lost += [name for name in names if not re.search(rf"\b{name.split('.')[-1]}\b", text)]
+    assert lost == []
+
+
+def test_every_folder_of_the_package_is_in_the_overview() -> None:
+    folders = {path.parent.name for path in (ROOT / "pypto_serving").glob("*/__init__.py")}
+    overview = text_of("docs/design.md").split("## Folders")[1].split("\n## ")[0]
+    assert {f for f in folders if not re.search(rf"\b{f}/", overview)} == set()
+
+
+def test_the_rules_themselves() -> None:
+    assert named_paths("`kv/pool.py`, `no file`, `csrc/`, `a.b.c`, `model/<x>/y.py`") == {"kv/pool.py", "csrc/"}
+    assert exists("kv/pool.py") and exists("pool.py") and exists("csrc/") and not exists("kv/nothing.py")
+    assert headings("# A, `b` c\n```\n# no heading\n```\n## D-e") == {"a-b-c", "d-e"}
+    assert "--max-model-len" in set(flags_of(typer.main.get_command(app)))
