@@ -1,8 +1,10 @@
-"""The seam between the engine and a device: a backend prepares one Program; a Program runs steps.
+"""The interface between the engine and a device: a Backend prepares one Program, and the Program runs steps.
 
 Order in a worker: make the backend → `allocate()` the persistent I/O buffers → `prepare()` the program → open the
-channel. Then, for each dispatch, `submit()` and, in the same order, `collect()`. At most `limits.held_steps` steps are
-between the two, each in buffers of its own; a backend whose steps are split has two dispatches in a step.
+channel. Then, for each dispatch, `submit()` and, in the same order, `collect()`.
+
+At most `limits.held_steps` steps are submitted and not collected, each in buffers of its own. A backend that splits
+steps has two dispatches per step.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits
 
 Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total) while a program is prepared."""
+"""Reports progress while a program is prepared, as (phase, done, total)."""
 
 DispatchKind = Literal["mixed", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """Persistent, padded input buffers of one dispatch; T = max_num_batched_tokens, R rows, all int32.
+    """Persistent, padded input buffers of one dispatch, all int32. T = max_num_batched_tokens, R = number of rows.
 
     R is max_num_seqs, or the largest number of rows that dispatches are padded to. `block_tables[g]` has shape
     [R, max blocks of group g per sequence], `slot_mapping[g]` shape [T].
@@ -48,7 +50,7 @@ class StepBuffers:
 
     @classmethod
     def in_host_memory(cls, groups: tuple[KVCacheGroupSpec, ...], limits: BackendLimits) -> StepBuffers:
-        """Allocate zeroed buffers in ordinary memory."""
+        """Allocate zeroed buffers in ordinary host memory."""
         rows = max(limits.max_num_seqs, *limits.traits.padded_rows, 0)
         tokens = max(limits.max_num_batched_tokens, rows)
 
@@ -74,29 +76,29 @@ def _none() -> Int32Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """One dispatch over r rows and t tokens, rows packed one after the other. All arrays are int32 views.
+    """The inputs of one dispatch over r rows and t tokens, row after row. All arrays are int32 views.
 
     token_ids, positions [t]: the tokens to compute and their absolute positions.
     query_start [r + 1]: row i owns tokens [query_start[i], query_start[i + 1]).
     context_lens [r]: tokens of row i after this step (last position + 1).
     slot_mapping[g] [t]: slot of each token in group g, block id * block_size + position % block_size, in source
         tokens; a tensor with ratio m writes row slot // m, for tokens with (position + 1) % m == 0 only.
-    block_tables[g] [r, n]: block ids in order of position, as many as the row's tokens need; what stands behind them is
-        left over from other rows. 0 is the null block, which may be written by padding and must never be read.
-    logits_rows [s]: indices into the t tokens whose logits are wanted, in row order: the last of a row that samples,
-        and the `num_drafts` before it.
-    fresh_blocks[g]: block ids handed out for this step whose old content is void.
-    num_rows: live rows. A dispatch that is padded has r > num_rows; each row of padding computes token 0 at position 0
-        in the null block, and nobody wants its logits.
-    rows [r]: the worker's index of each row, which it keeps while the request runs; -1 for padding.
+    block_tables[g] [r, n]: block ids in order of position, as many as the row's tokens need. Further entries are
+        leftovers of other rows. 0 is the null block: padding may write it, and it must never be read.
+    logits_rows [s]: indices of the tokens whose logits are needed, in row order: the last token of each row that
+        samples, and the `num_drafts` before it.
+    fresh_blocks[g]: ids of newly allocated blocks; their old content is void.
+    num_rows: live rows. A padded dispatch has r > num_rows. Each padding row computes token 0 at position 0 in the null
+        block; its logits are not used.
+    rows [r]: the worker's index of each row, constant while the request runs; -1 for padding.
 
     For programs that sample on the device:
 
-    num_drafts [r]: how many of the row's last tokens are drafts, to be verified; the device fills in their ids where it
-        makes them itself.
+    num_drafts [r]: how many of the row's last tokens are drafts to verify. A device that makes drafts fills in their
+        ids.
     pending [k]: rows (indices into r) whose last step was not collected when this one was packed. The device replaces
-        their first token by the last one that it chose for the row. Positions, slots and lengths count as if every
-        draft in flight was accepted: the device moves them back by those that it rejected.
+        their first token by the last one that it sampled for the row. Positions, slots and lengths assume that every
+        draft in flight is accepted; the device moves them back by the number of rejected ones.
     """
 
     token_ids: Int32Array
@@ -116,19 +118,19 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingInputs:
-    """How a device chooses tokens: one entry for each of the n rows of a dispatch that sample, in row order.
+    """Sampling parameters for a device: one entry per sampling row of a dispatch, n in all, in row order.
 
-    The order of application: biases, bans and masks on the logits, then `draws` as Sampler says. Log-probabilities are
-    those of the logits before all of it. If nothing is left to choose from, bans and masks do not count.
+    Order of application: biases, bans and masks on the logits, then `draws` as in Sampler. Log-probabilities are those
+    of the raw logits. If bans and masks leave no token, they are ignored.
 
     owners [n]: the row, an index into the r rows of StepInputs.
-    draws [n]: DRAWs; `random` belongs to position `positions[i]` and is the first number of
-        Philox4x32-10(seed, choice, position), see `backend/philox.py`; other positions have others.
-    seeds, choices [n] uint64; positions [n]: absolute position of the first token to be chosen.
+    draws [n]: DRAWs; `random` is for position `positions[i]` only: the first number of
+        Philox4x32-10(seed, choice, position), see `backend/philox.py`.
+    seeds, choices [n] uint64; positions [n]: absolute position of the first token to sample.
     banned_starts [n + 1], banned_ids: ids that row i cannot choose at positions below banned_until[i].
     bias_starts [n + 1], bias_ids, bias_values: float32 added to logits.
     masks [m, ceil(vocab / 32)] uint32: bit v % 32 of word v // 32 allows token v; mask_rows [n]: row of `masks`, or -1.
-    num_logprobs [n]: how many of the best log-probabilities to return beside that of the token; -1 for none at all.
+    num_logprobs [n]: how many top log-probabilities to return besides the token's own; -1 for none at all.
     """
 
     owners: Int32Array
@@ -149,10 +151,10 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """What a device chose: `counts[i]` of `token_ids` for the i-th sampling row, row after row, at least one each.
+    """The tokens that a device sampled: `counts[i]` >= 1 of `token_ids` for the i-th sampling row, row after row.
 
-    A token of -1 says that the row's logits are not finite. `logprobs`, for all of `token_ids`, is there if any row
-    asked for it; its width is the largest `num_logprobs`.
+    A token is -1 if the row's logits are not finite. If any row asks for log-probabilities, `logprobs` covers all of
+    `token_ids`, as wide as the largest `num_logprobs`.
     """
 
     counts: Int32Array
@@ -162,9 +164,9 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Either float32 `logits` [s, vocab], valid until the next `submit`, or, where the device samples, `sampled`.
+    """The output of a dispatch: float32 `logits` [s, vocab], or `sampled` if the device samples.
 
-    `virtual_s` is the time that a simulated device says the step took.
+    `logits` are valid until the next `submit`. `virtual_s` is the step's time on a simulated device.
     """
 
     logits: Float32Array | None = None
@@ -173,14 +175,14 @@ class StepOutput:
 
 
 class Drafter(Protocol):
-    """Guesses tokens for the host to verify. What it guesses changes the speed, never the answer."""
+    """Proposes draft tokens, which the host verifies. Drafts change the speed, never the answer."""
 
     def propose(self, tokens: Int32Array, count: int) -> Int32Array:
         """Return at most `count` tokens that may follow a row's `tokens`."""
 
 
 class Program(Protocol):
-    """A prepared model on a device: owns the weights and the KV memory."""
+    """A prepared model on a device. Owns the weights and the KV memory."""
 
     groups: tuple[KVCacheGroupSpec, ...]
     num_blocks: tuple[int, ...]
@@ -188,35 +190,35 @@ class Program(Protocol):
     fingerprint: bytes
     memory: BlockMemory
     sampler: Sampler | None
-    """Chooses tokens from the program's logits; without it, the worker does in numpy."""
+    """Samples tokens from the program's logits. If None, the worker samples in numpy."""
     drafter: Drafter | None
-    """Guesses tokens on the host; without it, rows have no drafts unless the device makes them."""
+    """Proposes drafts on the host. If None, only a device can make drafts."""
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
         """Begin a dispatch: write the K/V of its tokens, compute logits of `inputs.logits_rows`, and sample if asked.
 
-        The buffers behind `inputs` stay as they are until the dispatch is collected. `sampling` is given where the
-        device samples.
+        The buffers behind `inputs` do not change until the dispatch is collected. `sampling` is given if the device
+        samples.
         """
 
     def collect(self) -> StepOutput:
-        """Wait for the oldest dispatch that is not collected, and return what it computed."""
+        """Wait for the oldest dispatch in flight and return its output."""
 
 
 class Backend(ABC):
-    """Makes a Program for a device. Constructed once per worker life with the resolved configuration."""
+    """The factory of a Program for a device. Made once per worker life, with the resolved configuration."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
     def allocate(self) -> Sequence[StepBuffers]:
-        """Allocate input buffers, one for each dispatch in flight; a device backend returns shared or pinned memory."""
+        """Allocate input buffers, one per dispatch in flight. A device backend returns shared or pinned memory."""
         limits = self.config.limits
         dispatches = limits.held_steps * (1 if limits.traits.mixed_steps else 2)
         return [StepBuffers.in_host_memory(self.config.groups, limits) for _ in range(dispatches)]
 
-    def pin_main_thread(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Called once by a worker process, whose main thread runs the prepared program and nothing else."""
+    def pin_main_thread(self) -> None:  # noqa: B027 (most backends pin nothing)
+        """Pin the calling thread to a CPU, if that helps. The main thread of a worker process calls this once."""
 
     @abstractmethod
     def prepare(self, progress: Progress) -> Any:

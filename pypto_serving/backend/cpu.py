@@ -1,4 +1,4 @@
-"""The CPU backend: a checkpoint on this machine's cores, with its kernels or with torch."""
+"""CpuBackend: serve a checkpoint on this machine's cores, with the CPU kernels or with torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pypto_serving.types.config import EngineConfig
 
 
 class NativeProgram:
-    """A model on the CPU kernels. Implements Program."""
+    """A model on the CPU kernels. Owns its arenas and weights. Implements Program."""
 
     drafter = None
 
@@ -29,7 +29,7 @@ class NativeProgram:
         self._num_logits = 0
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Compute a step at once: this machine's cores have nothing else to do."""
+        """Compute a step before returning, since no other work could overlap on the cores."""
         self.model.step.replay(
             inputs.token_ids,
             inputs.positions,
@@ -42,12 +42,12 @@ class NativeProgram:
         self._num_logits = len(inputs.logits_rows)
 
     def collect(self) -> StepOutput:
-        """Return the logits, a view that the next step overwrites."""
+        """Return the logits as a view that the next step overwrites."""
         return StepOutput(logits=self.model.logits[: self._num_logits])
 
 
 class CpuBackend(Backend):
-    """Serves a checkpoint with what `EngineConfig.kernels` names: kernels for an instruction set, or torch."""
+    """Prepares the program that `EngineConfig.kernels` names: kernels for an instruction set, or torch."""
 
     _engine: Engine | None = None
 

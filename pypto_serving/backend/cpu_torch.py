@@ -1,4 +1,4 @@
-"""Readable torch programs on this machine's cores: float32, and what the kernels do not serve."""
+"""Run models with torch on this machine's cores: for float32, and for models that the kernels do not serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class TorchProgram:
-    """A model on this machine's cores. Implements Program."""
+    """A torch model on this machine's cores. Implements Program."""
 
     sampler = drafter = None
 
@@ -45,7 +45,7 @@ class TorchProgram:
         self._logits: Float32Array | None = None
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Compute a step at once."""
+        """Compute a step before returning."""
         with torch.inference_mode():
             tokens = _recurring_rows(len(inputs.token_ids), self.model.rows)
             step = StepTensors(
@@ -82,12 +82,12 @@ def prepare(config: EngineConfig, architecture: str, model_config: Any, progress
 
 
 def _arena(pages: Tensor, num_blocks: int) -> NDArray[np.uint8]:
-    """A group's pages [num_blocks or more, ...] as bytes, uint8 [num_blocks, block_bytes]."""
+    """Return a group's pages [num_blocks or more, ...] as bytes, uint8 [num_blocks, block_bytes]."""
     return pages[:num_blocks].view(torch.uint8).numpy().reshape(num_blocks, -1)
 
 
 def _keep_freed_memory() -> None:
-    """Tell glibc to reuse freed memory, or every large activation of every step is mapped and zeroed anew."""
+    """Tell glibc to reuse freed memory. Otherwise every large activation of every step is mapped and zeroed again."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -95,20 +95,20 @@ def _keep_freed_memory() -> None:
 
 
 def _recurring_rows(n: int, fewest: int) -> int:
-    """`n` rounded up to one of few numbers: oneDNN prepares code, and keeps it, for every row count that it meets."""
+    """Round `n` up to one of few row counts, since oneDNN prepares and keeps code for every one that it meets."""
     step = 4 if n <= 4 else 8 if n <= 64 else 32 if n <= 256 else 64
     return max(fewest, ceil_div(n, step) * step) if n else 0
 
 
 def _int64(array: Int32Array, padded: int = 0) -> Tensor:
-    """`array`, with zeros up to length `padded`: tokens of no row, in the null block."""
+    """Convert to int64 and pad with zeros up to length `padded`: tokens of no row, in the null block."""
     return F.pad(torch.from_numpy(array).long(), (0, max(0, padded - len(array))))
 
 
 def _warm_up_steps(config: EngineConfig) -> list[StepInputs]:
-    """The longest prompt chunk and the largest batch of decodes, all in null blocks.
+    """Return two steps in null blocks: the longest prompt chunk and the largest batch of decodes.
 
-    They take the memory that steps will need and prepare oneDNN's code before the first request comes.
+    They allocate the memory that steps need and prepare oneDNN's code before the first request.
     """
     longest = min(config.max_num_batched_tokens, config.max_model_len)
     most = min(config.max_num_batched_tokens, config.max_num_seqs)
@@ -116,7 +116,7 @@ def _warm_up_steps(config: EngineConfig) -> list[StepInputs]:
 
 
 def _null_step(config: EngineConfig, counts: list[int]) -> StepInputs:
-    """Rows of `counts` tokens from position 0 on, of which the last one is sampled."""
+    """Return a step with rows of `counts` tokens from position 0 on. Each row samples after its last token."""
     ends = np.cumsum(counts, dtype=np.int32)
     tokens, groups = int(ends[-1]), config.groups
     return StepInputs(

@@ -1,4 +1,4 @@
-"""Which backends there are, where each one is, and its defaults. Imports no runtime, so that `setup` may read it."""
+"""List the backends, their modules and defaults. Imports no runtime, so that `setup` may read it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pypto_serving.types.step import BackendTraits
 
 
 class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """One backend. `target` names its class as `module:class`; the rest applies unless the user says otherwise.
+    """Defaults of one backend, for values that the user does not set.
 
-    `depth` is the number of steps in flight, `traits` what its programs can do. `cpu_kernels`: it computes with the CPU
-    kernels where they serve the model. `in_host_memory`: its device memory is host memory. `simulated`: it has no
-    weights and takes no memory.
+    - target: its class, as `module:class`.
+    - depth: steps in flight; traits: what its programs can do.
+    - cpu_kernels: it uses the CPU kernels for models that they serve.
+    - in_host_memory: its device memory is host memory.
+    - simulated: it has no weights and takes no memory.
     """
 
     target: str
@@ -38,4 +40,4 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
         simulated=True,
     ),
 }
-"""By the name that `--backend` takes, the default first."""
+"""Backends by their name for `--backend`; the first is the default."""

@@ -1,4 +1,4 @@
-"""BlockMemory: how the tiers below a device read and write its KV blocks, wherever these lie."""
+"""BlockMemory: read and write a device's KV blocks for lower tiers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ BlockBytes = NDArray[np.uint8]
 
 
 class BlockMemory(Protocol):
-    """The KV blocks of a device. Threads call it beside steps, never for a block that a step in flight writes."""
+    """The KV blocks of a device. Threads call it during steps, but never for a block that a step in flight writes."""
 
     block_bytes: tuple[int, ...]
-    """Bytes of a block, by group."""
+    """Bytes of a block, per group."""
 
     def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
-        """Return the content of blocks, in host memory."""
+        """Return the contents of blocks, in host memory."""
 
     def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
-        """Return host memory to load the new content of blocks into, before `write_blocks`."""
+        """Return host memory for the new contents of blocks. Fill it, then call `write_blocks`."""
 
     def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
-        """Give blocks the content that was loaded into their `staging`."""
+        """Write the filled `staging` memory to blocks."""
 
 
 class HostBlocks:
@@ -40,8 +40,8 @@ class HostBlocks:
         return [self.arenas[group][block] for block in blocks]
 
     def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
-        """Return views of the blocks: what is loaded into them is in its place."""
+        """Return views of the blocks, so that loads write to them directly."""
         return self.read_blocks(group, blocks)
 
     def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
-        """Do nothing: `contents` are the blocks."""
+        """Do nothing: `contents` are views of the blocks."""

@@ -1,6 +1,6 @@
 """Philox4x32-10, a counter-based random generator (Salmon, Moraes, Dror, Shaw: Parallel random numbers, SC 2011).
 
-A number is a pure function of (seed, choice, position, draw): it does not matter which step, batch or worker asks.
+A number is a pure function of (seed, choice, position, draw). It does not depend on step, batch or worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WEYL = np.arange(ROUNDS, dtype=np.uint64)[:, None, None] * np.array([[0x9E3779B
 
 
 def philox4x32(counters: UInt64Array, keys: UInt64Array) -> UInt64Array:
-    """Random words [4, n] for counters [4, n] and keys [2, n], all 32-bit numbers held in uint64."""
+    """Return random words [4, n] for counters [4, n] and keys [2, n]; all are 32-bit numbers in uint64."""
     even, odd = counters[::2], counters[1::2]
     for round_keys in keys + _WEYL & _LOW:
         products = even * _MULTIPLIERS
@@ -28,7 +28,7 @@ def philox4x32(counters: UInt64Array, keys: UInt64Array) -> UInt64Array:
 
 
 def uniforms(seeds: UInt64Array, choices: UInt64Array, positions: UInt64Array, draw: int = 0) -> NDArray[np.float64]:
-    """Numbers in [0, 1) with 53 random bits, one for each seed, choice and absolute position."""
+    """Return float64 [n] in [0, 1) with 53 random bits, for n seeds, choices and absolute positions."""
     counters = np.empty((4, len(positions)), np.uint64)
     counters[0], counters[1], counters[2], counters[3] = positions & _LOW, draw, choices & _LOW, positions >> _HALF
     keys = np.empty((2, len(positions)), np.uint64)

@@ -1,4 +1,4 @@
-"""Sampling by sorting, in numpy: for programs without kernels, and what the kernels' choices are compared with."""
+"""Sample by sorting, in numpy: for programs without a sampler, and as the reference for the kernels' sampler."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import Logprobs
 
 HEAD = 1024
-"""Candidates that top-p sorts before it falls back to the whole vocabulary."""
+"""Number of best candidates that top-p sorts before it falls back to the whole vocabulary."""
 
 
 class PlainSampler:
-    """Implements Sampler, row by row."""
+    """The reference sampler. Implements Sampler, row by row."""
 
     def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
         """As Sampler says."""
@@ -41,7 +41,7 @@ class PlainSampler:
 
 
 def _draw(logits: Float32Array, draw: np.void) -> int:
-    """Inverse of the cumulative distribution: in order of id without filters, else best first."""
+    """Sample by the inverse of the cumulative distribution: in order of id without top_k and top_p, else best first."""
     top_k, top_p, random = int(draw["top_k"]), float(draw["top_p"]), float(draw["random"])
     scores = (logits - logits.max()) / draw["temperature"]
     if draw["min_p"] > 0:
@@ -65,13 +65,13 @@ def _draw(logits: Float32Array, draw: np.void) -> int:
 
 
 def _invert(cumulative: NDArray[np.float64], random: float) -> int:
-    """First index whose cumulative weight exceeds `random` of the total."""
+    """Return the first index whose cumulative weight exceeds `random` of the total."""
     index = int(np.searchsorted(cumulative, random * cumulative[-1], side="right"))
     return min(index, int(np.searchsorted(cumulative, cumulative[-1])))
 
 
 def _best(scores: Float32Array, count: int) -> NDArray[np.intp]:
-    """Ids of the `count` best scores, best first, ties to the lowest id."""
+    """Return the ids of the `count` best scores, best first, ties to the lowest id."""
     if count >= len(scores):
         candidates = np.arange(len(scores))
     else:

@@ -1,1 +1,1 @@
-"""L3: the engine core, the executor that keeps its worker alive, and the API process's side of it."""
+"""L3: the engine core, the executor that keeps its worker alive, and the client half in the API process."""

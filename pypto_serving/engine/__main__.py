@@ -1,4 +1,4 @@
-"""`python -m pypto_serving.engine FD`: the engine core process; FD is its end of the control pipe."""
+"""Run the engine core process: `python -m pypto_serving.engine FD`. FD is its end of the control pipe."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pypto_serving.types.start import CoreStart
 from pypto_serving.util import MonotonicClock
 
 FLUSH_S = 3.0
-"""The longest time that blocks on their way to lower tiers delay the end."""
+"""Longest time that a shutdown waits for stores to lower tiers."""
 if TYPE_CHECKING:
     from pypto_serving.engine.events import EventPublisher
 
 
 def run(start: CoreStart) -> None:
-    """Turn until told to stop, sleeping while nothing happens."""
+    """Run turns until told to stop, and sleep while nothing happens. Then finish stores, for at most FLUSH_S."""
     logging.basicConfig(
         level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s core: %(message)s", datefmt="%H:%M:%S"
     )
@@ -50,7 +50,7 @@ def run(start: CoreStart) -> None:
 
 
 def open_publisher(config: EngineConfig) -> EventPublisher | None:
-    """The publisher of KV events, where they are asked for; nobody else loads ZeroMQ."""
+    """Return the publisher of KV events, or None if they are off. Import ZeroMQ only if they are on."""
     if not config.kv_events:
         return None
     from pypto_serving.engine.events import EventPublisher

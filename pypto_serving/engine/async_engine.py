@@ -1,4 +1,4 @@
-"""AsyncEngine: the API process's half of a replica; admits requests, streams outputs, watches the core."""
+"""AsyncEngine: the client half of a replica, in the API process. Admit requests, stream outputs, watch the core."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ MAX_CORE_RESPAWNS = 3
 class AsyncEngine:
     """Owns the engine core process and the streams of all requests in it. Lives in one event loop.
 
-    A core that dies takes its requests with it (they end with a 503) and is started again, at most
-    MAX_CORE_RESPAWNS times in a row.
+    When a core dies, its requests end with a 503 and another core starts, at most MAX_CORE_RESPAWNS times in a row.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -69,7 +68,7 @@ class AsyncEngine:
     # Life of the core.
 
     async def start(self) -> None:
-        """Start the core, which starts its worker; returns at once."""
+        """Start the core, which starts its worker. Do not wait for either."""
         self._spawn()
 
     def _spawn(self) -> None:
@@ -82,7 +81,7 @@ class AsyncEngine:
         self._watcher = loop.create_task(self._watch(self._child))
 
     async def wait_ready(self) -> None:
-        """Return when a worker is ready; raises the error that made the replica give up."""
+        """Wait until a worker is ready. Raise the error if the replica gives up."""
         while self.ready is None:
             if self._dead is not None:
                 raise self._dead
@@ -90,14 +89,14 @@ class AsyncEngine:
             await self._wake.wait()
 
     async def wait_dead(self) -> PyptoError:
-        """Return, with the reason, when the replica has given up."""
+        """Wait until the replica gives up, and return the reason."""
         while self._dead is None:
             self._wake.clear()
             await self._wake.wait()
         return self._dead
 
     async def stop(self) -> None:
-        """End the core and its worker; unfinished requests are aborted."""
+        """End the core and its worker. Unfinished requests end with a 503."""
         self._stopping = True
         self.give_up_all()
         self._send(ShutdownCore())
@@ -106,7 +105,7 @@ class AsyncEngine:
         await self._close(STOP_PATIENCE_S)
 
     async def _close(self, patience_s: float) -> None:
-        """Nothing is admitted from here on: what came later would reach no core."""
+        """End the core and close its channel. From here on no request is admitted, since it would reach no core."""
         loop = asyncio.get_running_loop()
         child, self._child = self._child, None
         channel, self._channel = self._channel, None
@@ -131,9 +130,9 @@ class AsyncEngine:
             self._replacing = asyncio.get_running_loop().create_task(self._replace_core())
 
     async def _watch(self, child: Child) -> None:
-        """Kill a core that is silent for long, which is then noticed like any death.
+        """Kill a core that has sent nothing for SILENT_BEATS heartbeats; its death is then handled like any other.
 
-        A late tick says that this process was held up itself, so that the silence proves nothing.
+        A late tick means that this process was held up itself. Then the silence proves nothing.
         """
         beat_s = self.config.faults.heartbeat_s
         while True:
@@ -146,7 +145,7 @@ class AsyncEngine:
                 return
 
     async def _replace_core(self) -> None:
-        """The core ended unasked: its requests end with a 503, and another core starts."""
+        """Handle a core that ended unexpectedly: end its requests with a 503 and start another core."""
         if self._stopping:
             return
         self.ready = None
@@ -207,7 +206,7 @@ class AsyncEngine:
                 self._finish_times = [*self._finish_times[-63:], time.monotonic()]
 
     def _deliver(self) -> None:
-        """Streams get what was read at once, whatever number of steps it is from."""
+        """Deliver all outputs that were read, of any number of steps, in one call per stream."""
         due, self._due = self._due, []
         for stream in due:
             stream.deliver()
@@ -222,7 +221,7 @@ class AsyncEngine:
     # Requests.
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
-        """Admit all of `requests` or none; raises QueueFullError or UnavailableError."""
+        """Admit all of `requests` or none. Raises QueueFullError or UnavailableError."""
         self._require_admission(len(requests))
         stream = OutputStream([request.request_id for request in requests], self.abort)
         for request in requests:
@@ -238,12 +237,12 @@ class AsyncEngine:
         waiting, limit = len(self._streams) - self.stats.num_running, self.config.max_queued_requests
         if waiting + count > limit:
             raise QueueFullError(
-                f"{max(waiting, 0)} requests wait already and the queue holds {limit}; try again later",
+                f"{max(waiting, 0)} requests are waiting and the queue holds {limit}; try again later",
                 self._retry_after_s(waiting),
             )
 
     def _retry_after_s(self, waiting: int) -> int:
-        """Seconds until the queue has room, from the rate at which the last requests finished; in [1, 60]."""
+        """Estimate the seconds until the queue has room, in [1, 60], from the rate of the last finished requests."""
         times = self._finish_times
         if len(times) < 2 or times[-1] == times[0]:
             return 1
@@ -251,11 +250,11 @@ class AsyncEngine:
         return max(1, min(60, round(waiting / rate)))
 
     def give_up_all(self) -> None:
-        """See `EngineClient`."""
+        """End every unfinished request with a 503; see `EngineClient`."""
         self._fail_all(RequestFault(503, "unavailable", "the server is shutting down"))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests without a further output. Unknown ids are ignored."""
+        """End requests without a further output. Ignore unknown ids."""
         known = [request_id for request_id in request_ids if request_id in self._streams]
         for request_id in known:
             self._streams.pop(request_id).forget(request_id)
@@ -275,7 +274,7 @@ class AsyncEngine:
                 asyncio.get_running_loop().add_writer(channel.socket.fileno(), self._write)
 
     def _write(self) -> None:
-        """The core takes what it did not take at once."""
+        """Send what the socket did not take before."""
         channel = self._channel
         if channel is not None:
             channel.flush()
@@ -285,7 +284,7 @@ class AsyncEngine:
     # Health.
 
     def health(self) -> Health:
-        """Whether requests make progress: 'loading', 'ready', 'stalled', 'silent' or 'dead'."""
+        """Return whether requests make progress: 'loading', 'ready', 'stalled', 'silent' or 'dead'."""
         now_s, faults, stats = time.monotonic(), self.config.faults, self.stats
         age_s = max(0.0, now_s - stats.last_step_s) if stats.last_step_s else 0.0
         if self._dead is not None:
@@ -295,5 +294,5 @@ class AsyncEngine:
         if self.ready is None or not stats.ready:
             return Health(False, "loading", "no worker is ready", age_s)
         if stats.work_since_s and now_s - max(stats.last_step_s, stats.work_since_s) > faults.step_timeout_s:
-            return Health(False, "stalled", f"work waits and no step completed for {age_s:.0f} s", age_s)
+            return Health(False, "stalled", f"requests are unfinished and no step completed for {age_s:.0f} s", age_s)
         return Health(True, "ready", "", age_s)

@@ -1,4 +1,4 @@
-"""What the API process needs of an engine: the seam between HTTP handlers and the front half of the engine."""
+"""EngineClient: the interface between HTTP handlers and an engine."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ class Health:
 
 
 class EngineClient(Protocol):
-    """An engine as handlers see it. All methods are called in the event loop's thread.
+    """The interface of an engine for HTTP handlers. Call all methods in the event loop's thread.
 
-    `on_stats` is called with every new snapshot.
+    The engine calls `on_stats` with every new snapshot.
     """
 
     on_stats: Callable[[StepStats], None]
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine was started with."""
+        """The configuration that the engine was started with."""
 
     @property
     def stats(self) -> StepStats:
         """The newest snapshot."""
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
-        """Admit all of `requests` or none; raises QueueFullError or UnavailableError.
+        """Admit all of `requests` or none. Raises QueueFullError or UnavailableError.
 
-        The last output of a request has its finish_reason, and a fault where the engine gave it up.
+        The last output of a request has a finish_reason, and a fault if the request failed.
         """
 
     def give_up_all(self) -> None:
-        """End every unfinished request with a 503, because the server is about to end."""
+        """End every unfinished request with a 503, before the server ends."""
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests that nobody waits for any more; unknown and finished ids are ignored."""
+        """End requests whose client is gone. Ignore unknown and finished ids."""
 
     def clear_cache(self, tiers: Sequence[Tier]) -> None:
-        """Forget cached blocks of some tiers; raises UnavailableError while there is no engine to do so."""
+        """Forget the cached blocks of some tiers. Raises UnavailableError while no engine runs."""
 
     def health(self) -> Health:
-        """Progress, not existence: see Health."""
+        """Return whether requests make progress, not only whether the process exists; see Health."""

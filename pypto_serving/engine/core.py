@@ -1,4 +1,4 @@
-"""EngineCore: takes requests in, keeps the worker busy with plans, and hands outputs back."""
+"""EngineCore: take requests, send plans to the worker, return outputs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EngineCore:
         self._checked = True
 
     def turn(self) -> None:
-        """Take in everything that arrived, plan what can run, and report."""
+        """Handle all messages, plan steps up to the depth, and report."""
         now_s = self._clock.now()
         while (message := self._api.receive()) is not None:
             self._take(message)
@@ -135,7 +135,7 @@ class EngineCore:
         self._api.send(CoreReady(hello.epoch, hello.pid, hello.num_blocks, hello.load_s, endpoints))
 
     def _give_up(self, event: GaveUp, now_s: float) -> None:
-        """The replica is at fault: every request ends with the reason, and so does the core."""
+        """End every request, and then the core, with the reason: the replica is at fault."""
         self._ready = False
         self._outputs += self.scheduler.worker_lost(now_s)
         self._outputs += self.scheduler.fail_all(RequestFault(503, "engine_dead", event.reason), now_s)
@@ -156,7 +156,7 @@ class EngineCore:
             self._executor.transfer(transfers)
 
     def _report(self, now_s: float) -> None:
-        """Send outputs at once, and a snapshot at least once a heartbeat; look for leaks once after each busy time."""
+        """Send outputs at once, and a snapshot at least every heartbeat. Check for leaks when work ends."""
         if not self.scheduler.has_work:
             self._work_since_s = 0.0
         elif not self._work_since_s:
@@ -175,7 +175,7 @@ class EngineCore:
         self._outputs = []
 
     def stats(self) -> StepStats:
-        """One snapshot."""
+        """Return one snapshot."""
         counters = self.scheduler.counters
         return StepStats(
             ready=self._ready,
@@ -200,7 +200,7 @@ class EngineCore:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is lost by ending now: no block is on its way down, nor could be."""
+        """Whether the core can end without losing blocks: no store to a lower tier runs or is due."""
         return not self._ready or self.scheduler.kv.is_idle(self._clock.now())
 
     def check(self) -> None:

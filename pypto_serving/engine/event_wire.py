@@ -1,4 +1,4 @@
-"""KV events as vLLM writes them, for the routers and indexers that read its format (vllm/distributed/kv_events.py).
+"""Encode KV events in vLLM's format, for routers and indexers (vllm/distributed/kv_events.py).
 
 A batch is msgpack `[seconds since the epoch, [events], data parallel rank]`; an event is a map with its `type`.
 """
@@ -15,13 +15,13 @@ from pypto_serving.types.tier import Tier
 from pypto_serving.types.tokens import unpack_ids
 
 MEDIUMS: dict[Tier, str] = {"device": "GPU", "host": "CPU", "disk": "DISK", "remote": "EXTERNAL"}
-"""Readers drop names that they do not know, so every device is a GPU."""
+"""Every device is called GPU, since readers drop names that they do not know."""
 
 
 class StoredMap(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
-    """Blocks in a row, each the parent of the next; `token_ids` has `block_size` for each of them.
+    """A chain of stored blocks, each the parent of the next. `token_ids` has `block_size` ids per block.
 
-    Readers count the blocks of full attention. Of a group above 0 they need `kv_cache_spec_kind` for that.
+    Readers count blocks of full attention. For groups above 0 they need `kv_cache_spec_kind` to tell.
     """
 
     block_hashes: list[int]
@@ -50,21 +50,21 @@ EventMap = StoredMap | RemovedMap | ClearedMap
 
 
 def block_hash(key: bytes) -> int:
-    """The low 64 bits of a key read as a big-endian number: its last 8 bytes, as vLLM shortens its own hashes."""
+    """Return the low 64 bits of a key read as a big-endian number (its last 8 bytes), as vLLM shortens its hashes."""
     return int.from_bytes(key[-8:], "big")
 
 
 def encode_batch(events: Sequence[EventMap], time_s: float) -> bytes:
-    """One batch of data parallel rank 0; `time_s` since the epoch."""
+    """Encode one batch of data parallel rank 0. `time_s` is in seconds since the epoch."""
     return msgspec.msgpack.encode((time_s, events, 0))
 
 
 class EventWriter:
-    """Owns the record of what was announced, by tier and group, and turns events into maps.
+    """Owns the record of announced blocks, by tier and group. Converts events to vLLM's maps.
 
-    Salted blocks are not announced: readers would count them for requests of other tenants. AllBlocksCleared has no
-    medium in vLLM's format, and readers disagree on what it clears besides the device; so it is written only when no
-    other tier holds anything, else the blocks of the tier are removed by name.
+    - Salted blocks are not announced, since readers would count them for requests of other tenants.
+    - AllBlocksCleared has no medium in vLLM's format, and readers disagree on what it clears besides the device. So it
+      is written only when no other tier holds anything. Otherwise the blocks of the tier are removed by name.
     """
 
     def __init__(self, groups: Sequence[KVCacheGroupSpec]) -> None:
@@ -73,7 +73,7 @@ class EventWriter:
         self._held: dict[tuple[Tier, int], set[int]] = {}
 
     def write(self, events: Iterable[KVEvent]) -> list[EventMap]:
-        """Maps of `events`, in order; neighbours that say the same of several blocks become one."""
+        """Convert `events` to maps, in order. Join neighbouring events of the same kind, group and medium."""
         maps: list[EventMap] = []
         for event in events:
             if isinstance(event, BlockStored):
@@ -132,9 +132,9 @@ class EventWriter:
 
 
 def spec_kind(groups: Sequence[KVCacheGroupSpec], g: int) -> str | None:
-    """vLLM's name for the kind of group g. Only the first group that keeps its history has a name that readers count.
+    """Return vLLM's name for the kind of group g. Only the first group that keeps its history has one that is counted.
 
-    They see one prefix in a replica; a second group of full history would be the same prefix once more.
+    Readers index one prefix per replica; a second group of full history would count the same prefix again.
     """
     group = groups[g]
     if not group.keeps_history:

@@ -1,4 +1,4 @@
-"""EventPublisher: tells routers over ZeroMQ what the caches of this replica hold, as vLLM does, with replay."""
+"""EventPublisher: publish this replica's KV events over ZeroMQ, with replay, as vLLM does."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 HISTORY_BATCHES = 10_000
 HISTORY_BYTES = 64 << 20
 UNSENT_BATCHES = 1_000
-"""What is kept for a reader that does not take it; from then on it misses batches, and may ask for a replay."""
+"""Batches queued for a slow reader. Beyond this it misses batches, and may ask for a replay."""
 TOPIC = b""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP_PATIENCE_S = 1.0
 
 
 class EventPublisher:
-    """Owns a PUB socket, a ROUTER socket that replays, their thread, and the history.
+    """Owns a PUB socket, a ROUTER socket for replays, their thread, and the history of batches.
 
     | socket | frames                                                    |
     |--------|-----------------------------------------------------------|
@@ -37,14 +37,14 @@ class EventPublisher:
     | ROUTER | asked "" and a number; answers "", topic, number, batch for every batch in the history from that number |
     |        | on, then "", "", -1, "" |
 
-    Numbers rise by one; they begin with the microseconds since the epoch at start, so that a reader which stays
-    connected sees those of a later life as newer. Batches beyond the history are lost to those who missed them.
+    Numbers rise by one. They begin with the microseconds since the epoch at start, so a reader that stays connected
+    sees the batches of a later life as newer. Batches older than the history cannot be replayed.
     """
 
     def __init__(
         self, groups: Sequence[KVCacheGroupSpec], endpoint: str, replay_endpoint: str, first_number: int | None = None
     ) -> None:
-        """Binds at once. Raises ConfigError where that is not possible."""
+        """Bind both sockets and start the thread. Raises ConfigError if an endpoint cannot be bound."""
         self._writer = EventWriter(groups)
         self._number = time.time_ns() // 1000 if first_number is None else first_number
         self._epoch_s = time.time() - time.monotonic()
@@ -81,17 +81,17 @@ class EventPublisher:
         return socket, socket.get_string(zmq.LAST_ENDPOINT)
 
     def publish(self, events: Sequence[KVEvent], now_s: float) -> None:
-        """Hand a batch to the thread; `now_s` of the host's monotonic clock. Never waits."""
+        """Hand a batch to the thread without waiting. `now_s` is of the host's monotonic clock."""
         if self._thread.is_alive():
             self._handed.append((self._epoch_s + now_s, events))
             self._ring()
 
     def _ring(self) -> None:
-        with contextlib.suppress(zmq.Again):  # as many rings as fit are waiting to be heard
+        with contextlib.suppress(zmq.Again):  # the queue is full of rings, so the thread will wake anyway
             self._bell.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
-        """End the thread and drop what readers have not taken."""
+        """End the thread and drop batches that readers have not taken."""
         self._stopping = True
         self._ring()
         self._thread.join(STOP_PATIENCE_S)
@@ -104,7 +104,7 @@ class EventPublisher:
         try:
             self._serve()
         except Exception:
-            log.exception("KV events end here")
+            log.exception("publishing KV events failed; no further events are sent")
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -132,7 +132,7 @@ class EventPublisher:
         self._number += 1
 
     def _replay(self) -> None:
-        """Answer one request. A reader that asks and does not read loses what its queue does not hold."""
+        """Answer one replay request. A reader that does not read loses batches beyond its queue."""
         reader, *request = self._router.recv_multipart()
         if len(request) != 2 or request[0] or len(request[1]) != 8:
             log.warning("a request for a replay of KV events has other frames than an empty one and a number")

@@ -1,4 +1,4 @@
-"""The executor: starts a worker, watches it, and starts it again when it dies or hangs."""
+"""Executor: start a worker, watch it, and restart it when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ STOP_PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerDown:
-    """A worker life ended unasked; another one follows."""
+    """The event that a worker life ended unexpectedly; another one follows."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """No worker life will follow."""
+    """The event that the worker is not restarted any more."""
 
     reason: str
     exit_code: int
@@ -45,26 +45,26 @@ Event = WorkerHello | StepResult | TransferReport | ChildProgress | WorkerDown |
 
 
 class Executor(Protocol):
-    """What the engine core needs of its worker, whatever runs it."""
+    """The interface of a worker for the engine core, for processes and in-memory workers alike."""
 
     def poll(self, now_s: float) -> list[Event]:
-        """Everything that happened since the last call, in order; starts and restarts the worker as needed."""
+        """Return all events since the last call, in order. Start and restart the worker as needed."""
 
     def send(self, plan: StepPlan) -> None:
-        """Hand a plan to the worker that said hello last."""
+        """Send a plan to the worker that said hello last."""
 
     def transfer(self, transfers: Transfers) -> None:
-        """Hand blocks to be moved to the worker that said hello last."""
+        """Send transfers to the worker that said hello last."""
 
     def forgive(self) -> None:
-        """The last death is explained by a request that was given up: it does not count."""
+        """Do not count the last deaths: a request that failed explains them."""
 
     def stop(self) -> None:
         """End the worker within a second or so."""
 
 
 class HostMemory:
-    """Owns the memory of the host tier, which lives as long as this process; `fd` is -1 without such a tier."""
+    """Owns the memory of the host tier, which outlives workers. `fd` is -1 without a host tier."""
 
     def __init__(self, config: EngineConfig) -> None:
         has_tier = any(tier.tier == "host" for tier in config.tiers)
@@ -73,12 +73,18 @@ class HostMemory:
 
 
 class ProcessExecutor:
-    """Owns one worker process: its life, its channel, and when to give up.
+    """Owns one worker process and its channels. Implements Executor.
 
-    A worker counts as lost when its control pipe closes, when an idle one is silent for ten heartbeats, when a step
-    takes longer than `step_timeout_s`, or when loading shows no progress for `load_timeout_s`. Waits between lives
-    double; a completed step forgives earlier deaths. `poll` wants to be called at least once a heartbeat; a longer gap
-    means that this process was stopped itself, during which a worker's silence proves nothing.
+    A worker is lost when:
+
+    - its control pipe closes;
+    - it is idle and silent for SILENT_BEATS heartbeats;
+    - a step takes longer than `step_timeout_s`;
+    - loading shows no progress for `load_timeout_s`.
+
+    Waits between lives double, and a completed step resets the count of deaths. Call `poll` at least once per
+    heartbeat. A gap of more than HELD_UP_BEATS heartbeats means that this process was stopped itself; then a worker's
+    silence proves nothing.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -147,7 +153,7 @@ class ProcessExecutor:
         return events
 
     def _loss(self) -> str | None:
-        """Why the worker counts as lost, or None while it is well."""
+        """Return why the worker is lost, or None while it is well."""
         assert self._child is not None
         faults, silent_s = self.config.faults, self._now_s - self._heard_s
         if self._child.gone:
@@ -212,7 +218,7 @@ class ProcessExecutor:
         self._gave_up = True
 
     def wait(self, api: SocketChannel[Any], timeout_s: float) -> None:
-        """Sleep until the API, the worker or its control pipe has something, or the time is over."""
+        """Sleep until a message arrives from the API process or the worker, or until the timeout."""
         poller = select.poll()
         ours: tuple[SocketChannel[Any] | None, ...] = (api, self._channel, self._transfers)
         channels = [channel for channel in ours if channel is not None and not channel.gone]

@@ -1,7 +1,7 @@
-"""Prometheus metrics of one server: vLLM's names where vLLM has one, `pypto:` names for the rest.
+"""Prometheus metrics of one server. Names are vLLM's where vLLM has the metric, else they begin with `pypto:`.
 
-Gauges and counters of the engine are read from its newest snapshot when somebody scrapes; only histograms are
-observed while serving, at the cost of one bisection each, the time between tokens by whoever hands them on.
+Gauges and counters of the engine are read from its newest snapshot at a scrape. Only histograms are observed while
+serving, at the cost of one bisection each. The code that writes a stream observes the time between its tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LONG_S = (
 
 _HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "vllm:time_to_first_token_seconds": ("From arrival to the first output token.", _LONG_S),
-    "vllm:inter_token_latency_seconds": ("Between outputs of one request.", _SHORT_S),
+    "vllm:inter_token_latency_seconds": ("Time between outputs of one request.", _SHORT_S),
     "vllm:request_time_per_output_token_seconds": ("Mean time per output token after the first.", _SHORT_S),
     "vllm:e2e_request_latency_seconds": ("From arrival to the last output token.", _LONG_S),
     "vllm:request_queue_time_seconds": ("From arrival until first scheduled.", _LONG_S),
@@ -86,27 +86,27 @@ _TIER_GAUGES = {
     "writable": "1 while blocks can be stored in a tier.",
     "num_blocks": "Blocks that fit in a tier.",
     "held_blocks": "Blocks that a tier holds.",
-    "queued_bytes": "Bytes on their way to or from a tier.",
-    "backlog_blocks": "Blocks that wait to be stored in a tier.",
+    "queued_bytes": "Bytes being transferred to or from a tier.",
+    "backlog_blocks": "Blocks waiting to be stored in a tier.",
 }
 _TIER_COUNTERS = {
     "hit_tokens": "Prompt tokens that came from a tier.",
     "loaded_blocks": "Blocks loaded from a tier.",
     "loaded_bytes": "Bytes loaded from a tier.",
-    "load_s": "Time that loads from a tier took, one after the other.",
+    "load_s": "Total time of loads from a tier.",
     "stored_blocks": "Blocks stored in a tier.",
     "stored_bytes": "Bytes stored in a tier.",
-    "store_s": "Time that stores in a tier took, one after the other.",
-    "evicted_blocks": "Blocks that a tier gave up for others.",
-    "failed_blocks": "Blocks that could not be moved.",
-    "lost_blocks": "Blocks evicted from the device before a tier could take them.",
-    "refused_fills": "Loads not begun because computing was expected to be faster.",
-    "saved_s": "Computing time spared by loads from a tier, less their own.",
+    "store_s": "Total time of stores in a tier.",
+    "evicted_blocks": "Blocks evicted from a tier.",
+    "failed_blocks": "Blocks whose transfer failed.",
+    "lost_blocks": "Blocks evicted from the device before they were stored in a tier.",
+    "refused_fills": "Loads not started because computing was expected to be faster.",
+    "saved_s": "Computing time saved by loads from a tier, minus loading time.",
 }
 
 
 class Histogram:
-    """Counts per bucket; bounds are inclusive upper ends, a last bucket takes the rest."""
+    """Counts per bucket. Bounds are inclusive upper ends; a last bucket takes the rest."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -121,7 +121,7 @@ class Histogram:
         self._sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts as Prometheus wants them, ending with +Inf."""
+        """Return cumulative counts in Prometheus' form, ending with +Inf."""
         total, rows = 0, []
         for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
             total += count
@@ -134,7 +134,7 @@ class Histogram:
 
 
 class ServerMetrics(Collector):
-    """Everything /metrics shows. Owned by the server; used in the event loop's thread only."""
+    """All metrics of /metrics. Owned by the server; used in the event loop's thread only."""
 
     def __init__(self, engine: EngineClient, model_name: str) -> None:
         self._engine = engine
@@ -151,7 +151,7 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def observe_step(self, stats: StepStats) -> None:
-        """A new snapshot came, of which each step counts once."""
+        """Record a new snapshot. Count each step once."""
         if stats.num_steps != self._last_step:
             self._last_step = stats.num_steps
             self._histograms["vllm:iteration_tokens_total"].observe(stats.step_tokens)
@@ -159,7 +159,7 @@ class ServerMetrics(Collector):
     def observe_finish(
         self, reason: str, num_prompt: int, num_output: int, e2e_s: float, timeline: Timeline | None
     ) -> None:
-        """A request ended for `reason`, `e2e_s` after its arrival."""
+        """Record a request that ended for `reason`, `e2e_s` seconds after its arrival."""
         self._finished[reason] += 1
         if reason not in ("stop", "length"):
             return
@@ -178,15 +178,15 @@ class ServerMetrics(Collector):
             observe("vllm:request_time_per_output_token_seconds", decode_s / (num_output - 1))
 
     def count_response(self, status: int) -> None:
-        """An HTTP response began with `status`."""
+        """Count an HTTP response with `status`."""
         self._responses[status] += 1
 
     def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Return the text that Prometheus scrapes."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry at a scrape."""
+        """Yield all metrics. The registry calls this at a scrape."""
         stats = self._engine.stats
         yield from self._gauges(stats)
         yield from self._counters(stats)
@@ -209,11 +209,11 @@ class ServerMetrics(Collector):
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
         yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, of the fullest group; 1 is full.", usage
+            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, in the fullest group; 1 is full.", usage
         )
         yield self._gauge("pypto:engine_ok", "1 while the engine makes progress.", float(health.ok))
         yield self._gauge("pypto:last_step_age_seconds", "Age of the last completed step.", health.age_s)
-        yield self._gauge("pypto:worker_epoch", "Worker lives so far.", stats.epoch)
+        yield self._gauge("pypto:worker_epoch", "Number of worker starts so far.", stats.epoch)
         groups = GaugeMetricFamily(
             "pypto:kv_group_usage_perc", "Share of KV blocks in use.", labels=["model_name", "group"]
         )
@@ -233,7 +233,7 @@ class ServerMetrics(Collector):
             ("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
             ("vllm:generation_tokens", "Output tokens generated.", stats.generation_tokens),
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
-            ("pypto:worker_respawns", "Times a worker was started again.", stats.num_respawns),
+            ("pypto:worker_respawns", "Worker restarts.", stats.num_respawns),
             ("pypto:engine_steps", "Engine steps.", stats.num_steps),
         ):
             yield self._counter(name, help_text, [("", value)])
@@ -261,7 +261,7 @@ class ServerMetrics(Collector):
 
 
 def _token_bounds(max_model_len: int) -> list[float]:
-    """1, 2, 5, 10, ... up to the first bound that holds every sequence."""
+    """Return 1, 2, 5, 10, ... up to the first bound that is at least `max_model_len`."""
     bounds: list[float] = []
     power = 1
     while True:

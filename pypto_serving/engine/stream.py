@@ -1,4 +1,4 @@
-"""OutputStream: what one HTTP request, or one offline call, receives from the engine."""
+"""OutputStream: the outputs of one HTTP request or offline call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from pypto_serving.types.request import RequestOutput
 
 Pause = Coroutine[Any, Any, None] | None
-"""What a consumer has to await before it takes more."""
+"""What a consumer must await before it takes more, or None."""
 Take = Callable[[list[RequestOutput]], Pause]
-"""Takes all outputs that wait, in order."""
+"""A consumer: takes all waiting outputs, in order."""
 
 
 class OutputStream:
-    """The outputs of some requests, on their way from the engine to the one consumer that calls `deliver_to`.
+    """Owns the undelivered outputs of some requests, for the one consumer that calls `deliver_to`.
 
-    A consumer that keeps up is called within the engine's reader, without waking a task. What arrives while it does
-    not, or before it came, waits here and is taken at once.
+    While the consumer keeps up, the engine's reader calls it directly, without waking a task. Outputs that arrive while
+    it is busy, or before it is there, wait here and are delivered together.
     """
 
     __slots__ = ("_abort", "_arrived", "_pause", "_take", "_unfinished", "_waiter")
@@ -32,17 +32,17 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, output: RequestOutput) -> bool:
-        """Called by the engine for each output, in order; True where nothing waited, so that `deliver` is due."""
+        """Queue an output. Return True if none was waiting, so that the engine must call `deliver`."""
         if output.finish_reason is not None:
             self._unfinished.discard(output.request_id)
         self._arrived.append(output)
         return len(self._arrived) == 1
 
     def deliver(self) -> None:
-        """Called by the engine once it pushed what it has; does nothing while the consumer is busy."""
+        """Hand the queued outputs to the consumer. Do nothing while it is busy."""
         waiter, self._waiter = self._waiter, None
         if waiter is None or waiter.done():
-            return  # deliver_to looks for itself
+            return  # deliver_to checks for new outputs itself
         arrived, self._arrived = self._arrived, []
         try:
             pause = self._take(arrived)
@@ -56,9 +56,9 @@ class OutputStream:
             waiter.set_result(None)
 
     async def deliver_to(self, take: Take) -> None:
-        """Hand everything to `take`; returns after the last output of every request, raises what `take` raises.
+        """Hand all outputs to `take`, until the last one of every request. Raises what `take` raises.
 
-        What is unfinished then, or when this is cancelled, is aborted.
+        Requests that are unfinished at the end, or when this is cancelled, are aborted.
         """
         self._take = take
         try:
@@ -79,14 +79,14 @@ class OutputStream:
             self.close()
 
     def forget(self, request_id: str) -> None:
-        """Expect no more of a request that was aborted."""
+        """Expect no further output of an aborted request."""
         self._unfinished.discard(request_id)
         waiter = self._waiter
         if not self._unfinished and waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def close(self) -> None:
-        """Abort what is unfinished. May be called more than once."""
+        """Abort unfinished requests. May be called more than once."""
         unfinished, self._unfinished = sorted(self._unfinished), set()
         if unfinished:
             self._abort(unfinished)

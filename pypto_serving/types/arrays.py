@@ -12,6 +12,6 @@ Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
 UInt64Array = NDArray[np.uint64]
 BFloat16Array = NDArray[np.uint16]
-"""bfloat16, which numpy does not have, as its bits."""
+"""bfloat16 as uint16 bits, since numpy has no bfloat16."""
 PairArray = NDArray[np.uint32]
-"""Two bfloat16 of one row, or four bytes, that a product reads at once."""
+"""Two bfloat16 or four bytes of one row, which a product reads at once."""

@@ -1,4 +1,4 @@
-"""What goes into a sampler and comes out of it, for all rows of a step at once."""
+"""Inputs and outputs of a sampler, for all rows of a step at once."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pypto_serving.types.arrays import Float32Array, Int32Array
 DRAW = np.dtype(
     [("random", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("temperature", "f4"), ("top_k", "i4")],
 )
-"""How to choose a row's token with one random number in [0, 1); `struct Draw` of csrc/ops.h.
+"""Sampling parameters of one token and its random number in [0, 1); `struct Draw` of csrc/ops.h.
 
-Temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 are off.
+Temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 turn the filter off.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of n tokens under their rows' logits: values float32 [n], ranks int32 [n] (1 is best), and the w best tokens of
-    each row, best first, ids int32 [n, w] and values float32 [n, w]."""
+    """Log-probabilities of n tokens, and of the w best tokens of their rows, best first.
+
+    values float32 [n], ranks int32 [n] (1 is best), best_ids int32 [n, w], best_values float32 [n, w].
+    """
 
     values: Float32Array
     ranks: Int32Array
@@ -31,7 +33,7 @@ class Logprobs:
 
     @classmethod
     def empty(cls, n: int, w: int) -> Logprobs:
-        """To be filled in."""
+        """Allocate uninitialized arrays."""
         one, best = (n,), (n, w)
         return cls(
             np.empty(one, np.float32), np.empty(one, np.int32), np.empty(best, np.int32), np.empty(best, np.float32)
@@ -39,14 +41,18 @@ class Logprobs:
 
 
 class Sampler(Protocol):
-    """Chooses tokens from float32 logits [s, vocab]. What it finds for a row depends on that row only."""
+    """Samples tokens from float32 logits [s, vocab]. The result of a row depends on that row only."""
 
     def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
-        """Tokens int32 [s] for DRAWs [s]; -1 where a row's logits are not finite.
+        """Return tokens int32 [s] for DRAWs [s]; -1 where a row's logits are not finite.
 
         Greedy, or temperature, min_p, top_k, top_p in this order, and then the inverse of the cumulative
-        distribution: in order of id without top_k and top_p, else best first. Ties go to the lowest id.
+        distribution. The distribution is in order of id without top_k and top_p, else best first. Ties go to the
+        lowest id.
         """
 
     def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
-        """Of `tokens` [n], and of the `width` best tokens (at most vocab), in `rows` [n] of finite logits."""
+        """Return log-probabilities of `tokens` [n] and the `width` best tokens (at most vocab) in `rows` [n] of logits.
+
+        The logits of these rows must be finite.
+        """

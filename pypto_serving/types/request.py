@@ -1,4 +1,4 @@
-"""The wire between the API process and the engine core."""
+"""Messages between the API process and the engine core."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pypto_serving.types.tier import Tier
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One sequence to continue. `token_ids` is the prompt as int32 bytes, never empty.
 
-    `params.n` is 1 here: choices are separate requests with the same `seed` and their own `choice`. Times are
-    seconds of the host's monotonic clock; a request still waiting at `deadline_s` is refused. Of lower `priority` is
-    served earlier; cached prefixes are shared within one `cache_salt` only.
+    - `params.n` is 1: choices are separate requests with the same `seed` and their own `choice`.
+    - Times are seconds of the host's monotonic clock. A request still waiting at `deadline_s` is refused.
+    - A lower `priority` is served earlier.
+    - Cached prefixes are shared only between requests with the same `cache_salt`.
     """
 
     request_id: str
@@ -34,7 +35,7 @@ class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag="add"):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
-    """Ends requests that nobody waits for any more; unknown ids are ignored."""
+    """Ends requests whose client is gone. Unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -46,7 +47,7 @@ class ClearCache(msgspec.Struct, frozen=True, array_like=True, tag="clear"):
 
 
 class ShutdownCore(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
-    """Ends all requests, and the core with its worker once blocks on their way to lower tiers are stored."""
+    """Ends all requests, then the core and its worker once stores to lower tiers are done."""
 
 
 ToCore = AddRequests | AbortRequests | ClearCache | ShutdownCore
@@ -65,7 +66,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """When a request passed its stations, in seconds of the host's monotonic clock."""
+    """Times of a request's arrival, first step, first token and end, in seconds of the host's monotonic clock."""
 
     arrival_s: float
     scheduled_s: float
@@ -75,7 +76,7 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Why the engine gave a request up: an HTTP status, a short code and one line for the user."""
+    """Why a request failed: an HTTP status, a short code and one line for the user."""
 
     status: int
     code: str
@@ -83,9 +84,9 @@ class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """What one committed step added to a request. `finish_reason` is set in the last one only.
+    """New tokens of a request from one committed step. Only the last output of a request has a `finish_reason`.
 
-    So is `cached_by_tier`: how many of the cached tokens came from each of `types.tier.TIERS`.
+    Only the last output has `cached_by_tier`: the number of cached tokens from each of `types.tier.TIERS`.
     """
 
     request_id: str
@@ -105,7 +106,7 @@ class CoreOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
 
 
 class CoreProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
-    """How far a starting worker is: `done` of `total` units of `phase`."""
+    """Progress of a starting worker: `done` of `total` units of `phase`."""
 
     phase: str
     done: int
@@ -113,9 +114,9 @@ class CoreProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress")
 
 
 class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """A worker took up its work. `num_blocks` per KV group, `epoch` counts worker lives from 1.
+    """A worker is ready. `num_blocks` is per KV group; `epoch` counts worker lives from 1.
 
-    `kv_events` are the endpoints that events and their replay are bound to, if they are.
+    `kv_events` has the bound endpoints of KV events and of their replay, or is None.
     """
 
     epoch: int
@@ -126,7 +127,7 @@ class CoreReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class CoreFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The replica is at fault and will not recover by itself."""
+    """The replica has failed and will not recover by itself."""
 
     message: str
     exit_code: int

@@ -1,4 +1,4 @@
-"""How to choose tokens: the user's SamplingParams, and the part of it that a worker's row needs."""
+"""Sampling parameters: those of the user, and the part that a worker's row needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ MAX_BIASES = 1024
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Plain sampling values, validated once, when made; raises RequestError naming the field.
+    """Sampling parameters of a request. Validated when made; raises RequestError that names the field.
 
-    `temperature` 0 means greedy. `top_k` 0 (or -1) and `top_p` 1 switch their filters off. `max_tokens` None
-    means up to the context window. `seed` None means: drawn at admission. `logprobs` k asks for the
-    log-probability of each output token and of the k most likely ones, before any of the following. `logit_bias` adds
-    to the logits of token ids; `allowed_token_ids`, where given, leaves only these to choose from.
+    - `temperature`: 0 is greedy.
+    - `top_k`, `top_p`: 0 (or -1) and 1 turn the filter off.
+    - `max_tokens`: None is up to the context window.
+    - `seed`: None draws one at admission.
+    - `logprobs` k: return log-probabilities of each output token and of the k most likely ones, from the raw logits.
+    - `logit_bias`: values added to the logits of token ids.
+    - `allowed_token_ids`: if not empty, only these can be chosen.
     """
 
     n: int = 1
@@ -86,7 +89,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(all(0 <= i < 2**31 for i in allowed), "allowed_token_ids", allowed[:8], "token ids")
 
     def _coerce_sequences(self) -> None:
-        """Users may write one string, or lists."""
+        """Convert a single stop string and lists to tuples."""
         stop: object = self.stop
         msgspec.structs.force_setattr(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -99,11 +102,12 @@ def _require(holds: bool, name: str, value: object, allowed: str) -> None:
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the sampler of a worker's row needs; sent once, with the row.
+    """The sampling parameters of a worker's row, sent once with the row.
 
-    The random numbers of a position are a pure function of (seed, choice, position, draw). Tokens of
-    `banned_ids` cannot be chosen before `min_tokens` output tokens exist. `bias_values` (float32) are added to the
-    logits of `bias_ids`; where `allowed_ids` is not empty, no other token can be chosen.
+    - The random numbers of a position are a pure function of (seed, choice, position, draw).
+    - Tokens of `banned_ids` cannot be chosen before there are `min_tokens` output tokens.
+    - `bias_values` (float32) are added to the logits of `bias_ids`.
+    - If `allowed_ids` is not empty, no other token can be chosen.
     """
 
     temperature: float = 0.0

@@ -1,4 +1,4 @@
-"""What a parent tells a child process when it starts it, over the control pipe as one line of JSON."""
+"""The first message to a child process, over the control pipe, as one line of JSON."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pypto_serving.types.config import EngineConfig
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """Inherited file descriptors are numbers: of the channels to the core, for steps and for transfers.
+    """What a worker needs to start. `epoch` numbers this worker life.
 
-    `host_memory` is the memory of the host tier, -1 without one. `epoch` numbers this worker life.
+    Inherited file descriptors: `channel` to the core for steps, `transfers` to the core for transfers, `host_memory`
+    of the host tier (-1 without one).
     """
 
     config: EngineConfig
@@ -21,7 +22,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 
 class CoreStart(msgspec.Struct, frozen=True):
-    """`channel` is the inherited file descriptor of the channel to the API process."""
+    """What an engine core needs to start. `channel` is the inherited file descriptor to the API process."""
 
     config: EngineConfig
     channel: int

@@ -1,4 +1,4 @@
-"""One snapshot of a replica, for logs, /metrics, /health, dashboards and routers."""
+"""StepStats: a snapshot of a replica, for logs, /metrics, /health, dashboards and routers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pypto_serving.types.tier import Tier
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One tier below the device. Blocks are counted over all KV groups; totals grow from the start of the core.
+    """Statistics of one tier below the device. Blocks are counted over all KV groups, totals since the core's start.
 
-    `hit_tokens` prompt tokens came from here. `queued_bytes` are on their way up or down, `backlog_blocks` wait to be
-    stored. `failed_blocks` could not be moved, `lost_blocks` were evicted above before they were stored, and
-    `refused_fills` would have taken longer than computing. `saved_s`: computing time less loading time.
+    - hit_tokens: prompt tokens that came from this tier.
+    - queued_bytes: bytes being transferred; backlog_blocks: blocks waiting to be stored.
+    - failed_blocks: blocks whose transfer failed; lost_blocks: blocks evicted from the device before they were stored.
+    - refused_fills: loads that were expected to take longer than computing.
+    - saved_s: computing time saved by loads, minus loading time.
     """
 
     tier: Tier
@@ -36,9 +38,10 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Counters grow from the start of the core; times are seconds of the host's monotonic clock.
+    """A snapshot of a replica. Counters start with the core; times are seconds of the host's monotonic clock.
 
-    `work_since_s`: when the present stretch of work began, 0 when idle. `kv_usage`: share per KV group.
+    `work_since_s` is the time since which there are unfinished requests, 0 when idle. `kv_usage` is the share of blocks
+    in use, per KV group.
     """
 
     ready: bool = False

@@ -1,7 +1,7 @@
-"""The wire between the engine core and a worker: a row is described once, later plans carry differences.
+"""Messages between the engine core and a worker. A row is described once; later plans carry differences.
 
-All integer arrays are int32 bytes. A row is an index in [0, max_num_seqs) that the scheduler lends to a
-request while it runs; a preempted request comes back as a new row with all of its tokens.
+All integer arrays are int32 bytes. A row is an index in [0, max_num_seqs) that the scheduler lends to a running
+request. A preempted request comes back as a new row with all of its tokens.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pypto_serving.types.tier import TierInventory
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that enters a worker: known tokens, how many are already computed, block ids per group.
+    """A request that starts on a worker: its known tokens, how many are computed, and block ids per group.
 
-    Entries of `blocks` that are 0 are null blocks: never read. Blocks from position `num_computed` on are fresh.
+    Block id 0 is the null block, which is never read. Blocks from position `num_computed` on are fresh.
     """
 
     row: int
@@ -30,9 +30,10 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     """One step: drop rows, add rows, append blocks, then compute `num_tokens[i]` tokens of `rows[i]`.
 
-    A row that reaches its last known token samples the next one and appends it to itself. `num_drafts`, empty where
-    there are none, allows `rows[i]` that many draft tokens on top; a row with k drafts appends 1 to k + 1 tokens.
-    `new_blocks[g]` is a flat array of pairs (row, block id), appended to the rows' tables of group g in order.
+    - A row that reaches its last known token samples the next one and appends it.
+    - `num_drafts[i]` is the most draft tokens of `rows[i]`, empty if no row has any. A row with k drafts appends 1 to
+      k + 1 tokens.
+    - `new_blocks[g]` is a flat array of pairs (row, block id), appended in order to the rows' tables of group g.
     """
 
     step_id: int
@@ -64,7 +65,7 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Why `row` cannot go on: its request ends with a 500, after the tokens of the result; others are not affected."""
+    """A fault of `row`. After the tokens of the result, its request ends with a 500; no other request is affected."""
 
     row: int
     code: str
@@ -72,10 +73,10 @@ class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
-    """What a plan produced. `elapsed_s` is the time inside the worker.
+    """The result of a plan. `elapsed_s` is the time inside the worker.
 
-    `rows[i]` got `counts[i]` of `token_ids`, row after row; empty `counts` means one each. `logprobs` holds one entry
-    for each token of a row that asks for them, in the order of `token_ids`. A row may get none: see `faults`.
+    `rows[i]` sampled `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
+    have none. `logprobs` has one entry per token of the rows that ask for them, in the order of `token_ids`.
     """
 
     step_id: int
@@ -89,7 +90,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
 
 
 class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Describe what the programs of a backend can do, beside their sizes. The engine acts on each of these.
+    """What the programs of a backend can do, besides their sizes. The engine acts on each trait.
 
     | trait             | meaning                                                                                |
     |-------------------|----------------------------------------------------------------------------------------|
@@ -112,7 +113,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Bound what a program is asked for. `depth` is the number of steps that may be in flight at once."""
+    """The largest sizes that a program must handle. `depth` is the most steps in flight at once."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -122,12 +123,12 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def held_steps(self) -> int:
-        """Steps that the program holds at once: where the host samples, it must finish one before the next."""
+        """Most steps that the program holds at once: 1 if the host samples, since it needs each step's logits."""
         return self.depth if self.traits.samples_on_device else 1
 
 
 class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A worker's first message: what is true now that its program is prepared, and what its stores hold."""
+    """A worker's first message: facts about its prepared program, and the contents of its stores."""
 
     epoch: int
     pid: int
@@ -141,7 +142,7 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class WorkerBeat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """Sent once a second by an idle worker."""
+    """The heartbeat of an idle worker, every `heartbeat_s`."""
 
     epoch: int
 

@@ -1,4 +1,4 @@
-"""Token ids on a wire: little-endian int32 bytes, 40 times cheaper to decode than a list of integers."""
+"""Encode token ids in messages: little-endian int32 bytes, 40 times cheaper to decode than a list of integers."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pypto_serving.types.arrays import Int32Array
 
 
 def pack_ids(ids: Iterable[int] | Int32Array) -> bytes:
-    """Little-endian int32 bytes of `ids`, 4 bytes each."""
+    """Encode ids as little-endian int32, 4 bytes each."""
     array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
     return array.astype("<i4", copy=False).tobytes()
 
 
 def id_list(data: bytes) -> tuple[int, ...]:
-    """The ids in bytes made by `pack_ids`; for a few of them this is quicker than an array."""
+    """Decode bytes of `pack_ids` to a tuple; for a few ids this is quicker than an array."""
     return struct.unpack(f"<{len(data) // 4}i", data)
 
 
 def unpack_ids(data: bytes) -> Int32Array:
-    """Read-only int32 view of bytes made by `pack_ids`."""
+    """Decode bytes of `pack_ids` to a read-only int32 view."""
     return np.frombuffer(data, dtype="<i4")
 
 
 def pack_few(ids: Sequence[int]) -> bytes:
-    """The same as `pack_ids`, quicker for a few."""
+    """Encode ids like `pack_ids`, quicker for a few."""
     return struct.pack(f"<{len(ids)}i", *ids)

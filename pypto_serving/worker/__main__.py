@@ -1,4 +1,4 @@
-"""`python -m pypto_serving.worker FD`: a worker process; FD is its end of the control pipe."""
+"""Run a worker process: `python -m pypto_serving.worker FD`. FD is its end of the control pipe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
 
 
 def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
-    """The stores that the configuration names. Raises ConfigError for a folder or URL that cannot be used."""
+    """Open the stores of all configured tiers. Raises ConfigError for a folder or URL that cannot be used."""
     stores: dict[Tier, Store] = {}
     sizes = program.memory.block_bytes
     for tier in start.config.tiers:
@@ -72,14 +72,14 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
 
 
 def describe(config: EngineConfig) -> str:
-    """What people call that whose blocks are kept: the model, and what else sets its blocks apart."""
+    """Return a readable name for the blocks in a store: model, dtype, kernels and block sizes."""
     name = default_model_name(config.model) if config.model else f"{config.backend} backend"
     tokens = "/".join(str(size) for size in dict.fromkeys(group.block_size for group in config.groups))
     return ", ".join(part for part in (name, config.dtype, config.kernels, f"{tokens} tokens/block") if part)
 
 
 def main(wrap: Wrap = lambda runner: runner) -> int:
-    """Run one worker life; returns its exit code."""
+    """Run one worker life and return its exit code."""
     parent: Parent[WorkerStart] = Parent(int(sys.argv[1]), WorkerStart)
     try:
         run(parent, wrap)

@@ -1,4 +1,4 @@
-"""What changes a row's logits before a token is chosen: bans, biases and masks."""
+"""Adjust a row's logits before sampling: bans, biases and masks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from pypto_serving.types.tokens import unpack_ids
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """Biases added to logits, ids banned at positions below `banned_until`, and, where not empty, the only ids allowed.
+    """The bans, biases and masks of one row's logits.
 
-    If nothing is left to choose from, bans and masks do not count.
+    - `bias_values` are added to the logits of `bias_ids`.
+    - `banned_ids` cannot be chosen at positions below `banned_until`.
+    - Only `allowed_ids` can be chosen, unless that is empty.
+
+    If bans and masks leave no token, they are ignored.
     """
 
     banned_ids: Int32Array
@@ -29,7 +33,7 @@ class Adjustment:
 
     @classmethod
     def of(cls, sampling: RowSampling, prompt_len: int) -> Self | None:
-        """Return what `sampling` changes in the logits of a request, None for nothing."""
+        """Return the adjustment that `sampling` asks for, or None."""
         if not (sampling.min_tokens or sampling.bias_ids or sampling.allowed_ids):
             return None
         return cls(
@@ -45,7 +49,7 @@ class Adjustment:
         return bool(self.bias_ids.size or self.allowed_ids.size or position < self.banned_until)
 
     def apply(self, logits: Float32Array, position: int) -> Float32Array:
-        """Return changed logits [vocab] for the token at `position`."""
+        """Return the adjusted copy of logits [vocab] for the token at `position`."""
         biased = logits.copy()
         biased[self.bias_ids] += self.bias_values
         scores = biased
@@ -65,7 +69,7 @@ class Adjustment:
 
 
 def ragged(lists: Sequence[Any], dtype: DTypeLike) -> tuple[Int32Array, NDArray[Any]]:
-    """Join lists: list i is values[starts[i] : starts[i + 1]]."""
+    """Concatenate lists. Return starts int32 [n + 1] and values; list i is values[starts[i] : starts[i + 1]]."""
     starts = np.zeros(len(lists) + 1, np.int32)
     np.cumsum([len(each) for each in lists], out=starts[1:])
     return starts, np.concatenate([np.asarray(each, dtype) for each in lists]) if lists else np.empty(0, dtype)

@@ -1,4 +1,4 @@
-"""RowBatch: owner of a worker's persistent rows; turns plans into dispatches, and takes in what they chose."""
+"""RowBatch: keep a worker's persistent rows, turn plans into dispatches, and append the sampled tokens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from pypto_serving.worker.tables import RowTables
 class Dispatch:
     """StepInputs over some rows of a plan, and the n rows that sample.
 
-    `owners` [n] are their places in the dispatch. `positions` [n]: where the first token that row i chooses will
-    stand, if every draft in flight is accepted; `num_drafts` [n] are verified with it, None where no row has any.
-    `lives` [n] tell, where steps are held, whether a row still belongs to the same request when they are collected.
+    rows [n]: the rows that sample; owners [n]: their indices in the dispatch.
+    positions [n]: the position of the first token that row i samples, if every draft in flight is accepted.
+    num_drafts [n]: how many drafts are verified with it; None if no row has drafts.
+    lives [n]: the lives of the rows, to detect later that a row has a new request; None if no steps are held.
     """
 
     inputs: StepInputs
@@ -35,13 +36,13 @@ class Dispatch:
 
 
 class RowBatch:
-    """Owns what a worker remembers of each row: tokens, how many are computed, block tables, sampling.
+    """Owns the state of a worker's rows: tokens, how many are computed, block tables, sampling parameters.
 
-    Arrays are indexed by row in [0, R), R = max_num_seqs, so that a plan only has to name differences, and the work for
-    a step grows with its tokens and new blocks, not with the length of its rows. Token intervals of a row, half open:
+    Arrays are indexed by row in [0, R), R = max_num_seqs. A plan only names differences, so the work of a step grows
+    with its tokens and new blocks, not with the length of its rows. Token intervals of a row, half open:
 
-        [0, num_tokens)                      known: chosen by dispatches that are collected
-        [num_tokens, num_tokens + ahead)     being chosen by dispatches in flight, if every draft is accepted
+        [0, num_tokens)                      known: prompt, and tokens of collected dispatches
+        [num_tokens, num_tokens + ahead)     being sampled by dispatches in flight, if every draft is accepted
         [0, num_computed)                    computed, or in flight, if every draft is accepted
 
     `ahead` stays 0 unless the program holds several steps.
@@ -73,7 +74,7 @@ class RowBatch:
         self._tables = [RowTables(rows, list(each)) for each in copies]
 
     def pack(self, plan: StepPlan) -> list[Dispatch]:
-        """Take in a plan's differences and lay out its tokens: one dispatch, or two where steps are split."""
+        """Apply a plan's differences and lay out its tokens: in one dispatch, or in two if steps are split."""
         for row in unpack_ids(plan.drops).tolist():
             self.num_tokens[row] = 0
             self._lives[row] += 1
@@ -108,7 +109,7 @@ class RowBatch:
             ids.append(blocks[new.num_computed // group.block_size :])
 
     def _parts(self, plan: StepPlan) -> Iterator[tuple[DispatchKind, Int32Array, Int32Array, Int32Array | None]]:
-        """Rows, tokens and drafts of each dispatch: all at once, or decodes and prompt chunks apart."""
+        """Yield kind, rows, token counts and drafts of each dispatch. Split decodes from prompt chunks if needed."""
         rows, counts = unpack_ids(plan.rows), unpack_ids(plan.num_tokens)
         drafts = unpack_ids(plan.num_drafts) if plan.num_drafts else None
         if self._mixed_steps or not len(rows):
@@ -151,7 +152,7 @@ class RowBatch:
         return Dispatch(inputs, sampling, samples, positions, own, lives)
 
     def _draft(self, rows: Int32Array, known: Int32Array, most: Int32Array) -> Int32Array:
-        """How many drafts each row has, at most `most`; the host's own are written behind its known tokens."""
+        """Return how many drafts each row gets, at most `most`. Write drafts of the host behind the known tokens."""
         if self._samples_on_device:
             return most
         drafts = np.zeros(len(rows), dtype=np.int32)
@@ -164,9 +165,9 @@ class RowBatch:
         return drafts
 
     def advance(self, dispatch: Dispatch, counts: Int32Array | None, token_ids: Int32Array) -> None:
-        """A dispatch was collected: its sampling rows continue with `counts` tokens each, None for one.
+        """Append the sampled tokens of a collected dispatch: `counts` tokens per sampling row, None for one each.
 
-        Drafts behind those were rejected: their positions are to be computed again. A row that failed got none.
+        Further drafts were rejected, so their positions are computed again. A row that failed has count 0.
         """
         rows = dispatch.rows
         if counts is None and dispatch.lives is None:
@@ -191,7 +192,7 @@ class RowBatch:
         self.num_tokens[rows] = starts + counts
 
     def _append(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """One token to the end of each row."""
+        """Append one token to each row."""
         ends = self.num_tokens[rows]
         if len(rows) and ends.max() >= self.tokens.shape[1]:
             fits = ends < self.tokens.shape[1]

@@ -1,4 +1,4 @@
-"""What the sampling rows of a dispatch got: tokens, log-probabilities, or a fault."""
+"""Chosen: the sampled tokens, log-probabilities and faults of a dispatch, from the host's sampler or the device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch
 from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
 
-_NOT_FINITE = "the model's logits are not finite for this request; its prompt may be corrupt, or the weights are"
+_NOT_FINITE = "the model's logits are not finite for this request; the prompt or the weights may be corrupt"
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """`counts[i]` of `token_ids` for the i-th row that samples, None for one each. Rows in `faults` end there."""
+    """The result of a dispatch: `counts[i]` of `token_ids` for the i-th sampling row, None for one each."""
 
     token_ids: Int32Array
     counts: Int32Array | None
@@ -27,12 +27,12 @@ class Chosen:
     faults: list[RowFault]
 
     def each(self, num_rows: int) -> Int32Array:
-        """`counts`, written out."""
+        """Return `counts` int32 [num_rows], with ones if it is None."""
         return np.ones(num_rows, np.int32) if self.counts is None else self.counts
 
 
 def from_logits(dispatch: Dispatch, logits: Float32Array, samplers: RowSamplers, sampler: Sampler) -> Chosen:
-    """Choose on the host, one token at every row of `logits` [s, vocab], and keep those whose drafts were right."""
+    """Sample on the host: one token for each row of `logits` [s, vocab]. Keep tokens up to the first wrong draft."""
     rows, positions, drafts = dispatch.rows, dispatch.positions, dispatch.num_drafts
     if not len(rows):
         return Chosen(np.empty(0, np.int32), None, [], [])
@@ -51,15 +51,15 @@ def from_logits(dispatch: Dispatch, logits: Float32Array, samplers: RowSamplers,
 
 
 def _drafted(dispatch: Dispatch) -> Int32Array:
-    """The token that stands behind each one whose logits were computed: a draft, or anything behind the last."""
+    """Return the draft behind each token that has logits; behind a row's last token, any value."""
     ids, at = dispatch.inputs.token_ids, dispatch.inputs.logits_rows + 1
     return ids[np.minimum(at, len(ids) - 1)]
 
 
 def accepted(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths: Int32Array) -> Int32Array:
-    """How many tokens [n] each row keeps: those up to and with the first that is not the draft behind it.
+    """Return how many sampled tokens each row keeps, int32 [n]: up to the first that differs from its draft, inclusive.
 
-    `tokens`, `drafted` [s] hold `widths[i]` of row i from `first[i]` on; the draft behind a row's last does not count.
+    `tokens` and `drafted` [s] have `widths[i]` entries of row i from `first[i]` on. A row's last token has no draft.
     """
     wrong = np.flatnonzero(np.append(tokens != drafted, True))
     misses = wrong[np.searchsorted(wrong, first)] - first
@@ -68,7 +68,7 @@ def accepted(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths:
 
 
 def from_device(dispatch: Dispatch, sampled: SampledTokens, num_logprobs: Int32Array) -> Chosen:
-    """Take what the device chose; `num_logprobs` [n] says what rows asked for."""
+    """Convert the device's result. `num_logprobs` [n] is the number of log-probabilities per row, -1 for none."""
     logprobs: list[RowLogprobs] = []
     if sampled.logprobs is not None:
         found = sampled.logprobs
@@ -83,7 +83,7 @@ def from_device(dispatch: Dispatch, sampled: SampledTokens, num_logprobs: Int32A
 
 
 def _chosen(dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, logprobs: list[RowLogprobs]) -> Chosen:
-    """Make a fault of a token of -1, which is always the last of its row."""
+    """Build the result. Turn a token of -1, which is always the last of its row, into a fault."""
     failed = tokens < 0
     if not failed.any():
         return Chosen(tokens, counts, logprobs, [])

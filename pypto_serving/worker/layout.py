@@ -1,4 +1,4 @@
-"""Layout: owner of the buffers of one dispatch; writes rows, tokens, slots and block tables into them."""
+"""Layout: write rows, tokens, slots and block tables of a dispatch into its buffers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ NONE: Int32Array = np.empty(0, dtype=np.int32)
 class Part:
     """The rows of a plan that go into one dispatch, all int32 [r].
 
-    `counts` tokens of `rows` are computed from position `computed` on, with the `drafts` of a row, if there are any,
-    as the last of them. `samples` are the places of rows that sample; `pending` those whose last step is in flight.
+    counts: tokens to compute, the drafts included; computed: the position of the first.
+    drafts: how many of the last tokens are drafts; None if no row has drafts.
+    samples: indices in [0, r) of the rows that sample; pending: of the rows whose last step is in flight.
     """
 
     kind: DispatchKind
@@ -33,7 +34,7 @@ class Part:
 
 
 class Layout:
-    """Owns one StepBuffers and what it holds of the rows' tables. What it returns are views of the buffers."""
+    """Owns one StepBuffers and its packed copies of the rows' block tables. Returns views of the buffers."""
 
     def __init__(self, groups: Sequence[KVCacheGroupSpec], buffers: StepBuffers, padded_rows: Sequence[int]) -> None:
         self._sizes = [group.block_size for group in groups]
@@ -45,7 +46,7 @@ class Layout:
     def fill(
         self, part: Part, tokens: Int32Array, tables: Sequence[RowTables], fresh: tuple[Int32Array, ...]
     ) -> StepInputs:
-        """Lay out `part`, whose rows' tokens are in `tokens` [R, longest]."""
+        """Lay out `part`. `tokens` [R, max_model_len] has the tokens of all rows."""
         buffers, rows, counts = self._buffers, part.rows, part.counts
         num_rows, num_tokens = len(rows), int(counts.sum())
         starts = buffers.query_start[: num_rows + 1]
@@ -81,14 +82,14 @@ class Layout:
         )
 
     def _slots(self, g: int, table: RowTables, owner: Int32Array, positions: Int32Array) -> None:
-        """slot = block id * block_size + position % block_size."""
+        """Write slot = block id * block_size + position % block_size for each token."""
         slots = self._buffers.slot_mapping[g][: len(positions)]
         index, within = np.divmod(positions, self._sizes[g])
         np.multiply(table.blocks[owner, index], self._sizes[g], out=slots)
         slots += within
 
     def _pad(self, kind: DispatchKind, num_rows: int, num_tokens: int) -> int:
-        """Add rows of one token each in the null block, up to a number that the program wants; returns it."""
+        """Add rows of one token each in the null block, up to a row count of the program. Return that count."""
         if kind != "decode" or not self._padded_rows:
             return num_rows
         padded = next(count for count in self._padded_rows if count >= num_rows)
@@ -101,7 +102,7 @@ class Layout:
         return padded
 
     def _logits_rows(self, part: Part, starts: Int32Array) -> Int32Array:
-        """The last token of each row that samples, and its drafts before that."""
+        """Return the indices of tokens whose logits are needed: the last `1 + drafts` of each sampling row."""
         ends = starts[1:][part.samples]
         if part.drafts is None:
             found = self._buffers.logits_rows[: len(ends)]
@@ -114,7 +115,7 @@ class Layout:
 
 
 def _padded(buffer: Int32Array, values: Int32Array, padded: int, filler: int) -> Int32Array:
-    """`values` in `buffer`, followed by `filler` up to length `padded`."""
+    """Write `values` to `buffer`, then `filler` up to length `padded`. Return that view."""
     found = buffer[:padded]
     found[: len(values)] = values
     found[len(values) :] = filler

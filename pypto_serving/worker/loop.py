@@ -1,4 +1,4 @@
-"""The worker's loop over any channel: plans in, results out, a beat when idle."""
+"""Run the worker's loop over any channel: receive plans, send results, and send heartbeats when idle."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def serve(
     heartbeat_s: float,
     step_done: Callable[[int], None] = lambda step_id: None,
 ) -> None:
-    """Say hello, then execute plans in order until told to stop; call `step_done` after each.
+    """Send `hello`, then execute plans in order until told to stop. Call `step_done` after each step.
 
-    A step is collected when the program holds as many as it can, or when no message waits.
+    Collect a step when the program can hold no more, or when no message waits.
     """
 
     def finish() -> None:

@@ -1,4 +1,4 @@
-"""Runner: executes plans on a program and samples."""
+"""Runner: execute plans on a program, and sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pypto_serving.worker.chosen import Chosen, from_device, from_logits
 
 
 class PlanExecutor(Protocol):
-    """Executes plans in order."""
+    """The interface of a plan executor for the worker's loop. Executes plans in order."""
 
     @property
     def is_full(self) -> bool:
@@ -27,17 +27,17 @@ class PlanExecutor(Protocol):
 
     @property
     def num_in_flight(self) -> int:
-        """Steps submitted and not collected."""
+        """Number of steps submitted and not collected."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Begin a step. Any error it raises is the device's: the caller ends the worker."""
+        """Begin a step. Any exception is a device error: the caller ends the worker."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step. Any error it raises is the device's: the caller ends the worker."""
+        """Wait for the oldest step. Any exception is a device error: the caller ends the worker."""
 
 
 def hello(program: Program, epoch: int, load_s: float, tiers: tuple[TierInventory, ...] = ()) -> WorkerHello:
-    """What this worker tells the core about its program and its stores."""
+    """Build the worker's first message: facts about its program and stores."""
     return WorkerHello(
         epoch=epoch,
         pid=os.getpid(),
@@ -60,8 +60,8 @@ class _Step:
 class Runner:
     """Owns the persistent rows and drives the program. Implements PlanExecutor.
 
-    Where the device samples, a step's dispatches are submitted at once, and steps are held up to the program's depth.
-    Where the host samples, each dispatch is collected, and its tokens are chosen, before the next is submitted.
+    - If the device samples, all dispatches of a step are submitted at once. The program holds steps up to its depth.
+    - If the host samples, each dispatch is collected and sampled before the next is submitted.
     """
 
     def __init__(self, program: Program, buffers: Sequence[StepBuffers], vocab_size: int) -> None:
@@ -97,7 +97,7 @@ class Runner:
         self.program.submit(dispatch.inputs, sampling)
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step, and choose its tokens where the host does."""
+        """Wait for the oldest step, sample if the host does, and return the result."""
         step = self._steps.popleft()
         found, virtual_s = [], None
         for i, dispatch in enumerate(step.dispatches):
@@ -119,7 +119,7 @@ class Runner:
 
 
 def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], virtual_s: float | None) -> StepResult:
-    """Join what the dispatches of a step produced."""
+    """Join the results of a step's dispatches."""
     counts = b""
     if any(chosen.counts is not None for _, chosen in found):
         counts = b"".join(pack_ids(chosen.each(len(dispatch.rows))) for dispatch, chosen in found)

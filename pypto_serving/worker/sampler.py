@@ -1,4 +1,4 @@
-"""Sampling of a step's rows: random numbers, what changes logits, and a Sampler that does the rest."""
+"""RowSamplers: prepare random numbers and logit adjustments of a step's rows, and sample with a Sampler."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.adjust import Adjustment, ragged
 
 AHEAD = 16
-"""Positions that random numbers are made for at once: what making them costs hardly depends on how many they are."""
+"""Positions per row whose random numbers are made at once: the cost hardly depends on their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Of the raw logits: the chosen token's value and rank (1 is best), and the best tokens, best first."""
+    """Log-probabilities from the raw logits: the sampled token's value and rank (1 is best), and the top tokens."""
 
     logprob: float
     rank: int
@@ -29,9 +29,9 @@ class SampledLogprobs:
 
 
 class RowSamplers:
-    """Owns how each of R rows chooses its tokens: set once with the row, as arrays that a step's rows are taken from.
+    """Owns the sampling parameters of R rows, as arrays indexed by row. They are set once, with the row.
 
-    What only some rows want (random numbers, changed logits, log-probabilities) costs nothing while no row wants it.
+    Random numbers, adjusted logits and log-probabilities cost nothing while no row needs them.
     """
 
     def __init__(self, rows: int) -> None:
@@ -46,7 +46,7 @@ class RowSamplers:
         self._asking: set[int] = set()
 
     def set(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
-        """Choose for `row`, whose request has a prompt of `prompt_len` tokens, as `sampling` says."""
+        """Set the sampling parameters of `row`. Its prompt has `prompt_len` tokens."""
         self.clear(row)
         self._draws[row] = (0.0, sampling.top_p, sampling.min_p, sampling.temperature, sampling.top_k)
         self._seeds[row], self._choices[row] = sampling.seed, sampling.choice
@@ -61,7 +61,7 @@ class RowSamplers:
             self._asking.add(row)
 
     def clear(self, row: int) -> None:
-        """Forget `row`."""
+        """Clear the sampling parameters of `row`."""
         self._adjustments.pop(row, None)
         self._random.discard(row)
         self._asking.discard(row)
@@ -70,10 +70,9 @@ class RowSamplers:
     def sample(
         self, logits: Float32Array, rows: Int32Array, positions: Int32Array, sampler: Sampler
     ) -> tuple[Int32Array, dict[int, SampledLogprobs]]:
-        """Choose tokens int32 [s] for `rows` [s], which may repeat, at absolute `positions` [s]; logits are [s, vocab].
+        """Sample tokens int32 [s] from logits [s, vocab], for `rows` [s] at absolute `positions` [s]. Rows may repeat.
 
-        A token of -1 says that the row's logits are not finite. Also returns, by index, the log-probabilities of tokens
-        whose rows ask for them.
+        A token is -1 if its logits are not finite. Also return log-probabilities, by index, for rows that ask for them.
         """
         draws = self._draws[rows]
         if self._random:
@@ -84,12 +83,12 @@ class RowSamplers:
         return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
 
     def num_logprobs(self, rows: Int32Array) -> Int32Array:
-        """How many of the best log-probabilities each of `rows` asks for; -1 for none, not even of its token."""
+        """Return how many top log-probabilities each of `rows` asks for; -1 for none, not even its token's."""
         found: Int32Array = self._num_logprobs[rows]
         return found
 
     def inputs(self, rows: Int32Array, owners: Int32Array, positions: Int32Array, vocab_size: int) -> SamplingInputs:
-        """Describe for a device how `rows` [n], at places `owners` of a dispatch, choose from `positions` on."""
+        """Build a device's inputs for `rows` [n], at indices `owners` of a dispatch, sampling from `positions` on."""
         draws = self._draws[rows]
         if self._random:
             draws["random"] = self._random_numbers(rows, positions)
@@ -145,7 +144,7 @@ class RowSamplers:
         draws: NDArray[np.void],
         sampler: Sampler,
     ) -> None:
-        """Choose from changed logits where a row has any at this position."""
+        """Sample again from adjusted logits, for rows that have an adjustment at their position."""
         changed = [
             (i, adjustment.apply(logits[i], position))
             for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
@@ -158,7 +157,7 @@ class RowSamplers:
     def _logprobs(
         self, tokens: Int32Array, logits: Float32Array, rows: Int32Array, sampler: Sampler
     ) -> dict[int, SampledLogprobs]:
-        """By index, of the raw logits."""
+        """Return log-probabilities from the raw logits, by index, for rows that ask for them."""
         pairs = enumerate(zip(rows.tolist(), tokens.tolist(), strict=True))
         asking = np.array([i for i, (row, token) in pairs if row in self._asking and token >= 0], np.int32)
         if not asking.size:

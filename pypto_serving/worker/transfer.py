@@ -1,4 +1,4 @@
-"""Moves blocks between the memory of a device and the stores below it, beside the steps."""
+"""Move blocks between device memory and the stores of lower tiers, in parallel with steps."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pypto_serving.types.tier import KEY_BYTES, Tier, TransferDone, TransferJob,
 from pypto_serving.types.tokens import unpack_ids
 
 LOAD_THREADS: dict[Tier, int] = {"host": 1, "disk": 4, "remote": 2}
-"""Threads that load from a tier at once; one more stores in it."""
+"""Load threads per tier. Each tier has one more thread for stores."""
 
 
 class Move(NamedTuple):
-    """One block of a job: where it lies on the device, and where a store keeps it."""
+    """One block of a job: its id on the device, and its slot and key in a store."""
 
     group: int
     block: int
@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
 
 class Mover:
-    """Knows where blocks lie: the device's memory, and the stores."""
+    """Moves blocks between the device's memory and the stores."""
 
     def __init__(self, memory: BlockMemory, stores: Mapping[Tier, Store]) -> None:
         self.memory = memory
@@ -48,7 +48,7 @@ class Mover:
         return [Move(*move) for move in zip(groups, blocks, slots, keys, strict=True)]
 
     def move(self, job: TransferJob, moves: Sequence[Move]) -> list[bool]:
-        """Move some blocks of a job; returns which of them worked."""
+        """Move some blocks of a job. Return for each whether it succeeded."""
         store = self.stores[job.tier]
         if job.kind == "find":
             return store.find([move.key for move in moves])
@@ -66,7 +66,7 @@ class Mover:
         return worked
 
     def _pieces(self, moves: Sequence[Move], memory_of: Callable[[int, list[int]], list[BlockBytes]]) -> list[Piece]:
-        """Blocks as stores take them, in the order of `moves`."""
+        """Return the stores' description of blocks, in the order of `moves`."""
         found: dict[int, BlockBytes] = {}
         for group, picked in _by_group(moves).items():
             found.update(zip(picked, memory_of(group, [moves[i].block for i in picked]), strict=True))
@@ -74,7 +74,7 @@ class Mover:
 
 
 def _by_group(moves: Sequence[Move]) -> dict[int, list[int]]:
-    """Indices of moves by KV group."""
+    """Return the indices of moves by KV group."""
     found: dict[int, list[int]] = {}
     for i, move in enumerate(moves):
         found.setdefault(move.group, []).append(i)
@@ -82,7 +82,7 @@ def _by_group(moves: Sequence[Move]) -> dict[int, list[int]]:
 
 
 class RunningJob:
-    """A job in parts, which threads do in any order. Changed under `lock`."""
+    """A transfer job in parts, which threads run in any order. Changed under `lock`."""
 
     def __init__(self, job: TransferJob, moves: Sequence[Move], num_parts: int) -> None:
         self.job = job
@@ -94,17 +94,17 @@ class RunningJob:
         self._left = self.num_parts
 
     def part(self, number: int) -> slice:
-        """Blocks of part `number`."""
+        """Return the range of moves in part `number`."""
         size = len(self.moves)
         return slice(size * number // self.num_parts, size * (number + 1) // self.num_parts)
 
     def begin(self) -> None:
-        """A part is begun."""
+        """Record the start of the job's first part."""
         with self.lock:
             self.started_s = min(self.started_s, time.monotonic())
 
     def finish(self, part: slice, worked: Sequence[bool], writable: bool) -> TransferDone | None:
-        """Take in a part; the result of the whole job after the last one."""
+        """Record the result of a part. Return the job's result after the last part, else None."""
         with self.lock:
             self.done[part] = bytes(worked)
             self._left -= 1
@@ -115,7 +115,7 @@ class RunningJob:
 
 @contextmanager
 def ends_process() -> Iterator[None]:
-    """An error in a thread ends the worker, as one in a step does: a transfer must not be waited for in vain."""
+    """End the worker at any exception, as in a step, so that the core never waits for a transfer in vain."""
     try:
         yield
     except BaseException:
@@ -124,9 +124,10 @@ def ends_process() -> Iterator[None]:
 
 
 class TransferServer:
-    """Owns the threads of a worker's transfers; takes jobs from a channel of its own and reports over it.
+    """Owns the threads of a worker's transfers. Receives jobs and sends reports over a channel of its own.
 
-    Loads of a message wait for its `after_step`. One thread talks; for each tier some load and one stores.
+    One thread serves the channel. Each tier has LOAD_THREADS for loads and one for stores. Loads of a message wait
+    until step `after_step` is done.
     """
 
     def __init__(self, channel: SocketChannel[Transfers], mover: Mover, epoch: int) -> None:
@@ -144,13 +145,13 @@ class TransferServer:
         self._thread.start()
 
     def step_done(self, step_id: int) -> None:
-        """Called by the worker's main thread after each step."""
+        """Record a completed step and start loads that waited for it. The worker's main thread calls this."""
         self._completed_step = step_id
         if self._waiting:
             os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
-        """The thread that talks."""
+        """Run the thread that serves the channel."""
         with ends_process():
             self._serve()
 
@@ -199,7 +200,7 @@ class TransferServer:
         self._channel.flush()
 
     def close(self) -> None:
-        """Let what was begun end, and close the stores."""
+        """Finish running transfers, cancel the rest, and close the stores."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()

@@ -1,7 +1,8 @@
-"""The null backend: a device of simulated pages that proves what schedulers and block tables do.
+"""The null backend: a simulated device that tests schedulers and block tables.
 
-Every page row remembers which token at which position was written to it. The next token of a sequence is a hash of what
-is read back through the block tables of every group, so a wrong, stale or freed block changes the output or is noticed
-at once. Steps take virtual time. Its traits are those of the configuration: it acts as a CPU program, as a pair of
-compiled programs, as a captured graph, or as a model that drafts.
+Every row of a page records its token and position. The next token of a sequence is a hash of the rows read back through
+the block tables of every group, so a wrong, stale or freed block changes the output or raises. Steps take virtual time.
+
+Traits come from the configuration: the backend acts as a CPU program, a pair of compiled programs, a captured graph, or
+a model that drafts.
 """

@@ -1,4 +1,4 @@
-"""How the null backend makes logits of a hash, and chooses from them as a device would."""
+"""Make logits from a hash, and sample from them as a device would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLER = PlainSampler()
 def logits_of(digest: int, vocab_size: int, fails_on: int = -1) -> Float32Array:
     """Return logits [vocab] that fall by 1 from token to token, from digest % vocab on, cyclically.
 
-    Where that token is `fails_on`, they are not finite: the row fails.
+    If that token is `fails_on`, they are not finite, so the row fails.
     """
     best = digest % vocab_size
     if best == fails_on:
@@ -29,13 +29,13 @@ def logits_of(digest: int, vocab_size: int, fails_on: int = -1) -> Float32Array:
 
 
 def guess(token: int, digest: int, accuracy: float, vocab_size: int) -> int:
-    """Return `token` with probability `accuracy`, else another one; the digest of the history decides."""
+    """Return `token` with probability `accuracy`, else another token. The digest of the history decides."""
     coin = int(mix(np.array([digest], np.uint64))[0]) / 2**64
     return token if coin < accuracy else (token + 1) % vocab_size
 
 
 class DeviceSampler:
-    """Chooses tokens of one dispatch from SamplingInputs alone, row by row: the plain reading of that contract."""
+    """Samples the tokens of one dispatch, row by row, from SamplingInputs alone: a reference for devices."""
 
     def __init__(self, inputs: SamplingInputs) -> None:
         self.inputs = inputs
@@ -48,12 +48,12 @@ class DeviceSampler:
         self.is_greedy = ~np.any(list(self._wanted.values()), axis=0)
 
     def wants(self) -> dict[str, int]:
-        """How many rows need what, beside greedy choice."""
+        """Return how many rows need each feature besides greedy sampling."""
         counts = {name: int(wanted.sum()) for name, wanted in self._wanted.items()}
         return counts | {"logprobs": int((self.inputs.num_logprobs >= 0).sum())}
 
     def choose(self, i: int, logits: Float32Array, position: int) -> int:
-        """Choose the token at `position` of the i-th sampling row; -1 where `logits` [vocab] are not finite."""
+        """Sample the token at `position` of the i-th sampling row; -1 if `logits` [vocab] are not finite."""
         if not np.isfinite(logits.max()):
             return -1
         draw = self.inputs.draws[i : i + 1].copy()
@@ -65,7 +65,7 @@ class DeviceSampler:
         given = self.inputs
         found = uniforms(given.seeds[i : i + 1], given.choices[i : i + 1], np.array([position], np.uint64))
         same = position == given.positions[i]
-        assert not same or found[0] == given.draws["random"][i], "the host's random number is another one"
+        assert not same or found[0] == given.draws["random"][i], "the host's random number differs"
         return found
 
     def _changed(self, i: int, logits: Float32Array, position: int) -> Float32Array:
@@ -82,7 +82,7 @@ class DeviceSampler:
         return scores if np.isfinite(scores.max()) else biased
 
     def logprobs(self, logits: Iterable[Float32Array], tokens: Int32Array) -> Logprobs | None:
-        """Of `tokens` [n] under their `logits`, as wide as the widest wish; None where nobody asks."""
+        """Return log-probabilities of `tokens` [n], as wide as the largest `num_logprobs`, or None if no row asks."""
         width = int(self.inputs.num_logprobs.max(initial=-1))
         if width < 0 or not len(tokens):
             return None

@@ -1,4 +1,4 @@
-"""Pages of the null backend: what is written for a token, what is read back, and the hash of it."""
+"""Pages of the null backend: write a value per token, read values back, and hash them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(values: UInt64Array) -> UInt64Array:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014), never 0, so that it cannot be taken for poison."""
+    """Hash with SplitMix64's finaliser (Steele, Lea, Flood 2014). The result is never 0, the poison."""
     z = values + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -26,19 +26,19 @@ def mix(values: UInt64Array) -> UInt64Array:
 
 
 def row_values(token_ids: NDArray[np.integer], positions: NDArray[np.integer]) -> UInt64Array:
-    """What a page row holds for each token at its absolute position."""
+    """Return the page row's value for each token and its absolute position."""
     return mix(token_ids.astype(np.uint64) + (positions.astype(np.uint64) << np.uint64(32)))
 
 
 def read_start(group: KVCacheGroupSpec, position: int) -> int:
-    """First position whose row a query at `position` reads in a group with one row per token."""
+    """Return the first position that a query at `position` reads in a group with one row per token."""
     if group.kind == "rolling_state":
         return max(0, position // group.period * group.period - group.overlap)
     return group.first_needed(position)
 
 
 def next_digest(groups: Sequence[KVCacheGroupSpec], token_ids: Sequence[int]) -> int:
-    """Hash what a correct engine reads back of `token_ids`; digest % vocab is the greedy next token."""
+    """Hash the rows that a correct engine reads back for `token_ids`; digest % vocab is the greedy next token."""
     tokens = np.asarray(token_ids, dtype=np.int64)
     last = len(tokens) - 1
     values = row_values(tokens, np.arange(len(tokens)))
@@ -54,7 +54,7 @@ def next_digest(groups: Sequence[KVCacheGroupSpec], token_ids: Sequence[int]) ->
 
 
 def _fold(values: UInt64Array, ratio: int) -> UInt64Array:
-    """Compressed entries: one for every `ratio` rows."""
+    """Return compressed entries, one per `ratio` rows."""
     return mix(values.reshape(-1, ratio).sum(axis=1, dtype=np.uint64))
 
 
@@ -69,7 +69,7 @@ def _join(digests: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens to write, [t] each: `owners` are their rows in `tables[g]` [r, n], `slots[g]` where they go in group g."""
+    """Tokens to write, arrays [t]: `owners` are row indices in `tables[g]` [r, n], `slots[g]` the slots in group g."""
 
     ids: Int32Array
     positions: Int32Array
@@ -78,15 +78,15 @@ class Tokens:
     tables: Sequence[Int32Array]
 
     def of(self, index: slice | NDArray[np.bool_]) -> Tokens:
-        """Some of them."""
+        """Return some of the tokens."""
         slots = [each[index] for each in self.slots]
         return Tokens(self.ids[index], self.positions[index], self.owners[index], slots, self.tables)
 
 
 class Pages:
-    """Owns the pages as uint64 arrays, one value per row; page 0 is the null block.
+    """Owns the pages as uint64 arrays, one value per row. Page 0 is the null block.
 
-    `arenas[g]` is [num_blocks, rows of all tensors], of which tensor i has the columns from `_columns[g][i]` on.
+    `arenas[g]` is [num_blocks, rows of all tensors]. The columns of tensor i start at `_columns[g][i]`.
     """
 
     def __init__(self, groups: tuple[KVCacheGroupSpec, ...], num_blocks: tuple[int, ...]) -> None:
@@ -96,12 +96,12 @@ class Pages:
         self.arenas = [np.full((blocks, sum(counts)), POISON) for blocks, counts in zip(num_blocks, rows, strict=True)]
 
     def poison(self, fresh: Sequence[Int32Array]) -> None:
-        """Void the old content of blocks that change hands."""
+        """Poison blocks that have a new owner, so that old content is never read."""
         for arena, blocks in zip(self.arenas, fresh, strict=True):
             arena[blocks] = POISON
 
     def write(self, tokens: Tokens) -> None:
-        """Write the rows of tokens: plain rows first, since compressed entries are folded from them."""
+        """Write the rows of tokens. Plain rows come first, since compressed entries are folded from them."""
         values = row_values(tokens.ids, tokens.positions)
         for g, group in enumerate(self.groups):
             for i, tensor in enumerate(group.tensors):
@@ -113,12 +113,12 @@ class Pages:
                     self._write_entries(tokens, g, i, tensor)
 
     def _place(self, g: int, tensor: int, slots: Any) -> tuple[Any, Any]:
-        """Block and column of a tensor's rows that source tokens in `slots` have."""
+        """Return block and column of a tensor's rows for source tokens in `slots`."""
         block, offset = np.divmod(slots, self.groups[g].block_size)
         return block, self._columns[g][tensor] + offset // self.groups[g].tensors[tensor].ratio
 
     def _write_entries(self, tokens: Tokens, g: int, i: int, tensor: KVTensorSpec) -> None:
-        """Fold the entries that these tokens close."""
+        """Write the compressed entries that these tokens complete."""
         closing = np.flatnonzero((tokens.positions + 1) % tensor.ratio == 0)
         source = next(s for s, group in enumerate(self.groups) if group.name == tensor.folded_from)
         for index in closing:
@@ -127,9 +127,9 @@ class Pages:
             self.arenas[g][self._place(g, i, tokens.slots[g][index])] = _fold(rows, tensor.ratio)[0]
 
     def digest(self, tables: Sequence[Int32Array], position: int) -> int:
-        """Hash what the query at `position` reads through a row's block tables, `tables[g]` [n].
+        """Hash the rows that a query at `position` reads through a row's block tables, `tables[g]` [n].
 
-        Raises RuntimeError when a row that was never written, or was written by somebody else, is read.
+        Raises RuntimeError for a row that was not written since its block was allocated, or is in the null block.
         """
         digests = []
         for g, group in enumerate(self.groups):
@@ -140,12 +140,12 @@ class Pages:
         return _join(digests)
 
     def _read(self, table: Int32Array, g: int, start: int, end: int, tensor: int = 0) -> UInt64Array:
-        """Rows of positions [start, end) through a block table: slot = block * block_size + position % block_size."""
+        """Read rows of positions [start, end) through a table: slot = block * block_size + position % block_size."""
         group = self.groups[g]
         positions = np.arange(start, end, group.tensors[tensor].ratio)
         blocks: Int32Array = table[positions // group.block_size]
         slots = blocks * group.block_size + positions % group.block_size
         values: UInt64Array = self.arenas[g][self._place(g, tensor, slots)]
         if (blocks == 0).any() or (values == POISON).any():
-            raise RuntimeError(f"group {group.name}: a row of positions [{start}, {end}) is read but not there")
+            raise RuntimeError(f"group {group.name}: a row of positions [{start}, {end}) is read but was not written")
         return values

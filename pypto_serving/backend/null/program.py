@@ -1,4 +1,4 @@
-"""The null program: runs dispatches on simulated pages, with the traits that the configuration gives it."""
+"""NullBackend and NullProgram: run dispatches on simulated pages, with the traits of the configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pypto_serving.util import hash128
 
 
 class DeviceBlocks(HostBlocks):
-    """Blocks that only copies reach, as in the memory of a device. Implements BlockMemory."""
+    """Blocks that are read and written by copies only, as in device memory. Implements BlockMemory."""
 
     def __init__(self, arenas: Sequence[BlockBytes], counts: Counter[str]) -> None:
         super().__init__(arenas)
@@ -43,14 +43,14 @@ class DeviceBlocks(HostBlocks):
 
 @dataclass(frozen=True, slots=True)
 class NullDrafter:
-    """Guesses the greedy next tokens of a history, rightly with probability `accuracy`. Implements Drafter."""
+    """Proposes the greedy next tokens, each correct with probability `accuracy`. Implements Drafter."""
 
     groups: tuple[KVCacheGroupSpec, ...]
     vocab_size: int
     accuracy: float
 
     def propose(self, tokens: Int32Array, count: int) -> Int32Array:
-        """Return `count` tokens that follow `tokens`, if every guess is right."""
+        """Return `count` tokens that follow `tokens` if every draft is correct."""
         history = tokens.tolist()
         for _ in range(count):
             digest = next_digest(self.groups, history)
@@ -60,19 +60,24 @@ class NullDrafter:
 
 @dataclass(slots=True)
 class _Row:
-    """The last token that the device chose for a row, and its position."""
+    """The last token that the device sampled for a row, and its position."""
 
     token: int
     position: int
 
 
 class NullProgram:
-    """Owns the pages, and, where it samples, the last token of each row. Implements Program.
+    """Owns the pages, and the last token of each row if it samples. Implements Program.
 
-    A dispatch runs when it is collected, so that buffers which are reused too early change the answer. `counts` says
-    what happened: dispatches by kind, padded rows, pending rows and those moved back, drafts, constraints, transfers.
-    Options: `seconds_per_step`, `seconds_per_token` (virtual time), `draft_accuracy` in [0, 1], `fails_on` (a greedy
-    next token that makes the row fail), `device_memory` (blocks are copied to and from the host).
+    A dispatch runs when it is collected, so a buffer that is reused too early changes the answer. `counts` has numbers
+    for tests: dispatches by kind, padded rows, pending rows, rows moved back, drafts, constraints, transfers.
+
+    Options:
+
+    - `seconds_per_step`, `seconds_per_token`: virtual time.
+    - `draft_accuracy`: in [0, 1].
+    - `fails_on`: a greedy next token that makes the row fail.
+    - `device_memory`: blocks are copied to and from the host.
     """
 
     sampler = None
@@ -97,7 +102,7 @@ class NullProgram:
         self._rows: dict[int, _Row] = {}
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
-        """Hold a dispatch until it is collected. Raises RuntimeError for one that the traits rule out."""
+        """Hold a dispatch until it is collected. Raises RuntimeError if it violates the traits."""
         traits = self.limits.traits
         self._held.append((inputs, sampling))
         held = self.limits.held_steps * (1 if traits.mixed_steps else 2)
@@ -108,7 +113,7 @@ class NullProgram:
             counts -= inputs.num_drafts
         _require(traits.mixed_steps or inputs.kind in ("decode", "prefill"), "a step was not split")
         _require(inputs.kind != "decode" or (counts == 1).all(), "a decode has more than one token")
-        _require(inputs.kind != "prefill" or (counts > 1).all(), "a prompt chunk is beside a decode")
+        _require(inputs.kind != "prefill" or (counts > 1).all(), "a prefill dispatch has a decode")
         if inputs.kind == "decode" and traits.padded_rows:
             _require(len(inputs.rows) in traits.padded_rows, f"{len(inputs.rows)} rows are not padded")
         self._check_chunks(inputs, counts)
@@ -118,7 +123,7 @@ class NullProgram:
         self.counts["held"] = max(self.counts["held"], len(self._held))
 
     def _check_chunks(self, inputs: StepInputs, counts: Int32Array) -> None:
-        """A chunk that does not end its prompt is a multiple of `chunk_tokens`."""
+        """Require that a chunk is a multiple of `chunk_tokens`, except the last one of a prompt."""
         size = self.limits.traits.chunk_tokens
         ends = np.isin(inputs.query_start[1:] - 1, inputs.logits_rows)
         cut = counts[: inputs.num_rows][~ends[: inputs.num_rows]]
@@ -126,7 +131,7 @@ class NullProgram:
         self.counts["cut_chunks"] += int((cut > 1).sum())
 
     def collect(self) -> StepOutput:
-        """Run the oldest dispatch: write the rows of its tokens, then hash what each sampling row can read."""
+        """Run the oldest dispatch: write the rows of its tokens, then hash the rows that each sampling row reads."""
         inputs, sampling = self._held.popleft()
         self._pages.poison(inputs.fresh_blocks)
         tokens = self._tokens(inputs)
@@ -137,7 +142,7 @@ class NullProgram:
         return StepOutput(sampled=self._sample(inputs, tokens, sampling), virtual_s=elapsed_s)
 
     def _tokens(self, inputs: StepInputs) -> Tokens:
-        """Tokens of a dispatch; of pending rows, the one that the device chose, moved to where it stands."""
+        """Return a dispatch's tokens. In pending rows, put the token that the device sampled, at its true position."""
         counts = np.diff(inputs.query_start)
         tokens = Tokens(
             inputs.token_ids.copy(),
@@ -165,18 +170,18 @@ class NullProgram:
         return logits_of(digest, self._vocab_size, self._fails_on)
 
     def _digest(self, inputs: StepInputs, tokens: Tokens, index: int) -> int:
-        """Hash of what the query at token `index` reads."""
+        """Hash the rows that the query at token `index` reads."""
         row, position = int(tokens.owners[index]), int(tokens.positions[index])
         return self._pages.digest([table[row] for table in inputs.block_tables], position)
 
     def _choose(self, sampler: DeviceSampler, n: int, digest: int, position: int) -> int:
-        """Choose the token at `position` of the n-th sampling row."""
+        """Sample the token at `position` of the n-th sampling row."""
         if sampler.is_greedy[n] and digest % self._vocab_size != self._fails_on:
             return digest % self._vocab_size
         return sampler.choose(n, self._logits_of(digest), position)
 
     def _sample(self, inputs: StepInputs, tokens: Tokens, sampling: SamplingInputs) -> SampledTokens:
-        """Write and choose row by row: a draft is written once the token before it is known."""
+        """Write and sample row by row. Write a draft once the token before it is known."""
         sampler, drafts = DeviceSampler(sampling), inputs.num_drafts
         known = np.ones(len(tokens.ids), bool)
         for i in drafts.nonzero()[0].tolist():
@@ -200,7 +205,7 @@ class NullProgram:
     def _row(
         self, inputs: StepInputs, tokens: Tokens, sampler: DeviceSampler, n: int, i: int, num_drafts: int
     ) -> list[tuple[int, int]]:
-        """Tokens, and the digests they come from, that row i keeps: up to the first that is not the draft behind it."""
+        """Return the tokens that row i keeps, with their digests: up to the first that differs from its draft."""
         kept: list[tuple[int, int]] = []
         end, right = int(inputs.query_start[i + 1]), True
         for index in range(end - num_drafts - 1, end):
@@ -225,7 +230,7 @@ def _require(holds: bool | np.bool_, message: str) -> None:
 
 
 class NullBackend(Backend):
-    """Needs no device and no checkpoint."""
+    """The backend of NullProgram. Needs no device and no checkpoint."""
 
     def prepare(self, progress: Progress) -> NullProgram:
         """Make the pages."""
