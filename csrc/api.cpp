@@ -80,7 +80,7 @@ class Timed final : public Job {
   }
 
   void run(Member& member) override {
-    member.meet();
+    member.barrier();
     began_[member.index()] = Clock::now();
     kernel_(limits_, member);
   }

@@ -8,7 +8,7 @@
 
 namespace pypto {
 
-// Owns a step's items and the memory in which what they leave to each other waits.
+// Owns a step's items and the memory in which what they write to each other waits.
 class AttentionPlan {
  public:
   // `shared` query heads read one of `kv_heads`; blocks hold `size` positions.
@@ -31,7 +31,7 @@ class AttentionPlan {
   void begin_phase() { phases_.push_back(static_cast<int64_t>(items_.size())); }
   void cut_histories(const Step& step, int64_t wanted);
   void cut_heads(int64_t wanted);
-  void place_results(const Step& step);
+  void place_partials(const Step& step);
 
   int shared_ = 0, kv_heads_ = 0, dim_ = 0, size_ = 1;
   Prefixes prefixes_;
@@ -39,8 +39,8 @@ class AttentionPlan {
   std::vector<AttentionItem> items_, last_, pieces_;  // `last_` are those of the last phase
   std::vector<int64_t> phases_, ends_;
   std::vector<Row> rows_;
-  std::vector<float> kept_;
-  int64_t kept_floats_ = 0;
+  std::vector<float> partials_;
+  int64_t partial_floats_ = 0;
 };
 
 }  // namespace pypto

@@ -13,7 +13,7 @@ constexpr int64_t kGrainBytes = 64 << 10;
 // no more than the first-level cache and its queues bear (4 and 8 KiB are slower).
 constexpr int64_t kAheadBytes = 6 << 10;
 
-INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
+INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
   const int64_t first = strips.start(strip), size = strips.size(strip);
   const int64_t column = panel * kPanel, used = min(kPanel, op.n - column);
   for (int64_t m = 0; m < size; m++) {
@@ -27,14 +27,14 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
       store(y, load(y) + load(op.bias + column));
       store(y + kLanes, load(y + kLanes) + load(op.bias + column + kLanes));
     }
-    if (op.finish == Finish::kGate) {
+    if (op.epilogue == Epilogue::kSwiglu) {
       int64_t stride;
       Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
       const Floats most = set1(op.limit), up = larger(-most, smaller(most, load(y + kLanes)));
       store_pairs(out + panel * (kLanes / 2) * stride, stride, silu(smaller(most, load(y))) * up);
       continue;
     }
-    if (op.finish == Finish::kNarrow) {
+    if (op.epilogue == Epilogue::kStrips) {
       int64_t stride;
       Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 2, first + m, stride) + column / 2 * stride;
       store_pairs(out, stride, load(y));
@@ -42,7 +42,7 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
       continue;
     }
     float* out = static_cast<float*>(op.out) + (first + m) * op.n + column;
-    if (op.finish == Finish::kAdd) {
+    if (op.epilogue == Epilogue::kAdd) {
       for (int64_t i = 0; i < used; i++) out[i] += y[i];
     } else {
       for (int64_t i = 0; i < used; i++) out[i] = y[i];
@@ -51,7 +51,7 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
 }
 
 // 32 bits each, in a row.
-INLINE int64_t words(const Linear& op) { return op.k / (op.scales ? Quads::kEach : Pairs::kEach); }
+INLINE int64_t words(const Linear& op) { return op.k / (op.scales ? Int8Dot::kEach : Bf16Dot::kEach); }
 
 // One panel times all strips. For up to 4 rows nothing is fetched by us: there is little to do but read, and the hardware
 // follows the stream. A single larger strip fetches a little ahead of itself, into the next panel at the end. Where
@@ -74,13 +74,13 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
     stretch.ahead[1] = ahead + strip * part_bytes + 64;
     multiply<0, Kind>(strips.size(strip), {x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile,
                                            kPanel, false, compensation});
-    finish_rows(op, panel, strips, strip, tile);
+    apply_epilogue(op, panel, strips, strip, tile);
   }
 }
 
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
-  if (op.scales) return one_panel<Quads>(op, panel, strips);
-  one_panel<Pairs>(op, panel, strips);
+  if (op.scales) return one_panel<Int8Dot>(op, panel, strips);
+  one_panel<Bf16Dot>(op, panel, strips);
 }
 
 // Panels that are taken at once.
@@ -110,7 +110,7 @@ INLINE void expert_panel(const ExpertLinear& op, int64_t expert, int64_t panel) 
     one.scales += expert * panels * kPanel;
     one.compensation += expert * panels * kPanel;
   }
-  one.out = op.linear.finish == Finish::kGate
+  one.out = op.linear.epilogue == Epilogue::kSwiglu
                 ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))
                 : static_cast<void*>(static_cast<float*>(one.out) + first * one.n);
   one_panel(one, panel, {routing.starts[expert + 1] - first, kMaxRows});

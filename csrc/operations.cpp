@@ -26,8 +26,8 @@ namespace {
 template <typename Values>
 void prepare(Recording*, const Values&) {}
 
-void prepare(Recording* recording, const Attend& op) {
-  const Cache& cache = op.cache;
+void prepare(Recording* recording, const PagedAttention& op) {
+  const KvCache& cache = op.cache;
   recording->attention().shape(op.heads / cache.kv_heads, cache.kv_heads, cache.dim, cache.size);
 }
 

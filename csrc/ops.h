@@ -50,15 +50,15 @@ constexpr int kPartialHead = 16;
 // Most rows of an item: its queries times the query heads of its kv heads.
 constexpr int kItemRows = 96;
 
-// A query of an item: a token of the step, and where its results wait in memory, in floats from Step::kept on. Result 0
+// A query of an item: a token of the step, and where its results wait in memory, in floats from Step::partials on. Result 0
 // is all that has been merged, the others are tiles to be merged after it, in order; each is of all heads.
 struct AttentionQuery {
   int32_t token;
-  int64_t kept;
+  int64_t partials;
 };
 
 // What becomes of an item's tiles.
-enum class Leave : int32_t {
+enum class Write : int32_t {
   kOut,     // merged, the last of their queries: the output
   kMerged,  // merged, as result 0
   kTiles,   // each for itself, as results from `result` on
@@ -69,7 +69,7 @@ enum class Leave : int32_t {
 // An item that `resumes` begins with result 0, and the `tiles` after it.
 struct AttentionItem {
   int32_t row, first, queries, head_begin, head_end, tile_begin, tile_end;
-  Leave leave = Leave::kOut;
+  Write write = Write::kOut;
   bool resumes = false;
   int32_t result = 0, tiles = 0;
 };
@@ -90,7 +90,7 @@ struct Step {
   // Items [phases[i], phases[i + 1]) of attention need what those of all phases before have left.
   const AttentionItem* items = nullptr;
   const AttentionQuery* queries = nullptr;
-  float* kept = nullptr;
+  float* partials = nullptr;
   const int64_t* phases = nullptr;
   int64_t num_phases = 0;
 };
@@ -114,7 +114,7 @@ struct Embed {
 
 // out = x / rms(x) * weight in strips, for all tokens or for those whose logits are wanted; of bytes where there are
 // `scales`, see Quantize.
-struct Norm {
+struct RmsNorm {
   const float* x;
   int64_t stride;  // floats from one row of x to the next
   const float* weight;
@@ -138,11 +138,11 @@ struct Quantize {
 };
 
 // What becomes of a product.
-enum class Finish : int32_t {
+enum class Epilogue : int32_t {
   kStore = 0,  // out[row, n] = y, float32
   kAdd = 1,    // out[row, n] += y, float32
-  kGate = 2,   // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
-  kNarrow = 3,  // strips: y
+  kSwiglu = 2,   // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
+  kStrips = 3,  // strips: y
 };
 
 // y = x W^T + bias, x in strips of k / 2 pairs. Where there are `scales`, x and W are bytes, and the sum of their products
@@ -154,17 +154,17 @@ struct Linear {
   const int32_t* compensation;     // [panels * 32], or null
   const float* bias;  // [panels * 32], or null
   int64_t n, k, group;
-  float limit;  // of kGate: gates are at most as large, and magnitudes of up
+  float limit;  // of kSwiglu: gates are at most as large, and magnitudes of up
   Rows rows;
-  Finish finish;
-  void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kGate, whose n counts gate and up
-  FIELDS(x, weight, x_scales, scales, compensation, bias, n, k, group, limit, rows, finish, out)
+  Epilogue epilogue;
+  void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kSwiglu, whose n counts gate and up
+  FIELDS(x, weight, x_scales, scales, compensation, bias, n, k, group, limit, rows, epilogue, out)
 };
 
 // Keys and values of a layer, in group 0. For every 32 positions a block of `size` holds, for each kv head, a panel of keys,
 // [dim / 2][32] pairs of dimensions, and one of values, [dim / 32][16][32] pairs of positions: each as a product reads it,
 // from one end to the other. The panels of a block's heads follow each other.
-struct Cache {
+struct KvCache {
   bf16* keys;    // of block 0
   bf16* values;  // of block 0
   int64_t block_stride;  // bf16 from one block to the next
@@ -174,20 +174,20 @@ struct Cache {
 
 // Splits x [t, (heads + 2 kv_heads) * dim]; normalises and turns queries and keys; stores queries [t, heads, dim] as
 // bfloat16, keys and values in the cache. `weights` [heads + kv_heads, dim] includes the scale of the scores, in base 2.
-struct Heads {
+struct QkNormRope {
   const float *x, *weights, *cos, *sin;  // cos, sin [positions, dim / 2]
   float eps;
   int32_t heads;
   bf16* queries;
-  Cache cache;
+  KvCache cache;
   FIELDS(x, weights, cos, sin, eps, heads, queries, cache)
 };
 
 // Attention of all queries over the cache, into strips of heads * dim / 2 pairs.
-struct Attend {
+struct PagedAttention {
   const bf16* queries;
   int32_t heads;
-  Cache cache;
+  KvCache cache;
   Pair* out;
   FIELDS(queries, heads, cache, out)
 };
@@ -195,8 +195,8 @@ struct Attend {
 // How logits become the shares of the chosen experts.
 enum class Scoring : int32_t {
   kSoftmax = 0,     // the softmax over all experts
-  kNormalized = 1,  // the softmax over those that are chosen
-  kSoftplus = 2,    // sqrt(log(1 + e^logit)), by which they are also chosen, over their sum
+  kRenormalized = 1,  // the softmax over those that are chosen
+  kSqrtSoftplus = 2,    // sqrt(log(1 + e^logit)), by which they are also chosen, over their sum
 };
 
 // Who goes to which expert in one layer: those with the largest scores, or scores plus `bias`, or those in the table. An
@@ -206,18 +206,18 @@ struct Routing {
   Scoring scoring;
   float scale;             // of all shares
   const float* logits;     // [t, experts]
-  float* scores;           // [t, 2, experts] of kSoftplus: scores, and with the bias; else null
+  float* scores;           // [t, 2, experts] of kSqrtSoftplus: scores, and with the bias; else null
   const float* bias;       // [experts], or null
-  const int32_t* table;    // [vocab, per_token]: experts of a token id; or null
-  int32_t* chosen;         // [t, per_token]
-  float* share;            // [t, per_token]
+  const int32_t* tid2eid;    // [vocab, per_token]: experts of a token id; or null
+  int32_t* topk_ids;         // [t, per_token]
+  float* topk_weights;            // [t, per_token]
   int32_t *order, *place;  // [t * per_token]: entry at a place, place of an entry
   int32_t* starts;         // [experts + 1]
   int32_t* active;         // experts with entries, and behind the last one their number at [experts]
-  FIELDS(experts, per_token, scoring, scale, logits, scores, bias, table, chosen, share, order, place, starts, active)
+  FIELDS(experts, per_token, scoring, scale, logits, scores, bias, tid2eid, topk_ids, topk_weights, order, place, starts, active)
 };
 
-struct Gather {
+struct MoeGather {
   const Routing* routing;
   const Pair* x;  // strips of all tokens
   int64_t pairs;  // or quads, of a row
@@ -234,7 +234,7 @@ struct ExpertLinear {
 };
 
 // x[t] += sum over slots of share * y[place of (t, slot)], in slot order.
-struct Combine {
+struct MoeCombine {
   const Routing* routing;
   const float* y;
   int64_t width;
@@ -249,7 +249,7 @@ constexpr int kStreams = 4;
 constexpr int kMixes = (2 + kStreams) * kStreams;  // of a token: for the input, for the output, from stream to stream
 
 // out[row, i] = x / rms(x) . weight[i], in float32: x [tokens, width] of the step's rows.
-struct Products {
+struct RmsNormLinear {
   const float *x, *weight;
   int64_t width;
   int32_t outputs;  // a multiple of 4
@@ -260,23 +260,23 @@ struct Products {
 };
 
 // Coefficients from `products` of all streams * scale + base, and out[token] = the mixture of its streams.
-struct StreamInputs {
-  const float *x, *products, *scale, *base;
+struct HyperConnectionPre {
+  const float *x, *mixes, *scale, *base;
   int64_t width;  // of one stream
   float eps;
-  int32_t iterations;  // by which the mixes from stream to stream become doubly stochastic
+  int32_t iterations;  // by which the post_comb from stream to stream become doubly stochastic
   Rows rows;
-  float *mixes;  // [rows, kStreams + kStreams * kStreams]: for the output, from stream j to k; or null
+  float *post_comb;  // [rows, kStreams + kStreams * kStreams]: for the output, from stream j to k; or null
   float* out;    // [tokens, width]
-  FIELDS(x, products, scale, base, width, eps, iterations, rows, mixes, out)
+  FIELDS(x, mixes, scale, base, width, eps, iterations, rows, post_comb, out)
 };
 
 // x[t, k] = mix of the output * y[t] + sum over j of the mix from j to k * x[t, j].
-struct StreamOutputs {
-  const float *y, *mixes;
+struct HyperConnectionPost {
+  const float *y, *post_comb;
   int64_t width;
   float* x;
-  FIELDS(y, mixes, width, x)
+  FIELDS(y, post_comb, width, x)
 };
 
 // Rows of one tensor of a layer in the blocks of KV group `group`, one for every `ratio` tokens.
@@ -291,75 +291,75 @@ struct Pages {
 constexpr int kMaxLatent = 512;
 constexpr int kMaxLatentHeads = 128;
 
-// A norm over `dim` (eps < 0: none), a weight (null: ones) and `scale`, then the rotation of the trailing `rotary`
+// A norm over `dim` (eps < 0: none), a weight (null: ones) and `scale`, then the rotation of the trailing `rope_dim`
 // dimensions, neighbours in pairs; cos, sin [positions, rotary / 2].
-struct Turning {
+struct NormRopeParams {
   const float *weight, *cos, *sin;
-  int64_t dim, rotary;
+  int64_t dim, rope_dim;
   float eps, scale;
-  FIELDS(weight, cos, sin, dim, rotary, eps, scale)
+  FIELDS(weight, cos, sin, dim, rope_dim, eps, scale)
 };
 
 // Vectors x [t, heads * dim], turned by the token's position, as bfloat16: panels [t, heads / 32, dim / 2, 32] of pairs,
 // or the only one into the token's row of `pages`.
-struct Turn {
+struct NormRope {
   const float* x;
   int64_t stride;  // floats from one token to the next
   int32_t heads;
-  Turning turning;
+  NormRopeParams rope;
   Pair* out;
   const Pages* pages;  // or null
-  FIELDS(x, stride, heads, turning, out, pages)
+  FIELDS(x, stride, heads, rope, out, pages)
 };
 
 // What compressed entries will be made of: a row [values | gates + position[p % ratio]] of a token, float32.
 struct CompressorState {
-  const float *values, *gates, *position;
-  int64_t stride, width;  // of values, and of gates
+  const float *kv, *gates, *ape;
+  int64_t stride, width;  // of kv, and of gates
   int32_t ratio;
   const Pages* pages;
-  FIELDS(values, gates, position, stride, width, ratio, pages)
+  FIELDS(kv, gates, ape, stride, width, ratio, pages)
 };
 
-// At every token that ends `ratio` tokens: the entry that they become, from their state. Its `turning.dim` dimensions are a
+// At every token that ends `ratio` tokens: the entry that they become, from their state. Its `rope.dim` dimensions are a
 // mean of values, weighted by the softmax of the gates of each dimension; of states twice as wide the second half, and of
 // the `ratio` tokens before, if there are any, the first. The entry is turned by the position of its first token.
 struct Compress {
   const Pages* state;
   int64_t width;
-  Turning turning;
+  NormRopeParams rope;
   const Pages* pages;
-  FIELDS(state, width, turning, pages)
+  FIELDS(state, width, rope, pages)
 };
 
 // The `top` best entries of each token that knows more: by the sum over heads of weight * max(0, query . key), ties to
 // the lower entry; in ascending order.
-struct Index {
+struct IndexerTopK {
   const Pair* queries;   // panels
   const float* weights;  // of heads, `stride` floats from one token to the next
   int64_t stride;
   float scale;
-  int32_t heads, dim, top;
+  int32_t heads, dim, topk;
   const Pages* keys;
-  int64_t most;       // entries of a token
-  float* scores;      // [kIndexTokens, most]
-  int32_t* chosen;    // [t, top]
-  FIELDS(queries, weights, stride, scale, heads, dim, top, keys, most, scores, chosen)
+  int64_t max_entries;       // entries of a token
+  float* scores;      // [kIndexerTokens, max_entries]
+  int32_t* indices;    // [t, topk]
+  FIELDS(queries, weights, stride, scale, heads, dim, topk, keys, max_entries, scores, indices)
 };
 
-constexpr int kIndexTokens = 16;  // so many tokens are scored before they choose
+constexpr int kIndexerTokens = 16;  // so many tokens are scored before they choose
 
 // Attention of `heads` queries that share one vector per row as key and value: of the last `window` tokens and of
 // compressed entries, all or those chosen. Each head has a sink, a score without a value, in base 2 like the others. What
 // comes out is turned back by the token's position, and lies in strips of heads * dim / groups / 2 pairs of each group.
-struct LatentAttend {
+struct MlaAttention {
   const Pair* queries;  // panels
   const float *sinks, *cos, *sin;
-  int32_t heads, dim, rotary, window, groups, top;
-  const Pages *rows, *entries;  // entries may be null
-  const int32_t* chosen;        // [t, top] where a token knows more entries, or null
+  int32_t heads, dim, rope_dim, window, groups, topk;
+  const Pages *kv, *compressed_kv;  // compressed_kv may be null
+  const int32_t* indices;        // [t, topk] where a token knows more compressed_kv, or null
   Pair* out;
-  FIELDS(queries, sinks, cos, sin, heads, dim, rotary, window, groups, top, rows, entries, chosen, out)
+  FIELDS(queries, sinks, cos, sin, heads, dim, rope_dim, window, groups, topk, kv, compressed_kv, indices, out)
 };
 
 // Element types that weights are packed from.
@@ -414,26 +414,26 @@ struct Limits {
 
 // All operations of a step, as (kernel, what it works on). From this list follow the members of Kernels, their values for
 // each instruction set (kernels.cpp), and the exported functions that record an operation (operations.cpp).
-#define OPERATIONS(OP)                  \
-  OP(embed, Embed)                      \
-  OP(norm, Norm)                        \
-  OP(quantize, Quantize)                \
-  OP(linear, Linear)                    \
-  OP(heads, Heads)                      \
-  OP(attend, Attend)                    \
-  OP(choose, Routing)                   \
-  OP(sort, Routing)                     \
-  OP(gather, Gather)                    \
-  OP(expert_linear, ExpertLinear)       \
-  OP(combine, Combine)                  \
-  OP(products, Products)                \
-  OP(stream_inputs, StreamInputs)       \
-  OP(stream_outputs, StreamOutputs)     \
-  OP(turn, Turn)                        \
-  OP(compressor_state, CompressorState) \
-  OP(compress, Compress)                \
-  OP(index, Index)                      \
-  OP(latent_attend, LatentAttend)
+#define OPERATIONS(OP)                            \
+  OP(embed, Embed)                                \
+  OP(rms_norm, RmsNorm)                           \
+  OP(quantize, Quantize)                          \
+  OP(linear, Linear)                              \
+  OP(qk_norm_rope, QkNormRope)                    \
+  OP(paged_attention, PagedAttention)             \
+  OP(router_topk, Routing)                        \
+  OP(moe_sort, Routing)                           \
+  OP(moe_gather, MoeGather)                       \
+  OP(expert_linear, ExpertLinear)                 \
+  OP(moe_combine, MoeCombine)                     \
+  OP(rms_norm_linear, RmsNormLinear)              \
+  OP(hyper_connection_pre, HyperConnectionPre)    \
+  OP(hyper_connection_post, HyperConnectionPost)  \
+  OP(norm_rope, NormRope)                         \
+  OP(compressor_state, CompressorState)           \
+  OP(compress, Compress)                          \
+  OP(indexer_topk, IndexerTopK)                   \
+  OP(mla_attention, MlaAttention)
 
 // Likewise what an engine runs at once, without a step; its function is exported too.
 #define TASKS(TASK) TASK(pack, Pack) TASK(sample, Sample) TASK(logprobs, Logprobs)

@@ -200,7 +200,7 @@ static double weigh(const Scores& s, SamplingScratch& scratch) {
     Doubles sums{};
     for (int64_t i = chunk * kChunk; i < min((chunk + 1) * kChunk, s.vocab); i += kLanes) {
       const Floats scores = scores_at(s, i);
-      sums += fold(select(at_most(keys_of(scores), spread(s.limit)), exp(scores), Floats{}));
+      sums += add_halves(select(at_most(keys_of(scores), spread(s.limit)), exp(scores), Floats{}));
     }
     weights[chunk] = total += sum(sums);
   }

@@ -143,7 +143,7 @@ INLINE double sum(Doubles x) {
 }
 
 // Lane i plus lane i + 8, in float64.
-INLINE Doubles fold(Floats x) {
+INLINE Doubles add_halves(Floats x) {
   typedef float Half __attribute__((vector_size(32), may_alias));
   Half half[2];
   std::memcpy(half, &x, sizeof x);

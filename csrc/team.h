@@ -19,7 +19,7 @@ class Member {
   int index() const { return index_; }
   int count() const;
   // Wait until all have come; then all loops may be shared out anew.
-  void meet();
+  void barrier();
 
  private:
   friend class Share;
@@ -71,7 +71,7 @@ class Team {
   };
   void work(int index);
   void stop();
-  void meet();
+  void barrier();
   void renew_shares();
 
   int count_;

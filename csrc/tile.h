@@ -40,7 +40,7 @@ struct Tile {
 };
 
 // What is multiplied, 32 bits of the summed dimension at a time.
-struct Pairs {  // bfloat16, summed in float32
+struct Bf16Dot {  // bfloat16, summed in float32
   using Sums = Register;
   static constexpr int64_t kEach = 2;
   static ALWAYS_INLINE Sums begin(const Tile& t, int64_t row, int64_t column) {
@@ -50,7 +50,7 @@ struct Pairs {  // bfloat16, summed in float32
   static ALWAYS_INLINE Register end(Sums total) { return total; }
 };
 
-struct Quads {  // signed bytes of weights and unsigned ones of activations, summed exactly
+struct Int8Dot {  // signed bytes of weights and unsigned ones of activations, summed exactly
   using Sums = PairRegister;
   static constexpr int64_t kEach = 4;
   static ALWAYS_INLINE Sums begin(const Tile& t, int64_t, int64_t column) {
@@ -111,7 +111,7 @@ static void multiply(const Tile& t) {
   }
 }
 
-template <int kRow, typename Kind = Pairs>
+template <int kRow, typename Kind = Bf16Dot>
 INLINE void multiply(int64_t rows, const Tile& t) {
   switch (rows) {
     case 1: return multiply<1, kRow, Kind>(t);

@@ -75,14 +75,14 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Quads:
+class Int8Strips:
     """Activations as bytes: strips of quads, uint32 [rows * k / 4], and each row's scale, float32 [rows]."""
 
     words: PairArray
     scales: Float32Array
 
 
-Strips = PairArray | Quads
+Strips = PairArray | Int8Strips
 """Activations that a product reads: as many bits as the weights of its matrix have."""
 
 
@@ -195,7 +195,7 @@ class Engine:
             raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
         self._pack(out, source, stored, n, k, offset, compensation, False)
 
-    def pack_gate(
+    def pack_gate_up(
         self,
         out: PairArray,
         source: Array,

@@ -80,7 +80,7 @@ class PackedWeights:
 
         return self._matrices("matrix", tensors, n, k, 1, fill, self._bias(names, n) if bias else None)
 
-    def gated(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
+    def gate_up(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
         """Gate and up matrices [n, k], interleaved by half panels; several pairs of them lie behind each other."""
         tensors = self._weights([name for pair in zip(gates, ups, strict=True) for name in pair])
         n, k = tensors[0].shape
@@ -158,7 +158,7 @@ class PackedWeights:
         if half is None:
             self._engine.pack(room.words, source, stored, n, k, offset, room.compensation)
         else:
-            self._engine.pack_gate(room.words, source, stored, n, k, half, room.compensation)
+            self._engine.pack_gate_up(room.words, source, stored, n, k, half, room.compensation)
         self._tensors.forget(tensor)
         if room.scales is not None:
             scales = self._read(scale_name(tensor.name))

@@ -7,7 +7,18 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Routing, Rows, Scoring, Strips, zeros
+from pypto_serving.kernels import (
+    Engine,
+    Int8Strips,
+    KVCacheLayer,
+    Matrix,
+    Recording,
+    Routing,
+    Rows,
+    Scoring,
+    Strips,
+    zeros,
+)
 from pypto_serving.model.checkpoint import INT8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
@@ -57,7 +68,7 @@ class NativeQwen3:
             self._record_mlp(weights, buffers, index)
         norm = weights.vector("model.norm.weight")
         normed = buffers.quads if lm_head.int8 else buffers.normed
-        self.step.norm(buffers.x, norm, model.rms_norm_eps, normed, Rows.LOGITS)
+        self.step.rms_norm(buffers.x, norm, model.rms_norm_eps, normed, Rows.LOGITS)
         self.step.linear(normed, lm_head, buffers.logits, Rows.LOGITS)
 
     def _record_attention(
@@ -65,14 +76,14 @@ class NativeQwen3:
     ) -> None:
         """x += o(attend(heads(qkv(norm(x)))))."""
         model, prefix = self.model, f"model.layers.{index}."
-        eps, cache = model.rms_norm_eps, CacheLayer(self.pages, index, model.head_dim)
+        eps, cache = model.rms_norm_eps, KVCacheLayer(self.pages, index, model.head_dim)
         qkv = weights.matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"], bias=model.attention_bias)
         o = weights.matrix([f"{prefix}self_attn.o_proj"], bias=model.attention_bias)
         normed = b.quads if qkv.int8 else b.normed
-        self.step.norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, normed)
+        self.step.rms_norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, normed)
         self.step.linear(normed, qkv, b.projected)
-        self.step.heads(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
-        self.step.attend(b.queries, cache, b.attended)
+        self.step.qk_norm_rope(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
+        self.step.paged_attention(b.queries, cache, b.attended)
         self.step.linear_add(self._factor(b.attended, o, b), o, b.x)
 
     def _factor(self, x: NDArray[np.uint32], matrix: Matrix, b: Buffers, routing: Routing | None = None) -> Strips:
@@ -94,29 +105,29 @@ class NativeQwen3:
         model, prefix = self.model, f"model.layers.{index}."
         norm = weights.vector(f"{prefix}post_attention_layernorm.weight")
         if model.experts is not None and index in model.experts.layers:
-            self.step.norm(b.x, norm, model.rms_norm_eps, b.normed)
+            self.step.rms_norm(b.x, norm, model.rms_norm_eps, b.normed)
             self._record_experts(weights, b, f"{prefix}mlp.", model.experts)
             return
-        gate_up = weights.gated([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
+        gate_up = weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
         down = weights.matrix([f"{prefix}mlp.down_proj"])
         normed = b.quads if gate_up.int8 else b.normed
-        self.step.norm(b.x, norm, model.rms_norm_eps, normed)
-        self.step.linear_gate(normed, gate_up, b.gated)
+        self.step.rms_norm(b.x, norm, model.rms_norm_eps, normed)
+        self.step.linear_swiglu(normed, gate_up, b.gated)
         self.step.linear_add(self._factor(b.gated, down, b), down, b.x)
 
     def _record_experts(self, weights: PackedWeights, b: Buffers, prefix: str, experts: Experts) -> None:
         names = {part: [f"{prefix}experts.{e}.{part}_proj" for e in range(experts.count)] for part in _PARTS}
         router = weights.matrix([f"{prefix}gate"])
-        gate_up, down = weights.gated(names["gate"], names["up"]), weights.several(names["down"])
+        gate_up, down = weights.gate_up(names["gate"], names["up"]), weights.several(names["down"])
         self.step.linear(self._factor(b.normed, router, b), router, b.router_logits)
-        scoring = Scoring.NORMALIZED if experts.normalize else Scoring.SOFTMAX
+        scoring = Scoring.RENORMALIZED if experts.normalize else Scoring.SOFTMAX
         routing = self.step.route(b.router_logits, experts.per_token, scoring)
         rows = b.expert_quads if gate_up.int8 else b.expert_rows
-        self.step.gather(routing, self._factor(b.normed, gate_up, b), self.model.hidden_size, rows)
-        self.step.expert_gate(routing, rows, gate_up, b.expert_gated)
+        self.step.moe_gather(routing, self._factor(b.normed, gate_up, b), self.model.hidden_size, rows)
+        self.step.expert_swiglu(routing, rows, gate_up, b.expert_gated)
         gated = self._factor(b.expert_gated, down, b, routing)
         self.step.expert_linear(routing, gated, down, b.expert_out)
-        self.step.combine(routing, b.expert_out, b.x)
+        self.step.moe_combine(routing, b.expert_out, b.x)
 
 
 _PARTS = ("gate", "up", "down")
@@ -147,8 +158,8 @@ class Buffers:
         self.quads = _quads(most, quads)
 
 
-def _quads(rows: int, size: int) -> Quads:
-    return Quads(zeros(np.uint32, size), zeros(np.float32, rows))
+def _quads(rows: int, size: int) -> Int8Strips:
+    return Int8Strips(zeros(np.uint32, size), zeros(np.float32, rows))
 
 
 def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> NDArray[np.uint16]:

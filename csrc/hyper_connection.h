@@ -5,24 +5,24 @@
 
 namespace ISA {
 
-constexpr int kProducts = 4;     // outputs at once
-constexpr int kProductRows = 4;  // and rows
+constexpr int kLinearOutputs = 4;     // outputs at once
+constexpr int kLinearRows = 4;  // and rows
 
 ALWAYS_INLINE int64_t token_of(const Step& step, Rows rows, int64_t row) {
   return rows == Rows::kTokens ? row : step.logits_rows[row];
 }
 
-// out[m * stride + i] = x[m] . weight[i] for kProducts rows of weights: each sum runs over 16 lanes in order.
+// out[m * stride + i] = x[m] . weight[i] for kLinearOutputs rows of weights: each sum runs over 16 lanes in order.
 template <int M>
-static void multiply_floats(const float* const* x, const float* weight, int64_t width, float* out, int64_t stride) {
-  Floats sums[M][kProducts];
+static void multiply_f32(const float* const* x, const float* weight, int64_t width, float* out, int64_t stride) {
+  Floats sums[M][kLinearOutputs];
 #pragma GCC unroll 4
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-    for (int i = 0; i < kProducts; i++) sums[m][i] = Floats{};
+    for (int i = 0; i < kLinearOutputs; i++) sums[m][i] = Floats{};
   for (int64_t p = 0; p < width; p += kLanes) {
 #pragma GCC unroll 4
-    for (int i = 0; i < kProducts; i++) {
+    for (int i = 0; i < kLinearOutputs; i++) {
       const Floats w = load(weight + i * width + p);
 #pragma GCC unroll 4
       for (int m = 0; m < M; m++) sums[m][i] = fma(w, load(x[m] + p), sums[m][i]);
@@ -31,28 +31,28 @@ static void multiply_floats(const float* const* x, const float* weight, int64_t 
 #pragma GCC unroll 4
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-    for (int i = 0; i < kProducts; i++) out[m * stride + i] = sum(sums[m][i]);
+    for (int i = 0; i < kLinearOutputs; i++) out[m * stride + i] = sum(sums[m][i]);
 }
 
-static void products(const Products& op, const Step& step, Member& member) {
-  const int64_t rows = count(step, op.rows), parts = op.outputs / kProducts;
-  Share share(member, (rows + kProductRows - 1) / kProductRows * parts, 1);
+static void rms_norm_linear(const RmsNormLinear& op, const Step& step, Member& member) {
+  const int64_t rows = count(step, op.rows), parts = op.outputs / kLinearOutputs;
+  Share share(member, (rows + kLinearRows - 1) / kLinearRows * parts, 1);
   while (share.next()) {
-    const int64_t first = share.begin / parts * kProductRows, output = share.begin % parts * kProducts;
-    const int64_t size = min(kProductRows, rows - first);
-    const float* x[kProductRows];
+    const int64_t first = share.begin / parts * kLinearRows, output = share.begin % parts * kLinearOutputs;
+    const int64_t size = min(kLinearRows, rows - first);
+    const float* x[kLinearRows];
     for (int64_t m = 0; m < size; m++) x[m] = op.x + token_of(step, op.rows, first + m) * op.width;
     const float* weight = op.weight + output * op.width;
     float* out = op.out + first * op.outputs + output;
     switch (size) {
-      case 1: multiply_floats<1>(x, weight, op.width, out, op.outputs); break;
-      case 2: multiply_floats<2>(x, weight, op.width, out, op.outputs); break;
-      case 3: multiply_floats<3>(x, weight, op.width, out, op.outputs); break;
-      case 4: multiply_floats<4>(x, weight, op.width, out, op.outputs); break;
+      case 1: multiply_f32<1>(x, weight, op.width, out, op.outputs); break;
+      case 2: multiply_f32<2>(x, weight, op.width, out, op.outputs); break;
+      case 3: multiply_f32<3>(x, weight, op.width, out, op.outputs); break;
+      case 4: multiply_f32<4>(x, weight, op.width, out, op.outputs); break;
     }
     for (int64_t m = 0; m < size; m++) {
       const float scale = inverse_rms(x[m], op.width, op.eps);
-      for (int64_t i = 0; i < kProducts; i++) out[m * op.outputs + i] *= scale;
+      for (int64_t i = 0; i < kLinearOutputs; i++) out[m * op.outputs + i] *= scale;
     }
   }
 }
@@ -82,23 +82,23 @@ INLINE Floats sinkhorn(Floats x, int32_t iterations, float eps) {
   return x;
 }
 
-// The mixes of a row: writes those of output and streams, returns those of the input in the first lanes.
-INLINE Floats mix_row(const StreamInputs& op, int64_t row, float* mixes) {
-  const int64_t outputs = op.mixes ? kMixes : kStreams, ends = op.mixes ? 2 * kStreams : kStreams;
-  const float* products = op.products + row * outputs;
+// The post_comb of a row: writes those of output and streams, returns those of the input in the first lanes.
+INLINE Floats split_sinkhorn(const HyperConnectionPre& op, int64_t row, float* post_comb) {
+  const int64_t outputs = op.post_comb ? kMixes : kStreams, ends = op.post_comb ? 2 * kStreams : kStreams;
+  const float* mixes = op.mixes + row * outputs;
   const auto scaled = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
     const auto some = [&](const float* p) { return (Floats)load_some(p + first, count); };
-    return fma(some(products), some(op.scale), some(op.base));
+    return fma(some(mixes), some(op.scale), some(op.base));
   };
   const Floats gates = sigmoid(scaled(0, ends));
-  if (op.mixes) {
-    for (int i = 0; i < kStreams; i++) mixes[i] = 2.0f * gates[kStreams + i];
-    store(mixes + kStreams, sinkhorn(scaled(2 * kStreams, kStreams * kStreams), op.iterations, op.eps));
+  if (op.post_comb) {
+    for (int i = 0; i < kStreams; i++) post_comb[i] = 2.0f * gates[kStreams + i];
+    store(post_comb + kStreams, sinkhorn(scaled(2 * kStreams, kStreams * kStreams), op.iterations, op.eps));
   }
   return gates + set1(op.eps);
 }
 
-static void stream_inputs(const StreamInputs& op, const Step& step, Member& member) {
+static void hyper_connection_pre(const HyperConnectionPre& op, const Step& step, Member& member) {
   const int64_t rows = count(step, op.rows);
   if (rows == 0) return;
   const Parts parts(rows, op.width, kLanes, member);
@@ -107,32 +107,32 @@ static void stream_inputs(const StreamInputs& op, const Step& step, Member& memb
     const int64_t row = share.begin / parts.count, part = share.begin % parts.count;
     const int64_t token = token_of(step, op.rows, row);
     const float* x = op.x + token * kStreams * op.width;
-    float mixes[kMixes];
-    const Floats mix = mix_row(op, row, mixes);
-    if (op.mixes && part == 0) std::memcpy(op.mixes + row * (kMixes - kStreams), mixes, sizeof mixes - 4 * kStreams);
+    float post_comb[kMixes];
+    const Floats pre = split_sinkhorn(op, row, post_comb);
+    if (op.post_comb && part == 0) std::memcpy(op.post_comb + row * (kMixes - kStreams), post_comb, sizeof post_comb - 4 * kStreams);
     for (int64_t i = parts.begin(part); i < parts.end(part); i += kLanes) {
-      Floats y = load(x + i) * set1(mix[0]);
-      for (int j = 1; j < kStreams; j++) y = fma(load(x + j * op.width + i), set1(mix[j]), y);
+      Floats y = load(x + i) * set1(pre[0]);
+      for (int j = 1; j < kStreams; j++) y = fma(load(x + j * op.width + i), set1(pre[j]), y);
       store(op.out + token * op.width + i, y);
     }
   }
 }
 
-static void stream_outputs(const StreamOutputs& op, const Step& step, Member& member) {
+static void hyper_connection_post(const HyperConnectionPost& op, const Step& step, Member& member) {
   if (step.tokens == 0) return;
   const Parts parts(step.tokens, op.width, kLanes, member);
   Share share(member, step.tokens * parts.count, 1);
   while (share.next()) {
     const int64_t t = share.begin / parts.count, part = share.begin % parts.count;
-    const float *mixes = op.mixes + t * (kMixes - kStreams), *between = mixes + kStreams;
+    const float *post_comb = op.post_comb + t * (kMixes - kStreams), *comb = post_comb + kStreams;
     const float* y = op.y + t * op.width;
     float* x = op.x + t * kStreams * op.width;
     for (int64_t i = parts.begin(part); i < parts.end(part); i += kLanes) {
       Floats streams[kStreams];
       for (int j = 0; j < kStreams; j++) streams[j] = load(x + j * op.width + i);
       for (int k = 0; k < kStreams; k++) {
-        Floats out = load(y + i) * set1(mixes[k]);
-        for (int j = 0; j < kStreams; j++) out = fma(streams[j], set1(between[j * kStreams + k]), out);
+        Floats out = load(y + i) * set1(post_comb[k]);
+        for (int j = 0; j < kStreams; j++) out = fma(streams[j], set1(comb[j * kStreams + k]), out);
         store(x + k * op.width + i, out);
       }
     }
