@@ -1,11 +1,10 @@
 // Paged attention with one arithmetic for prefill and decode.
 //
-// KvTile is cut into tiles of kTile absolute positions. For each tile, a query has its own largest score, its sum of
-// exponentials and its weighted values; tiles are merged in order of position by the online softmax (Milakov and
-// Gimelshein 2018, arXiv:1805.02867), with their own maximum, so that it makes no difference whether a tile's result
-// was kept in memory until all were there (decode, shared by threads) or merged at once (prefill), nor whether a thread
-// went on from what another had merged of the tiles before (a prefix that several rows share). Scores are in base 2: the
-// queries carry the factor log2(e) / sqrt(dim).
+// The context is cut into tiles of kTile absolute positions. A query has a row max, a row sum and weighted values for
+// each tile; the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) merges tiles in order of position. A
+// tile is always computed with its own maximum. So the result is the same bit by bit whether tiles are merged at once
+// (prefill), kept as partial results (split-KV decode), or merged onto what another thread has merged (a shared
+// prefix). Scores are in base 2: queries include the factor log2(e) / sqrt(dim).
 #pragma once
 
 #include "tile.h"
@@ -15,8 +14,8 @@ namespace ISA {
 constexpr int kPanels = kTile / kPanel;
 constexpr int kQueryRow = kMaxDim / 2, kWeightRow = kTile / 2;  // pairs from one row to the next
 
-// Where one tile of one row's history lies, for the first kv head of an item: for every 32 positions a panel of keys and
-// one of values. In a block the panels of the other heads follow at equal distances, so that all of them are one stream.
+// Addresses of one tile of one row's KV cache, for the first kv head of an item: a panel of keys and one of values for
+// every 32 positions. The panels of the other heads follow at equal distances, so that all heads form one stream.
 struct KvTile {
   int64_t known, panels;  // positions, and panels that hold them
   const Pair *keys[kPanels], *values[kPanels];
@@ -46,7 +45,7 @@ struct alignas(64) AttentionScratch {
   float row_max[kItemRows], row_sum[kItemRows], tile_max[kItemRows], tile_sum[kItemRows];  // rows of all heads in order
 };
 
-// Which rows of the scratch belong to which query of an item: kv heads of the item, queries, heads that share a key.
+// An item with its rows of the scratch, in this order: kv heads, queries, query heads of a kv head (GQA).
 struct Item {
   Item(const PagedAttention& op, const Step& step, const AttentionItem& item)
       : op(op), step(step), item(item), queries(step.queries + item.first), shared(op.heads / op.cache.kv_heads),
@@ -85,13 +84,13 @@ INLINE void gather_queries(const Item& it, AttentionScratch& s) {
   });
 }
 
-// What a stretch that is a whole panel fetches: the panel at `next`, 128 bytes with each step, or nothing.
+// A stretch over a whole panel. It prefetches the panel at `next`, 128 bytes per step, or nothing.
 INLINE Stretch stretch_of(const Pair* panel, int64_t pairs, const Pair* next) {
   const char* ahead = reinterpret_cast<const char*>(next);
   return {panel, panel + kLanes, pairs, {ahead, ahead ? ahead + 64 : nullptr}};
 }
 
-// scores[row][i] = query . key i of the tile, panel by panel with all heads in order. `next` is read afterwards.
+// scores[row][i] = query . key i of the tile: for each panel, all heads in order. `next` is read afterwards.
 INLINE void score(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
   const int64_t heads = it.heads(), stride = it.head_pairs();
   for (int64_t i = 0; i < h.panels; i++) {
@@ -109,8 +108,8 @@ INLINE void score(const Item& it, const KvTile& h, const Pair* next, AttentionSc
   }
 }
 
-// Turns a row's scores of positions [0, seen) of a tile into weights 2^(score - row_max) in bfloat16, with zeros up to the
-// end of the last panel; the row_sum counts the rounded weights.
+// Softmax numerators of a row over positions [0, seen) of a tile: 2^(score - row_max) in bfloat16, zeros up to the end
+// of the last panel. row_sum adds up the rounded numbers.
 INLINE void softmax(const float* scores, int64_t seen, int64_t panels, Pair* out, float& row_max, float& row_sum) {
   const int64_t whole = seen / kLanes * kLanes;  // positions of which no lane is left out
   const auto inside = [&](int64_t i) { return lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(seen); };
@@ -127,10 +126,10 @@ INLINE void softmax(const float* scores, int64_t seen, int64_t panels, Pair* out
   row_sum = sum(total);
 }
 
-// tile[row] (+)= sum over the positions of panels [begin, end) of weight * value, for the rows of one head. The panel at
-// `next` is read afterwards.
-INLINE void multiply_value_panels(const Item& it, const KvTile& h, int64_t head, int64_t begin, int64_t end, const Pair* next,
-                       AttentionScratch& s) {
+// tile[row] (+)= sum over the positions of panels [begin, end) of weight * value, for the rows of one head. The panel
+// at `next` is read afterwards.
+INLINE void multiply_value_panels(const Item& it, const KvTile& h, int64_t head, int64_t begin, int64_t end,
+                                  const Pair* next, AttentionScratch& s) {
   constexpr int64_t kChunk = kPanel / 2 * kPanel;  // pairs of 32 dimensions in a panel
   for (int64_t d = 0; d < it.dim; d += kPanel) {
     const int64_t chunk = d / kPanel * kChunk;
@@ -151,8 +150,8 @@ INLINE void multiply_value_panels(const Item& it, const KvTile& h, int64_t head,
   }
 }
 
-// tile[row] = sum over positions of weight * value. Several heads take turns panel by panel, so that the values of a
-// block are one stream; one head alone takes all panels at once, and keeps its sums in registers. `next` is read
+// tile[row] = sum over positions of weight * value. Several heads alternate panel by panel, so that the values of a
+// block are one stream. One head alone takes all panels at once and keeps its sums in registers. `next` is read
 // afterwards.
 INLINE void multiply_values(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
   const int64_t heads = it.heads(), run = heads == 1 ? h.panels : 1;
@@ -165,9 +164,9 @@ INLINE void multiply_values(const Item& it, const KvTile& h, const Pair* next, A
     }
 }
 
-// Takes the next tile of one query into its result. A tile of which it sees nothing changes nothing.
-static __attribute__((noinline)) void merge(float* out, float& row_max, float& row_sum, const float* tile, float tile_max,
-                                            float tile_sum, int64_t dim) {
+// Merges the next tile of one query into its result. A fully masked tile changes nothing.
+static __attribute__((noinline)) void merge(float* out, float& row_max, float& row_sum, const float* tile,
+                                            float tile_max, float tile_sum, int64_t dim) {
   if (tile_max == -INFINITY) return;
   const float higher = row_max > tile_max ? row_max : tile_max;
   const Floats factors = exp2_to_126(Floats{row_max - higher, tile_max - higher});
@@ -178,7 +177,7 @@ static __attribute__((noinline)) void merge(float* out, float& row_max, float& r
     store(out + i, fma(load(tile + i), set1(fresh), load(out + i) * set1(old)));
 }
 
-// A result in memory: row_max, row_sum, padding up to 16 floats, values.
+// A partial result in memory: row max, row sum, padding up to 16 floats, values.
 INLINE float* partial(const Item& it, int64_t result, const AttentionQuery& query, int64_t head) {
   return it.step.partials + query.partials + (result * it.op.heads + head) * (kPartialHead + it.dim);
 }
@@ -188,7 +187,7 @@ INLINE void store_partial(float* out, const float* values, float row_max, float 
   std::memcpy(out + kPartialHead, values, dim * sizeof(float));
 }
 
-// Begins with nothing, or with what others have merged and with the tiles that they have kept.
+// Starts from nothing, or from the partial results of earlier phases.
 INLINE void begin(const Item& it, AttentionScratch& s) {
   each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
     float* out = s.out + row * it.dim;
@@ -215,7 +214,7 @@ INLINE void softmax_tile(const Item& it, const KvTile& h, int64_t tile, Attentio
   });
 }
 
-// Takes what is known of one tile into the results, or keeps it for later.
+// Merges one tile into the results, or stores it as a partial result.
 INLINE void write_tile(const Item& it, int64_t tile, AttentionScratch& s) {
   const int64_t result = it.item.result + tile - it.item.tile_begin;
   each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {

@@ -1,4 +1,4 @@
-// How the attention of a step is cut into items for the threads; the same for all layers.
+// Splits the attention of a step into work items for the threads; the plan serves all layers.
 #pragma once
 
 #include <vector>
@@ -8,16 +8,16 @@
 
 namespace pypto {
 
-// Owns a step's items and the memory in which what they write to each other waits.
+// Owns a step's items and their partial results.
 class AttentionPlan {
  public:
-  // `shared` query heads read one of `kv_heads`; blocks hold `size` positions.
+  // `shared` query heads read each of `kv_heads` (GQA); blocks hold `size` positions.
   void shape(int shared, int kv_heads, int dim, int size);
   // Plan a step and give it the items, which stay until the next step.
   void make(Step& step, int threads);
 
  private:
-  // What a row of the step has in front of its last items, and memory for that: of each query so many results.
+  // A row's tiles that earlier phases attend to, and its partial results per query.
   struct Row {
     int32_t tiles, kept;
   };

@@ -1,11 +1,11 @@
-// Mixture of experts: which rows go where, and how their results come together.
+// Mixture of experts: router top-k, sorting tokens by expert, and combining expert outputs.
 #pragma once
 
 #include "tile.h"
 
 namespace ISA {
 
-// log(1 + e^x), with its tail of small numbers.
+// log(1 + e^x), accurate for very negative x too.
 INLINE Floats softplus(Floats x) {
   const Floats positive = larger(x, Floats{});
   const Floats u = exp(select(above(x, Floats{}), -x, x)), s = u / (set1(2.0f) + u), q = s * s;
@@ -14,7 +14,8 @@ INLINE Floats softplus(Floats x) {
   return fma(y, s, select(equal(x, x), positive, x));
 }
 
-// Scores of a token's experts, and with the bias added; returns what they are chosen by.
+// Computes a token's scores sqrt(softplus(logit)), without and with the bias. Returns those with the bias, which
+// select.
 INLINE const float* sqrt_softplus_scores(const Routing& r, int64_t token) {
   float *scores = r.scores + token * 2 * r.experts, *biased = scores + r.experts;
   for (int64_t e = 0; e < r.experts; e += kLanes) {
@@ -31,7 +32,7 @@ INLINE const float* sqrt_softplus_scores(const Routing& r, int64_t token) {
 
 constexpr float kSmallestSum = 1e-20f;  // added to sums of scores, all of which may be zero
 
-// The `per_token` largest of a token's scores, largest first, ties to the lower expert.
+// Top `per_token` experts of a token by score, largest first, ties to the lower expert.
 INLINE void largest_scores(const Routing& r, const float* scores, int32_t* topk_ids) {
   for (int32_t slot = 0; slot < r.per_token; slot++) {
     int32_t best = -1;
@@ -71,7 +72,7 @@ static void router_topk(const Routing& r, const Step& step, Member& member) {
   }
 }
 
-// A stable counting sort of the entries by expert; one member does it.
+// Stable counting sort of the entries by expert, on one thread.
 static void moe_sort(const Routing& r, const Step& step, Member& member) {
   if (member.index() != 0) return;
   const int64_t entries = static_cast<int64_t>(step.tokens) * r.per_token;

@@ -1,18 +1,18 @@
-// Hyper-connections: a token's streams are mixed into a block's input, and its output into the streams.
+// Hyper-connections, and the float32 GEMM that their coefficients and routers come from; see kStreams in ops.h.
 #pragma once
 
 #include "rows.h"
 
 namespace ISA {
 
-constexpr int kLinearOutputs = 4;     // outputs at once
-constexpr int kLinearRows = 4;  // and rows
+constexpr int kLinearOutputs = 4, kLinearRows = 4;  // computed at once
 
 ALWAYS_INLINE int64_t token_of(const Step& step, Rows rows, int64_t row) {
   return rows == Rows::kTokens ? row : step.logits_rows[row];
 }
 
-// out[m * stride + i] = x[m] . weight[i] for kLinearOutputs rows of weights: each sum runs over 16 lanes in order.
+// out[m * stride + i] = x[m] . weight[i] for kLinearOutputs rows of weights. Each sum runs over k in order, in 16
+// lanes.
 template <int M>
 static void multiply_f32(const float* const* x, const float* weight, int64_t width, float* out, int64_t stride) {
   Floats sums[M][kLinearOutputs];
@@ -57,7 +57,8 @@ static void rms_norm_linear(const RmsNormLinear& op, const Step& step, Member& m
   }
 }
 
-// Of a matrix of kStreams x kStreams in 16 lanes: sums of lanes whose numbers differ in the bits of `a` and `b` only.
+// Sums over a row or column of a kStreams x kStreams matrix in 16 lanes: lanes whose numbers differ only in bits a and
+// b.
 INLINE Floats sum_lanes(Floats x, int a, int b) {
   const Floats pairs = x + permute(x, lane_numbers() ^ a);
   return pairs + permute(pairs, lane_numbers() ^ b);
@@ -67,8 +68,8 @@ INLINE Floats sum_rows(Floats x) { return sum_lanes(x, 1, 2); }
 
 INLINE Floats sum_columns(Floats x) { return sum_lanes(x, 4, 8); }
 
-// A matrix made nearly doubly stochastic (Sinkhorn and Knopp 1967): the softmax of its rows, then columns and rows in
-// turns are divided by their sums.
+// Makes a matrix nearly doubly stochastic (Sinkhorn and Knopp 1967): softmax over rows, then columns and rows are
+// divided by their sums alternately.
 INLINE Floats sinkhorn(Floats x, int32_t iterations, float eps) {
   Floats top = larger(x, permute(x, lane_numbers() ^ 1));
   top = larger(top, permute(top, lane_numbers() ^ 2));
@@ -82,7 +83,7 @@ INLINE Floats sinkhorn(Floats x, int32_t iterations, float eps) {
   return x;
 }
 
-// The post_comb of a row: writes those of output and streams, returns those of the input in the first lanes.
+// Writes post and comb of a row; returns pre in the first lanes.
 INLINE Floats split_sinkhorn(const HyperConnectionPre& op, int64_t row, float* post_comb) {
   const int64_t outputs = op.post_comb ? kMixes : kStreams, ends = op.post_comb ? 2 * kStreams : kStreams;
   const float* mixes = op.mixes + row * outputs;
@@ -109,7 +110,8 @@ static void hyper_connection_pre(const HyperConnectionPre& op, const Step& step,
     const float* x = op.x + token * kStreams * op.width;
     float post_comb[kMixes];
     const Floats pre = split_sinkhorn(op, row, post_comb);
-    if (op.post_comb && part == 0) std::memcpy(op.post_comb + row * (kMixes - kStreams), post_comb, sizeof post_comb - 4 * kStreams);
+    if (op.post_comb && part == 0)
+      std::memcpy(op.post_comb + row * (kMixes - kStreams), post_comb, sizeof post_comb - 4 * kStreams);
     for (int64_t i = parts.begin(part); i < parts.end(part); i += kLanes) {
       Floats y = load(x + i) * set1(pre[0]);
       for (int j = 1; j < kStreams; j++) y = fma(load(x + j * op.width + i), set1(pre[j]), y);

@@ -1,4 +1,4 @@
-// Which compressed entries a token attends to: scores of all of them, and the largest.
+// The lightning indexer: scores all compressed entries of a token and selects the top-k.
 #pragma once
 
 #include <bit>
@@ -7,8 +7,8 @@
 
 namespace ISA {
 
-constexpr int kIndexerKeys = 128;         // keys that are gathered at once
-constexpr int kIndexerPiece = 2048;       // entries of a token that a member scores at once
+constexpr int kIndexerKeys = 128;         // keys gathered at once
+constexpr int kIndexerPiece = 2048;       // entries of a token that a thread scores at once
 constexpr int kIndexerRow = kMaxDim / 2;  // pairs from one gathered key to the next
 
 struct alignas(64) IndexerScratch {
@@ -21,7 +21,7 @@ INLINE int64_t entries_of(const IndexerTopK& op, const Step& step, int64_t token
   return (step.positions[token] + 1) / op.keys->ratio;
 }
 
-// Of each gathered key, 16 sums over the heads of a panel, added to those of the panels before.
+// Adds a panel's heads to the scores of each gathered key, in 16 partial sums.
 INLINE void add_heads(const IndexerTopK& op, int64_t token, int64_t panel, int64_t count, IndexerScratch& s) {
   const int64_t panels = (op.heads + kPanel - 1) / kPanel;
   const Pair* queries = op.queries + (token * panels + panel) * (op.dim / 2) * kPanel;
@@ -43,7 +43,8 @@ INLINE void add_heads(const IndexerTopK& op, int64_t token, int64_t panel, int64
 }
 
 // Scores of a token's entries [begin, end).
-static void score_entries(const IndexerTopK& op, const Step& step, int64_t token, int64_t begin, int64_t end, float* scores) {
+static void score_entries(const IndexerTopK& op, const Step& step, int64_t token, int64_t begin, int64_t end,
+                          float* scores) {
   static thread_local IndexerScratch s;
   for (int64_t first = begin; first < end; first += kIndexerKeys) {
     const int64_t count = min(kIndexerKeys, end - first);
@@ -58,14 +59,14 @@ static void score_entries(const IndexerTopK& op, const Step& step, int64_t token
   }
 }
 
-// Whole numbers in the order of floats; both zeros are one.
+// Integers in the order of floats; -0 equals +0.
 INLINE uint32_t ordered(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x + 0.0f);
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
-// The `top` largest of more scores, ties to the lower one, in ascending order: the smallest of them is found by its upper,
-// middle and lower bits.
+// Selects the top-k of more than k scores, ties to the lower index, in ascending order. A radix select over the upper,
+// middle and lower bits finds the k-th largest score.
 static void topk_entries(const float* scores, int64_t entries, int64_t topk, int32_t* indices) {
   constexpr uint32_t kBuckets = 1 << 11;
   uint32_t found = 0, known = 0;
@@ -88,8 +89,9 @@ static void topk_entries(const float* scores, int64_t entries, int64_t topk, int
   }
 }
 
-// Tokens [first, first + tokens) of a step, of which some know more than `top` entries and none more than `most`.
-INLINE void indexer_tokens(const IndexerTopK& op, const Step& step, int64_t first, int64_t tokens, int64_t most, Member& member) {
+// Tokens [first, first + tokens) of a step. At least one sees more than topk entries, none more than `most`.
+INLINE void indexer_tokens(const IndexerTopK& op, const Step& step, int64_t first, int64_t tokens, int64_t most,
+                           Member& member) {
   const int64_t pieces = (most + kIndexerPiece - 1) / kIndexerPiece;
   Share scoring(member, tokens * pieces, 1);
   while (scoring.next()) {

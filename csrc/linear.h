@@ -1,16 +1,16 @@
-// Products with packed weights, for all rows of a step and for those of each expert.
+// GEMMs with packed weights, for all rows of a step and for the rows of each expert.
 #pragma once
 
 #include "tile.h"
 
 namespace ISA {
 
-// About this many bytes of weights are taken at once: a linear stream long enough for the prefetchers of the hardware,
-// and short enough that the last pieces balance the threads.
+// Bytes of weights that a thread takes at once: long enough a stream for the hardware prefetchers, short enough to
+// balance the threads at the end.
 constexpr int64_t kGrainBytes = 64 << 10;
 
-// How far a single strip of rows fetches ahead of what it multiplies: what the memory delivers within its latency, and
-// no more than the first-level cache and its queues bear (4 and 8 KiB are slower).
+// Prefetch distance of a single strip: what memory delivers within its latency, and no more than the L1 cache and its
+// queues can take (4 and 8 KiB are slower).
 constexpr int64_t kAheadBytes = 6 << 10;
 
 INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
@@ -50,13 +50,12 @@ INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips
   }
 }
 
-// 32 bits each, in a row.
+// 32-bit words in a row of the weights.
 INLINE int64_t words(const Linear& op) { return op.k / (op.scales ? Int8Dot::kEach : Bf16Dot::kEach); }
 
-// One panel times all strips. For up to 4 rows nothing is fetched by us: there is little to do but read, and the hardware
-// follows the stream. A single larger strip fetches a little ahead of itself, into the next panel at the end. Where
-// several strips pass by, the panel stays in the second-level cache, and the first four of them fetch the next panel, a
-// part each, for as long as there is computed.
+// One panel times all strips. Up to 4 rows need no software prefetch: there is little to do but read, and the hardware
+// follows the stream. A larger single strip prefetches kAheadBytes ahead. With several strips the panel stays in the L2
+// cache, and the first four strips prefetch a part of the next panel each.
 template <typename Kind>
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t pairs = op.k / Kind::kEach, panel_pairs = pairs * kPanel;
@@ -83,7 +82,7 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   one_panel<Bf16Dot>(op, panel, strips);
 }
 
-// Panels that are taken at once.
+// Panels that a thread takes at once.
 INLINE int64_t panel_grain(const Linear& op) {
   const int64_t panel_bytes = words(op) * kPanel * 4;
   return panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1;
@@ -116,7 +115,7 @@ INLINE void expert_panel(const ExpertLinear& op, int64_t expert, int64_t panel) 
   one_panel(one, panel, {routing.starts[expert + 1] - first, kMaxRows});
 }
 
-// As `linear`, for the experts that have rows: an item is one panel of one of them.
+// Grouped GEMM over the experts that have rows: an item is one panel of one expert.
 static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
   const Routing& routing = *op.routing;
   const int64_t panels = (op.linear.n + kPanel - 1) / kPanel;

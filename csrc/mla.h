@@ -1,11 +1,11 @@
-// Latents: vectors that are key and value at once, how they are rotated, compressed and kept in pages.
+// Latents (key and value at once): partial RoPE, the KV compressor, and their paged rows.
 #pragma once
 
 #include "rows.h"
 
 namespace ISA {
 
-// Where the row that holds `position` lies, by the block table of a row of the step.
+// Address of the paged row of `position`, by the block table of row `row` of the step.
 template <typename Value>
 INLINE Value* page_row(const Pages& pages, const Step& step, int64_t row, int64_t position) {
   const GroupTables& group = step.groups[pages.group];
@@ -14,7 +14,7 @@ INLINE Value* page_row(const Pages& pages, const Step& step, int64_t row, int64_
   return reinterpret_cast<Value*>(pages.data + block * pages.block_stride + first * pages.row_bytes);
 }
 
-// Where that of a token lies, by its slot.
+// Address of the paged row of a token, by its slot.
 template <typename Value>
 INLINE Value* slot_row(const Pages& pages, const Step& step, int64_t token) {
   const int64_t slot = step.groups[pages.group].slots[token];
@@ -22,10 +22,10 @@ INLINE Value* slot_row(const Pages& pages, const Step& step, int64_t token) {
   return reinterpret_cast<Value*>(pages.data + slot / pages.size * pages.block_stride + first * pages.row_bytes);
 }
 
-// Cosines, or sines, of 8 angles, each twice.
+// Repeats each of 8 cosines, or sines, for both numbers of its pair.
 INLINE Floats twice(const float* angles) { return permute((Floats)load_some(angles, kLanes / 2), lane_numbers() >> 1); }
 
-// Turns pairs (even, odd) of neighbours by the angles of `cos` and `sin`, or back (Su et al. 2021, arXiv:2104.09864).
+// RoPE of interleaved pairs (even, odd), or its inverse if `back` (Su et al. 2021, arXiv:2104.09864).
 INLINE Floats rope_interleaved(Floats x, const float* cos, const float* sin, bool back) {
   const Floats other = permute(x, lane_numbers() ^ 1), s = twice(sin);
   const Floats signs = select((lane_numbers() & 1) - 1, -s, s);  // even lanes: x cos - other sin
@@ -51,7 +51,7 @@ INLINE void store_bf16(const float* x, int64_t dim, bf16* out) {
   for (int64_t i = 0; i < dim; i += kLanes) store_narrow(out + i, load(x + i));
 }
 
-constexpr int kRopeHeads = 16;  // heads that are rotated at once
+constexpr int kRopeHeads = 16;  // heads processed at once
 
 static void norm_rope(const NormRope& op, const Step& step, Member& member) {
   const int64_t dim = op.rope.dim, parts = (op.heads + kRopeHeads - 1) / kRopeHeads;
@@ -86,9 +86,9 @@ static void compressor_state(const CompressorState& op, const Step& step, Member
   }
 }
 
-constexpr int kMostSlots = 128;  // rows that an entry is made of
+constexpr int kMostSlots = 128;  // most state rows of an entry
 
-// The states that an entry is made of, each from its first dimension on.
+// State rows of an entry, each from its first channel on.
 struct Slots {
   const float* rows[kMostSlots];
   int64_t count = 0;
@@ -106,7 +106,7 @@ INLINE Slots find_slots(const Compress& op, const Step& step, int64_t token) {
   return slots;
 }
 
-// out = of each dimension, the mean of the slots' kv by the softmax of their gates.
+// out[channel] = mean of the slots' kv, weighted by the softmax of their gates in that channel.
 INLINE void weighted_mean(const Slots& slots, int64_t width, int64_t dim, float* out) {
   for (int64_t i = 0; i < dim; i += kLanes) {
     Floats top = set1(-INFINITY), row_sum{}, total{};

@@ -1,10 +1,11 @@
-// Attention over latents: all heads of a token share the rows that it sees, each of which is key and value.
+// MLA over a sliding window and compressed entries: all heads of a token share the rows that it attends to, and each
+// row is key and value.
 //
-// What a token sees is a list: the rows of its window, oldest first, then compressed entries in ascending order. The list
-// is cut into tiles of kTile, which are gathered from their blocks, once as keys, row by row, and once as values, in pairs
-// of rows. A product takes keys as rows and 32 heads as columns, so that a head is a lane of the softmax (online: Milakov
-// and Gimelshein 2018, arXiv:1805.02867); the weights are then rows of the product with the values. Which tile an entry
-// is in depends on the token alone.
+// The rows of a token form a list: its window, oldest first, then compressed entries in ascending order. The list is
+// cut into tiles of kTile. A tile is gathered from the blocks twice: as keys, row by row, and as values, in pairs of
+// rows. The QK product has keys as rows and 32 heads as columns, so a head is a lane of the online softmax (Milakov and
+// Gimelshein 2018, arXiv:1805.02867). Its weights are the rows of the PV product. The tile of an entry depends on the
+// token alone.
 #pragma once
 
 #include "mla.h"
@@ -25,7 +26,7 @@ struct alignas(64) MlaScratch {
   float row_max[kMaxLatentHeads], row_sum[kMaxLatentHeads];
 };
 
-// What a token sees.
+// The rows that a token attends to.
 struct Seen {
   Seen(const MlaAttention& op, const Step& step, int64_t token)
       : op(op), step(step), row(step.row_of[token]), end(step.positions[token] + 1),
@@ -47,7 +48,7 @@ struct Seen {
   const int32_t* indices = nullptr;
 };
 
-// Keys 2 i and 2 i + 1, which may be null, and their values in pairs.
+// Copies keys 2 i and 2 i + 1 (which may be null), and their values in pairs.
 INLINE void gather_pair(const char* even, const char* odd, int64_t i, int64_t dim, MlaScratch& s) {
   Pair* keys = s.keys + 2 * i * kKeyRow;
   std::memcpy(keys, even, dim * sizeof(bf16));
@@ -80,8 +81,8 @@ INLINE void score_keys(const MlaAttention& op, const Pair* queries, int64_t coun
   }
 }
 
-// Turns 16 heads' scores into weights 2^(score - row_max) in bfloat16, in pairs of keys; returns by how much what was there
-// before is worth less. The row_sum counts the rounded weights.
+// Softmax numerators of 16 heads, 2^(score - row_max) in bfloat16, in pairs of keys. Returns the factor for the sums so
+// far. row_sum adds up the rounded numbers.
 INLINE Floats softmax_keys(int64_t count, int64_t lane, float* maxima, float* sums, MlaScratch& s) {
   const Floats before = load(maxima + lane);
   Floats row_max = before;
@@ -102,8 +103,8 @@ INLINE Floats softmax_keys(int64_t count, int64_t lane, float* maxima, float* su
 }
 
 // out[head] = out[head] * factor + sum over keys of weight * value.
-INLINE void multiply_values(const MlaAttention& op, const Strips& heads, int64_t count, const float* factors, float* out,
-                       MlaScratch& s) {
+INLINE void multiply_values(const MlaAttention& op, const Strips& heads, int64_t count, const float* factors,
+                            float* out, MlaScratch& s) {
   const int64_t pairs = (count + 1) / 2;
   for (int64_t head = 0; head < heads.rows; head++) {
     if (factors[head] == 1.0f) continue;
@@ -129,7 +130,7 @@ INLINE void multiply_values(const MlaAttention& op, const Strips& heads, int64_t
 
 INLINE int64_t heads_in(const MlaAttention& op, int64_t panel) { return min(kPanel, op.heads - panel * kPanel); }
 
-// Turned back by the token's position, in strips of the heads' group.
+// Applies inverse RoPE at the token's position and writes to the strips of the head's group.
 INLINE void store_unrotated(const MlaAttention& op, const Step& step, int64_t token, int64_t head, const float* values,
                               float row_sum) {
   const Strips tokens{step.tokens, kMaxRows};
@@ -173,7 +174,7 @@ static void attend_token(const MlaAttention& op, const Step& step, int64_t token
     }
 }
 
-// An item is a token; where there are too few, it is one of its panels of heads.
+// A thread takes a token, or one panel of its heads where there are too few tokens.
 static void mla_attention(const MlaAttention& op, const Step& step, Member& member) {
   static thread_local MlaScratch s;
   const int64_t panels = (op.heads + kPanel - 1) / kPanel;

@@ -1,11 +1,11 @@
-// What happens to a row by itself: embedding, normalisation, and what makes queries, keys and values of a projection.
+// Row-wise operations: embedding, RMSNorm, int8 quantization, QK-norm and RoPE.
 #pragma once
 
 #include "tile.h"
 
 namespace ISA {
 
-// Rows that a member takes at once.
+// Rows that a thread takes at once.
 INLINE int64_t row_grain(int64_t rows, const Member& member) {
   const int64_t each = rows / member.count();
   return each < 1 ? 1 : min(each, kMaxRows);
@@ -87,7 +87,7 @@ INLINE float rms_norm_int8(const RmsNorm& op, const float* x, float scale, int64
   return largest[0] / 127.0f;
 }
 
-// Members take whole strips, or, where there are too few, a part of the columns each: no two write to one cache line.
+// Threads take whole strips, or parts of the columns where there are too few strips. No two write to one cache line.
 struct Parts {
   int64_t count, width, size;
   Parts(int64_t strips, int64_t width, int64_t line, const Member& member)
@@ -121,7 +121,7 @@ static void rms_norm(const RmsNorm& op, const Step& step, Member& member) {
   }
 }
 
-// Int8Dot [begin, end) of a strip of one row from its pairs, of which all are looked at.
+// Quantizes quads [begin, end) of a strip of one row. The scale comes from the whole row.
 INLINE void quantize_row(const Pair* x, int64_t pairs, int64_t begin, int64_t end, Pair* out, float* scale) {
   const auto pair = [&](int64_t p) __attribute__((always_inline)) { return load_some(x + p, min(kLanes, pairs - p)); };
   Ints top{};
@@ -206,8 +206,8 @@ static void embed(const Embed& op, const Step& step, Member& member) {
   }
 }
 
-// RMSNorm of one head and its rotary embedding (Su et al. 2021, arXiv:2104.09864): the pair (i, i + dim / 2) turns by
-// the i-th angle of the position.
+// RMSNorm of one head, then RoPE in NeoX style (Su et al. 2021, arXiv:2104.09864): the pair (i, i + dim / 2) is rotated
+// by the i-th angle of the position.
 INLINE void turn(const float* x, const float* weight, const float* cos, const float* sin, int64_t dim, float eps,
                  float* out) {
   const float scale = inverse_rms(x, dim, eps);
@@ -226,9 +226,10 @@ INLINE void store_key(const KvCache& cache, int64_t block, int64_t offset, int64
   for (int64_t i = 0; i < cache.dim; i += kLanes) store_pairs(out + i / 2 * kPanel, kPanel, load(key + i));
 }
 
-// A pair holds the values of two tokens. The last token of a row in a step voids what an earlier owner of the block
-// left in the other half, which is multiplied by zero and must be finite.
-INLINE void store_value(const KvCache& cache, int64_t block, int64_t offset, int64_t head, const float* value, bool last) {
+// A pair holds the values of two tokens. The last token of a row in a step zeroes the other half: an earlier owner of
+// the block may have left NaN there, and attention multiplies it by zero.
+INLINE void store_value(const KvCache& cache, int64_t block, int64_t offset, int64_t head, const float* value,
+                        bool last) {
   bf16* values = cache.values + block * cache.block_stride + head * cache.size * cache.dim;
   bf16* panel = values + offset / kPanel * kPanel * cache.dim + offset % kPanel / 2 * kPanel * 2 + offset % 2;
   const bool voids = last && offset % 2 == 0;
