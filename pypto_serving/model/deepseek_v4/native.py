@@ -29,13 +29,13 @@ from pypto_serving.util import ceil_div
 
 LOG2_E = math.log2(math.e)
 _POST_COMB = 20
-"""Numbers that say how a token's streams are mixed after a block: 4 of its output, 4 x 4 among them."""
+"""Hyper-connection coefficients post (4) and comb (4 x 4) of a token."""
 
 
 class NativeDeepseekV4:
     """Owns packed weights, the arenas of all KV groups and the recorded step of a DeepSeek V4 model.
 
-    A block holds tensor after tensor, in it layer after layer, in it row after row. Streams, cache states, mixing and
+    A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
     routing are float32. `logits` is float32 [max_num_seqs, vocab].
     """
 
@@ -44,7 +44,7 @@ class NativeDeepseekV4:
 
     @staticmethod
     def name(model: DeepseekV4Config) -> str:
-        """What program and arithmetic are called."""
+        """Name program and arithmetic, for the fingerprint."""
         return "deepseek-v4-native-2"
 
     def __init__(self, model: DeepseekV4Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
@@ -74,10 +74,7 @@ class NativeDeepseekV4:
         self.step.linear(b.normed, self._weights.matrix(["head"]), b.logits, Rows.LOGITS)
 
     def _record_hyper_connection_pre(self, mixer: str, norm: str, rows: Rows = Rows.TOKENS) -> Float32Array:
-        """`x` = the mixture of streams that enters a block, or the end; `normed` = its norm in strips.
-
-        Returns the norm's weight.
-        """
+        """Record x = the weighted sum of streams, and normed = RMSNorm(x) in strips. Return the norm's weight."""
         b, hyper, eps = self._buffers, self.model.hyper, self.model.rms_norm_eps
         weight, base, scale = (self._weights.exact(f"{mixer}_{name}") for name in ("fn", "base", "scale"))
         ends = rows == Rows.LOGITS
@@ -89,7 +86,7 @@ class NativeDeepseekV4:
         return norm_weight
 
     def _record_attention(self, layer: int, kind: LayerKind, cos: Float32Array, sin: Float32Array) -> None:
-        """y = wo_b(wo_a(attend(...))), by groups; writes the cache rows of the step's tokens."""
+        """Record y = wo_b(wo_a(attention)), wo_a by groups, and the writes to the KV cache."""
         b, model, weights = self._buffers, self.model, self._weights
         prefix, eps = f"layers.{layer}.attn.", model.rms_norm_eps
         parts = self._project(layer, kind)
@@ -117,7 +114,7 @@ class NativeDeepseekV4:
         self.step.linear(b.out_latent, weights.matrix([f"{prefix}wo_b"]), b.y)
 
     def _project(self, layer: int, kind: LayerKind) -> dict[str, Float32Array]:
-        """All products of the normed input, as columns of one."""
+        """Record all projections of the normed input as one GEMM. Return its columns by name."""
         names, prefix = _projections(kind), f"layers.{layer}.attn."
         out = self._buffers.projected[kind]
         self.step.linear(self._buffers.normed, self._weights.matrix([prefix + name for name in names]), out)
@@ -138,7 +135,7 @@ class NativeDeepseekV4:
     def _record_indexer(
         self, layer: int, parts: dict[str, Float32Array], queries: Float32Array, rope: NormRopeParams
     ) -> None:
-        """Entries that tokens attend to, where they know more than the indexer chooses."""
+        """Record the indexer: its compressor, query RoPE and top-k."""
         b, indexer = self._buffers, self.model.indexer
         assert indexer is not None
         keys = self._arenas.pages("idx", "key", layer)
@@ -152,7 +149,7 @@ class NativeDeepseekV4:
         self.step.indexer_topk(b.index_queries, head_weights, scale, query_rope, keys, b.topk_indices, b.scores)
 
     def _record_experts(self, layer: int, norm: Float32Array) -> None:
-        """y = the shared expert's output and the weighted sum of the routed experts' outputs."""
+        """Record y = shared expert + weighted sum of the routed experts."""
         b, model, weights = self._buffers, self.model, self._weights
         prefix, experts = f"layers.{layer}.ffn.", model.experts
         router = weights.exact(f"{prefix}gate.weight") * norm
@@ -176,7 +173,7 @@ class NativeDeepseekV4:
 
 
 def _projections(kind: LayerKind) -> list[str]:
-    """Matrices that the normed input of attention is multiplied by."""
+    """List the projections of attention's normed input."""
     names = ["wq_a", "wkv"]
     if kind != "swa":
         names += ["compressor.wkv", "compressor.wgate"]
@@ -190,7 +187,7 @@ def _weighted(rope: NormRopeParams, weight: Float32Array) -> NormRopeParams:
 
 
 class Arenas:
-    """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and knows where a layer's rows lie."""
+    """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and finds a layer's rows in them."""
 
     def __init__(self, config: EngineConfig, step: Recording) -> None:
         self._groups, self._step = config.groups, step
@@ -199,7 +196,7 @@ class Arenas:
         self._known: dict[tuple[str, str, int], Pages] = {}
 
     def pages(self, name: str, tensor: str, layer: int) -> Pages:
-        """The rows that a tensor of the group `name` has for a layer."""
+        """Return the rows of a tensor of the group `name` in a layer."""
         if (name, tensor, layer) not in self._known:
             self._known[name, tensor, layer] = self._find(name, tensor, layer)
         return self._known[name, tensor, layer]
@@ -218,7 +215,7 @@ class Arenas:
 
 
 class Buffers:
-    """Activations of the largest step; see kernels/engine.py for layouts."""
+    """Owns the activations of the largest step; see kernels/engine.py for layouts."""
 
     def __init__(self, model: DeepseekV4Config, config: EngineConfig) -> None:
         tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
@@ -257,5 +254,5 @@ class Buffers:
 
 
 def _panels(tokens: int, heads: int, dim: int) -> PairArray:
-    """Queries as the kernels of latents read them."""
+    """Allocate query panels, as MLA and the indexer read them."""
     return zeros(np.uint32, tokens, ceil_div(heads, PANEL), dim // 2, PANEL)
