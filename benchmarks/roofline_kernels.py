@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from roofline_work import BLOCK, Batch, Work
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Scoring, Strips, zeros
+from pypto_serving.kernels import Engine, Int8Strips, KVCacheLayer, Matrix, Recording, Scoring, Strips, zeros
 from pypto_serving.kernels.engine import PANEL
 from pypto_serving.kernels.limits import Memory, peak
 
@@ -124,13 +124,13 @@ class Bench:
         """Random activations in strips of pairs or quads."""
         if not int8:
             return self.normal(rows * width).view(np.uint32)
-        return Quads(self.normal(rows * width // 2).view(np.uint32), np.ones(rows, np.float32))
+        return Int8Strips(self.normal(rows * width // 2).view(np.uint32), np.ones(rows, np.float32))
 
     def recording(self) -> Recording:
         """A new recording. Its first operation, while which the threads wake up, is not measured."""
         recording = Recording(self.engine)
         x, weight, out = self._lead
-        recording.norm(x, weight, 1e-6, out)
+        recording.rms_norm(x, weight, 1e-6, out)
         return recording
 
     def measure(self, recording: Recording, inputs: Callable[[], StepInputs], rivals: Sequence[Call] = ()) -> Rounds:
@@ -220,7 +220,7 @@ def linear(name: str, n: int, k: int, finish: str, bench: Bench, int8: bool = Fa
     def run(rows: int) -> list[Result]:
         x, recording = bench.strips(rows, k, int8), bench.recording()
         out = zeros(np.uint32, rows * n // 4) if finish == "gate" else zeros(np.float32, rows, n)
-        record: Any = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_gate}[finish]
+        record: Any = {"store": recording.linear, "add": recording.linear_add, "gate": recording.linear_swiglu}[finish]
         for matrix in matrices:
             record(x, matrix, out)
         rivals = _torch_linears(x, rows, matrices) if bench.with_torch and isinstance(x, np.ndarray) else ()
@@ -253,7 +253,9 @@ def attend(bench: Bench) -> Callable[[Batch], list[Result]]:
         out, recording = zeros(np.uint32, tokens * HEADS * DIM // 2), bench.recording()
         for layer in range(max(layers, LEAST_CALLS)):
             layer %= layers
-            recording.attend(queries.reshape(tokens, HEADS, DIM), CacheLayer(pages.reshape(shape), layer, DIM), out)
+            recording.paged_attention(
+                queries.reshape(tokens, HEADS, DIM), KVCacheLayer(pages.reshape(shape), layer, DIM), out
+            )
         with_torch = bench.with_torch and not batch.shared  # which it would have to copy for each row
         rivals = _torch_attention(bench, batch, queries, layers) if with_torch else ()
         inputs = batch.inputs(bench.rng)
@@ -316,7 +318,7 @@ def norm(bench: Bench) -> Callable[[int], list[Result]]:
         x, weight = bench.rng.standard_normal((rows, WIDTH), np.float32), np.ones(WIDTH, np.float32)
         recording, out = bench.recording(), zeros(np.uint32, rows * WIDTH // 2)
         for _ in range(REPEATS):
-            recording.norm(x, weight, 1e-6, out)
+            recording.rms_norm(x, weight, 1e-6, out)
         rounds = bench.measure(recording, lambda: Batch.decode(rows).inputs(bench.rng))
         return [Result.of("norm", f"M={rows}", [work.norm(rows, WIDTH)], rounds.calls, rounds)]
 
@@ -348,7 +350,7 @@ def heads(bench: Bench) -> Callable[[int], list[Result]]:
         weights, queries = np.ones((HEADS + KV_HEADS, DIM), np.float32), zeros(np.uint16, rows, HEADS, DIM)
         recording = bench.recording()
         for layer in range(REPEATS):
-            recording.heads(x, weights, cos, sin, 1e-6, queries, CacheLayer(pages, layer, DIM))
+            recording.qk_norm_rope(x, weights, cos, sin, 1e-6, queries, KVCacheLayer(pages, layer, DIM))
         rounds = bench.measure(recording, lambda: batch.inputs(bench.rng))
         return [
             Result.of(
@@ -374,15 +376,15 @@ def experts(bench: Bench) -> Callable[[int], list[Result]]:
         y = zeros(np.float32, entries, EXPERT_WIDTH)
         logits = bench.rng.standard_normal((EXPERT_LAYERS, tokens, EXPERTS), np.float32)
         # One kind of operation after the other, so that a round tells them apart.
-        routings = [recording.route(layer, PER_TOKEN, Scoring.NORMALIZED) for layer in logits]
+        routings = [recording.route(layer, PER_TOKEN, Scoring.RENORMALIZED) for layer in logits]
         for routing in routings:
-            recording.gather(routing, x, EXPERT_WIDTH, rows)
+            recording.moe_gather(routing, x, EXPERT_WIDTH, rows)
         for routing in routings:
-            recording.expert_gate(routing, rows, gate_up, gated)
+            recording.expert_swiglu(routing, rows, gate_up, gated)
         for routing in routings:
             recording.expert_linear(routing, gated, down, y)
         for routing in routings:
-            recording.combine(routing, y, out)
+            recording.moe_combine(routing, y, out)
         inputs = Batch.decode(tokens).inputs(bench.rng)
         rounds = bench.measure(recording, lambda: inputs)
         seconds = rounds.seconds.reshape(len(rounds.seconds), -1, EXPERT_LAYERS).mean(axis=2)

@@ -174,10 +174,10 @@ def operations(model: Qwen3Config, batch: Batch) -> Iterator[Operation]:
     for layer in range(model.num_layers):
         prefix = f"model.layers.{layer}."
         bytes_in, bytes_out = (f"{prefix}self_attn.{name}_proj.weight" in int8 for name in "qo")
-        yield Operation("norm", "norm", norm(tokens, width, bytes_in))
+        yield Operation("norm", "rms_norm", norm(tokens, width, bytes_in))
         yield Operation("qkv", "linear", linear(tokens, projected, width, int8=bytes_in))
-        yield Operation("heads", "heads", heads(tokens, *split))
-        yield Operation("attend", "attend", attend(batch, *split))
+        yield Operation("heads", "qk_norm_rope", heads(tokens, *split))
+        yield Operation("attend", "paged_attention", attend(batch, *split))
         yield from _quantized(bytes_out, tokens, queries)
         yield Operation("o", "linear", linear(tokens, width, queries, "add", int8=bytes_out))
         if model.experts is not None and layer in model.experts.layers:
@@ -185,12 +185,12 @@ def operations(model: Qwen3Config, batch: Batch) -> Iterator[Operation]:
             continue
         inner = model.intermediate_size
         bytes_in, bytes_out = (f"{prefix}mlp.{name}_proj.weight" in int8 for name in ("gate", "down"))
-        yield Operation("norm", "norm", norm(tokens, width, bytes_in))
+        yield Operation("norm", "rms_norm", norm(tokens, width, bytes_in))
         yield Operation("gate/up", "linear", linear(tokens, 2 * inner, width, "gate", int8=bytes_in))
         yield from _quantized(bytes_out, tokens, inner)
         yield Operation("down", "linear", linear(tokens, width, inner, "add", int8=bytes_out))
     head = "lm_head.weight" in int8
-    yield Operation("norm", "norm", norm(rows, width, head))
+    yield Operation("norm", "rms_norm", norm(rows, width, head))
     yield Operation("lm_head", "linear", linear(rows, model.vocab_size, width, int8=head))
 
 
@@ -204,15 +204,15 @@ def _experts(experts: Experts, tokens: int, width: int, prefix: str, int8: Colle
     active, entries = expected_active(experts.count, per_token, tokens), tokens * per_token
     router = f"{prefix}gate.weight" in int8
     gate_up, down = (f"{prefix}experts.0.{name}_proj.weight" in int8 for name in ("gate", "down"))
-    yield Operation("norm", "norm", norm(tokens, width))
+    yield Operation("norm", "rms_norm", norm(tokens, width))
     yield from _quantized(router, tokens, width)
     yield Operation("router", "linear", linear(tokens, experts.count, width, int8=router))
-    yield Operation("route", "choose", route(tokens, experts.count, per_token))
-    yield Operation("route", "sort", Work(0, 0))
+    yield Operation("route", "router_topk", route(tokens, experts.count, per_token))
+    yield Operation("route", "moe_sort", Work(0, 0))
     yield from _quantized(gate_up, tokens, width)
-    yield Operation("gather", "gather", gather(tokens, per_token, width, gate_up))
-    expert_gate = linear(entries, 2 * inner, width, "gate", active, gate_up)
-    yield Operation("experts gate/up", "expert_linear", expert_gate)
+    yield Operation("gather", "moe_gather", gather(tokens, per_token, width, gate_up))
+    expert_swiglu = linear(entries, 2 * inner, width, "gate", active, gate_up)
+    yield Operation("experts gate/up", "expert_linear", expert_swiglu)
     yield from _quantized(down, entries, inner)
     yield Operation("experts down", "expert_linear", linear(entries, width, inner, "store", active, down))
-    yield Operation("combine", "combine", combine(tokens, per_token, width))
+    yield Operation("combine", "moe_combine", combine(tokens, per_token, width))

@@ -1,5 +1,5 @@
-// The C interface of engines, files and measurements; operations.cpp has that of operations. Pointers are the caller's to
-// keep alive, and sizes to get right.
+// The C interface of engines, files and measurements; operations.cpp has that of operations. Pointers are the caller's
+// to keep alive, and sizes to get right.
 #include <algorithm>
 #include <chrono>
 #include <exception>
@@ -80,7 +80,7 @@ class Timed final : public Job {
   }
 
   void run(Member& member) override {
-    member.meet();
+    member.barrier();
     began_[member.index()] = Clock::now();
     kernel_(limits_, member);
   }
@@ -94,12 +94,12 @@ class Timed final : public Job {
 
 }  // namespace
 
-// Seconds in which all threads together read `pairs` once.
+// Measure the seconds that all threads together take to read `pairs` once.
 API(double, measure_read, Engine* engine, const Pair* data, int64_t pairs) {
   return Timed(engine->kernels->read, {data, pairs, 0}).seconds(engine);
 }
 
-// Seconds in which each thread computes `rounds` times pypto_round_flops operations.
+// Measure the seconds that each thread takes for `rounds` times pypto_round_flops operations.
 API(double, measure_compute, Engine* engine, int bytes, int64_t rounds) {
   const Kernels& kernels = *engine->kernels;
   return Timed(bytes ? kernels.compute_bytes : kernels.compute, {nullptr, 0, rounds}).seconds(engine);

@@ -1,11 +1,10 @@
 // Paged attention with one arithmetic for prefill and decode.
 //
-// History is cut into tiles of kTile absolute positions. For each tile, a query has its own largest score, its sum of
-// exponentials and its weighted values; tiles are merged in order of position by the online softmax (Milakov and
-// Gimelshein 2018, arXiv:1805.02867), with their own maximum, so that it makes no difference whether a tile's result
-// was kept in memory until all were there (decode, shared by threads) or merged at once (prefill), nor whether a thread
-// went on from what another had merged of the tiles before (a prefix that several rows share). Scores are in base 2: the
-// queries carry the factor log2(e) / sqrt(dim).
+// The context is cut into tiles of kTile absolute positions. A query has a row max, a row sum and weighted values for
+// each tile; the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) merges tiles in order of position. A
+// tile is always computed with its own maximum. So the result is the same bit by bit whether tiles are merged at once
+// (prefill), kept as partial results (split-KV decode), or merged onto what another thread has merged (a shared
+// prefix). Scores are in base 2: queries include the factor log2(e) / sqrt(dim).
 #pragma once
 
 #include "tile.h"
@@ -15,15 +14,15 @@ namespace ISA {
 constexpr int kPanels = kTile / kPanel;
 constexpr int kQueryRow = kMaxDim / 2, kWeightRow = kTile / 2;  // pairs from one row to the next
 
-// Where one tile of one row's history lies, for the first kv head of an item: for every 32 positions a panel of keys and
-// one of values. In a block the panels of the other heads follow at equal distances, so that all of them are one stream.
-struct History {
+// Addresses of one tile of one row's KV cache, for the first kv head of an item: a panel of keys and one of values for
+// every 32 positions. The panels of the other heads follow at equal distances, so that all heads form one stream.
+struct KvTile {
   int64_t known, panels;  // positions, and panels that hold them
   const Pair *keys[kPanels], *values[kPanels];
 };
 
-INLINE History locate(const Cache& cache, const int32_t* table, int64_t head, int64_t start, int64_t length) {
-  History h;
+INLINE KvTile locate(const KvCache& cache, const int32_t* table, int64_t head, int64_t start, int64_t length) {
+  KvTile h;
   h.known = start < length ? min(kTile, length - start) : 0;
   h.panels = (h.known + kPanel - 1) / kPanel;
   const int64_t panel_pairs = kPanel * cache.dim / 2;
@@ -43,12 +42,12 @@ struct alignas(64) AttentionScratch {
   Pair weights[kItemRows * kWeightRow];
   float tile[kItemRows * kMaxDim];
   float out[kItemRows * kMaxDim];
-  float peak[kItemRows], mass[kItemRows], tile_peak[kItemRows], tile_mass[kItemRows];  // rows of all heads in order
+  float row_max[kItemRows], row_sum[kItemRows], tile_max[kItemRows], tile_sum[kItemRows];  // rows of all heads in order
 };
 
-// Which rows of the scratch belong to which query of an item: kv heads of the item, queries, heads that share a key.
+// An item with its rows of the scratch, in this order: kv heads, queries, query heads of a kv head (GQA).
 struct Item {
-  Item(const Attend& op, const Step& step, const AttentionItem& item)
+  Item(const PagedAttention& op, const Step& step, const AttentionItem& item)
       : op(op), step(step), item(item), queries(step.queries + item.first), shared(op.heads / op.cache.kv_heads),
         dim(op.cache.dim), table(step.groups[0].tables + item.row * step.groups[0].width),
         length(position(queries[item.queries - 1]) + 1), rows{item.queries * shared, kMaxRows} {}
@@ -57,9 +56,9 @@ struct Item {
   int64_t all_rows() const { return heads() * rows.rows; }
   int64_t head_pairs() const { return op.cache.size * dim / 2; }  // from one head of a block to the next
   int64_t position(const AttentionQuery& query) const { return step.positions[query.token]; }
-  History tile(int64_t number) const { return locate(op.cache, table, item.head_begin, number * kTile, length); }
+  KvTile tile(int64_t number) const { return locate(op.cache, table, item.head_begin, number * kTile, length); }
 
-  const Attend& op;
+  const PagedAttention& op;
   const Step& step;
   const AttentionItem& item;
   const AttentionQuery* queries;
@@ -85,14 +84,14 @@ INLINE void gather_queries(const Item& it, AttentionScratch& s) {
   });
 }
 
-// What a stretch that is a whole panel fetches: the panel at `next`, 128 bytes with each step, or nothing.
+// A stretch over a whole panel. It prefetches the panel at `next`, 128 bytes per step, or nothing.
 INLINE Stretch stretch_of(const Pair* panel, int64_t pairs, const Pair* next) {
   const char* ahead = reinterpret_cast<const char*>(next);
   return {panel, panel + kLanes, pairs, {ahead, ahead ? ahead + 64 : nullptr}};
 }
 
-// scores[row][i] = query . key i of the tile, panel by panel with all heads in order. `next` is read afterwards.
-INLINE void score(const Item& it, const History& h, const Pair* next, AttentionScratch& s) {
+// scores[row][i] = query . key i of the tile: for each panel, all heads in order. `next` is read afterwards.
+INLINE void score(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
   const int64_t heads = it.heads(), stride = it.head_pairs();
   for (int64_t i = 0; i < h.panels; i++) {
     for (int64_t head = 0; head < heads; head++) {
@@ -109,28 +108,28 @@ INLINE void score(const Item& it, const History& h, const Pair* next, AttentionS
   }
 }
 
-// Turns a row's scores of positions [0, seen) of a tile into weights 2^(score - peak) in bfloat16, with zeros up to the
-// end of the last panel; the mass counts the rounded weights.
-INLINE void weigh(const float* scores, int64_t seen, int64_t panels, Pair* out, float& peak, float& mass) {
+// Softmax numerators of a row over positions [0, seen) of a tile: 2^(score - row_max) in bfloat16, zeros up to the end
+// of the last panel. row_sum adds up the rounded numbers.
+INLINE void softmax(const float* scores, int64_t seen, int64_t panels, Pair* out, float& row_max, float& row_sum) {
   const int64_t whole = seen / kLanes * kLanes;  // positions of which no lane is left out
   const auto inside = [&](int64_t i) { return lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(seen); };
   Floats top = set1(-INFINITY);
   for (int64_t i = 0; i < whole; i += kLanes) top = larger(top, load(scores + i));
   if (whole < seen) top = larger(top, inside(whole) ? load(scores + whole) : set1(-INFINITY));
-  peak = seen > 0 ? largest(top) : -INFINITY;
+  row_max = seen > 0 ? largest(top) : -INFINITY;
   bf16* weights = reinterpret_cast<bf16*>(out);
-  const auto weight = [&](int64_t i) { return exp2_to_126(load(scores + i) - set1(peak)); };
+  const auto weight = [&](int64_t i) { return exp2_to_126(load(scores + i) - set1(row_max)); };
   Floats total{};
   for (int64_t i = 0; i < whole; i += kLanes) total += store_rounded(weights + i, weight(i));
   for (int64_t i = whole; i < panels * kPanel; i += kLanes)
     total += store_rounded(weights + i, inside(i) ? weight(i) : Floats{});
-  mass = sum(total);
+  row_sum = sum(total);
 }
 
-// tile[row] (+)= sum over the positions of panels [begin, end) of weight * value, for the rows of one head. The panel at
-// `next` is read afterwards.
-INLINE void mix_panels(const Item& it, const History& h, int64_t head, int64_t begin, int64_t end, const Pair* next,
-                       AttentionScratch& s) {
+// tile[row] (+)= sum over the positions of panels [begin, end) of weight * value, for the rows of one head. The panel
+// at `next` is read afterwards.
+INLINE void multiply_value_panels(const Item& it, const KvTile& h, int64_t head, int64_t begin, int64_t end,
+                                  const Pair* next, AttentionScratch& s) {
   constexpr int64_t kChunk = kPanel / 2 * kPanel;  // pairs of 32 dimensions in a panel
   for (int64_t d = 0; d < it.dim; d += kPanel) {
     const int64_t chunk = d / kPanel * kChunk;
@@ -151,93 +150,93 @@ INLINE void mix_panels(const Item& it, const History& h, int64_t head, int64_t b
   }
 }
 
-// tile[row] = sum over positions of weight * value. Several heads take turns panel by panel, so that the values of a
-// block are one stream; one head alone takes all panels at once, and keeps its sums in registers. `next` is read
+// tile[row] = sum over positions of weight * value. Several heads alternate panel by panel, so that the values of a
+// block are one stream. One head alone takes all panels at once and keeps its sums in registers. `next` is read
 // afterwards.
-INLINE void mix(const Item& it, const History& h, const Pair* next, AttentionScratch& s) {
+INLINE void multiply_values(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
   const int64_t heads = it.heads(), run = heads == 1 ? h.panels : 1;
   for (int64_t begin = 0; begin < h.panels; begin += run)
     for (int64_t head = 0; head < heads; head++) {
       const Pair* values = h.values[begin] + head * it.head_pairs();
       const Pair* following = head + 1 < heads ? values + it.head_pairs()
                               : begin + run < h.panels ? h.values[begin + run] : next;
-      mix_panels(it, h, head, begin, begin + run, following, s);
+      multiply_value_panels(it, h, head, begin, begin + run, following, s);
     }
 }
 
-// Takes the next tile of one query into its result. A tile of which it sees nothing changes nothing.
-static __attribute__((noinline)) void merge(float* out, float& peak, float& mass, const float* tile, float tile_peak,
-                                            float tile_mass, int64_t dim) {
-  if (tile_peak == -INFINITY) return;
-  const float higher = peak > tile_peak ? peak : tile_peak;
-  const Floats factors = exp2_to_126(Floats{peak - higher, tile_peak - higher});
-  const float old = peak == -INFINITY ? 0.0f : factors[0], fresh = factors[1];
-  peak = higher;
-  mass = mass * old + tile_mass * fresh;
+// Merges the next tile of one query into its result. A fully masked tile changes nothing.
+static __attribute__((noinline)) void merge(float* out, float& row_max, float& row_sum, const float* tile,
+                                            float tile_max, float tile_sum, int64_t dim) {
+  if (tile_max == -INFINITY) return;
+  const float higher = row_max > tile_max ? row_max : tile_max;
+  const Floats factors = exp2_to_126(Floats{row_max - higher, tile_max - higher});
+  const float old = row_max == -INFINITY ? 0.0f : factors[0], fresh = factors[1];
+  row_max = higher;
+  row_sum = row_sum * old + tile_sum * fresh;
   for (int64_t i = 0; i < dim; i += kLanes)
     store(out + i, fma(load(tile + i), set1(fresh), load(out + i) * set1(old)));
 }
 
-// A result in memory: peak, mass, padding up to 16 floats, values.
-INLINE float* kept(const Item& it, int64_t result, const AttentionQuery& query, int64_t head) {
-  return it.step.kept + query.kept + (result * it.op.heads + head) * (kPartialHead + it.dim);
+// A partial result in memory: row max, row sum, padding up to 16 floats, values.
+INLINE float* partial(const Item& it, int64_t result, const AttentionQuery& query, int64_t head) {
+  return it.step.partials + query.partials + (result * it.op.heads + head) * (kPartialHead + it.dim);
 }
 
-INLINE void keep(float* out, const float* values, float peak, float mass, int64_t dim) {
-  out[0] = peak, out[1] = mass;
+INLINE void store_partial(float* out, const float* values, float row_max, float row_sum, int64_t dim) {
+  out[0] = row_max, out[1] = row_sum;
   std::memcpy(out + kPartialHead, values, dim * sizeof(float));
 }
 
-// Begins with nothing, or with what others have merged and with the tiles that they have kept.
+// Starts from nothing, or from the partial results of earlier phases.
 INLINE void begin(const Item& it, AttentionScratch& s) {
   each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
     float* out = s.out + row * it.dim;
     if (!it.item.resumes) {
       std::memset(out, 0, it.dim * sizeof(float));
-      s.peak[row] = -INFINITY, s.mass[row] = 0.0f;
+      s.row_max[row] = -INFINITY, s.row_sum[row] = 0.0f;
       return;
     }
-    const float* merged = kept(it, 0, query, head);
+    const float* merged = partial(it, 0, query, head);
     std::memcpy(out, merged + kPartialHead, it.dim * sizeof(float));
-    s.peak[row] = merged[0], s.mass[row] = merged[1];
+    s.row_max[row] = merged[0], s.row_sum[row] = merged[1];
     for (int64_t tile = 1; tile <= it.item.tiles; tile++) {
-      const float* next = kept(it, tile, query, head);
-      merge(out, s.peak[row], s.mass[row], next + kPartialHead, next[0], next[1], it.dim);
+      const float* next = partial(it, tile, query, head);
+      merge(out, s.row_max[row], s.row_sum[row], next + kPartialHead, next[0], next[1], it.dim);
     }
   });
 }
 
-INLINE void weigh_tile(const Item& it, const History& h, int64_t tile, AttentionScratch& s) {
+INLINE void softmax_tile(const Item& it, const KvTile& h, int64_t tile, AttentionScratch& s) {
   each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t) {
     const int64_t seen = it.position(query) + 1 - tile * kTile;
-    weigh(s.scores + row * kTile, seen < 0 ? 0 : min(seen, h.known), h.panels, s.weights + row * kWeightRow,
-          s.tile_peak[row], s.tile_mass[row]);
+    softmax(s.scores + row * kTile, seen < 0 ? 0 : min(seen, h.known), h.panels, s.weights + row * kWeightRow,
+          s.tile_max[row], s.tile_sum[row]);
   });
 }
 
-// Takes what is known of one tile into the results, or keeps it for later.
-INLINE void finish_tile(const Item& it, int64_t tile, AttentionScratch& s) {
+// Merges one tile into the results, or stores it as a partial result.
+INLINE void write_tile(const Item& it, int64_t tile, AttentionScratch& s) {
   const int64_t result = it.item.result + tile - it.item.tile_begin;
   each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
     const float* values = s.tile + row * it.dim;
-    if (it.item.leave == Leave::kTiles) {
-      keep(kept(it, result, query, head), values, s.tile_peak[row], s.tile_mass[row], it.dim);
+    if (it.item.write == Write::kTiles) {
+      store_partial(partial(it, result, query, head), values, s.tile_max[row], s.tile_sum[row], it.dim);
     } else {
-      merge(s.out + row * it.dim, s.peak[row], s.mass[row], values, s.tile_peak[row], s.tile_mass[row], it.dim);
+      merge(s.out + row * it.dim, s.row_max[row], s.row_sum[row], values, s.tile_max[row], s.tile_sum[row], it.dim);
     }
   });
 }
 
 // All tiles of an item; `after` is read when it is done.
-INLINE void attend_tiles(const Item& it, const History& after, AttentionScratch& s) {
+INLINE void attend_tiles(const Item& it, const KvTile& after, AttentionScratch& s) {
   gather_queries(it, s);
-  History here = it.tile(it.item.tile_begin);
+  KvTile here = it.tile(it.item.tile_begin);
   for (int64_t tile = it.item.tile_begin; tile < it.item.tile_end; tile++) {
-    const History next = tile + 1 < it.item.tile_end ? it.tile(tile + 1) : after;
+    const KvTile next = tile + 1 < it.item.tile_end ? it.tile(tile + 1) : after;
     score(it, here, here.values[0], s);
-    weigh_tile(it, here, tile, s);
-    mix(it, here, next.panels > 0 ? next.keys[0] : nullptr, s);
-    finish_tile(it, tile, s);
+    softmax_tile(it, here, tile, s);
+    multiply_values(it, here, next.panels > 0 ? next.keys[0] : nullptr, s);
+    write_tile(it, tile, s);
     here = next;
   }
 }
@@ -248,34 +247,34 @@ INLINE void store_attended(const Item& it, const Strips& tokens, const Attention
     Pair* out = tokens.at(it.op.out, it.op.heads * it.dim / 2, query.token, stride);
     out += head * it.dim / 2 * stride;
     for (int64_t i = 0; i < it.dim; i += kLanes)
-      store_pairs(out + i / 2 * stride, stride, load(s.out + row * it.dim + i) / set1(s.mass[row]));
+      store_pairs(out + i / 2 * stride, stride, load(s.out + row * it.dim + i) / set1(s.row_sum[row]));
   });
 }
 
-INLINE void keep_merged(const Item& it, const AttentionScratch& s) {
+INLINE void store_merged(const Item& it, const AttentionScratch& s) {
   each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
-    keep(kept(it, 0, query, head), s.out + row * it.dim, s.peak[row], s.mass[row], it.dim);
+    store_partial(partial(it, 0, query, head), s.out + row * it.dim, s.row_max[row], s.row_sum[row], it.dim);
   });
 }
 
 // One item; `after` is read when its tiles are done.
-INLINE void attend_item(const Item& it, const History& after, AttentionScratch& s) {
+INLINE void attend_item(const Item& it, const KvTile& after, AttentionScratch& s) {
   begin(it, s);
   attend_tiles(it, after, s);
-  if (it.item.leave == Leave::kOut) store_attended(it, {it.step.tokens, kMaxRows}, s);
-  if (it.item.leave == Leave::kMerged) keep_merged(it, s);
+  if (it.item.write == Write::kOut) store_attended(it, {it.step.tokens, kMaxRows}, s);
+  if (it.item.write == Write::kMerged) store_merged(it, s);
 }
 
-static void attend(const Attend& op, const Step& step, Member& member) {
+static void paged_attention(const PagedAttention& op, const Step& step, Member& member) {
   static thread_local AttentionScratch s;
   for (int64_t phase = 0; phase < step.num_phases; phase++) {
-    if (phase > 0) member.meet();
+    if (phase > 0) member.barrier();
     const AttentionItem* items = step.items + step.phases[phase];
     const int64_t count = step.phases[phase + 1] - step.phases[phase];
     Share share(member, count, 1);
     while (share.next()) {
       const Item it(op, step, items[share.begin]);
-      History after{};
+      KvTile after{};
       if (share.end < count) {
         const Item following(op, step, items[share.end]);
         after = following.tile(following.item.tile_begin);

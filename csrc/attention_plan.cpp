@@ -5,11 +5,11 @@
 namespace pypto {
 namespace {
 
-constexpr int64_t kItemsPerThread = 4;  // so many balance the threads
-constexpr int32_t kFewQueries = 4;  // histories of longer runs are not cut or shared: there would be much to keep
-constexpr int64_t kMostKept = 16 << 20;  // floats of results that wait; what would be more is not cut or shared
-constexpr int32_t kAimedRows = 48;  // of an item: their queries, or weights, and a panel fit the first-level cache
-constexpr int64_t kFreeRows = 12;  // so many rows are computed while their tile is read
+constexpr int64_t kItemsPerThread = 4;  // enough to balance the threads
+constexpr int32_t kFewQueries = 4;  // rows with more queries are not split or shared: too many partial results
+constexpr int64_t kMaxPartials = 16 << 20;  // floats of partial results; beyond that nothing is split or shared
+constexpr int32_t kAimedRows = 48;  // of an item: queries, or softmax weights, and a panel fit the L1 cache
+constexpr int64_t kFreeRows = 12;  // rows computed while their tile is read from memory
 
 // In rows and tiles of one head.
 int64_t work(const AttentionItem& item, int shared) {
@@ -17,7 +17,8 @@ int64_t work(const AttentionItem& item, int shared) {
   return (item.head_end - item.head_begin) * tiles * std::max(rows, kFreeRows);
 }
 
-// Into how many of `wanted` equal parts of `total` a piece of work should be cut; a little more than one is left whole.
+// The number of parts to split a piece of `work` into, where `total` should make `wanted` equal parts. A piece slightly
+// larger than one part stays whole.
 int64_t parts_of(int64_t work, int64_t wanted, int64_t total) {
   const int64_t tenths = 9 * work * wanted, whole = 10 * std::max<int64_t>(1, total);
   return std::max<int64_t>(1, (tenths + whole - 1) / whole);
@@ -31,16 +32,16 @@ void AttentionPlan::shape(int shared, int kv_heads, int dim, int size) {
 
 int32_t AttentionPlan::most_queries() const { return std::max(1, kAimedRows / shared_); }
 
-// An item is a row's queries, as many as fit, with as many kv heads as fit beside them: in a block of the cache the
-// heads of a layer lie side by side, and reading them together makes long streams. Tiles that several rows share come
-// before, as items of all their queries. Where that gives too few items for the threads, long histories are cut, and
-// what is then still missing comes from cutting heads.
+// An item holds as many queries of a row as fit, and as many kv heads: the heads of a layer lie side by side in a
+// block, and reading them together makes long streams. Shared prefixes come first, as items over the queries of all
+// their rows (cascade attention). If there are too few items for the threads, long contexts are split (split-KV), then
+// heads.
 void AttentionPlan::make(Step& step, int threads) {
   if (kv_heads_ == 0) return;
   const int64_t wanted = threads > 1 ? kItemsPerThread * threads : 0;
   items_.clear(), last_.clear(), phases_.clear(), queries_.clear();
   rows_.assign(step.rows, {0, 0});
-  kept_floats_ = 0;
+  partial_floats_ = 0;
   for (int32_t token = 0; token < step.tokens; token++) queries_.push_back({token, 0});
   share_prefixes(step);
   for (int32_t row = 0; row < step.rows; row++) add_row(step, row);
@@ -49,8 +50,8 @@ void AttentionPlan::make(Step& step, int threads) {
   items_.insert(items_.end(), last_.begin(), last_.end());
   begin_phase();
   if (wanted) cut_heads(wanted);
-  place_results(step);
-  step.items = items_.data(), step.queries = queries_.data(), step.kept = kept_.data();
+  place_partials(step);
+  step.items = items_.data(), step.queries = queries_.data(), step.partials = partials_.data();
   step.phases = phases_.data(), step.num_phases = static_cast<int64_t>(phases_.size()) - 1;
 }
 
@@ -62,7 +63,7 @@ void AttentionPlan::share_prefixes(const Step& step) {
     const bool few = queries > 0 && queries <= kFewQueries && 2 * queries <= most_queries();
     if (!few || step.positions[first] + 1 < kTile) continue;
     floats += queries * result_floats();
-    if (floats > kMostKept) break;
+    if (floats > kMaxPartials) break;
     prefixes_.add(row, (step.positions[first] + 1) / kTile);
   }
   prefixes_.find(step);
@@ -73,7 +74,7 @@ void AttentionPlan::share_prefixes(const Step& step) {
   }
 }
 
-// Items of a group's queries, of about equally many rows, as many as fit.
+// Splits a group's queries into items of about equal size, as few as fit.
 void AttentionPlan::add_group(const Step& step, const Prefixes::Group& group) {
   const auto queries_of = [&](int32_t row) { return step.query_start[row + 1] - step.query_start[row]; };
   const auto begin = prefixes_.rows().begin() + group.begin, end = prefixes_.rows().begin() + group.end;
@@ -82,11 +83,11 @@ void AttentionPlan::add_group(const Step& step, const Prefixes::Group& group) {
   const int32_t items = (all + most_queries() - 1) / most_queries(), each = (all + items - 1) / items;
   for (auto row = begin; row != end;) {
     AttentionItem item{*row, static_cast<int32_t>(queries_.size()), 0, 0, kv_heads_, group.tile_begin, group.tile_end};
-    item.leave = Leave::kMerged, item.resumes = group.tile_begin > 0;
+    item.write = Write::kMerged, item.resumes = group.tile_begin > 0;
     for (; row != end && item.queries < each && item.queries + queries_of(*row) <= most_queries(); row++) {
       for (int32_t i = 0; i < queries_of(*row); i++) queries_.push_back({step.query_start[*row] + i, 0});
       item.queries += queries_of(*row);
-      if (rows_[*row].kept == 0) kept_floats_ += queries_of(*row) * result_floats();
+      if (rows_[*row].kept == 0) partial_floats_ += queries_of(*row) * result_floats();
       rows_[*row] = {group.tile_end, 1};
     }
     add_heads(item, items_);
@@ -111,7 +112,7 @@ void AttentionPlan::add_heads(AttentionItem item, std::vector<AttentionItem>& it
   }
 }
 
-// Tiles of items that few are enough for become items of their own, of the last phase but one.
+// Split-KV: moves tiles of the last items into items of their own, in the phase before the last.
 void AttentionPlan::cut_histories(const Step& step, int64_t wanted) {
   int64_t total = 0;
   for (const AttentionItem& item : last_) total += work(item, shared_);
@@ -123,8 +124,8 @@ void AttentionPlan::cut_histories(const Step& step, int64_t wanted) {
     const int32_t merged = item.resumes ? 0 : static_cast<int32_t>(tiles / parts), kept = 1 + tiles - merged;
     const int64_t queries = step.query_start[item.row + 1] - step.query_start[item.row];
     const int64_t more = std::max(0, kept - row.kept) * queries * result_floats();
-    if (kept_floats_ + more > kMostKept) continue;
-    kept_floats_ += more;
+    if (partial_floats_ + more > kMaxPartials) continue;
+    partial_floats_ += more;
     row.kept = std::max(row.kept, kept);
     if (phases_.empty()) begin_phase();
     for (int64_t part = 0; part < parts; part++) {
@@ -132,7 +133,7 @@ void AttentionPlan::cut_histories(const Step& step, int64_t wanted) {
       piece.resumes = false;
       piece.tile_begin = static_cast<int32_t>(begin + tiles * part / parts);
       piece.tile_end = static_cast<int32_t>(begin + tiles * (part + 1) / parts);
-      piece.leave = piece.tile_begin == 0 ? Leave::kMerged : Leave::kTiles;
+      piece.write = piece.tile_begin == 0 ? Write::kMerged : Write::kTiles;
       piece.result = 1 + piece.tile_begin - begin - merged;
       items_.push_back(piece);
     }
@@ -161,16 +162,16 @@ void AttentionPlan::cut_heads(int64_t wanted) {
   items_.swap(pieces_);
 }
 
-// Gives each query memory for what waits of it.
-void AttentionPlan::place_results(const Step& step) {
+// Gives each query memory for its partial results.
+void AttentionPlan::place_partials(const Step& step) {
   int64_t floats = 0;
   for (int32_t row = 0; row < step.rows; row++)
     for (int32_t token = step.query_start[row]; token < step.query_start[row + 1]; token++) {
-      queries_[token].kept = floats;
+      queries_[token].partials = floats;
       floats += rows_[row].kept * result_floats();
     }
-  for (size_t i = step.tokens; i < queries_.size(); i++) queries_[i].kept = queries_[queries_[i].token].kept;
-  if (static_cast<int64_t>(kept_.size()) < floats) kept_.resize(floats);
+  for (size_t i = step.tokens; i < queries_.size(); i++) queries_[i].partials = queries_[queries_[i].token].partials;
+  if (static_cast<int64_t>(partials_.size()) < floats) partials_.resize(floats);
 }
 
 }  // namespace pypto

@@ -1,4 +1,4 @@
-// How the attention of a step is cut into items for the threads; the same for all layers.
+// Splits the attention of a step into work items for the threads; the plan serves all layers.
 #pragma once
 
 #include <vector>
@@ -8,16 +8,16 @@
 
 namespace pypto {
 
-// Owns a step's items and the memory in which what they leave to each other waits.
+// Owns a step's items and their partial results.
 class AttentionPlan {
  public:
-  // `shared` query heads read one of `kv_heads`; blocks hold `size` positions.
+  // `shared` query heads read each of `kv_heads` (GQA); blocks hold `size` positions.
   void shape(int shared, int kv_heads, int dim, int size);
   // Plan a step and give it the items, which stay until the next step.
   void make(Step& step, int threads);
 
  private:
-  // What a row of the step has in front of its last items, and memory for that: of each query so many results.
+  // A row's tiles that earlier phases attend to, and its partial results per query.
   struct Row {
     int32_t tiles, kept;
   };
@@ -31,7 +31,7 @@ class AttentionPlan {
   void begin_phase() { phases_.push_back(static_cast<int64_t>(items_.size())); }
   void cut_histories(const Step& step, int64_t wanted);
   void cut_heads(int64_t wanted);
-  void place_results(const Step& step);
+  void place_partials(const Step& step);
 
   int shared_ = 0, kv_heads_ = 0, dim_ = 0, size_ = 1;
   Prefixes prefixes_;
@@ -39,8 +39,8 @@ class AttentionPlan {
   std::vector<AttentionItem> items_, last_, pieces_;  // `last_` are those of the last phase
   std::vector<int64_t> phases_, ends_;
   std::vector<Row> rows_;
-  std::vector<float> kept_;
-  int64_t kept_floats_ = 0;
+  std::vector<float> partials_;
+  int64_t partial_floats_ = 0;
 };
 
 }  // namespace pypto

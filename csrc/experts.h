@@ -1,11 +1,11 @@
-// Mixture of experts: which rows go where, and how their results come together.
+// Mixture of experts: router top-k, sorting tokens by expert, and combining expert outputs.
 #pragma once
 
 #include "tile.h"
 
 namespace ISA {
 
-// log(1 + e^x), with its tail of small numbers.
+// log(1 + e^x), accurate for very negative x too.
 INLINE Floats softplus(Floats x) {
   const Floats positive = larger(x, Floats{});
   const Floats u = exp(select(above(x, Floats{}), -x, x)), s = u / (set1(2.0f) + u), q = s * s;
@@ -14,8 +14,9 @@ INLINE Floats softplus(Floats x) {
   return fma(y, s, select(equal(x, x), positive, x));
 }
 
-// Scores of a token's experts, and with the bias added; returns what they are chosen by.
-INLINE const float* softplus_scores(const Routing& r, int64_t token) {
+// Computes a token's scores sqrt(softplus(logit)), without and with the bias. Returns those with the bias, which
+// select.
+INLINE const float* sqrt_softplus_scores(const Routing& r, int64_t token) {
   float *scores = r.scores + token * 2 * r.experts, *biased = scores + r.experts;
   for (int64_t e = 0; e < r.experts; e += kLanes) {
     const int64_t count = min(kLanes, r.experts - e);
@@ -31,52 +32,52 @@ INLINE const float* softplus_scores(const Routing& r, int64_t token) {
 
 constexpr float kSmallestSum = 1e-20f;  // added to sums of scores, all of which may be zero
 
-// The `per_token` largest of a token's scores, largest first, ties to the lower expert.
-INLINE void choose_largest(const Routing& r, const float* scores, int32_t* chosen) {
+// Top `per_token` experts of a token by score, largest first, ties to the lower expert.
+INLINE void largest_scores(const Routing& r, const float* scores, int32_t* topk_ids) {
   for (int32_t slot = 0; slot < r.per_token; slot++) {
     int32_t best = -1;
     for (int32_t e = 0; e < r.experts; e++) {
       bool taken = false;
-      for (int32_t i = 0; i < slot; i++) taken |= chosen[i] == e;
+      for (int32_t i = 0; i < slot; i++) taken |= topk_ids[i] == e;
       if (!taken && (best < 0 || scores[e] > scores[best])) best = e;
     }
-    chosen[slot] = best;
+    topk_ids[slot] = best;
   }
 }
 
-static void choose(const Routing& r, const Step& step, Member& member) {
+static void router_topk(const Routing& r, const Step& step, Member& member) {
   Share share(member, step.tokens, 1);
   while (share.next()) {
     const int64_t t = share.begin;
     const float* logits = r.logits + t * r.experts;
-    const bool softplus = r.scoring == Scoring::kSoftplus;
-    int32_t* chosen = r.chosen + t * r.per_token;
-    const float* scores = softplus ? softplus_scores(r, t) : logits;
-    if (r.table) {
-      std::memcpy(chosen, r.table + step.token_ids[t] * int64_t{r.per_token}, r.per_token * sizeof(int32_t));
+    const bool softplus = r.scoring == Scoring::kSqrtSoftplus;
+    int32_t* topk_ids = r.topk_ids + t * r.per_token;
+    const float* scores = softplus ? sqrt_softplus_scores(r, t) : logits;
+    if (r.tid2eid) {
+      std::memcpy(topk_ids, r.tid2eid + step.token_ids[t] * int64_t{r.per_token}, r.per_token * sizeof(int32_t));
     } else {
-      choose_largest(r, scores, chosen);
+      largest_scores(r, scores, topk_ids);
     }
     const auto weight = [&](int32_t e) {
-      return softplus ? r.scores[t * 2 * r.experts + e] : power((logits[e] - logits[chosen[0]]) * kLog2E);
+      return softplus ? r.scores[t * 2 * r.experts + e] : power((logits[e] - logits[topk_ids[0]]) * kLog2E);
     };
-    float mass = 0;
+    float total = 0;
     if (r.scoring == Scoring::kSoftmax)
-      for (int32_t e = 0; e < r.experts; e++) mass += weight(e);
+      for (int32_t e = 0; e < r.experts; e++) total += weight(e);
     else
-      for (int32_t slot = 0; slot < r.per_token; slot++) mass += weight(chosen[slot]);
-    if (softplus) mass += kSmallestSum;
+      for (int32_t slot = 0; slot < r.per_token; slot++) total += weight(topk_ids[slot]);
+    if (softplus) total += kSmallestSum;
     for (int32_t slot = 0; slot < r.per_token; slot++)
-      r.share[t * r.per_token + slot] = weight(chosen[slot]) / mass * r.scale;
+      r.topk_weights[t * r.per_token + slot] = weight(topk_ids[slot]) / total * r.scale;
   }
 }
 
-// A stable counting sort of the entries by expert; one member does it.
-static void sort(const Routing& r, const Step& step, Member& member) {
+// Stable counting sort of the entries by expert, on one thread.
+static void moe_sort(const Routing& r, const Step& step, Member& member) {
   if (member.index() != 0) return;
   const int64_t entries = static_cast<int64_t>(step.tokens) * r.per_token;
   std::memset(r.starts, 0, (r.experts + 1) * sizeof(int32_t));
-  for (int64_t i = 0; i < entries; i++) r.starts[r.chosen[i] + 1]++;
+  for (int64_t i = 0; i < entries; i++) r.starts[r.topk_ids[i] + 1]++;
   int32_t active = 0;
   for (int32_t e = 0; e < r.experts; e++) {
     if (r.starts[e + 1] > 0) r.active[active++] = e;
@@ -84,22 +85,22 @@ static void sort(const Routing& r, const Step& step, Member& member) {
   }
   r.active[r.experts] = active;
   for (int64_t i = 0; i < entries; i++) {
-    r.place[i] = r.starts[r.chosen[i]]++;
+    r.place[i] = r.starts[r.topk_ids[i]]++;
     r.order[r.place[i]] = static_cast<int32_t>(i);
   }
   for (int32_t e = r.experts; e > 0; e--) r.starts[e] = r.starts[e - 1];
   r.starts[0] = 0;
 }
 
-static void gather(const Gather& op, const Step& step, Member& member) {
+static void moe_gather(const MoeGather& op, const Step& step, Member& member) {
   const Routing& r = *op.routing;
   const int64_t pairs = op.pairs;
   const Strips source{step.tokens, kMaxRows};
   Share share(member, static_cast<int64_t>(step.tokens) * r.per_token, kMaxRows);
   while (share.next()) {
     for (int64_t place = share.begin; place < share.end; place++) {
-      const int64_t entry = r.order[place], first = r.starts[r.chosen[entry]];
-      const Strips target{r.starts[r.chosen[entry] + 1] - first, kMaxRows};
+      const int64_t entry = r.order[place], first = r.starts[r.topk_ids[entry]];
+      const Strips target{r.starts[r.topk_ids[entry] + 1] - first, kMaxRows};
       int64_t from_stride, to_stride;
       const Pair* from = source.at(const_cast<Pair*>(op.x), pairs, entry / r.per_token, from_stride);
       Pair* to = target.at(op.out + first * pairs, pairs, place - first, to_stride);
@@ -109,17 +110,17 @@ static void gather(const Gather& op, const Step& step, Member& member) {
   }
 }
 
-static void combine(const Combine& op, const Step& step, Member& member) {
+static void moe_combine(const MoeCombine& op, const Step& step, Member& member) {
   const Routing& r = *op.routing;
   Share share(member, step.tokens, 1);
   while (share.next()) {
     const int64_t t = share.begin;
     float* x = op.x + t * op.width;
     for (int64_t i = 0; i < op.width; i++) {
-      float total = 0;
+      float sum = 0;
       for (int64_t entry = t * r.per_token; entry < (t + 1) * r.per_token; entry++)
-        total += r.share[entry] * op.y[r.place[entry] * op.width + i];
-      x[i] += total;
+        sum += r.topk_weights[entry] * op.y[r.place[entry] * op.width + i];
+      x[i] += sum;
     }
   }
 }

@@ -1,8 +1,8 @@
 // Structs that name their fields, so that the binding can fill them in by name; see abi.h.
 #pragma once
 
-// Stands at the end of a struct and names all its fields. `visit` passes them by name. `visit_all` takes the struct apart
-// into as many names, so a list that misses a field does not compile.
+// Stands at the end of a struct and names all its fields. `visit` passes them by name. `visit_all` takes the struct
+// apart into as many names, so a list that misses a field does not compile.
 #define FIELDS(...)                                    \
   static constexpr const char* kFields = #__VA_ARGS__; \
   template <typename Each>                             \

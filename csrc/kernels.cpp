@@ -4,14 +4,14 @@
 #include "attention.h"
 #include "experts.h"
 #include "indexer.h"
-#include "latent.h"
-#include "latent_attention.h"
+#include "mla.h"
+#include "mla_attention.h"
 #include "limits.h"
 #include "linear.h"
 #include "packing.h"
 #include "rows.h"
 #include "sampling.h"
-#include "streams.h"
+#include "hyper_connection.h"
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
@@ -26,9 +26,9 @@ extern const pypto::Kernels kKernels = {
     OPERATIONS(ENTRY)
     TASKS(ENTRY)
     .read = read,
-    .compute = compute<Pairs>,
+    .compute = compute<Bf16Dot>,
     .round_flops = kRoundFlops,
-    .compute_bytes = compute<Quads>,
+    .compute_bytes = compute<Int8Dot>,
     .round_byte_flops = kRoundByteFlops,
 };
 

@@ -1,5 +1,4 @@
-// What the machine can do at best, whatever the kernel: read memory, and add up products of pairs or quads. For
-// benchmarks.
+// Roofline of the machine: memory bandwidth and peak arithmetic of bfloat16 and int8. For benchmarks.
 #pragma once
 
 #include "tile.h"
@@ -12,8 +11,8 @@ constexpr int kSums = 2 / kPasses * kHalf * kMaxRows;
 // Multiplications and additions of one round, of pairs and of quads.
 constexpr int kRoundFlops = kSums * kRegisterLanes * 4, kRoundByteFlops = 2 * kRoundFlops;
 
-// Each member computes `rounds` rounds; no memory is read or written meanwhile. A register that is multiplied by itself
-// leaves the most of them to the sums.
+// Each thread computes `rounds` rounds without touching memory. Multiplying a register by itself leaves most registers
+// to the sums.
 template <typename Kind>
 static void compute(const Limits& limits, Member&) {
   const PairRegister x = broadcast(Pair{0x3f803f80});
@@ -27,7 +26,7 @@ static void compute(const Limits& limits, Member&) {
   for (int i = 0; i < kSums; i++) keep((Register)sums[i]);
 }
 
-// All members together read `pairs`, a multiple of 2^18, once; each has a linear stream of its own.
+// All threads together read `pairs`, a multiple of 2^18, once; each reads a linear stream of its own.
 static void read(const Limits& limits, Member& member) {
   constexpr int64_t kPiece = 1 << 18;
   constexpr int kStreams = 8;

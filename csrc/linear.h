@@ -1,19 +1,19 @@
-// Products with packed weights, for all rows of a step and for those of each expert.
+// GEMMs with packed weights, for all rows of a step and for the rows of each expert.
 #pragma once
 
 #include "tile.h"
 
 namespace ISA {
 
-// About this many bytes of weights are taken at once: a linear stream long enough for the prefetchers of the hardware,
-// and short enough that the last pieces balance the threads.
+// Bytes of weights that a thread takes at once: long enough a stream for the hardware prefetchers, short enough to
+// balance the threads at the end.
 constexpr int64_t kGrainBytes = 64 << 10;
 
-// How far a single strip of rows fetches ahead of what it multiplies: what the memory delivers within its latency, and
-// no more than the first-level cache and its queues bear (4 and 8 KiB are slower).
+// Prefetch distance of a single strip: what memory delivers within its latency, and no more than the L1 cache and its
+// queues can take (4 and 8 KiB are slower).
 constexpr int64_t kAheadBytes = 6 << 10;
 
-INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
+INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
   const int64_t first = strips.start(strip), size = strips.size(strip);
   const int64_t column = panel * kPanel, used = min(kPanel, op.n - column);
   for (int64_t m = 0; m < size; m++) {
@@ -27,14 +27,14 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
       store(y, load(y) + load(op.bias + column));
       store(y + kLanes, load(y + kLanes) + load(op.bias + column + kLanes));
     }
-    if (op.finish == Finish::kGate) {
+    if (op.epilogue == Epilogue::kSwiglu) {
       int64_t stride;
       Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
       const Floats most = set1(op.limit), up = larger(-most, smaller(most, load(y + kLanes)));
       store_pairs(out + panel * (kLanes / 2) * stride, stride, silu(smaller(most, load(y))) * up);
       continue;
     }
-    if (op.finish == Finish::kNarrow) {
+    if (op.epilogue == Epilogue::kStrips) {
       int64_t stride;
       Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 2, first + m, stride) + column / 2 * stride;
       store_pairs(out, stride, load(y));
@@ -42,7 +42,7 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
       continue;
     }
     float* out = static_cast<float*>(op.out) + (first + m) * op.n + column;
-    if (op.finish == Finish::kAdd) {
+    if (op.epilogue == Epilogue::kAdd) {
       for (int64_t i = 0; i < used; i++) out[i] += y[i];
     } else {
       for (int64_t i = 0; i < used; i++) out[i] = y[i];
@@ -50,13 +50,12 @@ INLINE void finish_rows(const Linear& op, int64_t panel, const Strips& strips, i
   }
 }
 
-// 32 bits each, in a row.
-INLINE int64_t words(const Linear& op) { return op.k / (op.scales ? Quads::kEach : Pairs::kEach); }
+// 32-bit words in a row of the weights.
+INLINE int64_t words(const Linear& op) { return op.k / (op.scales ? Int8Dot::kEach : Bf16Dot::kEach); }
 
-// One panel times all strips. For up to 4 rows nothing is fetched by us: there is little to do but read, and the hardware
-// follows the stream. A single larger strip fetches a little ahead of itself, into the next panel at the end. Where
-// several strips pass by, the panel stays in the second-level cache, and the first four of them fetch the next panel, a
-// part each, for as long as there is computed.
+// One panel times all strips. Up to 4 rows need no software prefetch: there is little to do but read, and the hardware
+// follows the stream. A larger single strip prefetches kAheadBytes ahead. With several strips the panel stays in the L2
+// cache, and the first four strips prefetch a part of the next panel each.
 template <typename Kind>
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t pairs = op.k / Kind::kEach, panel_pairs = pairs * kPanel;
@@ -74,16 +73,16 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
     stretch.ahead[1] = ahead + strip * part_bytes + 64;
     multiply<0, Kind>(strips.size(strip), {x + strips.start(strip) * pairs, &stretch, 1, kPanel, 128 / parts, tile,
                                            kPanel, false, compensation});
-    finish_rows(op, panel, strips, strip, tile);
+    apply_epilogue(op, panel, strips, strip, tile);
   }
 }
 
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
-  if (op.scales) return one_panel<Quads>(op, panel, strips);
-  one_panel<Pairs>(op, panel, strips);
+  if (op.scales) return one_panel<Int8Dot>(op, panel, strips);
+  one_panel<Bf16Dot>(op, panel, strips);
 }
 
-// Panels that are taken at once.
+// Panels that a thread takes at once.
 INLINE int64_t panel_grain(const Linear& op) {
   const int64_t panel_bytes = words(op) * kPanel * 4;
   return panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1;
@@ -110,13 +109,13 @@ INLINE void expert_panel(const ExpertLinear& op, int64_t expert, int64_t panel) 
     one.scales += expert * panels * kPanel;
     one.compensation += expert * panels * kPanel;
   }
-  one.out = op.linear.finish == Finish::kGate
+  one.out = op.linear.epilogue == Epilogue::kSwiglu
                 ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))
                 : static_cast<void*>(static_cast<float*>(one.out) + first * one.n);
   one_panel(one, panel, {routing.starts[expert + 1] - first, kMaxRows});
 }
 
-// As `linear`, for the experts that have rows: an item is one panel of one of them.
+// Grouped GEMM over the experts that have rows: an item is one panel of one expert.
 static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
   const Routing& routing = *op.routing;
   const int64_t panels = (op.linear.n + kPanel - 1) / kPanel;

@@ -1,4 +1,4 @@
-// The C interface of operations: those of a step, which are recorded and replayed, and those that an engine runs at once.
+// The C interface of operations: recording and replaying those of a step, and running tasks at once.
 #include "abi.h"
 #include "recording.h"
 
@@ -22,12 +22,12 @@ API(const Pages*, pages, Recording* recording, const Pages* values) { return rec
 
 namespace {
 
-// Tells the recording what it has to know of an operation before it runs.
+// Tells the recording what it must know about an operation before it runs.
 template <typename Values>
 void prepare(Recording*, const Values&) {}
 
-void prepare(Recording* recording, const Attend& op) {
-  const Cache& cache = op.cache;
+void prepare(Recording* recording, const PagedAttention& op) {
+  const KvCache& cache = op.cache;
   recording->attention().shape(op.heads / cache.kv_heads, cache.kv_heads, cache.dim, cache.size);
 }
 

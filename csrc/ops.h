@@ -1,7 +1,7 @@
-// What the kernels of one instruction set offer, and the values they work on. Every kernel is one operation of a step:
-// each member of the team calls it, and it shares out its own loop.
+// The operations of a step and the structs they work on. Each operation is one kernel per instruction set: every thread
+// of the team calls it, and it splits its own loop among them.
 //
-// An operation is declared here and nowhere else, by a struct of what it works on, with FIELDS, and a line in OPERATIONS.
+// An operation is declared here and nowhere else: by a struct of its arguments, with FIELDS, and a line in OPERATIONS.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@
 
 namespace pypto {
 
-// Weights [n, k] lie in panels of 32 outputs, each [k / 2][2][16] pairs: a panel is one linear stream, and two loads
-// fill two registers with 16 outputs each. Outputs behind n are zero.
+// Packed weights [n, k]: panels of 32 outputs, each [k / 2][2][16] pairs in VNNI layout. The GEMM reads a panel as one
+// linear stream; two loads fill two registers with 16 outputs each. Outputs behind n are zero.
 constexpr int kPanel = 32;
 
-// Weights of bytes lie in the same panels, [k / 4][2][16] quads: four signed bytes along the summed dimension, the first
-// one lowest. Activations of bytes lie in the strips below, [k / 4][its rows] quads, a row's numbers plus 128; what that
-// adds to a sum is taken away by the sum's first term, -128 times the sum of an output's weights.
+// Packed int8 weights: the same panels, [k / 4][2][16] quads. A quad is four int8 along k, the first one lowest. Int8
+// activations: strips of [k / 4][rows] quads of uint8, each number plus 128. The sums start at -128 times the sum of an
+// output's weights, which cancels that offset.
 
-// Activations of `rows` rows lie in strips of nearly equal size, at most `most` rows each; a strip is [k / 2][its rows]
-// pairs, so that one step of the summed dimension reads its broadcasts from consecutive addresses.
+// Packed activations: `rows` rows in strips of nearly equal size, at most `most` rows each. A strip is [k / 2][rows]
+// pairs, so one step along k reads its broadcasts from consecutive addresses.
 struct Strips {  // forced inline: one copy for all instruction sets would be compiled for one of them
   int64_t rows, most;
   ALWAYS_INLINE int64_t count() const { return (rows + most - 1) / most; }
@@ -38,43 +38,43 @@ struct Strips {  // forced inline: one copy for all instruction sets would be co
   }
 };
 
-// Positions of history that are weighed at once; tiles lie at multiples of it.
+// Positions per attention tile. Tiles start at multiples of it.
 constexpr int kTile = 128;
 
-// Most dimensions of a head.
+// Largest head_dim.
 constexpr int kMaxDim = 256;
 
-// Floats before the values of a result that waits in memory: peak, mass, padding.
+// Floats in front of the values of a partial result: row max, row sum, padding.
 constexpr int kPartialHead = 16;
 
-// Most rows of an item: its queries times the query heads of its kv heads.
+// Most rows of an attention item: queries times query heads.
 constexpr int kItemRows = 96;
 
-// A query of an item: a token of the step, and where its results wait in memory, in floats from Step::kept on. Result 0
-// is all that has been merged, the others are tiles to be merged after it, in order; each is of all heads.
+// A query of an item: its token, and the offset of its partial results in Step::partials, in floats. Result 0 holds
+// what has been merged so far; the others are tiles to merge after it, in order. Each result covers all heads.
 struct AttentionQuery {
   int32_t token;
-  int64_t kept;
+  int64_t partials;
 };
 
-// What becomes of an item's tiles.
-enum class Leave : int32_t {
-  kOut,     // merged, the last of their queries: the output
-  kMerged,  // merged, as result 0
-  kTiles,   // each for itself, as results from `result` on
+// What an attention item writes.
+enum class Write : int32_t {
+  kOut,     // the attention output; this is the last item of its queries
+  kMerged,  // all tiles merged, as partial result 0
+  kTiles,   // each tile as a partial result, from `result` on (split-KV)
 };
 
-// Queries [first, first + queries) of a step's list attend with kv heads [head_begin, head_end) to tiles [tile_begin,
-// tile_end) of the block table of `row`. They may be of several rows that share these tiles, and then all see all of them.
-// An item that `resumes` begins with result 0, and the `tiles` after it.
+// Work of one thread: queries [first, first + queries) of the step's list attend with kv heads [head_begin, head_end)
+// to tiles [tile_begin, tile_end) of the block table of `row`. The queries may belong to several rows that share these
+// tiles; then every query sees every tile. An item that `resumes` starts from result 0 and merges the `tiles` after it.
 struct AttentionItem {
   int32_t row, first, queries, head_begin, head_end, tile_begin, tile_end;
-  Leave leave = Leave::kOut;
+  Write write = Write::kOut;
   bool resumes = false;
   int32_t result = 0, tiles = 0;
 };
 
-// Where a step's tokens lie in one KV group: slots [tokens], and block tables, `width` ids from one row to the next.
+// Slot mapping [tokens] and block tables of a step in one KV group; `width` ids from one row to the next.
 struct GroupTables {
   const int32_t *slots, *tables;
   int64_t width;
@@ -87,22 +87,22 @@ struct Step {
   const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows;
   const GroupTables* groups;
   const int32_t* row_of = nullptr;  // [tokens]
-  // Items [phases[i], phases[i + 1]) of attention need what those of all phases before have left.
+  // Attention items [phases[i], phases[i + 1]) need the partial results of all earlier phases.
   const AttentionItem* items = nullptr;
   const AttentionQuery* queries = nullptr;
-  float* kept = nullptr;
+  float* partials = nullptr;
   const int64_t* phases = nullptr;
   int64_t num_phases = 0;
 };
 
-// Which rows an operation works on.
+// Rows that an operation works on: all tokens, or those that need logits.
 enum class Rows : int32_t { kTokens = 0, kLogits = 1 };
 
 ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::kTokens ? step.tokens : step.logits; }
 
 struct Routing;
 
-// x[t] = embedding row of token t. From a row-major table, or from packed weights where the output layer is the table.
+// x[t] = embedding of token t, from a row-major table, or from the packed output layer where embeddings are tied.
 struct Embed {
   const bf16* table;
   const Pair* packed;
@@ -112,9 +112,8 @@ struct Embed {
   FIELDS(table, packed, width, copies, x)
 };
 
-// out = x / rms(x) * weight in strips, for all tokens or for those whose logits are wanted; of bytes where there are
-// `scales`, see Quantize.
-struct Norm {
+// RMSNorm (arXiv:1910.07467): out = x / rms(x) * weight, in strips. With `scales` the strips are int8; see Quantize.
+struct RmsNorm {
   const float* x;
   int64_t stride;  // floats from one row of x to the next
   const float* weight;
@@ -126,8 +125,8 @@ struct Norm {
   FIELDS(x, stride, weight, width, eps, rows, out, scales)
 };
 
-// Strips of bytes from strips x of bfloat16: a row's numbers times 127 / its largest magnitude, rounded to the nearest,
-// ties to even; scales = that magnitude / 127. The rows are those of experts where there is a routing.
+// Quantizes bfloat16 strips to int8 strips, symmetric, per row: x * 127 / amax, rounded to nearest, ties to even;
+// scales = amax / 127. With a routing, the rows are expert inputs.
 struct Quantize {
   const Routing* routing;  // or null
   const Pair* x;
@@ -137,34 +136,34 @@ struct Quantize {
   FIELDS(routing, x, k, out, scales)
 };
 
-// What becomes of a product.
-enum class Finish : int32_t {
+// What a GEMM does with its sums y.
+enum class Epilogue : int32_t {
   kStore = 0,  // out[row, n] = y, float32
   kAdd = 1,    // out[row, n] += y, float32
-  kGate = 2,   // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
-  kNarrow = 3,  // strips: y
+  kSwiglu = 2,  // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
+  kStrips = 3,  // strips: y, bfloat16
 };
 
-// y = x W^T + bias, x in strips of k / 2 pairs. Where there are `scales`, x and W are bytes, and the sum of their products
-// is multiplied by x_scales[row] and then by scales[output]. Every `group` outputs, whole panels or all of them, have an x
-// of their own; the groups' strips follow each other.
+// GEMM: y = x W^T + bias, x in strips of k / 2 pairs. With `scales`, x and W are int8, and the sums are multiplied by
+// x_scales[row], then by scales[output]. Each `group` of outputs (whole panels, or all outputs) has strips x of its
+// own, one group behind the other.
 struct Linear {
   const Pair *x, *weight;
   const float *x_scales, *scales;  // [rows] and [panels * 32], or null
   const int32_t* compensation;     // [panels * 32], or null
   const float* bias;  // [panels * 32], or null
   int64_t n, k, group;
-  float limit;  // of kGate: gates are at most as large, and magnitudes of up
+  float limit;  // of kSwiglu: gate is clamped to at most limit, up to [-limit, limit]
   Rows rows;
-  Finish finish;
-  void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kGate, whose n counts gate and up
-  FIELDS(x, weight, x_scales, scales, compensation, bias, n, k, group, limit, rows, finish, out)
+  Epilogue epilogue;
+  void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kSwiglu, whose n counts gate and up
+  FIELDS(x, weight, x_scales, scales, compensation, bias, n, k, group, limit, rows, epilogue, out)
 };
 
-// Keys and values of a layer, in group 0. For every 32 positions a block of `size` holds, for each kv head, a panel of keys,
-// [dim / 2][32] pairs of dimensions, and one of values, [dim / 32][16][32] pairs of positions: each as a product reads it,
-// from one end to the other. The panels of a block's heads follow each other.
-struct Cache {
+// Paged KV cache of a layer, in group 0. For every 32 positions, a block of `size` tokens holds for each kv head a
+// panel of keys, [dim / 2][32] pairs of dimensions, and a panel of values, [dim / 32][16][32] pairs of positions. Both
+// are in the order in which attention reads them. The panels of a block's heads follow each other.
+struct KvCache {
   bf16* keys;    // of block 0
   bf16* values;  // of block 0
   int64_t block_stride;  // bf16 from one block to the next
@@ -172,52 +171,56 @@ struct Cache {
   FIELDS(keys, values, block_stride, kv_heads, dim, size)
 };
 
-// Splits x [t, (heads + 2 kv_heads) * dim]; normalises and turns queries and keys; stores queries [t, heads, dim] as
-// bfloat16, keys and values in the cache. `weights` [heads + kv_heads, dim] includes the scale of the scores, in base 2.
-struct Heads {
+// QK-norm and RoPE: splits x [t, (heads + 2 kv_heads) * dim], applies RMSNorm per head and RoPE to queries and keys,
+// stores queries [t, heads, dim] as bfloat16 and writes keys and values to the cache. `weights` [heads + kv_heads, dim]
+// includes the softmax scale, in base 2.
+struct QkNormRope {
   const float *x, *weights, *cos, *sin;  // cos, sin [positions, dim / 2]
   float eps;
   int32_t heads;
   bf16* queries;
-  Cache cache;
+  KvCache cache;
   FIELDS(x, weights, cos, sin, eps, heads, queries, cache)
 };
 
-// Attention of all queries over the cache, into strips of heads * dim / 2 pairs.
-struct Attend {
+// Causal attention of all queries over the paged KV cache, into strips of heads * dim / 2 pairs.
+struct PagedAttention {
   const bf16* queries;
   int32_t heads;
-  Cache cache;
+  KvCache cache;
   Pair* out;
   FIELDS(queries, heads, cache, out)
 };
 
-// How logits become the shares of the chosen experts.
+// How router logits become the weights of the top-k experts.
 enum class Scoring : int32_t {
-  kSoftmax = 0,     // the softmax over all experts
-  kNormalized = 1,  // the softmax over those that are chosen
-  kSoftplus = 2,    // sqrt(log(1 + e^logit)), by which they are also chosen, over their sum
+  kSoftmax = 0,       // softmax over all experts
+  kRenormalized = 1,  // softmax over the top-k experts
+  kSqrtSoftplus = 2,  // scores sqrt(softplus(logit)), which also select, divided by their sum over the top-k experts
 };
 
-// Who goes to which expert in one layer: those with the largest scores, or scores plus `bias`, or those in the table. An
-// entry is token * per_token + slot; entries [starts[e], starts[e + 1]) in `order` are those of expert e, by token.
+// MoE routing of one layer: the experts of each token, by the largest scores, by scores plus `bias`, or by token id
+// (tid2eid). An entry is token * per_token + slot; entries [starts[e], starts[e + 1]) in `order` belong to expert e,
+// sorted by token.
 struct Routing {
   int32_t experts, per_token;
   Scoring scoring;
-  float scale;             // of all shares
+  float scale;             // of all expert weights
   const float* logits;     // [t, experts]
-  float* scores;           // [t, 2, experts] of kSoftplus: scores, and with the bias; else null
+  float* scores;           // [t, 2, experts] of kSqrtSoftplus: scores, and with the bias; else null
   const float* bias;       // [experts], or null
-  const int32_t* table;    // [vocab, per_token]: experts of a token id; or null
-  int32_t* chosen;         // [t, per_token]
-  float* share;            // [t, per_token]
+  const int32_t* tid2eid;  // [vocab, per_token]: experts of a token id (hash routing); or null
+  int32_t* topk_ids;       // [t, per_token]
+  float* topk_weights;     // [t, per_token]
   int32_t *order, *place;  // [t * per_token]: entry at a place, place of an entry
   int32_t* starts;         // [experts + 1]
   int32_t* active;         // experts with entries, and behind the last one their number at [experts]
-  FIELDS(experts, per_token, scoring, scale, logits, scores, bias, table, chosen, share, order, place, starts, active)
+  FIELDS(experts, per_token, scoring, scale, logits, scores, bias, tid2eid, topk_ids, topk_weights, order, place,
+         starts, active)
 };
 
-struct Gather {
+// Copies the strips of all tokens into strips of each expert's entries.
+struct MoeGather {
   const Routing* routing;
   const Pair* x;  // strips of all tokens
   int64_t pairs;  // or quads, of a row
@@ -227,14 +230,15 @@ struct Gather {
   FIELDS(routing, x, pairs, out, scales, out_scales)
 };
 
+// Grouped GEMM: each entry with the weights of its expert.
 struct ExpertLinear {
   const Routing* routing;
   Linear linear;  // `weight` is expert 0's; `rows` is not used
   FIELDS(routing, linear)
 };
 
-// x[t] += sum over slots of share * y[place of (t, slot)], in slot order.
-struct Combine {
+// x[t] += sum over slots of topk_weights * y[place of (t, slot)], in slot order.
+struct MoeCombine {
   const Routing* routing;
   const float* y;
   int64_t width;
@@ -242,14 +246,14 @@ struct Combine {
   FIELDS(routing, y, width, x)
 };
 
-// Hyper-connections (arXiv:2512.24880): a token has kStreams rows of `width` instead of one. Before each block of a layer
-// their mixture becomes its input, after it they are mixed with its output, by coefficients that are products of all of
-// them.
+// Manifold-constrained hyper-connections (arXiv:2512.24880): a token has kStreams residual streams of `width`.
+// Attention and MLP read a weighted sum of them (pre); their output is added to each stream (post), and the streams are
+// mixed with each other (comb). The coefficients of a token are projections of its streams, `mixes`.
 constexpr int kStreams = 4;
-constexpr int kMixes = (2 + kStreams) * kStreams;  // of a token: for the input, for the output, from stream to stream
+constexpr int kMixes = (2 + kStreams) * kStreams;  // pre, post, comb
 
-// out[row, i] = x / rms(x) . weight[i], in float32: x [tokens, width] of the step's rows.
-struct Products {
+// Unweighted RMSNorm and float32 GEMM: out[row, i] = x / rms(x) . weight[i], x [tokens, width].
+struct RmsNormLinear {
   const float *x, *weight;
   int64_t width;
   int32_t outputs;  // a multiple of 4
@@ -259,27 +263,28 @@ struct Products {
   FIELDS(x, weight, width, outputs, eps, rows, out)
 };
 
-// Coefficients from `products` of all streams * scale + base, and out[token] = the mixture of its streams.
-struct StreamInputs {
-  const float *x, *products, *scale, *base;
+// Coefficients from mixes * scale + base: pre and post by sigmoid, comb by Sinkhorn. out[token] = sum over j of
+// pre[j] * x[token, j].
+struct HyperConnectionPre {
+  const float *x, *mixes, *scale, *base;
   int64_t width;  // of one stream
   float eps;
-  int32_t iterations;  // by which the mixes from stream to stream become doubly stochastic
+  int32_t iterations;  // of Sinkhorn, which makes comb doubly stochastic
   Rows rows;
-  float *mixes;  // [rows, kStreams + kStreams * kStreams]: for the output, from stream j to k; or null
-  float* out;    // [tokens, width]
-  FIELDS(x, products, scale, base, width, eps, iterations, rows, mixes, out)
+  float* post_comb;  // [rows, kStreams + kStreams * kStreams]: post, and comb from stream j to k; or null
+  float* out;        // [tokens, width]
+  FIELDS(x, mixes, scale, base, width, eps, iterations, rows, post_comb, out)
 };
 
-// x[t, k] = mix of the output * y[t] + sum over j of the mix from j to k * x[t, j].
-struct StreamOutputs {
-  const float *y, *mixes;
+// x[t, k] = post[k] * y[t] + sum over j of comb[j, k] * x[t, j].
+struct HyperConnectionPost {
+  const float *y, *post_comb;
   int64_t width;
   float* x;
-  FIELDS(y, mixes, width, x)
+  FIELDS(y, post_comb, width, x)
 };
 
-// Rows of one tensor of a layer in the blocks of KV group `group`, one for every `ratio` tokens.
+// Paged rows of one tensor of a layer in KV group `group`: one row for every `ratio` tokens.
 struct Pages {
   char* data;                       // of block 0
   int64_t block_stride, row_bytes;  // from one block, and one row, to the next
@@ -287,89 +292,92 @@ struct Pages {
   FIELDS(data, block_stride, row_bytes, group, size, ratio)
 };
 
-// Most dimensions of a latent, and most query heads.
+// Largest MLA latent, and most query heads.
 constexpr int kMaxLatent = 512;
 constexpr int kMaxLatentHeads = 128;
 
-// A norm over `dim` (eps < 0: none), a weight (null: ones) and `scale`, then the rotation of the trailing `rotary`
-// dimensions, neighbours in pairs; cos, sin [positions, rotary / 2].
-struct Turning {
+// RMSNorm over `dim` (skipped where eps < 0) with a weight (null: ones) and `scale`, then RoPE of the trailing `rope_dim`
+// dimensions in interleaved pairs; cos, sin [positions, rope_dim / 2].
+struct NormRopeParams {
   const float *weight, *cos, *sin;
-  int64_t dim, rotary;
+  int64_t dim, rope_dim;
   float eps, scale;
-  FIELDS(weight, cos, sin, dim, rotary, eps, scale)
+  FIELDS(weight, cos, sin, dim, rope_dim, eps, scale)
 };
 
-// Vectors x [t, heads * dim], turned by the token's position, as bfloat16: panels [t, heads / 32, dim / 2, 32] of pairs,
-// or the only one into the token's row of `pages`.
-struct Turn {
+// RMSNorm and RoPE of x [t, heads * dim] at the token's position, rounded to bfloat16. Writes query panels [t, heads /
+// 32, dim / 2, 32] of pairs, or with one head the token's row of `pages`.
+struct NormRope {
   const float* x;
   int64_t stride;  // floats from one token to the next
   int32_t heads;
-  Turning turning;
+  NormRopeParams rope;
   Pair* out;
   const Pages* pages;  // or null
-  FIELDS(x, stride, heads, turning, out, pages)
+  FIELDS(x, stride, heads, rope, out, pages)
 };
 
-// What compressed entries will be made of: a row [values | gates + position[p % ratio]] of a token, float32.
+// Compressor state of a token at position p: a float32 row [kv | gates + ape[p % ratio]].
 struct CompressorState {
-  const float *values, *gates, *position;
-  int64_t stride, width;  // of values, and of gates
+  const float *kv, *gates, *ape;
+  int64_t stride, width;  // of kv, and of gates
   int32_t ratio;
   const Pages* pages;
-  FIELDS(values, gates, position, stride, width, ratio, pages)
+  FIELDS(kv, gates, ape, stride, width, ratio, pages)
 };
 
-// At every token that ends `ratio` tokens: the entry that they become, from their state. Its `turning.dim` dimensions are a
-// mean of values, weighted by the softmax of the gates of each dimension; of states twice as wide the second half, and of
-// the `ratio` tokens before, if there are any, the first. The entry is turned by the position of its first token.
+// Compressor: every token that ends a window of `ratio` tokens writes the window's compressed entry. Each of its
+// `rope.dim` channels is a mean of kv, weighted by the softmax of the gates over the window's tokens. Where the state
+// is twice as wide, windows overlap: the entry also covers the `ratio` tokens before, if any, and takes the first half
+// of their channels and the second half of its own window's. RMSNorm and RoPE follow, at the position of the window's
+// first token.
 struct Compress {
   const Pages* state;
   int64_t width;
-  Turning turning;
+  NormRopeParams rope;
   const Pages* pages;
-  FIELDS(state, width, turning, pages)
+  FIELDS(state, width, rope, pages)
 };
 
-// The `top` best entries of each token that knows more: by the sum over heads of weight * max(0, query . key), ties to
-// the lower entry; in ascending order.
-struct Index {
+// Lightning indexer: the top-k compressed entries of each token that sees more than `topk`. The score is the sum over
+// heads of weight * relu(query . key); ties go to the lower entry. Indices are ascending.
+struct IndexerTopK {
   const Pair* queries;   // panels
   const float* weights;  // of heads, `stride` floats from one token to the next
   int64_t stride;
   float scale;
-  int32_t heads, dim, top;
+  int32_t heads, dim, topk;
   const Pages* keys;
-  int64_t most;       // entries of a token
-  float* scores;      // [kIndexTokens, most]
-  int32_t* chosen;    // [t, top]
-  FIELDS(queries, weights, stride, scale, heads, dim, top, keys, most, scores, chosen)
+  int64_t max_entries;  // of a token
+  float* scores;        // [kIndexerTokens, max_entries]
+  int32_t* indices;     // [t, topk]
+  FIELDS(queries, weights, stride, scale, heads, dim, topk, keys, max_entries, scores, indices)
 };
 
-constexpr int kIndexTokens = 16;  // so many tokens are scored before they choose
+constexpr int kIndexerTokens = 16;  // tokens scored at once before their top-k
 
-// Attention of `heads` queries that share one vector per row as key and value: of the last `window` tokens and of
-// compressed entries, all or those chosen. Each head has a sink, a score without a value, in base 2 like the others. What
-// comes out is turned back by the token's position, and lies in strips of heads * dim / groups / 2 pairs of each group.
-struct LatentAttend {
+// MLA: `heads` query heads share one latent per row as key and value. A token attends to the rows of its sliding
+// `window` and to compressed entries: all that it sees, or the indexer's top-k. Each head has an attention sink, a
+// score without a value, in base 2 like the others. The output is rotated back by the token's position (inverse RoPE)
+// and written to strips of heads * dim / groups / 2 pairs of each group.
+struct MlaAttention {
   const Pair* queries;  // panels
   const float *sinks, *cos, *sin;
-  int32_t heads, dim, rotary, window, groups, top;
-  const Pages *rows, *entries;  // entries may be null
-  const int32_t* chosen;        // [t, top] where a token knows more entries, or null
+  int32_t heads, dim, rope_dim, window, groups, topk;
+  const Pages *kv, *compressed_kv;  // compressed_kv may be null
+  const int32_t* indices;           // [t, topk], read where a token sees more entries; or null
   Pair* out;
-  FIELDS(queries, sinks, cos, sin, heads, dim, rotary, window, groups, top, rows, entries, chosen, out)
+  FIELDS(queries, sinks, cos, sin, heads, dim, rope_dim, window, groups, topk, kv, compressed_kv, indices, out)
 };
 
 // Element types that weights are packed from.
 enum class Stored : int32_t { kBf16 = 0, kF32 = 1, kF16 = 2, kI8 = 3 };
 
-// Row i of a stored matrix [n, k] becomes output offset + i of packed weights; where the matrix is `half` of panels that
-// two matrices share, each 16 rows become 16 outputs of one panel, those from `offset` on.
+// Packs weights: row i of a stored matrix [n, k] becomes output offset + i. With `half`, the matrix is gate or up of
+// shared panels: each 16 rows become outputs [offset, offset + 16) of one panel.
 struct Pack {
   Pair* out;
-  int32_t* compensation;  // of bytes, else null
+  int32_t* compensation;  // of int8, else null
   const void* source;
   Stored stored;
   int64_t n, k, offset;
@@ -377,7 +385,7 @@ struct Pack {
   FIELDS(out, compensation, source, stored, n, k, offset, half)
 };
 
-// How a row's token is chosen; DRAW in pypto_serving/types/draws.py.
+// Sampling parameters of a row; DRAW in pypto_serving/types/draws.py.
 struct Draw {
   double random, top_p, min_p;
   float temperature;
@@ -385,7 +393,7 @@ struct Draw {
   FIELDS(random, top_p, min_p, temperature, top_k)
 };
 
-// tokens[row] for logits [rows, vocab] that lie `stride` apart: -1 where the largest is not finite.
+// Samples tokens[row] from logits [rows, vocab], rows `stride` apart; -1 where the largest logit is not finite.
 struct Sample {
   const float* logits;
   int64_t stride, vocab, rows;
@@ -394,8 +402,8 @@ struct Sample {
   FIELDS(logits, stride, vocab, rows, draws, tokens)
 };
 
-// For each of `count` rows of logits: log-probability and rank of a token, and the best tokens [count, width],
-// width at most vocab, with their log-probabilities, best first.
+// Log-probability and rank of a token for each of `count` rows of logits, and the top tokens [count, width] with their
+// log-probabilities, best first; width is at most vocab.
 struct Logprobs {
   const float* logits;
   int64_t stride, vocab, count, width;
@@ -406,41 +414,41 @@ struct Logprobs {
   FIELDS(logits, stride, vocab, count, width, rows, tokens, values, ranks, best, best_values)
 };
 
-// What a measurement of the machine's limits reads, and how often it repeats its sums.
+// Benchmark of the machine's limits: the memory to read, and the rounds of arithmetic.
 struct Limits {
   const Pair* data;
   int64_t pairs, rounds;
 };
 
-// All operations of a step, as (kernel, what it works on). From this list follow the members of Kernels, their values for
-// each instruction set (kernels.cpp), and the exported functions that record an operation (operations.cpp).
-#define OPERATIONS(OP)                  \
-  OP(embed, Embed)                      \
-  OP(norm, Norm)                        \
-  OP(quantize, Quantize)                \
-  OP(linear, Linear)                    \
-  OP(heads, Heads)                      \
-  OP(attend, Attend)                    \
-  OP(choose, Routing)                   \
-  OP(sort, Routing)                     \
-  OP(gather, Gather)                    \
-  OP(expert_linear, ExpertLinear)       \
-  OP(combine, Combine)                  \
-  OP(products, Products)                \
-  OP(stream_inputs, StreamInputs)       \
-  OP(stream_outputs, StreamOutputs)     \
-  OP(turn, Turn)                        \
-  OP(compressor_state, CompressorState) \
-  OP(compress, Compress)                \
-  OP(index, Index)                      \
-  OP(latent_attend, LatentAttend)
+// All operations of a step, as (kernel, arguments). This list generates the members of Kernels, their values for each
+// instruction set (kernels.cpp), and the exported functions that record an operation (operations.cpp).
+#define OPERATIONS(OP)                            \
+  OP(embed, Embed)                                \
+  OP(rms_norm, RmsNorm)                           \
+  OP(quantize, Quantize)                          \
+  OP(linear, Linear)                              \
+  OP(qk_norm_rope, QkNormRope)                    \
+  OP(paged_attention, PagedAttention)             \
+  OP(router_topk, Routing)                        \
+  OP(moe_sort, Routing)                           \
+  OP(moe_gather, MoeGather)                       \
+  OP(expert_linear, ExpertLinear)                 \
+  OP(moe_combine, MoeCombine)                     \
+  OP(rms_norm_linear, RmsNormLinear)              \
+  OP(hyper_connection_pre, HyperConnectionPre)    \
+  OP(hyper_connection_post, HyperConnectionPost)  \
+  OP(norm_rope, NormRope)                         \
+  OP(compressor_state, CompressorState)           \
+  OP(compress, Compress)                          \
+  OP(indexer_topk, IndexerTopK)                   \
+  OP(mla_attention, MlaAttention)
 
-// Likewise what an engine runs at once, without a step; its function is exported too.
+// Tasks that an engine runs at once, without a step; their functions are exported too.
 #define TASKS(TASK) TASK(pack, Pack) TASK(sample, Sample) TASK(logprobs, Logprobs)
 
 struct Kernels {
   const char* name;
-  int rows;  // at most so many in a strip
+  int rows;  // most rows in a strip
 
 #define OPERATION(kernel, Values) void (*kernel)(const Values&, const Step&, Member&);
 #define TASK(kernel, Values) void (*kernel)(const Values&, Member&);
@@ -456,7 +464,7 @@ struct Kernels {
   int round_byte_flops;
 };
 
-// The best that this machine runs, or the one called `name`; null if there is none such.
+// The kernels called `name`, or the best that this machine runs; null if there are none.
 const Kernels* find_kernels(const char* name);
 
 }  // namespace pypto

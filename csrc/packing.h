@@ -1,4 +1,4 @@
-// Weights of every stored type into the panels that products read.
+// Packs weights of every stored type into the panels that GEMMs read.
 #pragma once
 
 #include "tile.h"
@@ -37,7 +37,7 @@ static void pack_rows(Pair* out, const void* source, int64_t n, int64_t k, int64
   }
 }
 
-// Sums begin with `compensation`, which take away what the 128 adds that every byte of the activations is too large by.
+// Int8 activations are stored plus 128. Sums start at `compensation`, which cancels that offset.
 static void pack_bytes(Pair* out, int32_t* compensation, const int8_t* source, int64_t n, int64_t k, int64_t first) {
   for (int64_t lane = 0; lane < kLanes; lane++) compensation[lane] = 0;
   for (int64_t q = 0; q < k / 4; q++) {

@@ -6,7 +6,7 @@
 namespace pypto {
 namespace {
 
-// How many of `count` ids are the same from the first on.
+// Length of the common prefix of two lists of `count` ids.
 int32_t common(const int32_t* a, const int32_t* b, int32_t count) {
   constexpr int32_t kStride = 64;
   int32_t i = 0;
@@ -42,8 +42,8 @@ void Prefixes::find(const Step& step) {
   }
 }
 
-// Groups of a level from rows [begin, end), which agree on all tiles before `tile`: sorted by the blocks of that tile,
-// those with the same ones are neighbours.
+// Groups rows [begin, end), which share all tiles before `tile`. Sorting by the blocks of `tile` makes rows that share
+// it neighbours.
 void Prefixes::split(int32_t begin, int32_t end, int32_t tile) {
   const auto first = rows_.begin() + begin;
   const auto last = std::partition(first, rows_.begin() + end, [&](int32_t row) { return tiles_[row] > tile; });
@@ -64,7 +64,7 @@ int Prefixes::compare(int32_t a, int32_t b, int32_t tile) const {
   return std::memcmp(table(a) + begin, table(b) + begin, count * sizeof(int32_t));
 }
 
-// How many tiles rows [begin, end) share from the first on, knowing that they share `tile` and all before.
+// Number of leading tiles that rows [begin, end) share; they share at least `tile` and all before.
 int32_t Prefixes::common_tiles(int32_t begin, int32_t end, int32_t tile) const {
   int32_t tiles = tiles_[rows_[begin]];
   for (int32_t i = begin + 1; i < end; i++) tiles = std::min(tiles, tiles_[rows_[i]]);

@@ -1,4 +1,4 @@
-// Which rows of a step begin with the same blocks: tables that share leading ids over whole tiles.
+// Shared prefixes for cascade attention: rows of a step whose block tables begin with the same ids, in whole tiles.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace pypto {
 
-// Owns what it found in a step, until the next one.
+// Owns the groups found in a step, until the next one.
 class Prefixes {
  public:
   // Rows [begin, end) of `rows()` share tiles [tile_begin, tile_end), and all before.
@@ -17,14 +17,14 @@ class Prefixes {
 
   // Forget the last step. Blocks hold `size` positions.
   void clear(int size);
-  // A row of the step may share its first `tiles` tiles, all of whose positions each of its queries sees.
+  // Let a row of the step share its first `tiles` tiles. Each of its queries must see all of their positions.
   void add(int32_t row, int32_t tiles);
-  // Find the groups: of a tree of prefixes, level by level from its root.
+  // Find the groups: a tree of prefixes, level by level from the root.
   void find(const Step& step);
 
   const std::vector<int32_t>& rows() const { return rows_; }
   const std::vector<Group>& groups() const { return groups_; }
-  // Groups [levels()[i], levels()[i + 1]) are of level i; their rows are in groups of all levels before.
+  // Groups [levels()[i], levels()[i + 1]) form level i; their rows are also in a group of every level before.
   const std::vector<int32_t>& levels() const { return levels_; }
 
  private:

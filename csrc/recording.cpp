@@ -36,7 +36,7 @@ void Recording::run(Member& member) {
   for (int i = 0; i < size(); i++) {
     operations_[i](step_, member);
     if (arrival) arrival[i] = now();
-    member.meet();
+    member.barrier();
   }
 }
 

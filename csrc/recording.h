@@ -17,7 +17,7 @@ struct Engine {
   Team team;
 };
 
-// Owns the operations of a step and what its attention plans; not to be run by two threads at once.
+// Owns the operations of a step and its attention plan. Not thread-safe.
 class Recording final : public Job {
  public:
   using Operation = std::function<void(const Step&, Member&)>;

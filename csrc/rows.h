@@ -1,11 +1,11 @@
-// What happens to a row by itself: embedding, normalisation, and what makes queries, keys and values of a projection.
+// Row-wise operations: embedding, RMSNorm, int8 quantization, QK-norm and RoPE.
 #pragma once
 
 #include "tile.h"
 
 namespace ISA {
 
-// Rows that a member takes at once.
+// Rows that a thread takes at once.
 INLINE int64_t row_grain(int64_t rows, const Member& member) {
   const int64_t each = rows / member.count();
   return each < 1 ? 1 : min(each, kMaxRows);
@@ -61,7 +61,7 @@ INLINE void store_quads(Pair* out, int64_t stride, int64_t count, Ints x) {
     std::memcpy(out + i * stride, reinterpret_cast<const char*>(&bytes) + 4 * i, sizeof(Pair));
 }
 
-INLINE void norm_pairs(const Norm& op, const float* x, float scale, int64_t begin, int64_t end, Pair* out,
+INLINE void rms_norm_bf16(const RmsNorm& op, const float* x, float scale, int64_t begin, int64_t end, Pair* out,
                        int64_t stride) {
   int64_t i = begin;
   for (; i + kLanes <= end; i += kLanes)
@@ -71,8 +71,8 @@ INLINE void norm_pairs(const Norm& op, const float* x, float scale, int64_t begi
                           static_cast<Pair>(narrow(x[i + 1] * scale * op.weight[i + 1])) << 16;
 }
 
-// As `norm_pairs`; returns the row's scale. Its largest magnitude takes all of the row.
-INLINE float norm_quads(const Norm& op, const float* x, float scale, int64_t begin, int64_t end, Pair* out,
+// As `rms_norm_bf16`; returns the row's scale. Its largest magnitude takes all of the row.
+INLINE float rms_norm_int8(const RmsNorm& op, const float* x, float scale, int64_t begin, int64_t end, Pair* out,
                         int64_t stride) {
   const auto normed = [&](int64_t i) __attribute__((always_inline)) {
     if (i + kLanes <= op.width) return load(x + i) * set1(scale) * load(op.weight + i);
@@ -87,7 +87,7 @@ INLINE float norm_quads(const Norm& op, const float* x, float scale, int64_t beg
   return largest[0] / 127.0f;
 }
 
-// Members take whole strips, or, where there are too few, a part of the columns each: no two write to one cache line.
+// Threads take whole strips, or parts of the columns where there are too few strips. No two write to one cache line.
 struct Parts {
   int64_t count, width, size;
   Parts(int64_t strips, int64_t width, int64_t line, const Member& member)
@@ -98,7 +98,7 @@ struct Parts {
   int64_t end(int64_t part) const { return part + 1 == count ? width : min(width, begin(part) + size); }
 };
 
-static void norm(const Norm& op, const Step& step, Member& member) {
+static void rms_norm(const RmsNorm& op, const Step& step, Member& member) {
   const Strips strips{count(step, op.rows), kMaxRows};
   if (strips.rows == 0) return;
   const Parts parts(strips.count(), op.width, op.scales ? kLanes * 4 : kLanes, member);
@@ -111,17 +111,17 @@ static void norm(const Norm& op, const Step& step, Member& member) {
       const float* x = op.x + (op.rows == Rows::kTokens ? row : step.logits_rows[row]) * op.stride;
       const float scale = inverse_rms(x, op.width, op.eps);
       if (!op.scales) {
-        norm_pairs(op, x, scale, begin, end, op.out + strips.start(strip) * (op.width / 2) + m, stride);
+        rms_norm_bf16(op, x, scale, begin, end, op.out + strips.start(strip) * (op.width / 2) + m, stride);
         continue;
       }
       Pair* out = op.out + strips.start(strip) * (op.width / 4) + m;
-      const float byte_scale = norm_quads(op, x, scale, begin, end, out, stride);
+      const float byte_scale = rms_norm_int8(op, x, scale, begin, end, out, stride);
       if (part == 0) op.scales[row] = byte_scale;
     }
   }
 }
 
-// Quads [begin, end) of a strip of one row from its pairs, of which all are looked at.
+// Quantizes quads [begin, end) of a strip of one row. The scale comes from the whole row.
 INLINE void quantize_row(const Pair* x, int64_t pairs, int64_t begin, int64_t end, Pair* out, float* scale) {
   const auto pair = [&](int64_t p) __attribute__((always_inline)) { return load_some(x + p, min(kLanes, pairs - p)); };
   Ints top{};
@@ -206,8 +206,8 @@ static void embed(const Embed& op, const Step& step, Member& member) {
   }
 }
 
-// RMSNorm of one head and its rotary embedding (Su et al. 2021, arXiv:2104.09864): the pair (i, i + dim / 2) turns by
-// the i-th angle of the position.
+// RMSNorm of one head, then RoPE in NeoX style (Su et al. 2021, arXiv:2104.09864): the pair (i, i + dim / 2) is rotated
+// by the i-th angle of the position.
 INLINE void turn(const float* x, const float* weight, const float* cos, const float* sin, int64_t dim, float eps,
                  float* out) {
   const float scale = inverse_rms(x, dim, eps);
@@ -220,15 +220,16 @@ INLINE void turn(const float* x, const float* weight, const float* cos, const fl
   }
 }
 
-INLINE void store_key(const Cache& cache, int64_t block, int64_t offset, int64_t head, const float* key) {
+INLINE void store_key(const KvCache& cache, int64_t block, int64_t offset, int64_t head, const float* key) {
   bf16* keys = cache.keys + block * cache.block_stride + head * cache.size * cache.dim;
   Pair* out = reinterpret_cast<Pair*>(keys) + offset / kPanel * (cache.dim / 2) * kPanel + offset % kPanel;
   for (int64_t i = 0; i < cache.dim; i += kLanes) store_pairs(out + i / 2 * kPanel, kPanel, load(key + i));
 }
 
-// A pair holds the values of two tokens. The last token of a row in a step voids what an earlier owner of the block
-// left in the other half, which is multiplied by zero and must be finite.
-INLINE void store_value(const Cache& cache, int64_t block, int64_t offset, int64_t head, const float* value, bool last) {
+// A pair holds the values of two tokens. The last token of a row in a step zeroes the other half: an earlier owner of
+// the block may have left NaN there, and attention multiplies it by zero.
+INLINE void store_value(const KvCache& cache, int64_t block, int64_t offset, int64_t head, const float* value,
+                        bool last) {
   bf16* values = cache.values + block * cache.block_stride + head * cache.size * cache.dim;
   bf16* panel = values + offset / kPanel * kPanel * cache.dim + offset % kPanel / 2 * kPanel * 2 + offset % 2;
   const bool voids = last && offset % 2 == 0;
@@ -241,10 +242,10 @@ INLINE void store_value(const Cache& cache, int64_t block, int64_t offset, int64
   }
 }
 
-static void heads(const Heads& op, const Step& step, Member& member) {
-  const Cache& cache = op.cache;
+static void qk_norm_rope(const QkNormRope& op, const Step& step, Member& member) {
+  const KvCache& cache = op.cache;
   const int64_t dim = cache.dim, all = op.heads + 2 * cache.kv_heads;
-  alignas(64) float turned[kMaxDim];
+  alignas(64) float rotated[kMaxDim];
   Share share(member, step.tokens, row_grain(step.tokens, member));
   while (share.next()) {
     for (int64_t t = share.begin; t < share.end; t++) {
@@ -255,14 +256,14 @@ static void heads(const Heads& op, const Step& step, Member& member) {
       const int64_t block = slots[t] / cache.size, offset = slots[t] % cache.size;
       const bool last = t + 1 == step.tokens || slots[t + 1] != slots[t] + 1;
       for (int64_t head = 0; head < op.heads; head++) {
-        turn(x + head * dim, op.weights + head * dim, cos, sin, dim, op.eps, turned);
+        turn(x + head * dim, op.weights + head * dim, cos, sin, dim, op.eps, rotated);
         bf16* out = op.queries + (t * op.heads + head) * dim;
-        for (int64_t i = 0; i < dim; i += kLanes) store_narrow(out + i, load(turned + i));
+        for (int64_t i = 0; i < dim; i += kLanes) store_narrow(out + i, load(rotated + i));
       }
       for (int64_t head = 0; head < cache.kv_heads; head++) {
         const int64_t key = op.heads + head;
-        turn(x + key * dim, op.weights + key * dim, cos, sin, dim, op.eps, turned);
-        store_key(cache, block, offset, head, turned);
+        turn(x + key * dim, op.weights + key * dim, cos, sin, dim, op.eps, rotated);
+        store_key(cache, block, offset, head, rotated);
         store_value(cache, block, offset, head, x + (key + cache.kv_heads) * dim, last);
       }
     }

@@ -1,5 +1,5 @@
-// Choosing tokens from logits without sorting the vocabulary. A row is one member's, so its result depends on nothing
-// else.
+// Sampling (temperature, top-k, top-p, min-p) without sorting the vocabulary. One thread samples a row, so its result
+// does not depend on other rows.
 //
 // Scores are at most 0, so the bits of their magnitudes order them, best first, as whole numbers: their keys. Without
 // top-k and top-p, weights are summed by chunks in order of id, and a draw walks through one chunk. With them, it goes
@@ -200,7 +200,7 @@ static double weigh(const Scores& s, SamplingScratch& scratch) {
     Doubles sums{};
     for (int64_t i = chunk * kChunk; i < min((chunk + 1) * kChunk, s.vocab); i += kLanes) {
       const Floats scores = scores_at(s, i);
-      sums += fold(select(at_most(keys_of(scores), spread(s.limit)), exp(scores), Floats{}));
+      sums += add_halves(select(at_most(keys_of(scores), spread(s.limit)), exp(scores), Floats{}));
     }
     weights[chunk] = total += sum(sums);
   }

@@ -95,7 +95,7 @@ INLINE Floats larger(Floats a, Floats b) { return select(above(a, b), a, b); }
 
 INLINE Floats smaller(Floats a, Floats b) { return select(above(b, a), a, b); }
 
-// Into the second-level cache: what is fetched ahead is larger than the first.
+// Prefetch into the L2 cache: what is prefetched exceeds the L1 cache.
 INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
 // Lane i is lane order[i] of x.
@@ -143,7 +143,7 @@ INLINE double sum(Doubles x) {
 }
 
 // Lane i plus lane i + 8, in float64.
-INLINE Doubles fold(Floats x) {
+INLINE Doubles add_halves(Floats x) {
   typedef float Half __attribute__((vector_size(32), may_alias));
   Half half[2];
   std::memcpy(half, &x, sizeof x);
@@ -306,8 +306,8 @@ INLINE PairRegister multiply_shorts(PairRegister a, PairRegister b) {
 #endif
 }
 
-// total + the sum of four products of a signed byte of a and an unsigned one of b in every lane: one vpdpbusd where there
-// is one. Elsewhere even and odd bytes become 16-bit numbers, because vpmaddubsw saturates.
+// total + the sum of four products of a signed byte of a and an unsigned one of b in every lane: one vpdpbusd where
+// there is one. Elsewhere even and odd bytes become 16-bit numbers, because vpmaddubsw saturates.
 INLINE PairRegister dot_bytes(PairRegister total, PairRegister a, PairRegister b) {
 #if defined(__AVX512VNNI__)
   return (PairRegister)_mm512_dpbusd_epi32((__m512i)total, (__m512i)b, (__m512i)a);
@@ -350,8 +350,8 @@ INLINE float power(float x) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// e^x for x in [-87, 87]; 0 below, exactly 1 at 0; not a number stays so. The multiple of ln 2 is taken off in two parts, the first of few
-// bits (Cody and Waite 1980), so that the remainder is exact to the last bits for large x too.
+// e^x for x in [-87, 87]; 0 below, exactly 1 at 0; not a number stays so. The multiple of ln 2 is taken off in two
+// parts, the first of few bits (Cody and Waite 1980), so that the remainder is exact to the last bits for large x too.
 INLINE Floats exp(Floats x) {
   const Floats clamped = smaller(larger(x, set1(-87.0f)), set1(87.0f));
   const Floats magic = set1(12582912.0f);

@@ -42,7 +42,7 @@ void allow([[maybe_unused]] pthread_t thread, [[maybe_unused]] const std::vector
 
 int Member::count() const { return team_->count_; }
 
-void Member::meet() { team_->meet(); }
+void Member::barrier() { team_->barrier(); }
 
 Share::Share(Member& member, int64_t total, int64_t grain)
     : team_(member.team_), total_(total), grain_(grain), index_(member.index_) {}
@@ -91,7 +91,7 @@ void Team::run(Job& job) {
   started_.notify_all();
   Member member(this, 0);
   job.run(member);
-  meet();
+  barrier();
 }
 
 void Team::run_alone(Job& job) {
@@ -107,11 +107,11 @@ void Team::work(int index) {
     seen++;
     if (stopping_) return;
     job_->run(member);
-    meet();
+    barrier();
   }
 }
 
-void Team::meet() {
+void Team::barrier() {
   const uint32_t met = met_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < static_cast<uint32_t>(count_)) return await(met_, met);
   renew_shares();

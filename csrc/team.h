@@ -1,5 +1,5 @@
-// Threads that run one job together: every thread runs all of it, takes a share of each loop, and meets the others at
-// barriers. Threads spin inside a job, up to a limit, and sleep between jobs.
+// A thread team: every thread runs the whole job, takes a share of each loop, and waits for the others at barriers.
+// Threads spin inside a job, up to a limit, and sleep between jobs.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@ class Member {
   Member(Team* team, int index) : team_(team), index_(index) {}
   int index() const { return index_; }
   int count() const;
-  // Wait until all have come; then all loops may be shared out anew.
-  void meet();
+  // Wait until all threads have arrived. The next loop may be shared out afterwards.
+  void barrier();
 
  private:
   friend class Share;
@@ -27,12 +27,12 @@ class Member {
   int index_;
 };
 
-// The items [0, total) of a loop, for one member: first its own part in order, then what others have left. Between two
-// meetings a team shares out one loop.
+// Work stealing over the items [0, total) of a loop: a member first takes its own part in order, then what others have
+// left. A team shares out one loop between two barriers.
 class Share {
  public:
   Share(Member& member, int64_t total, int64_t grain);
-  // The next items [begin, end), at most `grain`; false when there are none left.
+  // Take the next items [begin, end), at most `grain`; false when none are left.
   bool next();
   int64_t begin = 0, end = 0;
 
@@ -50,8 +50,8 @@ class Job {
   ~Job() = default;
 };
 
-// Owns `count` - 1 threads; the caller of `run` is the first member. `cpus` are what the threads may run on: one each
-// where there are as many, of which the first is left to the caller.
+// Owns `count` - 1 threads; the caller of `run` is the first member. Threads run on `cpus`; if there are `count` of
+// them, each thread gets one, and the first is left to the caller.
 class Team {
  public:
   Team(int count, const std::vector<int>& cpus);
@@ -59,7 +59,7 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
   void run(Job& job);
-  // For a job that is shorter than waking the others, and in which nobody meets: the caller does all of it.
+  // Run a job without barriers on the caller alone: for jobs shorter than waking the threads.
   void run_alone(Job& job);
   int count() const { return count_; }
 
@@ -71,7 +71,7 @@ class Team {
   };
   void work(int index);
   void stop();
-  void meet();
+  void barrier();
   void renew_shares();
 
   int count_;

@@ -1,4 +1,4 @@
-// The one inner loop of all products: up to 12 rows by 32 columns, whose sums stay in registers.
+// The microkernel of all GEMMs: up to 12 rows by 32 columns, whose sums stay in registers.
 #pragma once
 
 #include "ops.h"
@@ -8,7 +8,7 @@ namespace ISA {
 
 using namespace pypto;
 
-// A tile is computed in one pass where its sums fit the registers, else its left and its right half in one each.
+// A tile is computed in one pass where its sums fit the registers, else in one pass for each half of the columns.
 // AVX-512: 12 rows x 2 registers + 2 of weights + 1 broadcast of 32. AVX2: 4 x 2 + 4 of halved weights + 2 of 16.
 #if defined(__AVX512F__)
 constexpr int kMaxRows = 12, kPasses = 1;
@@ -19,8 +19,8 @@ constexpr int kMaxRows = 2, kPasses = 2;
 #endif
 constexpr int kHalf = kLanes / kRegisterLanes;  // registers that 16 columns take
 
-// `pairs`, or quads, of the summed dimension. `left` and `right` lead to columns 0-15 and 16-31; `ahead` are two addresses
-// that will be read soon, or null: while the stretch is summed they advance by `Tile::ahead_step` bytes and are fetched.
+// A contiguous piece of k: `pairs` pairs, or quads. `left` and `right` point to columns 0-15 and 16-31. `ahead` are two
+// addresses to prefetch, or null; they advance by `Tile::ahead_step` bytes with each step.
 struct Stretch {
   const Pair *left, *right;
   int64_t pairs;
@@ -39,8 +39,8 @@ struct Tile {
   const int32_t* compensation = nullptr;  // what sums of bytes begin with, for 32 columns
 };
 
-// What is multiplied, 32 bits of the summed dimension at a time.
-struct Pairs {  // bfloat16, summed in float32
+// The dot product instruction, over 32 bits of k at a time.
+struct Bf16Dot {  // pairs of bfloat16, summed in float32
   using Sums = Register;
   static constexpr int64_t kEach = 2;
   static ALWAYS_INLINE Sums begin(const Tile& t, int64_t row, int64_t column) {
@@ -50,7 +50,7 @@ struct Pairs {  // bfloat16, summed in float32
   static ALWAYS_INLINE Register end(Sums total) { return total; }
 };
 
-struct Quads {  // signed bytes of weights and unsigned ones of activations, summed exactly
+struct Int8Dot {  // quads of int8 weights and uint8 activations, summed exactly in int32
   using Sums = PairRegister;
   static constexpr int64_t kEach = 4;
   static ALWAYS_INLINE Sums begin(const Tile& t, int64_t, int64_t column) {
@@ -62,9 +62,9 @@ struct Quads {  // signed bytes of weights and unsigned ones of activations, sum
   static ALWAYS_INLINE Register end(Sums total) { return as_floats(total); }
 };
 
-// c[m][0..15] = sum over p of a(m, p) . left[p], c[m][16..31] likewise with right. Every sum runs over p in order in one
-// register, so that a row's result depends neither on how many rows there are nor on what stands beside it.
-// a(m, p) is a[p * M + m] where kRow is 0, else a[m * kRow + p].
+// c[m][0..15] = sum over p of a(m, p) . left[p], c[m][16..31] likewise with right. Every sum runs over p in order in
+// one register, so a row's result does not depend on the other rows or on their number (batch invariance). a(m, p) is
+// a[p * M + m] where kRow is 0, else a[m * kRow + p].
 template <int M, int kRow, typename Kind>
 static void multiply(const Tile& t) {
   constexpr int kColumns = 2 / kPasses * kHalf;
@@ -111,7 +111,7 @@ static void multiply(const Tile& t) {
   }
 }
 
-template <int kRow, typename Kind = Pairs>
+template <int kRow, typename Kind = Bf16Dot>
 INLINE void multiply(int64_t rows, const Tile& t) {
   switch (rows) {
     case 1: return multiply<1, kRow, Kind>(t);

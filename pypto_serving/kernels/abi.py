@@ -1,4 +1,4 @@
-"""Make the library's functions and structs from the description that it gives of itself (csrc/abi.h)."""
+"""Bind the library's functions and structs from its own description (csrc/abi.h)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from pypto_serving.kernels.arguments import Handle, readable, take, told
 
 
 class Arguments:
-    """Names and types of what a function or a struct, `owner`, takes."""
+    """Names and types of the arguments of a function, or the fields of a struct, called `owner`."""
 
     def __init__(self, owner: str, types: Mapping[str, str], structs: Mapping[str, Any], fields: bool = False) -> None:
         self.owner, self.types = owner, types
         self._takes = tuple(take(type_name, structs, fields) for type_name in types.values())
 
     def convert(self, values: Sequence[Any]) -> list[Any]:
-        """Convert values to what the library reads.
+        """Convert values to ctypes arguments.
 
-        Raises TypeError or ValueError, naming the first that is not of its type.
+        Raises TypeError or ValueError that names the first value of a wrong type.
         """
         if len(values) != len(self._takes):
             raise TypeError(f"{self.owner} takes {len(self._takes)} arguments, not {len(values)}")
@@ -87,7 +87,7 @@ class Function:
 
 
 class Library:
-    """Owns all functions of the library, which are its attributes too, and all structs that they take, by name."""
+    """Owns the library's functions, also as attributes, and the structs that they take, by name."""
 
     def __init__(self, lib: ctypes.CDLL, description: str) -> None:
         lines = [_Line.parse(line) for line in description.splitlines()]
@@ -141,7 +141,7 @@ class _Line:
 
 
 def _pointed(type_name: str) -> str:
-    """Return what a pointer points to, or nothing for another type."""
+    """Return the pointed-to type, or nothing for a type that is no pointer."""
     return type_name.removeprefix("const ").removesuffix("*") if type_name.endswith("*") else ""
 
 

@@ -1,4 +1,4 @@
-"""Check and convert what a function of the library takes: arrays, pointers into them, handles, numbers and text.
+"""Check and convert arguments of library functions: arrays, pointers into them, handles, numbers and text.
 
 A type is written as the library describes it (csrc/abi.h): `f4`, `text`, `const f4*`, `Engine*`.
 """
@@ -34,7 +34,7 @@ class Handle:
 class Pointer:
     """Points to the first element of an array that need not be contiguous, and keeps the array alive.
 
-    For what is read or written by strides of its own: columns of an array, a layer of an arena.
+    For arrays with strides: columns of an array, or one layer of an arena.
     """
 
     __slots__ = ("address", "array", "dtype", "writeable")
@@ -73,7 +73,7 @@ def readable(type_name: str) -> str:
 
 
 def told(value: object) -> str:
-    """Say what an argument is, for messages."""
+    """Describe an argument, for messages."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype} {list(value.shape)}"
     if isinstance(value, Pointer):

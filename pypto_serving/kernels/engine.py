@@ -1,8 +1,7 @@
-"""What the library's kernels look like from Python: an Engine of threads, and the memory that they work on.
+"""The kernels' Engine of threads, and the layouts of weights and activations.
 
-Activations travel between operations as float32 rows, `[rows, width]`, or as strips, the layout that products read
-(csrc/ops.h): of bfloat16 pairs, or of quads of bytes with a scale for each row. All are numpy arrays of the
-caller's.
+Activations pass between operations as float32 rows, `[rows, width]`, or as strips, the packed layout that GEMMs read
+(csrc/ops.h): bfloat16 pairs, or int8 quads with a scale per row. All are numpy arrays of the caller's.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Stored(enum.IntEnum):
 class Matrix:
     """Packed weights of matrices [n, k]: pairs of bfloat16, uint32 [panels of all * k / 2 * 32]; see csrc/ops.h.
 
-    Where they are bytes, `words` are quads, [panels of all * k / 4 * 32], and there are `scales` and `compensation`,
-    [panels of all * 32].
+    Int8 weights are quads, [panels of all * k / 4 * 32], with `scales` and `compensation`, [panels of all * 32].
     """
 
     words: PairArray
@@ -60,40 +58,40 @@ class Matrix:
 
     @property
     def int8(self) -> bool:
-        """True if the weights are bytes."""
+        """Return True if the weights are int8."""
         return self.scales is not None
 
     @staticmethod
     def size(n: int, k: int, count: int = 1) -> int:
-        """Pairs that `count` matrices [n, k] take."""
+        """Count the pairs of `count` matrices [n, k]."""
         return Matrix.outputs(n, count) * k // 2
 
     @staticmethod
     def outputs(n: int, count: int = 1) -> int:
-        """Outputs of `count` matrices of n outputs in whole panels."""
+        """Count the outputs of `count` matrices of n outputs, in whole panels."""
         return count * ceil_div(n, PANEL) * PANEL
 
 
 @dataclass(frozen=True, slots=True)
-class Quads:
-    """Activations as bytes: strips of quads, uint32 [rows * k / 4], and each row's scale, float32 [rows]."""
+class Int8Strips:
+    """Int8 activations: strips of quads, uint32 [rows * k / 4], and a scale per row, float32 [rows]."""
 
     words: PairArray
     scales: Float32Array
 
 
-Strips = PairArray | Quads
-"""Activations that a product reads: as many bits as the weights of its matrix have."""
+Strips = PairArray | Int8Strips
+"""Activations that a GEMM reads: int8 if its weights are int8, else bfloat16."""
 
 
 class _Pool:
-    """Owns the memory that small arrays come from, one behind the other, so that huge pages hold all of them."""
+    """Owns the memory of small arrays. They lie one behind the other, so that huge pages hold all of them."""
 
     def __init__(self) -> None:
         self._left = np.zeros(0, np.uint8)
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Zeros that nobody else has; they live as long as an array refers to them."""
+        """Allocate `size` zero bytes. They live as long as an array refers to them."""
         if size >= _POOL_BYTES:
             return _map(size)
         if size > len(self._left):
@@ -107,9 +105,9 @@ _POOL = _Pool()
 
 
 def _map(size: int) -> NDArray[np.uint8]:
-    """Private memory of the system that begins with a huge page.
+    """Map private memory that begins with a huge page.
 
-    Shared memory gets huge pages by another setting of the system, which is off by default.
+    It is private because huge pages for shared memory depend on another system setting, which is off by default.
     """
     lib = library()
     assert lib is not None
@@ -121,13 +119,13 @@ def _map(size: int) -> NDArray[np.uint8]:
 
 
 def zeros(dtype: Any, *shape: int) -> Array:
-    """Memory that takes room when it is first written, in huge pages where the system has them."""
+    """Allocate zeros, in huge pages where the system has them. Memory is committed when first written."""
     array: Array = _POOL.take(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
     return array
 
 
 def hashes(array: Array) -> NDArray[np.uint64]:
-    """A hash of each piece of `array`, computed by this thread: any change of its bytes changes one of them."""
+    """Hash each piece of `array` in this thread. Any change of its bytes changes a hash."""
     lib = library()
     assert lib is not None
     out = np.zeros(lib.pieces(array.nbytes), np.uint64)
@@ -136,7 +134,7 @@ def hashes(array: Array) -> NDArray[np.uint64]:
 
 
 def _allowed_cpus() -> set[int]:
-    """CPUs that this process may use; empty where the system does not tell, and then threads run anywhere."""
+    """Return the CPUs that this process may use; empty where the system does not tell. Threads then run anywhere."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
@@ -151,7 +149,7 @@ class Engine:
     """Owns `threads` threads, the caller's among them, that run kernels for one instruction set on `cpus`."""
 
     def __init__(self, instruction_set: str = "", threads: int = 1, cpus: set[int] | None = None) -> None:
-        """Raises ConfigError where this machine does not run `instruction_set` (by default its best)."""
+        """Start the threads. Raises ConfigError if this machine does not run `instruction_set` (default: its best)."""
         lib = library()
         chosen = sorted(_allowed_cpus() if cpus is None else cpus)
         mask = np.array(chosen, np.int32)
@@ -167,13 +165,13 @@ class Engine:
         self.caller_cpus = set(chosen[:1]) if len(chosen) == threads else set(chosen)
 
     def pin_caller(self) -> None:
-        """Keep the calling thread, and those that it starts, off the CPUs that the engine's own threads keep to."""
+        """Keep the calling thread, and the threads it starts, off the CPUs of the engine's own threads."""
         if self.caller_cpus:
             os.sched_setaffinity(0, self.caller_cpus)
 
     @property
     def strip_rows(self) -> int:
-        """Most rows in a strip of activations."""
+        """Return the most rows of a strip."""
         return int(self._lib.strip_rows(self._handle))
 
     def pack(
@@ -188,14 +186,14 @@ class Engine:
     ) -> None:
         """Pack rows of a stored matrix [n, k], the first elements of `source`, into outputs `offset` on of `out`.
 
-        Those of bytes also fill `compensation`. Raises ValueError where the rows would not lie in whole half panels of
-        `out`, where k is not whole words, or where `source` is shorter.
+        Int8 weights also fill `compensation`. Raises ValueError where the rows are not whole half panels of `out`,
+        where k is not whole pairs or quads, or where `source` is too short.
         """
         if offset % _GATE_HALF or not _has_room(out, stored, offset + n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
         self._pack(out, source, stored, n, k, offset, compensation, False)
 
-    def pack_gate(
+    def pack_gate_up(
         self,
         out: PairArray,
         source: Array,

@@ -1,4 +1,4 @@
-"""The shared library: found, checked against its sources, and bound."""
+"""Find the shared library, check it against its sources, and bind it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
 
 @functools.cache
 def library() -> Library | None:
-    """The library, or None where the package was built without it.
+    """Load the library; None where the package was built without it.
 
-    Raises ConfigError for one that cannot be loaded, or that was built from other sources than those of this checkout.
+    Raises ConfigError if it cannot be loaded, or was built from other sources than this checkout's.
     """
     import pypto_serving.kernels
 
@@ -39,7 +39,7 @@ def library() -> Library | None:
 
 
 def _checkout_sources() -> str:
-    """The hash that csrc/CMakeLists.txt makes of the sources beside this package; empty where there are none."""
+    """Hash the sources beside this package as csrc/CMakeLists.txt does; empty where there are none."""
     folder = Path(__file__).parents[2] / "csrc"
     files = sorted(path for path in folder.glob("*") if path.suffix in (".h", ".cpp"))
     hashes = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in files)
@@ -48,6 +48,6 @@ def _checkout_sources() -> str:
 
 @functools.cache
 def runnable() -> tuple[str, ...]:
-    """Instruction sets that the library has kernels for and this machine runs, best first; empty without a library."""
+    """List the instruction sets that library and machine support, best first; empty without a library."""
     lib = library()
     return tuple(name for name in INSTRUCTION_SETS if lib is not None and lib.name(name))

@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured with the instructions that the kernels use."""
+"""Measure the roofline of the machine with the instructions that the kernels use."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _COMPUTE_S = 0.01
 
 
 class Memory:
-    """Owns `size` bytes that reads are measured with: far more than any cache holds."""
+    """Owns `size` bytes for bandwidth measurements: far more than any cache holds."""
 
     def __init__(self, size: int = READ_BYTES) -> None:
         self.words: NDArray[np.uint32] = zeros(np.uint32, size // 4)
         self.words[:] = 1
 
     def bandwidth(self, engine: Engine, repeat: int = 10) -> float:
-        """Bytes per second of the best of `repeat` reads of the whole memory by all threads of `engine`."""
+        """Measure bytes per second: the best of `repeat` reads of the whole memory by all threads of `engine`."""
         words = self.words
         read = engine._lib.measure_read
         best = min(read(engine._handle, words, words.size) for _ in range(repeat))
@@ -28,9 +28,9 @@ class Memory:
 
 
 def peak(engine: Engine, repeat: int = 10, int8: bool = False) -> float:
-    """Multiplications and additions of bfloat16 or int8 per second, the best of `repeat` loops by all threads.
+    """Measure bfloat16 or int8 operations per second (multiplications and additions): the best of `repeat` loops.
 
-    The loop is the instruction that products are made of, on registers only.
+    All threads run the dot product instruction of the GEMM, on registers only.
     """
     rounds, compute = 1 << 10, engine._lib.measure_compute
     while compute(engine._handle, int8, rounds) < _COMPUTE_S:

@@ -1,4 +1,4 @@
-"""A step as a recording: a list of operations that one native call replays. It keeps the arrays it was given alive."""
+"""Record a step as a list of operations, which one native call replays. The recording keeps its arrays alive."""
 
 from __future__ import annotations
 
@@ -12,47 +12,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.arguments import Handle, Pointer
-from pypto_serving.kernels.engine import PANEL, Engine, Matrix, Quads, Strips
+from pypto_serving.kernels.engine import PANEL, Engine, Int8Strips, Matrix, Strips
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray
 
-INDEX_TOKENS = 16
-"""Tokens whose entries are scored before they choose, as csrc/ops.h has it."""
+INDEXER_TOKENS = 16
+"""Tokens scored at once before their top-k, as in csrc/ops.h."""
 
 
 class Rows(enum.IntEnum):
-    """Which rows of a step an operation works on: all tokens, or those whose logits are wanted."""
+    """Rows of a step that an operation works on: all tokens, or the rows that need logits."""
 
     TOKENS = 0
     LOGITS = 1
 
 
-class _Finish(enum.IntEnum):
+class _Epilogue(enum.IntEnum):
+    """What a GEMM does with its sums; see csrc/ops.h."""
+
     STORE = 0
     ADD = 1
-    GATE = 2
-    NARROW = 3
+    SWIGLU = 2
+    STRIPS = 3
 
 
 class Scoring(enum.IntEnum):
-    """How the shares of a token's experts are made of its logits; see csrc/ops.h."""
+    """How router logits become scores and expert weights; see csrc/ops.h."""
 
     SOFTMAX = 0
-    NORMALIZED = 1
-    SOFTPLUS = 2
+    RENORMALIZED = 1
+    SQRT_SOFTPLUS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class CacheLayer:
-    """Keys and values of one layer in an arena of pages, uint16 [blocks, layers, 2, kv_heads, size * dim]."""
+class KVCacheLayer:
+    """One layer of a KV cache: bfloat16 pages as uint16 [blocks, layers, k or v, kv_heads, block_size * dim]."""
 
     pages: BFloat16Array
     layer: int
     dim: int
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of Cache in csrc/ops.h. Raises ValueError for pages that are not contiguous."""
+        """Return the fields of KvCache in csrc/ops.h. Raises ValueError for pages that are not contiguous."""
         if not self.pages.flags.c_contiguous:
-            raise ValueError("pages of a cache must be contiguous")
+            raise ValueError("KV cache pages must be contiguous")
         _, layers, _, kv_heads, elements = self.pages.shape
         keys, values = (Pointer(self.pages[:1, self.layer, half]) for half in (0, 1))
         sizes = {"kv_heads": kv_heads, "dim": self.dim, "size": elements // self.dim}
@@ -61,16 +63,17 @@ class CacheLayer:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Handle of the rows that one tensor of a layer has in the blocks of a KV group."""
+    """Handle of the paged rows of one tensor in one layer of a KV group."""
 
     handle: Handle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turning:
-    """What becomes of vectors of `dim` numbers: norm (eps < 0: none), weight, scale, rotation of the trailing ones.
+class NormRopeParams:
+    """RMSNorm, scale and partial RoPE of vectors of `dim`; see NormRopeParams in csrc/ops.h.
 
-    Neighbours are turned in pairs, by angles `cos` and `sin` [positions, pairs].
+    RMSNorm is skipped where eps < 0; `weight` [dim] defaults to ones. RoPE rotates interleaved pairs of the trailing
+    `rope_dim` dimensions; `cos` and `sin` are [positions, rope_dim / 2].
     """
 
     dim: int
@@ -81,19 +84,19 @@ class Turning:
     scale: float = 1.0
 
     @property
-    def rotary(self) -> int:
-        """Dimensions that are turned."""
+    def rope_dim(self) -> int:
+        """Dimensions that RoPE rotates."""
         return 2 * int(self.cos.shape[1])
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of Turning in csrc/ops.h."""
-        sizes = {"dim": self.dim, "rotary": self.rotary, "eps": self.eps, "scale": self.scale}
+        """Return the fields of NormRopeParams in csrc/ops.h."""
+        sizes = {"dim": self.dim, "rope_dim": self.rope_dim, "eps": self.eps, "scale": self.scale}
         return {"weight": self.weight, "cos": self.cos, "sin": self.sin, **sizes}
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSizes:
-    """Query heads, tokens of a window, and groups of heads whose outputs are multiplied by themselves."""
+class MlaSizes:
+    """Query heads, sliding window in tokens, and groups of the output projection."""
 
     heads: int
     window: int
@@ -102,7 +105,7 @@ class LatentSizes:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Handle of a recorded routing: which tokens go to which experts of a layer."""
+    """Handle of a recorded routing: the experts of each token in one layer."""
 
     handle: Handle
     experts: int
@@ -110,31 +113,31 @@ class Routing:
 
 
 def _parts(x: Strips, words: str = "x", scales: str = "x_scales") -> dict[str, Array | None]:
-    """Make fields of the words of activations and, of bytes, their scales."""
-    return {words: x.words, scales: x.scales} if isinstance(x, Quads) else {words: x, scales: None}
+    """Make the fields of activations: their words, and for int8 their scales."""
+    return {words: x.words, scales: x.scales} if isinstance(x, Int8Strips) else {words: x, scales: None}
 
 
 def _factors(x: Strips, matrix: Matrix) -> dict[str, Array | None]:
-    """Make fields of what a product reads. Raises ValueError where one factor is of bytes and the other is not."""
-    if isinstance(x, Quads) != matrix.int8:
-        raise ValueError("a product's activations and weights must both be bytes, or neither")
+    """Make the fields of a GEMM's inputs. Raises ValueError where only one of them is int8."""
+    if isinstance(x, Int8Strips) != matrix.int8:
+        raise ValueError("activations and weights of a GEMM must both be int8, or neither")
     weights = {"weight": matrix.words, "scales": matrix.scales, "compensation": matrix.compensation}
     return {**_parts(x), **weights}
 
 
-def _product(x: Strips, matrix: Matrix, finish: _Finish, out: Array) -> dict[str, Any]:
-    """Make the fields of Linear in csrc/ops.h that all products have.
+def _product(x: Strips, matrix: Matrix, epilogue: _Epilogue, out: Array) -> dict[str, Any]:
+    """Make the fields of Linear in csrc/ops.h that every GEMM needs.
 
-    Raises TypeError where `out` has not the type that they write.
+    Raises TypeError where `out` does not have the dtype that the epilogue writes.
     """
-    dtype = np.float32 if finish in (_Finish.STORE, _Finish.ADD) else np.uint32
+    dtype = np.float32 if epilogue in (_Epilogue.STORE, _Epilogue.ADD) else np.uint32
     if out.dtype != dtype:
-        raise TypeError(f"a product with {finish.name} writes {np.dtype(dtype)}, not {out.dtype}")
-    return {**_factors(x, matrix), "n": matrix.n, "k": matrix.k, "finish": finish, "out": out}
+        raise TypeError(f"a GEMM with epilogue {epilogue.name} writes {np.dtype(dtype)}, not {out.dtype}")
+    return {**_factors(x, matrix), "n": matrix.n, "k": matrix.k, "epilogue": epilogue, "out": out}
 
 
 def _columns(x: Array) -> tuple[Array | Pointer, int]:
-    """Point to x [rows, width], which may be columns of an array; also the elements from one row to the next.
+    """Point to x [rows, width], which may be columns of an array. Also return the row stride in elements.
 
     Raises ValueError where the elements of a row are not contiguous.
     """
@@ -145,7 +148,10 @@ def _columns(x: Array) -> tuple[Array | Pointer, int]:
 
 
 class Recording:
-    """A step, recorded once as a list of operations in the order of the calls, and replayed by one native call."""
+    """A step: operations in the order they were recorded, replayed by one native call.
+
+    Each method records one operation of csrc/ops.h. Its docstring says what replaying the operation does.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._lib = engine, engine._lib
@@ -169,66 +175,78 @@ class Recording:
         self._kept.extend(value for value in fields.values() if isinstance(value, np.ndarray | Pointer))
 
     def embed(self, table: BFloat16Array, x: Float32Array) -> None:
-        """x [tokens, width] = rows of `table` [vocab, width]; or [tokens, copies, width], each row so many times."""
+        """Look up token embeddings: x [tokens, width] = rows of `table` [vocab, width].
+
+        x may be [tokens, copies, width]; each row is then written `copies` times.
+        """
         self._embed(table, None, x)
 
     def embed_packed(self, table: Matrix, x: Float32Array) -> None:
-        """As `embed`, rows of a packed `table` [vocab, width]."""
+        """As `embed`, from a packed `table` [vocab, width], such as a tied output layer."""
         self._embed(None, table.words, x)
 
     def _embed(self, table: BFloat16Array | None, packed: PairArray | None, x: Float32Array) -> None:
         copies = math.prod(x.shape[1:-1])
         self._add("embed", table=table, packed=packed, width=x.shape[-1], copies=copies, x=x)
 
-    def norm(self, x: Float32Array, weight: Float32Array, eps: float, out: Strips, rows: Rows = Rows.TOKENS) -> None:
-        """Strips of x / rms(x) * weight, x [tokens, width], which may be columns of an array: arXiv:1910.07467."""
+    def rms_norm(
+        self, x: Float32Array, weight: Float32Array, eps: float, out: Strips, rows: Rows = Rows.TOKENS
+    ) -> None:
+        """RMSNorm (arXiv:1910.07467) of x [tokens, width] times `weight` [width], into strips.
+
+        x may be columns of an array. Int8 strips are quantized per row.
+        """
         start, stride = _columns(x)
         sizes = {"stride": stride, "width": x.shape[1], "eps": eps, "rows": rows}
-        self._add("norm", x=start, weight=weight, **sizes, **_parts(out, "out", "scales"))
+        self._add("rms_norm", x=start, weight=weight, **sizes, **_parts(out, "out", "scales"))
 
-    def quantize(self, x: PairArray, k: int, out: Quads, routing: Routing | None = None) -> None:
-        """Strips of bytes from strips of bfloat16, [tokens, k], or of experts' rows: a row's largest becomes 127."""
+    def quantize(self, x: PairArray, k: int, out: Int8Strips, routing: Routing | None = None) -> None:
+        """Quantize bfloat16 strips [tokens, k] to int8: symmetric, a scale per row, its largest magnitude 127.
+
+        With `routing`, the rows are expert inputs.
+        """
         of = None if routing is None else routing.handle
         self._add("quantize", routing=of, x=x, k=k, **_parts(out, "out", "scales"))
 
     def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
-        """out [rows, n] = x W^T + b."""
-        self._linear(x, matrix, _Finish.STORE, out, rows)
+        """GEMM: out [rows, n] = x W^T + b."""
+        self._linear(x, matrix, _Epilogue.STORE, out, rows)
 
     def linear_add(self, x: Strips, matrix: Matrix, out: Float32Array) -> None:
-        """out [tokens, n] += x W^T + b."""
-        self._linear(x, matrix, _Finish.ADD, out, Rows.TOKENS)
+        """GEMM with residual: out [tokens, n] += x W^T + b."""
+        self._linear(x, matrix, _Epilogue.ADD, out, Rows.TOKENS)
 
-    def linear_gate(self, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf) -> None:
-        """Strips of silu(x G^T) * (x U^T), for a matrix packed from G and U with `pack_gate`.
+    def linear_swiglu(self, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf) -> None:
+        """GEMM with SwiGLU (arXiv:2002.05202): silu(x G^T) * (x U^T) into strips.
 
-        x G^T is at most `limit`, and x U^T lies in [-limit, limit].
+        `matrix` is packed from gate G and up U with `pack_gate_up`. x G^T is clamped to at most `limit`, x U^T to
+        [-limit, limit].
         """
-        self._linear(x, matrix, _Finish.GATE, out, Rows.TOKENS, limit=limit)
+        self._linear(x, matrix, _Epilogue.SWIGLU, out, Rows.TOKENS, limit=limit)
 
     def linear_groups(self, x: PairArray, matrix: Matrix, groups: int, out: PairArray) -> None:
-        """Strips of x_g W_g^T side by side: each group of outputs has strips x of its own, one behind the other.
+        """Grouped GEMM: x_g W_g^T of each group, concatenated into strips [tokens, n].
 
-        Raises ValueError where a group's outputs are not whole panels.
+        The groups' strips x_g lie one behind the other. Raises ValueError where a group's outputs are not whole panels.
         """
         if matrix.n % groups or matrix.n // groups % PANEL:
             raise ValueError(f"{groups} groups of {matrix.n} outputs are not whole panels")
-        self._linear(x, matrix, _Finish.NARROW, out, Rows.TOKENS, group=matrix.n // groups)
+        self._linear(x, matrix, _Epilogue.STRIPS, out, Rows.TOKENS, group=matrix.n // groups)
 
     def _linear(
         self,
         x: Strips,
         matrix: Matrix,
-        finish: _Finish,
+        epilogue: _Epilogue,
         out: Array,
         rows: Rows,
         group: int = 0,
         limit: float = math.inf,
     ) -> None:
         sizes = {"group": group or Matrix.outputs(matrix.n), "limit": limit, "rows": rows}
-        self._add("linear", **_product(x, matrix, finish, out), bias=matrix.bias, **sizes)
+        self._add("linear", **_product(x, matrix, epilogue, out), bias=matrix.bias, **sizes)
 
-    def heads(
+    def qk_norm_rope(
         self,
         x: Float32Array,
         weights: Float32Array,
@@ -236,19 +254,19 @@ class Recording:
         sin: Float32Array,
         eps: float,
         queries: BFloat16Array,
-        cache: CacheLayer,
+        cache: KVCacheLayer,
     ) -> None:
-        """Queries, keys and values from x [tokens, heads + 2 kv_heads, dim]: head norm, rotation, cache write.
+        """QK-norm and RoPE of x [tokens, heads + 2 kv_heads, dim]; write the KV cache.
 
-        `weights` [heads + kv_heads, dim] are the norms' weights, those of queries times log2(e) / sqrt(dim); `cos` and
-        `sin` are [positions, dim / 2]; `queries` become [tokens, heads, dim].
+        `queries` [tokens, heads, dim] receives the queries. `weights` [heads + kv_heads, dim] are the norm weights;
+        those of queries include the softmax scale, log2(e) / sqrt(dim). `cos` and `sin` are [positions, dim / 2].
         """
         inputs = {"x": x, "weights": weights, "cos": cos, "sin": sin, "eps": eps}
-        self._add("heads", **inputs, heads=queries.shape[1], queries=queries, **cache.fields())
+        self._add("qk_norm_rope", **inputs, heads=queries.shape[1], queries=queries, **cache.fields())
 
-    def attend(self, queries: BFloat16Array, cache: CacheLayer, out: PairArray) -> None:
-        """Strips of causal attention of queries [tokens, heads, dim] over the cache."""
-        self._add("attend", queries=queries, heads=queries.shape[1], **cache.fields(), out=out)
+    def paged_attention(self, queries: BFloat16Array, cache: KVCacheLayer, out: PairArray) -> None:
+        """Causal attention of queries [tokens, heads, dim] over the paged KV cache, into strips."""
+        self._add("paged_attention", queries=queries, heads=queries.shape[1], **cache.fields(), out=out)
 
     def route(
         self,
@@ -257,83 +275,92 @@ class Recording:
         scoring: Scoring,
         scale: float = 1.0,
         bias: Float32Array | None = None,
-        table: Int32Array | None = None,
+        tid2eid: Int32Array | None = None,
     ) -> Routing:
-        """Send each token to the `per_token` best of the experts in logits [tokens, experts]; shares are times `scale`.
+        """Route each token to its top `per_token` experts by router logits [tokens, experts].
 
-        With Scoring.SOFTPLUS, `bias` [experts] is added to the scores that choose; a `table` [vocab, per_token] names
-        the experts of each token id instead.
+        Expert weights are multiplied by `scale`. With Scoring.SQRT_SOFTPLUS, `bias` [experts] is added to the scores
+        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing).
         """
         tokens, experts = logits.shape
         sizes = {"experts": experts, "per_token": per_token, "scoring": scoring, "scale": scale}
-        scores = np.zeros((tokens, 2, experts), np.float32) if scoring == Scoring.SOFTPLUS else None
-        inputs = {"logits": logits, "scores": scores, "bias": bias, "table": table}
-        entries = {name: np.zeros(tokens * per_token, np.int32) for name in ("chosen", "order", "place")}
-        share = np.zeros(tokens * per_token, np.float32)
+        scores = np.zeros((tokens, 2, experts), np.float32) if scoring == Scoring.SQRT_SOFTPLUS else None
+        inputs = {"logits": logits, "scores": scores, "bias": bias, "tid2eid": tid2eid}
+        entries = {name: np.zeros(tokens * per_token, np.int32) for name in ("topk_ids", "order", "place")}
+        weights = np.zeros(tokens * per_token, np.float32)
         places = {name: np.zeros(experts + 1, np.int32) for name in ("starts", "active")}
-        routing = {**sizes, **inputs, **entries, "share": share, **places}
-        self._add("choose", **routing)
-        return Routing(self._add("sort", **routing), experts, per_token)
+        routing = {**sizes, **inputs, **entries, "topk_weights": weights, **places}
+        self._add("router_topk", **routing)
+        return Routing(self._add("moe_sort", **routing), experts, per_token)
 
-    def gather(self, routing: Routing, x: Strips, k: int, out: Strips) -> None:
-        """Strips of each expert's rows, from strips x of all tokens."""
-        if isinstance(x, Quads) != isinstance(out, Quads):
-            raise ValueError("strips and those gathered from them must both be bytes, or neither")
+    def moe_gather(self, routing: Routing, x: Strips, k: int, out: Strips) -> None:
+        """Gather each expert's input rows from strips x [tokens, k] into strips `out`."""
+        if isinstance(x, Int8Strips) != isinstance(out, Int8Strips):
+            raise ValueError("activations and expert inputs must both be int8, or neither")
         parts = {**_parts(x, "x", "scales"), **_parts(out, "out", "out_scales")}
-        self._add("gather", routing=routing.handle, pairs=k // (4 if isinstance(x, Quads) else 2), **parts)
+        self._add("moe_gather", routing=routing.handle, pairs=k // (4 if isinstance(x, Int8Strips) else 2), **parts)
 
     def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
-        """out [entries, n] = x W_e^T, each entry with the matrix of its expert."""
-        self._expert_linear(routing, x, matrix, math.inf, _Finish.STORE, out)
+        """Grouped GEMM: out [entries, n] = x W_e^T, with the matrix of each entry's expert e."""
+        self._expert_linear(routing, x, matrix, math.inf, _Epilogue.STORE, out)
 
-    def expert_gate(self, routing: Routing, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf) -> None:
-        """As `linear_gate`, each entry with the matrix of its expert."""
-        self._expert_linear(routing, x, matrix, limit, _Finish.GATE, out)
+    def expert_swiglu(
+        self, routing: Routing, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf
+    ) -> None:
+        """As `linear_swiglu`, with the matrix of each entry's expert."""
+        self._expert_linear(routing, x, matrix, limit, _Epilogue.SWIGLU, out)
 
     def _expert_linear(
-        self, routing: Routing, x: Strips, matrix: Matrix, limit: float, finish: _Finish, out: Array
+        self, routing: Routing, x: Strips, matrix: Matrix, limit: float, epilogue: _Epilogue, out: Array
     ) -> None:
         sizes = {"group": Matrix.outputs(matrix.n), "limit": limit, "rows": Rows.TOKENS}
-        self._add("expert_linear", routing=routing.handle, **_product(x, matrix, finish, out), bias=None, **sizes)
+        self._add("expert_linear", routing=routing.handle, **_product(x, matrix, epilogue, out), bias=None, **sizes)
 
-    def combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
-        """x [tokens, width] += the entries y of each token, times their share, in slot order."""
-        self._add("combine", routing=routing.handle, y=y, width=x.shape[1], x=x)
+    def moe_combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
+        """Add the expert outputs y [entries, width] to x [tokens, width], weighted, in top-k order."""
+        self._add("moe_combine", routing=routing.handle, y=y, width=x.shape[1], x=x)
 
-    def products(
+    def rms_norm_linear(
         self, x: Float32Array, weight: Float32Array, eps: float, out: Float32Array, rows: Rows = Rows.TOKENS
     ) -> None:
-        """out [rows, outputs] = x / rms(x) W^T in float32, x [tokens, ...], W [outputs, width]: outputs in fours."""
-        outputs, width = weight.shape
-        self._add("products", x=x, weight=weight, width=width, outputs=outputs, eps=eps, rows=rows, out=out)
+        """Unweighted RMSNorm and float32 GEMM: out [rows, outputs] = x / rms(x) W^T.
 
-    def stream_inputs(
+        x is [tokens, ...], W [outputs, width] with a multiple of 4 outputs. Serves hyper-connections and routers.
+        """
+        outputs, width = weight.shape
+        self._add("rms_norm_linear", x=x, weight=weight, width=width, outputs=outputs, eps=eps, rows=rows, out=out)
+
+    def hyper_connection_pre(
         self,
         x: Float32Array,
-        products: Float32Array,
+        mixes: Float32Array,
         scale: Float32Array,
         base: Float32Array,
         eps: float,
         out: Float32Array,
-        mixes: Float32Array | None = None,
+        post_comb: Float32Array | None = None,
         iterations: int = 0,
     ) -> None:
-        """out [tokens, width] = the mixture of streams x that their `products` [rows, outputs] ask for.
+        """Compute the block input: out [tokens, width] = sum over streams of pre * x [tokens, streams, width].
 
-        `scale` and `base` are [outputs]. With `mixes` [tokens, 20], also how the next output and the streams are mixed;
-        without, for the rows whose logits are wanted.
+        The coefficients pre, post and comb come from mixes [rows, outputs] * scale + base, both [outputs]; comb is
+        normalised by `iterations` of Sinkhorn. `post_comb` [tokens, 20] receives post (4) and comb (4 x 4). Without it
+        there is only pre, for the rows that need logits.
         """
-        rows = Rows.LOGITS if mixes is None else Rows.TOKENS
-        inputs = {"x": x, "products": products, "scale": scale, "base": base}
+        rows = Rows.LOGITS if post_comb is None else Rows.TOKENS
+        inputs = {"x": x, "mixes": mixes, "scale": scale, "base": base}
         sizes = {"width": out.shape[1], "eps": eps, "iterations": iterations, "rows": rows}
-        self._add("stream_inputs", **inputs, **sizes, mixes=mixes, out=out)
+        self._add("hyper_connection_pre", **inputs, **sizes, post_comb=post_comb, out=out)
 
-    def stream_outputs(self, y: Float32Array, mixes: Float32Array, x: Float32Array) -> None:
-        """Mix y [tokens, width] into streams x [tokens, streams, width], and those with each other."""
-        self._add("stream_outputs", y=y, mixes=mixes, width=y.shape[1], x=x)
+    def hyper_connection_post(self, y: Float32Array, post_comb: Float32Array, x: Float32Array) -> None:
+        """Update streams x [tokens, streams, width] with the block output y [tokens, width]: post * y + comb^T x."""
+        self._add("hyper_connection_post", y=y, post_comb=post_comb, width=y.shape[1], x=x)
 
     def pages(self, arena: NDArray[np.uint8], offset: int, row_bytes: int, group: int, size: int, ratio: int) -> Pages:
-        """Rows of `row_bytes` from `offset` on of each block [blocks, bytes], one for `ratio` of its `size` tokens."""
+        """Describe paged rows: from `offset` on in each block of `arena` [blocks, bytes], one row per `ratio` tokens.
+
+        A block holds `size` tokens. Raises ValueError where the rows do not fit.
+        """
         if not 0 <= offset <= arena.shape[1] - size // ratio * row_bytes:
             raise ValueError(f"{size // ratio} rows from byte {offset} on are not within blocks of {arena.shape[1]}")
         strides = {"block_stride": arena.strides[0], "row_bytes": row_bytes}
@@ -341,69 +368,75 @@ class Recording:
         self._keep(fields)
         return Pages(self._lib.pages(self._handle, **fields))
 
-    def turn(self, x: Float32Array, heads: int, turning: Turning, out: PairArray | Pages) -> None:
-        """`heads` vectors of each row of x [tokens, heads * dim], turned by its position, in bfloat16.
+    def norm_rope(self, x: Float32Array, heads: int, rope: NormRopeParams, out: PairArray | Pages) -> None:
+        """RMSNorm and RoPE of x [tokens, heads * dim] at each token's position, rounded to bfloat16.
 
-        They become panels of pairs, uint32 [tokens, panels, dim / 2, 32], or the token's row in pages.
+        `out` is query panels, uint32 [tokens, panels, dim / 2, 32]. With one head it may be pages: the
+        result then goes to the token's slot.
         """
         places = {"out": None, "pages": out.handle} if isinstance(out, Pages) else {"out": out, "pages": None}
         start, stride = _columns(x)
-        self._add("turn", x=start, stride=stride, heads=heads, **turning.fields(), **places)
+        self._add("norm_rope", x=start, stride=stride, heads=heads, **rope.fields(), **places)
 
-    def compressor_state(self, values: Float32Array, gates: Float32Array, position: Float32Array, state: Pages) -> None:
-        """The tokens' rows of `state`, [values | gates + position[p % ratio]]: [tokens, width] and [ratio, width]."""
-        ratio, width = position.shape
-        (values_start, stride), (gates_start, gates_stride) = _columns(values), _columns(gates)
+    def compressor_state(self, kv: Float32Array, gates: Float32Array, ape: Float32Array, state: Pages) -> None:
+        """Write the tokens' compressor state, rows [kv | gates + ape[p % ratio]].
+
+        `kv` and `gates` are [tokens, width]; `ape` [ratio, width] is the learned position bias.
+        """
+        ratio, width = ape.shape
+        (kv_start, stride), (gates_start, gates_stride) = _columns(kv), _columns(gates)
         if stride != gates_stride:
-            raise ValueError(f"values and gates lie {stride} and {gates_stride} numbers apart")
-        inputs = {"values": values_start, "gates": gates_start, "position": position, "stride": stride}
+            raise ValueError(f"kv and gates have different row strides: {stride} and {gates_stride}")
+        inputs = {"kv": kv_start, "gates": gates_start, "ape": ape, "stride": stride}
         self._add("compressor_state", **inputs, width=width, ratio=ratio, pages=state.handle)
 
-    def compress(self, state: Pages, width: int, turning: Turning, entries: Pages) -> None:
-        """The entries that tokens of the step complete, from states of `width` values; see csrc/ops.h."""
-        self._add("compress", state=state.handle, width=width, **turning.fields(), pages=entries.handle)
+    def compress(self, state: Pages, width: int, rope: NormRopeParams, entries: Pages) -> None:
+        """Compress every window that a token of the step completes into one entry; see Compress in csrc/ops.h."""
+        self._add("compress", state=state.handle, width=width, **rope.fields(), pages=entries.handle)
 
-    def index(
+    def indexer_topk(
         self,
         queries: PairArray,
         weights: Float32Array,
         scale: float,
-        turning: Turning,
+        rope: NormRopeParams,
         keys: Pages,
-        chosen: Int32Array,
+        indices: Int32Array,
         scores: Float32Array,
     ) -> None:
-        """chosen [tokens, top]: the best of more than `top` entries, ascending.
+        """Write the top-k entries of each token that sees more than k to indices [tokens, k], ascending.
 
-        By the sum over queries, in panels, of weight * scale * max(0, query . key); weights are [tokens, heads].
-        `scores` [INDEX_TOKENS, most entries that a token knows] is overwritten.
+        The score is the sum over heads of weight * scale * relu(query . key). `queries` are in panels; `weights` are
+        [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch.
         """
         start, stride = _columns(weights)
         inputs = {"queries": queries, "weights": start, "stride": stride, "scale": scale, "keys": keys.handle}
-        sizes = {"heads": weights.shape[1], "dim": turning.dim, "top": chosen.shape[1], "most": scores.shape[1]}
-        self._add("index", **inputs, **sizes, scores=scores, chosen=chosen)
+        sizes = {"heads": weights.shape[1], "dim": rope.dim, "topk": indices.shape[1], "max_entries": scores.shape[1]}
+        self._add("indexer_topk", **inputs, **sizes, scores=scores, indices=indices)
 
-    def latent_attend(
+    def mla_attention(
         self,
         queries: PairArray,
         sinks: Float32Array,
-        turning: Turning,
-        sizes: LatentSizes,
-        rows: Pages,
+        rope: NormRopeParams,
+        sizes: MlaSizes,
+        kv: Pages,
         out: PairArray,
-        entries: Pages | None = None,
-        chosen: Int32Array | None = None,
+        compressed_kv: Pages | None = None,
+        indices: Int32Array | None = None,
     ) -> None:
-        """Attention of queries in panels over a window of `rows` and over `entries`, or those `chosen`; turned back.
+        """MLA over the sliding window of `kv` and over `compressed_kv`, whose entries are K and V of all heads.
 
-        `sinks` [panels * 32] are in base 2. `out` is strips of [tokens, heads * dim / groups], group by group.
+        `queries` are in panels. With `indices`, compressed entries are the indexer's top-k. The attention sinks
+        [panels * 32] are in base 2. The output is rotated back by the query position (inverse RoPE) and written to
+        strips [tokens, heads * dim / groups] of each group, one group behind the other.
         """
-        top = 0 if chosen is None else chosen.shape[1]
-        inputs = {"queries": queries, "sinks": sinks, "cos": turning.cos, "sin": turning.sin, "chosen": chosen}
-        dims = {"heads": sizes.heads, "dim": turning.dim, "rotary": turning.rotary}
-        counts = {"window": sizes.window, "groups": sizes.groups, "top": top}
-        pages = {"rows": rows.handle, "entries": None if entries is None else entries.handle}
-        self._add("latent_attend", **inputs, **dims, **counts, **pages, out=out)
+        topk = 0 if indices is None else indices.shape[1]
+        inputs = {"queries": queries, "sinks": sinks, "cos": rope.cos, "sin": rope.sin, "indices": indices}
+        dims = {"heads": sizes.heads, "dim": rope.dim, "rope_dim": rope.rope_dim}
+        counts = {"window": sizes.window, "groups": sizes.groups, "topk": topk}
+        pages = {"kv": kv.handle, "compressed_kv": None if compressed_kv is None else compressed_kv.handle}
+        self._add("mla_attention", **inputs, **dims, **counts, **pages, out=out)
 
     def replay(
         self,
@@ -416,9 +449,9 @@ class Recording:
         block_tables: Sequence[Array],
         seconds: NDArray[np.float64] | None = None,
     ) -> None:
-        """Compute one step; the arrays are those of StepInputs, int32 and contiguous but for the tables' rows.
+        """Compute one step. The arrays are those of StepInputs: int32, contiguous except between the tables' rows.
 
-        `seconds` [operations], where given, grows by the time that each operation took.
+        The time of each operation is added to `seconds` [operations]. Raises ValueError where it has another length.
         """
         if seconds is not None and len(seconds) != len(self.names):
             raise ValueError(f"seconds must be {len(self.names)} numbers, not {len(seconds)}")

@@ -1,4 +1,4 @@
-"""Sampling on an engine's threads, without sorting the vocabulary: csrc/sampling.h."""
+"""Sample on an engine's threads, without sorting the vocabulary: csrc/sampling.h."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NativeSampler:
         self._engine, self._lib = engine, engine._lib
 
     def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
-        """As Sampler says. Raises ValueError where the arrays are not what it says."""
+        """Implement Sampler. Raises ValueError for arrays of other shapes or dtypes."""
         stride, (rows, vocab) = _stride(logits), logits.shape
         if draws.dtype != DRAW or draws.shape != (rows,):
             raise ValueError(f"{rows} rows of logits need as many draws, not {draws.dtype} {draws.shape}")
@@ -28,7 +28,7 @@ class NativeSampler:
         return tokens
 
     def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
-        """As Sampler says. Raises ValueError where the arrays are not what it says."""
+        """Implement Sampler. Raises ValueError for arrays of other shapes or dtypes."""
         stride, count, vocab = _stride(logits), len(rows), logits.shape[1]
         for name, array, most in (("rows", rows, len(logits)), ("tokens", tokens, vocab)):
             if array.shape != (count,) or (count and not 0 <= array.min() <= array.max() < most):
@@ -44,7 +44,7 @@ class NativeSampler:
 
 
 def _stride(logits: Float32Array) -> int:
-    """Floats from one row to the next."""
+    """Return the floats from one row to the next."""
     if logits.dtype != np.float32 or logits.ndim != 2 or logits.shape[1] == 0 or logits.strides[1] != 4:
         raise ValueError(f"logits must be float32 [rows, vocab] in order of id, not {logits.dtype} {logits.shape}")
     return logits.strides[0] // 4

@@ -1,9 +1,8 @@
-"""Paged attention with one arithmetic for prefill and decode.
+"""Batch-invariant paged attention: prefill and decode compute the same, bit by bit.
 
-The history of a sequence is cut into tiles of `TILE` absolute positions. Every product of queries with a tile has
-the same inner and outer size whatever the context, so a query's result depends neither on the rows beside it nor
-on how its context was computed. Tiles are merged in order by the online softmax (Milakov and Gimelshein 2018,
-arXiv:1805.02867). K and V are read back as stored.
+The context of a sequence is cut into tiles of `TILE` absolute positions. Every product of queries with a tile has the
+same sizes whatever the context. So a query's result depends neither on other rows nor on how its context was computed.
+The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) merges tiles in order. K and V are read as stored.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _MASKED = torch.finfo(torch.float32).min
 class KVArena:
     """Owns the pages of one full-history group, [blocks, layers, k or v, kv_heads, block_size, head_dim].
 
-    All layers of a block lie together, and each head's rows in a block. One hidden block behind the others is
-    always zero and stands for blocks that a sequence does not have. Memory is committed when first written.
+    One hidden block behind the others stays zero and stands for blocks that a sequence does not have. Memory is
+    committed when first written.
     """
 
     def __init__(self, group: KVCacheGroupSpec, num_blocks: int, dtype: torch.dtype) -> None:
@@ -52,13 +51,13 @@ class KVArena:
         self._head_blocks = self.pages.view(-1, self.block_size * self.head_dim)
 
     def row_index(self, slots: Tensor) -> Tensor:
-        """Rows of layer 0's keys that `slots` [t] name, int64 [t * kv_heads]."""
+        """Return the rows of layer 0's keys at `slots` [t], int64 [t * kv_heads]."""
         heads_per_block = self.layers * 2 * self.kv_heads
         head = slots[:, None] // self.block_size * heads_per_block + torch.arange(self.kv_heads, device=slots.device)
         return (head * self.block_size + slots[:, None] % self.block_size).flatten()
 
     def block_index(self, blocks: Tensor) -> Tensor:
-        """Head blocks of layer 0's keys for `blocks` [rows, n], int64 [rows * kv_heads * n]."""
+        """Return the head blocks of layer 0's keys for `blocks` [rows, n], int64 [rows * kv_heads * n]."""
         heads = torch.arange(self.kv_heads, device=blocks.device)[None, :, None]
         return (blocks[:, None, :] * (self.layers * 2 * self.kv_heads) + heads).flatten()
 
@@ -68,7 +67,7 @@ class KVArena:
         self._rows[start:].index_copy_(0, row_index, values.reshape(-1, self.head_dim))
 
     def read(self, layer: int, which: int, block_index: Tensor, positions: int) -> Tensor:
-        """Rows of the blocks in `block_index`, [rows * kv_heads, positions, head_dim]."""
+        """Read the blocks of `block_index`, [rows * kv_heads, positions, head_dim]."""
         start = (layer * 2 + which) * self.kv_heads
         return self._head_blocks[start:].index_select(0, block_index).view(-1, positions, self.head_dim)
 
@@ -82,19 +81,19 @@ class KVArena:
 class KVTile:
     """Positions [start, start + width) of the first `rows` rows of a query tile.
 
-    `hidden`, bool [rows, 1, queries, 1, width], marks what a query may not see; None if it may see all.
+    `masked`, bool [rows, 1, queries, 1, width], is the causal mask; None if every query sees the whole tile.
     """
 
     rows: int
     block_index: Tensor
-    hidden: Tensor | None
+    masked: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class QueryTile:
     """`rows` rows with `queries` tokens each; `tokens` [rows * queries] are their places in the step.
 
-    Rows are in order of falling context, so that each KV tile concerns the first few.
+    Rows are sorted by falling context, so each KV tile concerns the first few.
     """
 
     tokens: Tensor
@@ -104,7 +103,7 @@ class QueryTile:
 
 
 class StepAttention:
-    """The attention of one step: what to read for which query, the same in every layer."""
+    """The attention plan of one step: the KV tiles of every query. It serves all layers."""
 
     def __init__(self, arena: KVArena, step: StepTensors, group: int = 0) -> None:
         self._arena = arena
@@ -113,7 +112,7 @@ class StepAttention:
         self._positions = step.positions
         slots = step.slots[group]
         self.row_index = arena.row_index(slots)
-        # The first row written to a block voids what an earlier owner left in the rest of it.
+        # Clear a block when its first row is written: an earlier owner may have left NaN in it.
         real = slots[: int(step.query_start[-1])]
         arena.clear(real[real % arena.block_size == 0] // arena.block_size)
         self.tiles = tuple(self._query_tiles(step))
@@ -135,12 +134,12 @@ class StepAttention:
         return tiles
 
     def _rows_per_tile(self) -> int:
-        """Decode rows whose keys of one tile stay in a core's cache while they are used."""
+        """Return the decode rows per query tile: the keys of one KV tile must stay in a core's cache."""
         arena = self._arena
         return max(1, _CACHED_BYTES // (arena.kv_heads * self._width * arena.head_dim * arena.pages.itemsize))
 
     def _tile(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> QueryTile:
-        """`counts[i]` queries of rows[i] from token firsts[i] on, all counts alike; the last query fills up."""
+        """Make a tile of `counts[i]` queries of rows[i] from token firsts[i] on; all counts are equal."""
         queries = _recurring_size(counts[0])
         device = self._positions.device
         offsets = torch.arange(queries, device=device).clamp(max=counts[0] - 1)
@@ -161,11 +160,11 @@ class StepAttention:
         known = tables[:, first : first + count]
         written = torch.arange(first, first + known.shape[1], device=device) * size < lengths[:, None]
         blocks[:, : known.shape[1]] = known.where(written, self._arena.zero_block)
-        hidden = None
+        masked = None
         if int(positions.min()) < start + self._width - 1:
-            hidden = torch.arange(start, start + self._width, device=device) > positions[..., None]
-            hidden = hidden[:, None, :, None, :]
-        return KVTile(len(tables), self._arena.block_index(blocks), hidden)
+            masked = torch.arange(start, start + self._width, device=device) > positions[..., None]
+            masked = masked[:, None, :, None, :]
+        return KVTile(len(tables), self._arena.block_index(blocks), masked)
 
     def __call__(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Attend with q [t, heads, head_dim], already scaled, into out [t, heads * head_dim]."""
@@ -174,7 +173,7 @@ class StepAttention:
             out.index_copy_(0, tile.tokens, attended.to(out.dtype))
 
     def _attend(self, layer: int, q: Tensor, tile: QueryTile) -> Tensor:
-        """One query tile: q [rows * queries, heads, head_dim] to [rows * queries, heads * head_dim]."""
+        """Attend with one query tile: q [rows * queries, heads, head_dim] to [rows * queries, heads * head_dim]."""
         arena, width = self._arena, self._width
         per_head = q.view(tile.rows, tile.queries, arena.kv_heads, -1, arena.head_dim).transpose(1, 2)
         stacked = per_head.reshape(tile.rows * arena.kv_heads, -1, arena.head_dim)
@@ -183,8 +182,8 @@ class StepAttention:
         for kv in tile.kv:
             keys = arena.read(layer, 0, kv.block_index, width)
             scores = product(stacked[: len(keys)], keys.transpose(1, 2))
-            if kv.hidden is not None:
-                _hide(scores, kv, tile.queries, per_head.shape[3])
+            if kv.masked is not None:
+                _mask(scores, kv, tile.queries, per_head.shape[3])
             part = _attend_tile(scores, arena.read(layer, 1, kv.block_index, width), len(tile.kv) > 1)
             total = part if total is None else total.merge(part)
         assert total is not None
@@ -193,12 +192,12 @@ class StepAttention:
 
 
 def _recurring_size(n: int) -> int:
-    """`n`, rounded up to one of few sizes: memory is reused and code prepared for shapes that come again."""
+    """Round `n` up to one of few sizes, so that memory and prepared code are reused."""
     return n if n <= 4 else ceil_div(n, 8) * 8
 
 
 def _recurring(rows: list[int]) -> list[int]:
-    """`rows`, the last one repeated up to a recurring size."""
+    """Repeat the last of `rows` up to a recurring size."""
     return rows + rows[-1:] * (_recurring_size(len(rows)) - len(rows))
 
 
@@ -206,53 +205,58 @@ def _recurring(rows: list[int]) -> list[int]:
 class Partial:
     """Attention over the positions so far, for b heads of m queries each.
 
-    `out` [b, m, d] is normalised; `peak` [b, m, 1] is the largest score, and `mass` [b, m, 1] the sum of exponentials
-    relative to it. Both are None where nothing will be merged.
+    `out` [b, m, d] is normalised; `row_max` [b, m, 1] is the largest score, and `row_sum` [b, m, 1] the sum of
+    exponentials relative to it. Both are None where nothing will be merged.
     """
 
     out: Tensor
-    peak: Tensor | None
-    mass: Tensor | None
+    row_max: Tensor | None
+    row_sum: Tensor | None
 
     def merge(self, part: Partial) -> Partial:
-        """This, with the next tile of the first rows taken in. Changes this."""
-        assert self.peak is not None and self.mass is not None and part.peak is not None and part.mass is not None
+        """Merge the next tile of the first rows into this, in place, and return this."""
+        assert (
+            self.row_max is not None
+            and self.row_sum is not None
+            and part.row_max is not None
+            and part.row_sum is not None
+        )
         b = len(part.out)
-        peak, mass, out = self.peak[:b], self.mass[:b], self.out[:b]
-        higher = torch.maximum(peak, part.peak)
-        old, new = mass * torch.exp(peak - higher), part.mass * torch.exp(part.peak - higher)
+        row_max, row_sum, out = self.row_max[:b], self.row_sum[:b], self.out[:b]
+        higher = torch.maximum(row_max, part.row_max)
+        old, new = row_sum * torch.exp(row_max - higher), part.row_sum * torch.exp(part.row_max - higher)
         both = old + new
         out.mul_(old / both).add_(part.out * (new / both))
-        peak.copy_(higher)
-        mass.copy_(both)
+        row_max.copy_(higher)
+        row_sum.copy_(both)
         return self
 
 
-def _hide(scores: Tensor, kv: KVTile, queries: int, heads_per_group: int) -> None:
-    """Mask `scores` [rows * kv_heads, m, width] where `kv.hidden`; rows past the queries are padding."""
-    assert kv.hidden is not None
+def _mask(scores: Tensor, kv: KVTile, queries: int, heads_per_group: int) -> None:
+    """Mask `scores` [rows * kv_heads, m, width] where `kv.masked`; rows past the queries are padding."""
+    assert kv.masked is not None
     used = scores[:, : queries * heads_per_group]
-    used.view(kv.rows, -1, queries, heads_per_group, scores.shape[2]).masked_fill_(kv.hidden, _MASKED)
+    used.view(kv.rows, -1, queries, heads_per_group, scores.shape[2]).masked_fill_(kv.masked, _MASKED)
 
 
 def _attend_tile(scores: Tensor, values: Tensor, merged: bool) -> Partial:
     """Softmax of `scores` [b, m, width] float32 times `values` [b, width, d].
 
-    The largest probability is 1 / mass, so that no second pass over the exponentials is needed.
+    The largest probability is 1 / row_sum, which saves a second pass over the exponentials.
     """
     probabilities = torch.softmax(scores, dim=-1)
     out = torch.bmm(probabilities.to(values.dtype), values).float()
     if not merged:
         return Partial(out, None, None)
-    peak, largest = scores.amax(dim=-1, keepdim=True), probabilities.amax(dim=-1, keepdim=True)
-    return Partial(out, peak, largest.reciprocal_())
+    row_max, largest = scores.amax(dim=-1, keepdim=True), probabilities.amax(dim=-1, keepdim=True)
+    return Partial(out, row_max, largest.reciprocal_())
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, [b, m, k] by [b, k, n], in float32 whatever the dtype of the operands.
+    """Compute a @ b, [b, m, k] by [b, k, n], in float32 whatever the dtype of the operands.
 
-    torch rounds a bfloat16 product to bfloat16. A second one, which starts from the negated first and is rounded
-    only after the difference is taken, recovers what was rounded off.
+    torch rounds a bfloat16 product to bfloat16. A second product starts from the negated first and is rounded only
+    after the subtraction; it recovers what the first rounding lost.
     """
     if a.dtype == torch.float32:
         return torch.bmm(a, b)
@@ -262,7 +266,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def settle_query_rows(head_dim: int, dtype: torch.dtype) -> int | None:
-    """Fewest queries per product from which on results do not depend on their number; None if there are none."""
+    """Find the fewest queries per product from which results do not depend on their number; None if there are none."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((3, 128, head_dim), (3, head_dim, TILE), (3, TILE, head_dim))
     device = torch.get_default_device()

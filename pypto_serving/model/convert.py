@@ -1,9 +1,9 @@
-"""Checkpoints of bf16, f16 or f32 to W8A8, file by file, so that a conversion that was killed goes on. Torch-free.
+"""Convert checkpoints of bf16, f16 or f32 to W8A8, file by file; a killed conversion resumes. Torch-free.
 
-The result is what `quantization.py` describes: int8 weights in all linear layers but routers, the output layer among
-them, which becomes one of its own where it was tied to the embedding; all else becomes bfloat16. A file gets its name
-when it is complete and on disk, and config.json is the last one, so that nothing looks like a checkpoint before it is
-one. What is written depends on the source alone.
+The result follows `quantization.py`: int8 weights in all linear layers but routers, bfloat16 elsewhere. The output
+layer is int8 too; a tied one becomes a tensor of its own. A file gets its name when it is complete and on disk, and
+config.json comes last, so an unfinished conversion never looks like a checkpoint. The output depends on the source
+alone.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
 from pypto_serving.util import hash128
 
 STATE_FILE = "unfinished-conversion.json"
-"""Names what an unfinished conversion converts; locked while a process is at it."""
+"""Names the source of an unfinished conversion; locked while a process converts."""
 
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ROUTERS = r"re:.*\.mlp\.gate$"
 _BYTES = {"F32": 4, "BF16": 2, INT8: 1}
 _CHUNK = 1 << 20
-"""Elements that are converted at a time: they stay in a cache."""
+"""Elements converted at once: they stay in a cache."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
@@ -53,7 +53,7 @@ class _Place:
 
 
 def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
-    """Write the W8A8 form of the checkpoint `source` to the folder `target`, or finish what was begun there.
+    """Convert the checkpoint `source` to W8A8 in the folder `target`, or resume an unfinished conversion there.
 
     Reports `progress("weights", bytes read, bytes in total)`. Raises ModelError in one line.
     """
@@ -77,7 +77,7 @@ def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
 
 
 class _Conversion:
-    """Owns the files of `target`. `model` is what they will hold."""
+    """Owns the files of `target`, which will hold `model`."""
 
     def __init__(self, source: Path, target: Path, tensors: StoredTensors, model: Any, tied: bool) -> None:
         self._source, self._target, self._tensors, self._model, self._tied = source, target, tensors, model, tied

@@ -1,4 +1,4 @@
-"""Fingerprints: what the content of KV blocks depends on, besides their tokens. Torch-free."""
+"""Fingerprints of everything but tokens that the content of KV blocks depends on. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SAMPLED_PAGES = 64
 
 
 def fingerprint(model_dir: str | Path) -> bytes:
-    """16 bytes that change when the weights do: config.json, headers, sizes and evenly sampled pages."""
+    """Hash config.json, headers, sizes and evenly sampled pages to 16 bytes, which change when the weights do."""
     checkpoint = Checkpoint.open(model_dir)
     parts = [(checkpoint.directory / "config.json").read_bytes()]
     for file in checkpoint.files:
@@ -31,7 +31,7 @@ def fingerprint(model_dir: str | Path) -> bytes:
 
 
 def program_fingerprint(config: EngineConfig, architecture: str, program: str, *numerics: str) -> bytes:
-    """16 bytes naming everything that the content of a KV block depends on, besides its tokens."""
+    """Hash everything but tokens that the content of a KV block depends on to 16 bytes."""
     blocks = tuple(f"{group.name} {group.block_size}" for group in config.groups)
     rope = f"max_model_len {config.max_model_len}"
     words = (architecture, config.dtype, rope, *blocks, program, *numerics)

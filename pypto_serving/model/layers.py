@@ -1,9 +1,9 @@
-"""Layers whose result for a row does not depend, bit by bit, on which other rows are computed with it.
+"""Batch-invariant layers: a row's result is the same bit by bit whatever rows are computed with it.
 
-Matrix products go to oneDNN with prepacked weights, which accumulates over the whole of K in one order as long as
-a call has a few rows; `settle_rows` finds out how many (4 on the machines seen so far); shorter calls are padded.
-Everything else is exactly rounded per element, or reduces over the last dimension of a row by itself. Activations
-are fused into the products, because element-wise kernels treat the tail of a tensor by another formula.
+GEMMs go to oneDNN with prepacked weights. It accumulates over K in one order if a call has a few rows; `settle_rows`
+finds how many (4 on the machines seen so far), and shorter calls are padded. Everything else is exactly rounded per
+element, or reduces over the last dimension of a row. Activations are fused into the GEMMs, because element-wise kernels
+compute the tail of a tensor by another formula.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class Linear:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, in] to [n, out]."""
+        """Compute x W^T + b, [n, in] to [n, out]."""
         return self._product(x, "none")
 
     def silu(self, x: Tensor) -> Tensor:
-        """silu(x W^T + b), [n, in] to [n, out]."""
+        """Compute silu(x W^T + b), [n, in] to [n, out]."""
         return self._product(x, "swish")
 
     def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """(x W^T + b) * other, with x [n, in] and other [n, out]."""
+        """Compute (x W^T + b) * other, with x [n, in] and other [n, out]."""
         if not self._packed:
             return self(x) * other
         n, x, other = x.shape[0], self._padded(x), self._padded(other)
@@ -72,8 +72,8 @@ class Linear:
     def settle_rows(self) -> bool:
         """Choose the smallest of ROW_FLOORS from which on results do not depend on the row count.
 
-        False if there is none here; then the largest is kept. Measured on copies of one row, whose rounded result
-        enters again as a negative bias, so that what rounding would hide is compared too.
+        Return False if there is none; the largest is kept. The test runs on copies of one row. Its rounded result is
+        added as a negative bias in a second run, which compares the bits that rounding hides.
         """
         generator = torch.Generator().manual_seed(0)
         row = torch.randn(1, self.in_features, generator=generator, device="cpu").to(self._weight.device, self.dtype)
@@ -88,53 +88,53 @@ class Linear:
 
 
 def _same_rows(linear: Linear, row: Tensor, floor: int) -> bool:
-    """True if all copies of `row` [1, in] give the same, however many there are."""
+    """Return True if all copies of `row` [1, in] give the same result for every row count."""
     whole = linear(row.expand(_PROBE_ROWS, -1).contiguous())
     counts = (1, floor, floor + 1, 2 * floor - 1, 31, _PROBE_ROWS)
     return all(torch.equal(linear(row.expand(n, -1).contiguous()), whole[:1].expand(n, -1)) for n in counts)
 
 
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)): Shazeer 2020, arXiv:2002.05202."""
+    """SwiGLU MLP: down(silu(gate(x)) * up(x)), Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
         self.gate, self.up, self.down = gate, up, down
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, hidden] to [n, hidden]."""
+        """Compute [n, hidden] to [n, hidden]."""
         return self.down(self.up.times(x, self.gate.silu(x)))
 
     def linears(self) -> list[Linear]:
         return [self.gate, self.up, self.down]
 
 
-class SparseMLP:
-    """A mixture of experts: each row goes to its `per_token` most probable experts, summed in slot order."""
+class MoE:
+    """MoE: each row goes to its top `per_token` experts, summed in top-k order."""
 
     def __init__(self, router: Linear, experts: Sequence[GatedMLP], per_token: int, normalize: bool) -> None:
         self.router, self.experts = router, experts
         self.per_token, self.normalize = per_token, normalize
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, hidden] to [n, hidden]."""
-        weights, chosen = self._route(x)
-        return run_experts(self.experts, x, weights, chosen).to(x.dtype)
+        """Compute [n, hidden] to [n, hidden]."""
+        weights, topk_ids = self._route(x)
+        return run_experts(self.experts, x, weights, topk_ids).to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights float32 and experts int64, both [n, per_token], most probable first."""
+        """Return expert weights, float32, and top-k ids, int64, both [n, per_token], most probable first."""
         probabilities = torch.softmax(self.router(x).float(), dim=-1)
-        weights, chosen = torch.topk(probabilities, self.per_token, dim=-1)
+        weights, topk_ids = torch.topk(probabilities, self.per_token, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, chosen
+        return weights, topk_ids
 
     def linears(self) -> list[Linear]:
         return [self.router, *(linear for expert in self.experts for linear in expert.linears())]
 
 
-def run_experts(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-    """Weighted sum over slots of x's experts, in slot order: `weights`, `chosen` [n, slots] to float32 [n, hidden]."""
-    flat = chosen.flatten()
+def run_experts(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
+    """Run each row's experts and sum them in top-k order: `weights`, `topk_ids` [n, k] to float32 [n, hidden]."""
+    flat = topk_ids.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=len(experts)).tolist()
     outputs = torch.empty(len(flat), x.shape[1], dtype=x.dtype, device=x.device)
@@ -142,17 +142,17 @@ def run_experts(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weight
     for expert, count in zip(experts, counts, strict=True):
         if count:
             entries = order[start : start + count]
-            outputs.index_copy_(0, entries, expert(x.index_select(0, entries // chosen.shape[1])))
+            outputs.index_copy_(0, entries, expert(x.index_select(0, entries // topk_ids.shape[1])))
             start += count
-    slots = outputs.view(*chosen.shape, x.shape[1])
+    slots = outputs.view(*topk_ids.shape, x.shape[1])
     total = slots[:, 0].float() * weights[:, :1]
-    for slot in range(1, chosen.shape[1]):
+    for slot in range(1, topk_ids.shape[1]):
         total += slots[:, slot].float() * weights[:, slot : slot + 1]
     return total
 
 
 def settle_rows(linears: Iterable[Linear]) -> tuple[int, bool]:
-    """Choose the fewest rows for each of `linears`: the most of these, and whether results depend on no row count."""
+    """Settle the rows of each of `linears`. Return the largest, and True if no result depends on the row count."""
     settled: dict[tuple[int, int, torch.dtype], tuple[int, bool]] = {}
     for linear in linears:
         shape = (linear.in_features, linear.out_features, linear.dtype)
@@ -164,16 +164,16 @@ def settle_rows(linears: Iterable[Linear]) -> tuple[int, bool]:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension times `weight`, computed in float32: arXiv:1910.07467."""
+    """RMSNorm over the last dimension, times `weight`, computed in float32: arXiv:1910.07467."""
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [n, heads, d], in place: the pair (i, i + d/2) turns by the i-th angle.
+def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE in NeoX style to x [n, heads, d], in place: the pair (i, i + d/2) is rotated by the i-th angle.
 
-    `cos` and `sin` [n, 1, d] hold every angle twice, the first half of `sin` negated.
+    `cos` and `sin` [n, 1, d] hold every angle twice; the first half of `sin` is negated.
     """
-    half, turned = x.shape[-1] // 2, torch.empty_like(x)
-    torch.mul(x[..., half:], sin[..., :half], out=turned[..., :half])
-    torch.mul(x[..., :half], sin[..., half:], out=turned[..., half:])
-    return x.mul_(cos).add_(turned)
+    half, rotated = x.shape[-1] // 2, torch.empty_like(x)
+    torch.mul(x[..., half:], sin[..., :half], out=rotated[..., :half])
+    torch.mul(x[..., :half], sin[..., half:], out=rotated[..., half:])
+    return x.mul_(cos).add_(rotated)

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint, one tensor at a time, straight into the memory they are served from."""
+"""Load a checkpoint's weights one tensor at a time, straight into the memory they are served from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype called `name`."""
+    """Return the torch dtype called `name`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -31,17 +31,17 @@ class Weights:
         self.require, self.has = self._tensors.require, self._tensors.has
 
     def read(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A new tensor of `dtype`, or the weights': the named tensors one below the other along dimension 0."""
+        """Read the named tensors into a new one, concatenated along dimension 0; `dtype` defaults to the weights'."""
         stored = [self._view(name) for name in names]
         joined = torch.empty(_joined_shape(stored), dtype=dtype or self.dtype)
         self._copy(joined, names, stored)
         return joined
 
     def lend(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
-        """The same in memory that the next call overwrites.
+        """Read as `read` does, into memory that the next call overwrites.
 
-        For weights that are packed into other memory: allocators rarely give the room of one such copy to the next, so
-        that new tensors would take as much as the packed weights.
+        For weights that are packed into other memory. Allocators rarely reuse the memory of one such copy for the next,
+        so new tensors would take as much memory as the packed weights.
         """
         stored, dtype = [self._view(name) for name in names], dtype or self.dtype
         shape = _joined_shape(stored)
@@ -69,5 +69,5 @@ class Weights:
 
 
 def _joined_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """The shape of `tensors` one below the other."""
+    """Return the shape of `tensors` concatenated along dimension 0."""
     return (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])

@@ -1,4 +1,4 @@
-"""Weights for the CPU kernels: read from a checkpoint's maps, packed by all threads. Torch-free."""
+"""Pack a checkpoint's weights for the CPU kernels, on all threads. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, requi
 from pypto_serving.util import ceil_div
 
 TABLE_PIECE = 1 << 20
-"""Elements of a table that are converted at once."""
+"""Elements of a table converted at once."""
 
 _STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16, INT8: Stored.I8}
 
 
 class PackedWeights:
-    """Packs a checkpoint's tensors, each once: the only copy is the one that is served.
+    """Packs a checkpoint's tensors, each once; the packed copy is the only one in memory.
 
-    Matrices and tables that `file` has come from there, and it is given the others.
+    Matrices and tables are loaded from `file` if it has them, else packed and given to it.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class PackedWeights:
         self.require, self.has = self._tensors.require, self._tensors.has
 
     def vector(self, name: str) -> NDArray[np.float32]:
-        """A tensor of one dimension in float32, rounded to bfloat16 as everything is that is served."""
+        """Read a vector in float32, rounded to bfloat16, the serving dtype."""
         return _rounded(self._read(name))
 
     def exact(self, name: str) -> NDArray[np.float32]:
-        """A tensor in float32, as it is stored."""
+        """Read a tensor in float32 without rounding."""
         return self._read(name).reshape(self._tensors[name].shape)
 
     def ids(self, name: str, count: int) -> NDArray[np.int32]:
-        """A tensor of ids below `count`; raises ModelError for others."""
+        """Read a tensor of ids below `count`. Raises ModelError for others."""
         tensor = self._tensors[name]
         stored = np.frombuffer(self._tensors.map(tensor), "<i8", math.prod(tensor.shape), tensor.begin)
         require_ids(name, int(stored.min()), int(stored.max()), count)
@@ -56,7 +56,7 @@ class PackedWeights:
         return ids
 
     def table(self, name: str) -> NDArray[np.uint16]:
-        """A tensor as bfloat16, in row-major order."""
+        """Read a tensor as bfloat16, row-major."""
         tensor = self._tensors[name]
 
         def fill(table: NDArray[np.uint16]) -> None:
@@ -68,7 +68,7 @@ class PackedWeights:
         return self._packed("table", [tensor], np.uint16, math.prod(tensor.shape), fill).reshape(tensor.shape)
 
     def matrix(self, names: Sequence[str], bias: bool = False) -> Matrix:
-        """The named matrices [n_i, k] as one, outputs one after the other; with their biases where there are any."""
+        """Pack the named matrices [n_i, k] as one, concatenated along outputs; with `bias`, their biases too."""
         tensors = self._weights(names)
         n, k = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
 
@@ -80,8 +80,8 @@ class PackedWeights:
 
         return self._matrices("matrix", tensors, n, k, 1, fill, self._bias(names, n) if bias else None)
 
-    def gated(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
-        """Gate and up matrices [n, k], interleaved by half panels; several pairs of them lie behind each other."""
+    def gate_up(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
+        """Pack gate and up matrices [n, k], interleaved by half panels; experts lie one behind the other."""
         tensors = self._weights([name for pair in zip(gates, ups, strict=True) for name in pair])
         n, k = tensors[0].shape
 
@@ -92,7 +92,7 @@ class PackedWeights:
         return self._matrices("gated", tensors, 2 * n, k, len(gates), fill)
 
     def several(self, names: Sequence[str]) -> Matrix:
-        """Matrices of one shape [n, k], each packed by itself, one behind the other."""
+        """Pack matrices of one shape [n, k] (experts), one behind the other."""
         tensors = self._weights(names)
         n, k = tensors[0].shape
 
@@ -112,7 +112,7 @@ class PackedWeights:
         fill: Callable[[Matrix], None],
         bias: NDArray[np.float32] | None = None,
     ) -> Matrix:
-        """`count` matrices [n, k] in one piece of memory: words, and of bytes, scales and compensation behind them."""
+        """Pack `count` matrices [n, k] into one piece of memory: words, then for int8 scales and compensation."""
         outputs, int8 = Matrix.outputs(n, count), tensors[0].dtype == INT8
         words = outputs * k // (4 if int8 else 2)
 
@@ -132,7 +132,7 @@ class PackedWeights:
     def _packed(
         self, how: str, tensors: Sequence[StoredTensor], dtype: Any, size: int, fill: Callable[[NDArray[Any]], None]
     ) -> NDArray[Any]:
-        """`size` elements made of `tensors`: those of the file, or what `fill` writes into zeros."""
+        """Load `size` elements made of `tensors` from the file, or let `fill` write them into zeros."""
         name = " ".join([how, *(tensor.name for tensor in tensors)])
         array = None if self._file is None else self._file.load(name, dtype, size)
         if array is not None:
@@ -152,13 +152,13 @@ class PackedWeights:
         return bias
 
     def _pack(self, room: Matrix, tensor: StoredTensor, offset: int = 0, half: int | None = None) -> None:
-        """Outputs `offset` on of `room`, or one half of each of its panels, from a tensor and its scales."""
+        """Pack a tensor and its scales into outputs `offset` on of `room`, or into one half of each panel."""
         source, stored = self._stored(tensor), _STORED[tensor.dtype]
         n, k = tensor.shape
         if half is None:
             self._engine.pack(room.words, source, stored, n, k, offset, room.compensation)
         else:
-            self._engine.pack_gate(room.words, source, stored, n, k, half, room.compensation)
+            self._engine.pack_gate_up(room.words, source, stored, n, k, half, room.compensation)
         self._tensors.forget(tensor)
         if room.scales is not None:
             scales = self._read(scale_name(tensor.name))
@@ -172,7 +172,7 @@ class PackedWeights:
         return np.frombuffer(self._tensors.map(tensor), np.uint8, tensor.num_bytes, tensor.begin)
 
     def _read(self, name: str) -> NDArray[np.float32]:
-        """A tensor in float32, flat."""
+        """Read a tensor in float32, flat."""
         tensor = self._tensors[name]
         values = self._tensors.read(tensor, 0, math.prod(tensor.shape))
         self._tensors.forget(tensor)
@@ -180,7 +180,7 @@ class PackedWeights:
 
 
 def _nth(room: Matrix, i: int, count: int) -> Matrix:
-    """The i-th of `count` matrices."""
+    """Return the i-th of `count` matrices."""
     words, outputs = len(room.words) // count, Matrix.outputs(room.n)
     mine = slice(i * outputs, (i + 1) * outputs)
     return replace(

@@ -1,8 +1,8 @@
-"""Packed weights in a file of the user's cache folder, so that later starts read instead of packing. Torch-free.
+"""Cache packed weights in a file of the user's cache folder, so that later starts skip packing. Torch-free.
 
 Layout: MAGIC, length of the header (8 bytes, little-endian), hash128 of the header, the header in JSON, the arrays. The
-file is named after all that its content depends on, and is complete before it gets that name. What is read is verified
-byte by byte: a file that is damaged in any way is packed anew.
+file is named after everything that its content depends on, and gets that name when it is complete. Every byte read is
+verified: a damaged file is packed anew.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ LAYOUT = f"panels of {PANEL} outputs, pairs or quads along the inner dimension, 
 """How arrays are packed, as csrc/ops.h has it; part of the key."""
 
 SYNC_BYTES = 16 << 20
-"""Written at once: a process that ends waits for no more, and the system never has more of ours to write."""
+"""Bytes written and synced at once: bounds both the wait of an ending process and the dirty pages of the system."""
 
 _PREFIX = len(MAGIC) + 8 + 16
 _ALIGNMENT = 4096
 
 
 def packed_key(model_dir: str | Path, *words: str) -> bytes:
-    """16 bytes naming all that packed weights depend on: checkpoint, layout and the caller's `words`.
+    """Hash everything that packed weights depend on to 16 bytes: checkpoint, layout and the caller's `words`.
 
-    The checkpoint's fingerprint samples its pages, so the times of its files' last changes are part of it.
+    The checkpoint's fingerprint only samples pages, so modification times are hashed too.
     """
     files = Checkpoint.open(model_dir).files
     times = [f"{file.name} {file.stat().st_mtime_ns}" for file in files]
@@ -60,7 +60,7 @@ class _Header(msgspec.Struct):
 
 
 class PackedFile:
-    """One file of packed arrays: `load` what it holds, `keep` what it lacks, then `save`. Never raises OSError."""
+    """One file of packed arrays: `load` its arrays, `keep` missing ones, then `save`. Never raises OSError."""
 
     def __init__(self, folder: str | Path, key: bytes, engine: Engine) -> None:
         self.path = Path(folder) / f"{key.hex()}.packed"
@@ -79,7 +79,7 @@ class PackedFile:
             self._refuse(error)
 
     def load(self, name: str, dtype: Any, size: int) -> NDArray[Any] | None:
-        """The array `name` of `size` elements in memory of its own, or None if it is not here or damaged."""
+        """Load the array `name` of `size` elements into new memory; None if it is missing or damaged."""
         offset, entry = self._places.get(name, (0, None))
         if self._file is None or entry is None or entry.bytes != np.dtype(dtype).itemsize * size:
             return None
@@ -94,12 +94,12 @@ class PackedFile:
         return array
 
     def keep(self, name: str, array: NDArray[Any]) -> None:
-        """Let `save` write an array, contiguous, that `load` did not have; it must not change any more."""
+        """Register a contiguous array for `save`. It must not change any more."""
         self._arrays[name] = array
         self._lacks = True
 
     def save(self) -> threading.Thread | None:
-        """Unless all arrays came from the file, write it anew behind the caller's back; returns the thread that does.
+        """Write the file in a background thread, unless all arrays came from it. Return the thread, or None.
 
         The thread stops when the main thread has ended.
         """
@@ -118,7 +118,7 @@ class PackedFile:
 
 
 def _read_places(file: BinaryIO, key: str) -> dict[str, tuple[int, _Entry]]:
-    """Where each array of a file lies; raises ValueError for a file that is not whole or not ours."""
+    """Read the place of each array in a file. Raises ValueError for an incomplete or foreign file."""
     prefix, size = file.read(_PREFIX), os.fstat(file.fileno()).st_size
     length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 8], "little")
     if len(prefix) < _PREFIX or not prefix.startswith(MAGIC) or length > size:

@@ -1,8 +1,8 @@
-"""Quantised weights as a checkpoint's config.json describes them. Torch-free.
+"""Parse the quantization section of a checkpoint's config.json. Torch-free.
 
 Format: https://github.com/vllm-project/compressed-tensors, as llm-compressor writes W8A8: the weight of a linear layer
-X is `X.weight`, int8 [n, k], times `X.weight_scale` [n, 1]; its inputs become int8 as well, each token with a scale of
-its own, while the model runs.
+X is `X.weight`, int8 [n, k], times `X.weight_scale` [n, 1]. Its inputs are quantized to int8 at run time, with a scale
+per token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ABSENT_IN_SCHEME = ("group_size", "block_structure", "actorder")
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """W8A8: which linear layers have int8 weights. `ignore` has names, and patterns behind "re:"."""
+    """W8A8: int8 weights in all linear layers but those of `ignore`, which has names, and patterns behind "re:"."""
 
     ignore: tuple[str, ...] = ()
 
@@ -38,7 +38,7 @@ class Quantization:
 
     @classmethod
     def from_json(cls, config: Fields) -> Self | None:
-        """What config.json says, None for weights that are not quantised; raises ModelError for other schemes."""
+        """Parse config.json; None if weights are not quantised. Raises ModelError for other schemes."""
         if config.get(SECTION) is None:
             return None
         section = config.section(SECTION)
@@ -54,7 +54,7 @@ class Quantization:
 
     @classmethod
     def to_json(cls, ignore: list[str]) -> dict[str, Any]:
-        """The section of config.json for all linear layers but those of `ignore`."""
+        """Write the section of config.json for all linear layers but those of `ignore`."""
         group = {"targets": ["Linear"], "weights": _WEIGHTS, "input_activations": _INPUTS, "output_activations": None}
         return {
             **_WANTED,
@@ -65,7 +65,7 @@ class Quantization:
         }
 
     def covers(self, module: str) -> bool:
-        """True if the linear layer called `module` has int8 weights."""
+        """Return True if the linear layer called `module` has int8 weights."""
         return not any(
             re.match(entry[3:], module) if entry.startswith("re:") else entry in (module, "Linear")
             for entry in self.ignore
@@ -73,7 +73,7 @@ class Quantization:
 
 
 def scale_name(weight: str) -> str:
-    """The tensor with the scales of the tensor `weight`."""
+    """Name the tensor with the scales of the tensor `weight`."""
     return f"{weight}_scale"
 
 

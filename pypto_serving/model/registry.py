@@ -1,4 +1,4 @@
-"""Which model families there are, and what a checkpoint folder holds. Torch-free."""
+"""The registry of model families, and the entry points that read a checkpoint folder. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAMILIES = LazyRegistry(
 )
 
 DEFAULT_BLOCK_SIZE = 32
-"""Tokens per KV block: what a panel of the CPU kernels holds."""
+"""Tokens per KV block: one panel of the CPU kernels."""
 
 
 def model_family(architecture: str) -> ModelFamily:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings and their context extensions, as `transformers` computes them. Torch-free.
+"""Rotary position embeddings (RoPE) and their context extensions, as `transformers` computes them. Torch-free.
 
 RoPE: Su et al. 2021, arXiv:2104.09864. YaRN: Peng et al. 2023, arXiv:2309.00071.
 """
@@ -22,12 +22,12 @@ Tables = tuple[NDArray[np.float32], NDArray[np.float32]]
 Kind = TypeVar("Kind")
 
 _PIECE = 4096
-"""Positions whose angles are in memory at once while tables are made."""
+"""Positions whose angles are computed at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotation frequencies of a model. Lengths are in tokens; `trained_len` is the context before extension.
+    """The RoPE of a model. Lengths are in tokens; `trained_len` is the context before extension.
 
     `attention_factor` scales cosines and sines (YaRN); it is 1 for every other kind.
     """
@@ -90,17 +90,17 @@ class Rope:
 
     @property
     def max_len(self) -> int:
-        """Longest sequence the frequencies were extended to."""
+        """Return the longest sequence that the frequencies were extended to."""
         return int(self.trained_len * self.factor)
 
     def frequencies(self, max_model_len: int) -> NDArray[np.float32]:
-        """Inverse frequencies, float32 [head_dim / 2].
+        """Compute the inverse frequencies, float32 [head_dim / 2].
 
-        Every operation rounds to float32, in the order of `transformers`: an angle is a frequency times a position, so
-        that a last bit of the one is a visible turn at the end of a long sequence.
+        Every operation rounds to float32 in the order of `transformers`. An angle is a frequency times a position, so
+        one differing bit becomes a visible rotation at the end of a long sequence.
 
-        Dynamic NTK scaling in `transformers` follows the longest sequence of a batch. Here it follows
-        `max_model_len`, once, so that a request's answer does not depend on its neighbours or on its own length.
+        Dynamic NTK scaling in `transformers` follows the longest sequence of a batch. Here it follows `max_model_len`:
+        a request's answer must not depend on other requests or on its own length.
         """
         theta = self.theta
         if self.kind == "dynamic" and max_model_len > self.trained_len:
@@ -117,7 +117,7 @@ class Rope:
         return one / periods
 
     def _yarn_extrapolated(self) -> NDArray[np.float32]:
-        """Share of each frequency that stays as trained: 1 for fast rotations, 0 for slow, a ramp between."""
+        """Return the YaRN ramp: how much of each frequency is kept, 1 for fast rotations, 0 for slow."""
 
         def dimension(rotations: float) -> float:
             turns = math.log(self.trained_len / (rotations * 2 * math.pi))
@@ -134,11 +134,11 @@ class Rope:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of the tables for one position."""
+        """Return the bytes of both tables per position."""
         return 2 * (self.head_dim // 2) * 4
 
     def tables(self, max_model_len: int) -> Tables:
-        """Cosines and sines, float32 [max_model_len, head_dim / 2] each, `attention_factor` included."""
+        """Compute cosines and sines, float32 [max_model_len, head_dim / 2] each, times `attention_factor`."""
         frequencies, factor = self.frequencies(max_model_len), np.float32(self.attention_factor)
         cos, sin = (np.empty((max_model_len, len(frequencies)), np.float32) for _ in range(2))
         for start in range(0, max_model_len, _PIECE):
@@ -167,6 +167,6 @@ def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
 
 
 def rope_tables(ropes: Mapping[Kind, Rope], max_model_len: int) -> dict[Kind, Tables]:
-    """`Rope.tables` of each kind of layer; kinds that rotate alike share them."""
+    """Compute `Rope.tables` of each kind of layer. Kinds with the same RoPE share them."""
     tables = {rope: rope.tables(max_model_len) for rope in set(ropes.values())}
     return {kind: tables[rope] for kind, rope in ropes.items()}

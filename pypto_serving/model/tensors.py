@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as they lie in its files, mapped while a model is built. Torch-free."""
+"""A checkpoint's stored tensors, memory-mapped while a model is built. Torch-free."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class StoredTensors:
         self._progress("weights", 0, self._total)
 
     def has(self, name: str) -> bool:
-        """True if the checkpoint has a tensor called `name`."""
+        """Return True if the checkpoint has a tensor called `name`."""
         return name in self._checkpoint.tensors
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._checkpoint.tensors[name]
 
     def map(self, tensor: StoredTensor) -> mmap.mmap:
-        """The file of `tensor`, as a private map: torch wants a writable buffer, and pages are never written."""
+        """Map the file of `tensor` privately: torch wants a writable buffer, and pages are never written."""
         if tensor.file not in self._maps:
             with tensor.file.open("rb") as stream:
                 self._maps[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[tensor.file]
 
     def read(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
-        """Elements [begin, end) of a flat `tensor` in float32, as a copy."""
+        """Copy elements [begin, end) of a flat `tensor` in float32."""
         dtype = _NUMPY[tensor.dtype]
         offset = tensor.begin + begin * dtype.itemsize
         stored = np.frombuffer(self.map(tensor), dtype, end - begin, offset)
@@ -78,13 +78,13 @@ class StoredTensors:
 
 
 def bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Bits of bfloat16: rounded to the nearest, ties to even."""
+    """Round to the bits of bfloat16, to nearest, ties to even."""
     bits = np.where(np.isnan(values), np.uint32(0x7FC00000), values.view(np.uint32))
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def require_ids(name: str, lowest: int, highest: int, count: int) -> None:
-    """Raise ModelError unless what a tensor holds, from `lowest` to `highest`, are ids below `count`."""
+    """Raise ModelError unless a tensor's values, from `lowest` to `highest`, are ids below `count`."""
     for value in (lowest, highest):
         if not 0 <= value < count:
             raise ModelError(

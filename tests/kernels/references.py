@@ -36,7 +36,7 @@ def silu(x: Array) -> Array:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Heads [t, heads, dim] turned by angles [t, dim / 2], each in the plane of dimensions i and i + dim / 2."""
+    """Heads [t, heads, dim] rotated by angles [t, dim / 2], each in the plane of dimensions i and i + dim / 2."""
     half = x.shape[-1] // 2
     a, b, cos, sin = x[..., :half], x[..., half:], double(cos)[:, None], double(sin)[:, None]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

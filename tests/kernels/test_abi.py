@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import CacheLayer, Engine, Recording, Rows, Stored, runnable
+from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Rows, Stored, runnable
 from pypto_serving.kernels.abi import Arguments, Library
 from pypto_serving.kernels.arguments import Handle, Pointer
 from pypto_serving.kernels.library import library
@@ -148,12 +148,12 @@ def test_fields_come_to_their_places(name: str) -> None:
 
 
 def test_types_follow_from_the_declarations() -> None:
-    types = bound().structs["Heads"].arguments.types
+    types = bound().structs["QkNormRope"].arguments.types
     assert types["x"] == "const f4*" and types["queries"] == "u2*"
-    assert types["keys"] == "u2*" and types["block_stride"] == "i8"  # of Cache, which Heads contains
+    assert types["keys"] == "u2*" and types["block_stride"] == "i8"  # of KvCache, which QkNormRope contains
     replay = bound().functions["replay"].arguments.types
     assert list(replay)[:2] == ["recording", "tokens"] and replay["groups"] == "const GroupTables*"
-    assert "const Pages*" in bound().structs["Turn"].arguments.types.values()
+    assert "const Pages*" in bound().structs["NormRope"].arguments.types.values()
 
 
 @pytest.fixture
@@ -164,12 +164,12 @@ def stage() -> Stage:
 def test_an_operation_refuses_arrays_of_other_types(stage: Stage) -> None:
     weight, out = np.ones(64, np.float32), np.zeros(32, np.uint32)
     for x in (np.zeros((1, 64), np.int32), np.zeros((1, 64), np.uint16)):
-        with pytest.raises(TypeError, match=r"^Norm\(x\) must be const float32\*, not an array of .*int"):
-            stage.record.norm(x, weight, 1e-6, out)
+        with pytest.raises(TypeError, match=r"^RmsNorm\(x\) must be const float32\*, not an array of .*int"):
+            stage.record.rms_norm(x, weight, 1e-6, out)
     with pytest.raises(ValueError, match="not contiguous"):
-        stage.record.norm(np.zeros((1, 128), np.float32)[:, ::2], weight, 1e-6, out)
-    with pytest.raises(ValueError, match=r"^Norm\(out\) must be uint32\*, contiguous and writeable"):
-        stage.record.norm(np.zeros((1, 64), np.float32), weight, 1e-6, read_only(out))
+        stage.record.rms_norm(np.zeros((1, 128), np.float32)[:, ::2], weight, 1e-6, out)
+    with pytest.raises(ValueError, match=r"^RmsNorm\(out\) must be uint32\*, contiguous and writeable"):
+        stage.record.rms_norm(np.zeros((1, 64), np.float32), weight, 1e-6, read_only(out))
     assert stage.record.names == []
 
 
@@ -184,8 +184,8 @@ def test_a_product_refuses_an_output_of_another_type(stage: Stage) -> None:
     strips, matrix = stage.strip_room(1, 32), matrix_of(np.zeros((32, 32), np.float32))
     with pytest.raises(TypeError, match="STORE writes float32, not uint32"):
         stage.record.linear(strips, matrix, np.zeros((1, 32), np.uint32), Rows.TOKENS)
-    with pytest.raises(TypeError, match="GATE writes uint32, not float32"):
-        stage.record.linear_gate(strips, matrix, np.zeros(8, np.float32))
+    with pytest.raises(TypeError, match="SWIGLU writes uint32, not float32"):
+        stage.record.linear_swiglu(strips, matrix, np.zeros(8, np.float32))
 
 
 def test_a_step_refuses_arrays_of_other_types(stage: Stage) -> None:
@@ -204,7 +204,7 @@ def test_pages_outside_of_their_arena_are_refused(stage: Stage) -> None:
     with pytest.raises(ValueError, match="not within blocks"):
         stage.record.pages(np.zeros((2, 256), np.uint8), 192, 16, 0, 16, 2)
     with pytest.raises(ValueError, match="contiguous"):
-        CacheLayer(np.zeros((2, 2, 2, 2, 64), np.uint16)[:, :, :, ::2], 0, 32).fields()
+        KVCacheLayer(np.zeros((2, 2, 2, 2, 64), np.uint16)[:, :, :, ::2], 0, 32).fields()
 
 
 def test_packing_refuses_what_is_too_short(stage: Stage) -> None:

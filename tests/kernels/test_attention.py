@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import CacheLayer, Engine
+from pypto_serving.kernels import Engine, KVCacheLayer
 from tests.kernels import references
 from tests.kernels.layouts import NAN, Array, narrow, pages_of_keys, pages_of_values, random_bf16
 from tests.kernels.references import BFLOAT16, assert_close
@@ -81,7 +81,7 @@ def attend_to(engine: Engine, rows: Sequence[Row], pages: Array, tables: Array) 
     stage, tokens = Stage(engine), sum(counts)
     out = stage.strip_room(tokens, heads * dim)
     queries = narrow(np.concatenate([row.queries for row in rows]))
-    stage.record.attend(queries, CacheLayer(pages, LAYER, dim), out)
+    stage.record.paged_attention(queries, KVCacheLayer(pages, LAYER, dim), out)
     lengths = [(row.first, count) for row, count in zip(rows, counts, strict=True)]
     stage.play(tokens, lengths=lengths, tables=int32(tables))
     return np.split(stage.rows(out, tokens, heads * dim).reshape(tokens, heads, dim), np.cumsum(counts)[:-1])
@@ -186,7 +186,9 @@ def test_a_key_that_is_not_a_number_is_noticed(engine: Engine) -> None:
 def test_an_empty_step_does_nothing(engine: Engine) -> None:
     stage = Stage(engine)
     pages = np.full((2, LAYERS, 2, 1, 32 * 32), NAN, np.uint16)
-    stage.record.attend(np.zeros((1, 1, 32), np.uint16), CacheLayer(pages, LAYER, 32), stage.strip_room(1, 32))
+    stage.record.paged_attention(
+        np.zeros((1, 1, 32), np.uint16), KVCacheLayer(pages, LAYER, 32), stage.strip_room(1, 32)
+    )
     stage.play(0, lengths=[])
 
 
@@ -233,7 +235,7 @@ def test_partial_results_of_one_step_are_gone_in_the_next(instruction_set: str) 
     pages, tables = cache_of(rows, 32, seed=0)
     stage = Stage(engine)
     queries, out = stage.room(np.uint16, 1, 2, 64), stage.strip_room(1, 128)
-    stage.record.attend(queries, CacheLayer(pages, LAYER, 64), out)
+    stage.record.paged_attention(queries, KVCacheLayer(pages, LAYER, 64), out)
     for row, table in zip(rows, tables, strict=True):
         queries[...] = narrow(row.queries)
         stage.play(1, lengths=[(row.first, 1)], tables=table[None])

@@ -74,12 +74,12 @@ def record_layer(stage: Stage, layer: Layer, x: Array, logits: Array, out: Array
     entries = tokens * layer.per_token
     rows, gated = stage.strip_room(entries, width), stage.strip_room(entries, inner)
     y = stage.room(np.float32, entries, width)
-    scoring = Scoring.NORMALIZED if layer.normalize else Scoring.SOFTMAX
+    scoring = Scoring.RENORMALIZED if layer.normalize else Scoring.SOFTMAX
     routing = stage.record.route(logits, layer.per_token, scoring)
-    stage.record.gather(routing, x, width, rows)
-    stage.record.expert_gate(routing, rows, packed_gates(layer), gated)
+    stage.record.moe_gather(routing, x, width, rows)
+    stage.record.expert_swiglu(routing, rows, packed_gates(layer), gated)
     stage.record.expert_linear(routing, gated, packed(layer.down), y)
-    stage.record.combine(routing, y, out)
+    stage.record.moe_combine(routing, y, out)
     return rows, gated, y
 
 
@@ -170,8 +170,8 @@ def test_a_smaller_step_after_a_larger_one(engine: Engine) -> None:
     _, logits, onto = random_step(layer, 40, seed=2)
     stage = Stage(engine)
     routed, y, out = logits.copy(), random_bf16(np.random.default_rng(0), 80, 34), onto.copy()
-    routing = stage.record.route(routed, 2, Scoring.NORMALIZED)
-    stage.record.combine(routing, y, out)
+    routing = stage.record.route(routed, 2, Scoring.RENORMALIZED)
+    stage.record.moe_combine(routing, y, out)
     for tokens in (40, 1, 13, 40, 2):
         out[...], routed[:tokens] = onto, logits[40 - tokens :]
         stage.play(tokens)
@@ -213,7 +213,7 @@ def routed(engine: Engine, tokens: int, shares: Array, **options: Any) -> Array:
     logits, per_token = shares, 3
     experts = logits.shape[1]
     stage = Stage(engine)
-    routing = stage.record.route(logits, per_token, Scoring.SOFTPLUS, **options)
+    routing = stage.record.route(logits, per_token, Scoring.SQRT_SOFTPLUS, **options)
     rows = stage.strip_room(tokens * per_token, 2 * experts)
     units = np.zeros((experts, 2 * experts, 2), np.float32)
     units[np.arange(experts), np.arange(experts), 0] = 1
@@ -223,9 +223,9 @@ def routed(engine: Engine, tokens: int, shares: Array, **options: Any) -> Array:
     )
     ones = np.zeros((tokens, 2), np.float32)
     ones[:, 0] = 1
-    stage.record.gather(routing, stage.strips(ones), 2, rows)
+    stage.record.moe_gather(routing, stage.strips(ones), 2, rows)
     stage.record.expert_linear(routing, rows, packed(units), y)
-    stage.record.combine(routing, y, out)
+    stage.record.moe_combine(routing, y, out)
     stage.play(tokens, token_ids=np.arange(tokens) % 7)
     return out[:, :experts]
 
@@ -240,7 +240,7 @@ def test_softplus_scores(engine: Engine, tokens: int, choice: str) -> None:
     scores = np.sqrt(np.logaddexp(0, double(logits)))
     bias = rng.standard_normal(experts).astype(np.float32) if choice == "bias" else None
     table = rng.random((7, experts)).argsort(1)[:, :3].astype(np.int32) if choice == "table" else None
-    found = routed(engine, tokens, logits, scale=1.5, bias=bias, table=table)
+    found = routed(engine, tokens, logits, scale=1.5, bias=bias, tid2eid=table)
     chosen = references.choices(scores + (0 if bias is None else bias), 3)
     if table is not None:
         chosen = table[np.arange(tokens) % 7]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import INDEX_TOKENS, Engine, Turning
-from tests.kernels.latents import Blocks, Rows, angles, to_query_panels
+from pypto_serving.kernels import INDEXER_TOKENS, Engine, NormRopeParams
 from tests.kernels.layouts import Array, random_bf16
+from tests.kernels.paged import Blocks, Rows, angles, to_query_panels
 from tests.kernels.references import double
 from tests.kernels.stage import Stage, engine_of
 
@@ -43,16 +43,16 @@ def choose(engine: Engine, work: Work) -> Array:
     blocks = Blocks([Rows(8), Rows(dim, size=32, ratio=work.ratio)], work.lengths)
     for row, keys in enumerate(work.keys):
         blocks.fill(1, row, keys)
-    chosen = stage.room(np.int32, tokens, work.top)
+    indices = stage.room(np.int32, tokens, work.top)
     weights = np.full((tokens, heads + 5), np.nan, np.float32)
     weights[:, 3:-2] = work.weights
-    turning, most = Turning(dim=dim, cos=angles(1, 8)[0], sin=angles(1, 8)[1]), max(map(len, work.keys))
+    rope, most = NormRopeParams(dim=dim, cos=angles(1, 8)[0], sin=angles(1, 8)[1]), max(map(len, work.keys))
     pages = blocks.pages(stage, 1)
     queries = to_query_panels(work.queries)
-    scores = stage.room(np.float32, INDEX_TOKENS, most)
-    stage.record.index(queries, weights[:, 3:-2], SCALE, turning, pages, chosen, scores)
+    scores = stage.room(np.float32, INDEXER_TOKENS, most)
+    stage.record.indexer_topk(queries, weights[:, 3:-2], SCALE, rope, pages, indices, scores)
     blocks.play(stage)
-    return chosen
+    return indices
 
 
 def scores(work: Work) -> list[Array]:

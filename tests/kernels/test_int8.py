@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import Engine, Matrix, Quads, Rows, Scoring, Stored
+from pypto_serving.kernels import Engine, Int8Strips, Matrix, Rows, Scoring, Stored
 from tests.kernels.layouts import (
     Array,
     bytes_from_strips,
@@ -70,11 +70,11 @@ def matrix_of(several: list[Weights], bias: Array | None = None) -> Matrix:
     return Matrix(words, n, k, None if bias is None else padded(bias), scales, compensation)
 
 
-def quads_room(stage: Stage, rows: int, k: int) -> Quads:
-    return Quads(stage.room(np.uint32, rows * k // 4), stage.room(np.float32, rows))
+def quads_room(stage: Stage, rows: int, k: int) -> Int8Strips:
+    return Int8Strips(stage.room(np.uint32, rows * k // 4), stage.room(np.float32, rows))
 
 
-def quantize(stage: Stage, x: Array) -> Quads:
+def quantize(stage: Stage, x: Array) -> Int8Strips:
     """Records the quantisation of rows x of bfloat16."""
     out = quads_room(stage, *x.shape)
     stage.record.quantize(stage.strips(x), x.shape[1], out)
@@ -89,10 +89,10 @@ def linear(engine: Engine, x: Array, weights: Weights, bias: Array | None = None
     return out
 
 
-def linear_gate(engine: Engine, x: Array, gate: Weights, up: Weights) -> Array:
+def linear_swiglu(engine: Engine, x: Array, gate: Weights, up: Weights) -> Array:
     stage = Stage(engine)
     out = stage.strip_room(len(x), len(gate.values))
-    stage.record.linear_gate(quantize(stage, x), gate.interleaved(up).matrix(), out)
+    stage.record.linear_swiglu(quantize(stage, x), gate.interleaved(up).matrix(), out)
     stage.play(len(x))
     return stage.rows(out, len(x), len(gate.values))
 
@@ -144,7 +144,7 @@ def test_norm(engine: Engine, rows: int) -> None:
         x, weight = rng.standard_normal((rows, width), np.float32), random_bf16(rng, width) + 2
         stage = Stage(engine)
         out = quads_room(stage, rows, width)
-        stage.record.norm(x, weight, 1e-6, out)
+        stage.record.rms_norm(x, weight, 1e-6, out)
         stage.play(rows)
         wanted = norm(x, weight, 1e-6)
         found = bytes_from_strips(out.words, rows, width, engine)
@@ -162,7 +162,7 @@ def test_norm_and_product_of_rows_with_logits(engine: Engine, wanted: int) -> No
     def logits(tokens: int, chosen: Array) -> Array:
         stage = Stage(engine)
         normed, out = quads_room(stage, 30, 64), stage.room(np.float32, len(chosen), 70)
-        stage.record.norm(x, ones, 1e-6, normed, Rows.LOGITS)
+        stage.record.rms_norm(x, ones, 1e-6, normed, Rows.LOGITS)
         stage.record.linear(normed, weights.matrix(), out, Rows.LOGITS)
         stage.play(tokens, logits_rows=chosen)
         return out
@@ -208,17 +208,17 @@ def test_gated_product(engine: Engine, rows: int) -> None:
     rng = np.random.default_rng(rows)
     for n, k in [(16, 4), (48, 36), (128, 1024)]:
         x, gate, up = random_bf16(rng, rows, k), Weights.random(rng, n, k), Weights.random(rng, n, k)
-        assert_gated(linear_gate(engine, x, gate, up), x, gate, up)
+        assert_gated(linear_swiglu(engine, x, gate, up), x, gate, up)
 
 
 def test_a_row_that_is_not_a_number_stays_alone(engine: Engine) -> None:
     rng = np.random.default_rng(0)
     x, weights = random_bf16(rng, 20, 64), Weights.random(rng, 48, 64)
-    wanted, gated = linear(engine, x, weights), linear_gate(engine, x, weights, weights)
+    wanted, gated = linear(engine, x, weights), linear_swiglu(engine, x, weights, weights)
     x[7, 5] = np.nan
     others = np.delete(np.arange(20), 7)
     assert np.array_equal(linear(engine, x, weights)[others], wanted[others])
-    assert np.array_equal(linear_gate(engine, x, weights, weights)[others], gated[others])
+    assert np.array_equal(linear_swiglu(engine, x, weights, weights)[others], gated[others])
     assert np.isnan(linear(engine, x, weights)[7]).all()
 
 
@@ -226,12 +226,12 @@ def test_a_row_that_is_not_a_number_stays_alone(engine: Engine) -> None:
 def test_a_product_is_the_same_in_every_company(instruction_set: str, n: int, k: int) -> None:
     rng = np.random.default_rng(1)
     x, weights, other = random_bf16(rng, 50, k), *(Weights.random(rng, n // 16 * 16, k) for _ in range(2))
-    whole, gated = weights.product(x), linear_gate(engine_of(instruction_set), x, weights, other)
+    whole, gated = weights.product(x), linear_swiglu(engine_of(instruction_set), x, weights, other)
     for threads in (1, 2, 3, 5):
         engine = engine_of(instruction_set, threads)
         for begin, end in [(0, 50), (0, 1), (7, 9), (20, 33), (26, 50)]:
             assert np.array_equal(linear(engine, x[begin:end], weights), whole[begin:end])
-            assert np.array_equal(linear_gate(engine, x[begin:end], weights, other), gated[begin:end])
+            assert np.array_equal(linear_swiglu(engine, x[begin:end], weights, other), gated[begin:end])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 12, 13, 50])
@@ -246,10 +246,10 @@ def test_experts(engine: Engine, tokens: int) -> None:
         stage = Stage(engine)
         rows, gated, narrow = quads_room(stage, entries, width), stage.strip_room(entries, inner), None
         narrow, y = quads_room(stage, entries, inner), stage.room(np.float32, entries, width)
-        routing = stage.record.route(logits, per_token, Scoring.NORMALIZED)
-        stage.record.gather(routing, quantize(stage, x), width, rows)
+        routing = stage.record.route(logits, per_token, Scoring.RENORMALIZED)
+        stage.record.moe_gather(routing, quantize(stage, x), width, rows)
         gate_up = matrix_of([gate.interleaved(up) for gate, up in zip(gates, ups, strict=True)])
-        stage.record.expert_gate(routing, rows, gate_up, gated)
+        stage.record.expert_swiglu(routing, rows, gate_up, gated)
         stage.record.quantize(gated, inner, narrow, routing)
         stage.record.expert_linear(routing, narrow, matrix_of(downs), y)
         stage.play(tokens)
@@ -285,7 +285,7 @@ def test_packing_gate_and_up(engine: Engine, n: int, k: int) -> None:
     whole = gate.interleaved(up).matrix()
     words, compensation = np.zeros_like(whole.words), np.zeros(2 * n, np.int32)
     for half, weights in enumerate((gate, up)):
-        engine.pack_gate(words, weights.values, Stored.I8, n, k, half, compensation)
+        engine.pack_gate_up(words, weights.values, Stored.I8, n, k, half, compensation)
     assert np.array_equal(words, whole.words) and np.array_equal(compensation, whole.compensation)
 
 
@@ -302,5 +302,5 @@ def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: in
 def test_a_product_of_bytes_and_numbers_is_refused(engine: Engine) -> None:
     stage = Stage(engine)
     weights = Weights.random(np.random.default_rng(0), 16, 4)
-    with pytest.raises(ValueError, match="both be bytes"):
+    with pytest.raises(ValueError, match="both be int8"):
         stage.record.linear(stage.strip_room(1, 4), weights.matrix(), stage.room(np.float32, 1, 16))

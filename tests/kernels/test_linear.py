@@ -25,10 +25,10 @@ def linear(engine: Engine, x: Array, weights: Array, bias: Array | None = None) 
     return out
 
 
-def linear_gate(engine: Engine, x: Array, gate: Array, up: Array, bias: Array | None = None) -> Array:
+def linear_swiglu(engine: Engine, x: Array, gate: Array, up: Array, bias: Array | None = None) -> Array:
     stage = Stage(engine)
     out = stage.strip_room(len(x), len(gate))
-    stage.record.linear_gate(stage.strips(x), matrix_of(interleaved(gate, up), bias), out)
+    stage.record.linear_swiglu(stage.strips(x), matrix_of(interleaved(gate, up), bias), out)
     stage.play(len(x))
     return stage.rows(out, len(x), len(gate))
 
@@ -72,7 +72,7 @@ def test_gated_product(engine: Engine, rows: int, biased: bool) -> None:
     for n, k in [(16, 2), (48, 34), (128, 1024)]:
         x, gate, up = random_bf16(rng, rows, k), random_bf16(rng, n, k, scale=3.0), random_bf16(rng, n, k)
         bias = random_bf16(rng, 2 * n) if biased else None
-        assert_gated(linear_gate(engine, x, gate, up, bias), x, gate, up, bias)
+        assert_gated(linear_swiglu(engine, x, gate, up, bias), x, gate, up, bias)
 
 
 def test_gates_far_from_zero(engine: Engine) -> None:
@@ -80,7 +80,7 @@ def test_gates_far_from_zero(engine: Engine) -> None:
     x = np.array([[1.0, 0.0]], np.float32)
     gate, up = np.zeros((16, 2), np.float32), np.ones((16, 2), np.float32)
     gate[:, 0] = [-1e9, -1e4, -200, -128, -100, -90, -88, -87, -1, 0, 1, 87, 88, 128, 1e4, 1e38]
-    found, gate = linear_gate(engine, x, gate, up)[0], gate[:, 0]
+    found, gate = linear_swiglu(engine, x, gate, up)[0], gate[:, 0]
     assert_close(found, silu(references.double(gate)), BFLOAT16 * 1.01 * np.abs(gate) * (gate > -80) + 1e-28)
 
 
@@ -107,11 +107,11 @@ def test_an_empty_step_does_nothing(engine: Engine) -> None:
 def test_a_row_that_is_not_a_number_stays_alone(engine: Engine) -> None:
     rng = np.random.default_rng(0)
     x, weights = random_bf16(rng, 20, 64), random_bf16(rng, 48, 64)
-    wanted, gated = linear(engine, x, weights), linear_gate(engine, x, weights, weights)
+    wanted, gated = linear(engine, x, weights), linear_swiglu(engine, x, weights, weights)
     x[7, 3], x[13] = np.nan, np.inf
     others = np.delete(np.arange(20), [7, 13])
     assert np.array_equal(linear(engine, x, weights)[others], wanted[others])
-    assert np.array_equal(linear_gate(engine, x, weights, weights)[others], gated[others])
+    assert np.array_equal(linear_swiglu(engine, x, weights, weights)[others], gated[others])
     assert np.isnan(linear(engine, x, weights)[7]).all()
 
 
@@ -120,12 +120,12 @@ def test_a_product_is_the_same_in_every_company(instruction_set: str, n: int, k:
     rng = np.random.default_rng(1)
     x, weights, other = random_bf16(rng, 50, k), random_bf16(rng, n // 16 * 16, k), random_bf16(rng, n // 16 * 16, k)
     whole = linear(engine_of(instruction_set), x, weights)
-    gated = linear_gate(engine_of(instruction_set), x, weights, other)
+    gated = linear_swiglu(engine_of(instruction_set), x, weights, other)
     for threads in (1, 2, 3, 5):
         engine = engine_of(instruction_set, threads)
         for begin, end in [(0, 50), (0, 1), (7, 9), (20, 33), (26, 50)]:
             assert np.array_equal(linear(engine, x[begin:end], weights), whole[begin:end])
-            assert np.array_equal(linear_gate(engine, x[begin:end], weights, other), gated[begin:end])
+            assert np.array_equal(linear_swiglu(engine, x[begin:end], weights, other), gated[begin:end])
 
 
 @pytest.mark.parametrize("rows", [1, 13, 50])
@@ -136,7 +136,7 @@ def test_a_limit_of_gates(engine: Engine, rows: int) -> None:
     x[-1] = np.nan if rows > 1 else x[-1]
     stage = Stage(engine)
     out = stage.strip_room(rows, 48)
-    stage.record.linear_gate(stage.strips(x), matrix_of(interleaved(gate, up)), out, limit)
+    stage.record.linear_swiglu(stage.strips(x), matrix_of(interleaved(gate, up)), out, limit)
     stage.play(rows)
     found, ordinary = stage.rows(out, rows, 48), np.isfinite(x).all(1)
     x, found, rest = x[ordinary], found[ordinary], found[~ordinary]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import CacheLayer
+from pypto_serving.kernels import KVCacheLayer
 from tests.kernels.layouts import Array, narrow
 from tests.kernels.stage import Stage, engine_of, int32
 from tests.kernels.test_attention import LAYER, Row, assert_attends, attend, attend_to, cache_of, random_row
@@ -156,7 +156,7 @@ def test_results_that_waited_in_one_step_are_gone_in_the_next(instruction_set: s
     alone = attend(engine_of(instruction_set), rows)
     stage = Stage(engine_of(instruction_set, 2))
     queries, out = stage.room(np.uint16, 3, 4, 32), stage.strip_room(3, 128)
-    stage.record.attend(queries, CacheLayer(pages, LAYER, 32), out)
+    stage.record.paged_attention(queries, KVCacheLayer(pages, LAYER, 32), out)
     for chosen in ([0, 1, 2], [3, 4, 5], [5], [0, 5], [2, 3, 1]):
         count = len(chosen)
         queries[:count] = narrow(np.concatenate([rows[i].queries for i in chosen]))

@@ -21,7 +21,7 @@ def norm(engine: Engine, x: Array, weight: Array, wanted: Array | None = None) -
     stage, (tokens, width) = Stage(engine), x.shape
     rows = tokens if wanted is None else len(wanted)
     out = stage.strip_room(rows, width)
-    stage.record.norm(x, weight, EPS, out, Rows.TOKENS if wanted is None else Rows.LOGITS)
+    stage.record.rms_norm(x, weight, EPS, out, Rows.TOKENS if wanted is None else Rows.LOGITS)
     stage.play(tokens, logits_rows=() if wanted is None else wanted)
     return stage.rows(out, rows, width)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels import CacheLayer, Engine, Recording, Scoring, runnable
+from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Scoring, runnable
 from pypto_serving.kernels.library import INSTRUCTION_SETS
 from tests.kernels.layouts import random_bf16
 from tests.kernels.stage import Stage, engine_of, matrix_of
@@ -41,7 +41,7 @@ def record_chain(stage: Stage, links: int) -> np.ndarray:
     x = stage.copy(np.zeros((7, 64), np.float32))
     strips = stage.strip_room(7, 64)
     for _ in range(links):
-        stage.record.norm(x, np.zeros(64, np.float32), 1e-6, strips)
+        stage.record.rms_norm(x, np.zeros(64, np.float32), 1e-6, strips)
         stage.record.linear_add(strips, matrix_of(np.zeros((64, 64), np.float32), np.ones(64, np.float32)), x)
     return x
 
@@ -67,7 +67,7 @@ def test_operations_of_all_sizes_meet_at_the_barriers(instruction_set: str, thre
     narrow_one, narrow_two = random_bf16(rng, 33, 640), stage.room(np.float32, 13, 33)
     first = stage.strips(x)
     stage.record.linear(first, matrix_of(weights), one)
-    stage.record.norm(one, np.ones(640, np.float32), 1e-6, strips)
+    stage.record.rms_norm(one, np.ones(640, np.float32), 1e-6, strips)
     stage.record.linear(strips, matrix_of(narrow_one), narrow_two)
     stage.record.linear(first, matrix_of(weights), two)
     wanted = None
@@ -118,7 +118,9 @@ def test_many_engines_leave_no_memory() -> None:
         stage = Stage(engine := Engine(threads=3))
         record_chain(stage, links=2)
         pages = np.zeros((2, 1, 2, 4, 16 * 32), np.uint16)
-        stage.record.attend(np.zeros((7, 4, 32), np.uint16), CacheLayer(pages, 0, 32), stage.strip_room(7, 128))
+        stage.record.paged_attention(
+            np.zeros((7, 4, 32), np.uint16), KVCacheLayer(pages, 0, 32), stage.strip_room(7, 128)
+        )
         stage.play(7)
         engine.close()
 
@@ -134,7 +136,7 @@ def test_many_recordings_leave_no_memory() -> None:
     def live() -> None:
         recording = Recording(engine)
         for _ in range(20):
-            recording.route(logits, 2, Scoring.NORMALIZED)
+            recording.route(logits, 2, Scoring.RENORMALIZED)
 
     assert_leaves_nothing(live)
 
@@ -169,9 +171,9 @@ def test_an_instruction_set_that_does_not_exist(name: str) -> None:
 def test_operations_are_named_and_timed() -> None:
     stage = Stage(engine_of(runnable()[0], 2))
     logits = np.zeros((5, 8), np.float32)
-    stage.record.norm(np.ones((5, 64), np.float32), np.ones(64, np.float32), 1e-6, stage.strip_room(5, 64))
-    stage.record.route(logits, 2, Scoring.NORMALIZED)
-    assert stage.record.names == ["norm", "choose", "sort"]
+    stage.record.rms_norm(np.ones((5, 64), np.float32), np.ones(64, np.float32), 1e-6, stage.strip_room(5, 64))
+    stage.record.route(logits, 2, Scoring.RENORMALIZED)
+    assert stage.record.names == ["rms_norm", "router_topk", "moe_sort"]
     seconds = np.zeros(3)
     for _ in range(3):
         before = seconds.copy()

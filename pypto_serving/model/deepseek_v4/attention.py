@@ -1,8 +1,7 @@
-"""Attention of DeepSeek V4: one shared latent as key and value of all heads, over a window and compressed entries.
+"""Attention of DeepSeek V4: MLA over a sliding window and compressed entries. One latent is key and value of all heads.
 
-Every query gathers its own rows: a window at places that count back from it, then entries in order, filled up to
-whole tiles. So a query's products have a size that only its own position decides, and the same arithmetic serves
-prefill and decode, alone or in a batch.
+Every query gathers its own rows: first its window, then compressed entries in order, padded to whole tiles. The size
+of a query's products depends on its position alone. So prefill and decode compute the same, alone or in a batch.
 """
 
 from __future__ import annotations
@@ -13,48 +12,52 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pypto_serving.model.deepseek_v4.compressor import Closing, Compressor
+from pypto_serving.model.deepseek_v4.compressor import ClosedWindows, Compressor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.layers import matrix, rotate, vector
+from pypto_serving.model.deepseek_v4.layers import apply_rope, matrix, vector
 from pypto_serving.model.deepseek_v4.pages import LayerRows, Pages, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Linear, rms_norm
 from pypto_serving.model.loader import Weights
 
 TILE = 64
-"""Entries are read in multiples of this."""
+"""Compressed entries are gathered in multiples of this."""
 
 _GATHERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What layers of one kind share in a step: rotation of tokens and of closing windows, and what can be seen.
+    """The inputs that all layers of one kind share in a step.
 
-    `visible` [t] counts the compressed entries before each token, its own window included if it closes one.
+    `rope` and `closed_rope` are cosines and sines of the tokens and of the closed windows. `visible` [t] counts the
+    compressed entries that each token sees; a window that the token itself closes counts.
     """
 
     rows: StepRows
-    turn: tuple[Tensor, Tensor]
-    closing: Closing
-    closing_turn: tuple[Tensor, Tensor]
+    rope: tuple[Tensor, Tensor]
+    closed: ClosedWindows
+    closed_rope: tuple[Tensor, Tensor]
     visible: Tensor
 
     @classmethod
     def of(cls, rows: StepRows, tables: tuple[Tensor, Tensor], kind: LayerKind, ratio: int) -> StepView:
-        """The view of layers of `kind`, which rotate by `tables`."""
-        closing = Closing.of(rows, ratio, ratio if kind == "csa" else 0)
+        """Make the view of layers of `kind`; `tables` are their cosines and sines by position."""
+        closed = ClosedWindows.of(rows, ratio, ratio if kind == "csa" else 0)
         visible = (rows.positions + 1) // ratio if ratio else torch.zeros_like(rows.positions)
 
-        def turn(positions: Tensor) -> tuple[Tensor, Tensor]:
+        def rope_at(positions: Tensor) -> tuple[Tensor, Tensor]:
             cos, sin = (table.index_select(0, positions) for table in tables)
             return cos, sin
 
-        return cls(rows, turn(rows.positions), closing, turn(closing.first), visible)
+        return cls(rows, rope_at(rows.positions), closed, rope_at(closed.first), visible)
 
 
 def same_width(counts: Tensor, fixed: int, row_bytes: int) -> Iterator[tuple[Tensor, int]]:
-    """Tokens that read equally many rows, (places [n], rows beside the `fixed` ones), few enough to gather at once."""
+    """Group tokens by padded row count: yield (tokens [n], rows beside the `fixed` ones).
+
+    Groups are small enough to gather at once.
+    """
     widths = (counts + TILE - 1) // TILE * TILE
     for width in widths.unique().tolist():
         together = max(1, _GATHERED_BYTES // ((fixed + width) * row_bytes))
@@ -62,35 +65,39 @@ def same_width(counts: Tensor, fixed: int, row_bytes: int) -> Iterator[tuple[Ten
             yield tokens, width
 
 
-class Chooser:
-    """The indexer of a CSA layer: chooses the entries whose keys fit the query best, of equal ones the earlier."""
+class IndexerTopK:
+    """The lightning indexer of a CSA layer: selects the top-k compressed entries of a query.
+
+    Ties go to the earlier entry.
+    """
 
     def __init__(self, model: DeepseekV4Config, weights: Weights, prefix: str, keys: LayerRows) -> None:
         assert model.indexer is not None
         self.sizes, self.keys = model.indexer, keys
         self.query = matrix(weights, f"{prefix}wq_b")
-        self.weigh = matrix(weights, f"{prefix}weights_proj", dtype=torch.float32)
+        self.head_weights = matrix(weights, f"{prefix}weights_proj", dtype=torch.float32)
 
     def __call__(self, latent: Tensor, x: Tensor, view: StepView) -> Tensor:
-        """Entries to attend to, ascending, int64 [t, most]; as many of a row count as are visible, at most topk.
+        """Return the entries to attend to, ascending, int64 [t, most].
 
-        `latent` [t, rank] is what queries are made of, x [t, hidden] the layer's input in float32.
+        A token uses the first min(visible, topk) of its row. `latent` [t, rank] is the query latent, x [t, hidden] the
+        layer's input in float32.
         """
         topk, device = self.sizes.topk, x.device
         most = min(topk, int(view.visible.max()))
-        chosen = torch.arange(most, device=device).repeat(len(x), 1)
+        topk_indices = torch.arange(most, device=device).repeat(len(x), 1)
         crowded = (view.visible > topk).nonzero().flatten()
         if len(crowded):
             heads = self.query(latent).float().view(len(x), self.sizes.num_heads, self.sizes.head_dim)
-            heads = rotate(heads, *view.turn)
-            weights = self.weigh(x) * (self.sizes.num_heads * self.sizes.head_dim) ** -0.5
+            heads = apply_rope(heads, *view.rope)
+            weights = self.head_weights(x) * (self.sizes.num_heads * self.sizes.head_dim) ** -0.5
             for places, width in same_width(view.visible[crowded], 0, 4 * self.sizes.head_dim):
                 tokens = crowded[places]
-                chosen[tokens] = self._best(heads[tokens], weights[tokens], tokens, width, view)
-        return chosen
+                topk_indices[tokens] = self._best(heads[tokens], weights[tokens], tokens, width, view)
+        return topk_indices
 
     def _best(self, heads: Tensor, weights: Tensor, tokens: Tensor, width: int, view: StepView) -> Tensor:
-        """The best topk of the first `width` entries for `tokens` [n]: score = sum of weight * relu(query . key)."""
+        """Select the top-k of the first `width` entries for `tokens` [n]: score = sum of weight * relu(query . key)."""
         entries = torch.arange(width, device=heads.device)
         exists = entries < view.visible[tokens][:, None]
         slots = view.rows.find("idx", tokens, (entries * self.keys.ratio).expand(len(tokens), -1), exists)
@@ -100,16 +107,16 @@ class Chooser:
         return order[:, : self.sizes.topk].sort(dim=1).values
 
     def linears(self) -> list[Linear]:
-        return [self.query, self.weigh]
+        return [self.query, self.head_weights]
 
 
 class Attention:
-    """One layer's attention: projections, cache rows, compressed entries, and the grouped output projection."""
+    """One layer's attention: projections, KV cache, compressors, indexer and the grouped output projection."""
 
     def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages]) -> None:
         prefix, kind = f"layers.{layer}.attn.", model.kinds[layer]
         self.model, self.kind = model, kind
-        self.query_latent, self.query = matrix(weights, f"{prefix}wq_a"), matrix(weights, f"{prefix}wq_b")
+        self.q_latent, self.query = matrix(weights, f"{prefix}wq_a"), matrix(weights, f"{prefix}wq_b")
         self.latent = matrix(weights, f"{prefix}wkv")
         self.query_norm, self.norm = (vector(weights, f"{prefix}{name}_norm.weight") for name in ("q", "kv"))
         self.sink = vector(weights, f"{prefix}attn_sink")
@@ -118,7 +125,7 @@ class Attention:
         self.out = matrix(weights, f"{prefix}wo_b")
         self.rows = pages["ori"].layer("kv", layer)
         self.compressors: list[tuple[Compressor, LayerRows, LayerRows]] = []
-        self.chooser: Chooser | None = None
+        self.indexer: IndexerTopK | None = None
         if kind != "swa":
             self.entries = pages["cmp"].layer(kind, layer)
             state = f"{kind}_state"
@@ -129,43 +136,43 @@ class Attention:
             keys, state, dim = pages["idx"].layer("key", layer), "csa_inner_state", model.indexer.head_dim
             compressor = Compressor(model, weights, f"{prefix}indexer.compressor.", kind, dim, (state, "idx"))
             self.compressors.append((compressor, pages[state].layer("state", layer), keys))
-            self.chooser = Chooser(model, weights, f"{prefix}indexer.", keys)
+            self.indexer = IndexerTopK(model, weights, f"{prefix}indexer.", keys)
 
     def __call__(self, x: Tensor, view: StepView) -> Tensor:
-        """Float32 [t, hidden] to [t, hidden]; writes the cache rows of the step's tokens."""
+        """Compute float32 [t, hidden] to [t, hidden], and write the cache rows of the step's tokens."""
         model, eps, dtype = self.model, self.model.rms_norm_eps, self.out.dtype
         rounded = x.to(dtype)
-        latent = rms_norm(self.query_latent(rounded).float(), self.query_norm, eps).to(dtype)
+        latent = rms_norm(self.q_latent(rounded).float(), self.query_norm, eps).to(dtype)
         heads = self.query(latent).float().view(len(x), model.num_heads, model.head_dim)
-        heads = rotate(rms_norm(heads, None, eps), *view.turn) * model.head_dim**-0.5
-        shared = rotate(rms_norm(self.latent(rounded).float(), self.norm, eps), *view.turn)
+        heads = apply_rope(rms_norm(heads, None, eps), *view.rope) * model.head_dim**-0.5
+        shared = apply_rope(rms_norm(self.latent(rounded).float(), self.norm, eps), *view.rope)
         self.rows.write(view.rows.slots["ori"], shared)
         for compressor, state, entries in self.compressors:
-            compressor(x, view.rows, view.closing, view.closing_turn, state, entries)
-        chosen = self.chooser(latent, x, view) if self.chooser is not None else None
-        cos, sin = view.turn
-        attended = rotate(self._attend(heads, view, chosen), cos, -sin)
+            compressor(x, view.rows, view.closed, view.closed_rope, state, entries)
+        topk_indices = self.indexer(latent, x, view) if self.indexer is not None else None
+        cos, sin = view.rope
+        attended = apply_rope(self._attend(heads, view, topk_indices), cos, -sin)
         parts = attended.to(dtype).view(len(x), model.o_groups, -1).unbind(1)
         joined = torch.cat([linear(part.contiguous()) for linear, part in zip(self.out_latents, parts, strict=True)], 1)
         return self.out(joined).float()
 
-    def _attend(self, heads: Tensor, view: StepView, chosen: Tensor | None) -> Tensor:
-        """Softmax over window, entries and sink: scaled queries [t, heads, dim] to [t, heads, dim]."""
+    def _attend(self, heads: Tensor, view: StepView, topk_indices: Tensor | None) -> Tensor:
+        """Attend to window, compressed entries and sink: scaled queries [t, heads, dim] to [t, heads, dim]."""
         counts, out = view.visible, torch.empty_like(heads)
-        if chosen is not None:
-            counts = counts.clamp(max=chosen.shape[1])
+        if topk_indices is not None:
+            counts = counts.clamp(max=topk_indices.shape[1])
         for tokens, width in same_width(counts, self.model.window, 4 * self.model.head_dim):
-            rows, exists = self._gather(tokens, width, counts, view, chosen)
+            rows, exists = self._gather(tokens, width, counts, view, topk_indices)
             scores = torch.bmm(heads[tokens], rows.transpose(1, 2)).masked_fill_(~exists[:, None], -torch.inf)
             sinks = self.sink[None, :, None].expand(len(tokens), -1, 1)
-            shares = torch.softmax(torch.cat([scores, sinks], dim=2), dim=2)
-            out.index_copy_(0, tokens, torch.bmm(shares[..., :-1].contiguous(), rows))
+            weights = torch.softmax(torch.cat([scores, sinks], dim=2), dim=2)
+            out.index_copy_(0, tokens, torch.bmm(weights[..., :-1].contiguous(), rows))
         return out
 
     def _gather(
-        self, tokens: Tensor, width: int, counts: Tensor, view: StepView, chosen: Tensor | None
+        self, tokens: Tensor, width: int, counts: Tensor, view: StepView, topk_indices: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What `tokens` [n] attend to, [n, window + width, dim], and which of it exists, [n, window + width]."""
+        """Gather the rows that `tokens` [n] attend to, [n, window + width, dim], and their mask."""
         window, device = self.model.window, tokens.device
         positions = view.rows.positions[tokens][:, None] + torch.arange(1 - window, 1, device=device)
         exists = positions >= 0
@@ -174,12 +181,14 @@ class Attention:
             return rows, exists
         entries = torch.arange(width, device=device).expand(len(tokens), -1)
         there = entries < counts[tokens][:, None]
-        if chosen is not None:
-            entries = torch.nn.functional.pad(chosen[tokens][:, :width], (0, max(0, width - chosen.shape[1])))
+        if topk_indices is not None:
+            entries = torch.nn.functional.pad(
+                topk_indices[tokens][:, :width], (0, max(0, width - topk_indices.shape[1]))
+            )
         slots = view.rows.find("cmp", tokens, entries * self.model.ratio(self.kind), there)
         return torch.cat([rows, self.entries.read(slots)], dim=1), torch.cat([exists, there], dim=1)
 
     def linears(self) -> list[Linear]:
-        linears = [self.query_latent, self.query, self.latent, self.out, *self.out_latents]
+        linears = [self.q_latent, self.query, self.latent, self.out, *self.out_latents]
         linears += [linear for compressor, _, _ in self.compressors for linear in compressor.linears()]
-        return linears + (self.chooser.linears() if self.chooser is not None else [])
+        return linears + (self.indexer.linears() if self.indexer is not None else [])

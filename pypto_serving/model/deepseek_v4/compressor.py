@@ -1,4 +1,4 @@
-"""Compressed entries: one row for every few tokens, a mean that each channel weighs by itself."""
+"""The KV compressor: one compressed entry per window of tokens, a gated mean in each channel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.layers import matrix, rotate, vector
+from pypto_serving.model.deepseek_v4.layers import apply_rope, matrix, vector
 from pypto_serving.model.deepseek_v4.pages import LayerRows, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Linear, rms_norm
@@ -16,11 +16,11 @@ from pypto_serving.model.loader import Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
-    """The n windows that a step's tokens close, in layers of one kind.
+class ClosedWindows:
+    """The n compressor windows that a step's tokens close, in layers of one kind.
 
-    `first` [n] is the position of a window's first token. `exists` [n, span] marks which of the tokens that an entry
-    is made of there are: before the first window there are none.
+    `tokens` [n] close them; `first` [n] is the position of a window's first token. `positions` [n, span] are the tokens
+    that an entry covers. `exists` [n, span] masks positions before the sequence.
     """
 
     tokens: Tensor
@@ -29,8 +29,8 @@ class Closing:
     exists: Tensor
 
     @classmethod
-    def of(cls, rows: StepRows, ratio: int, overlap: int) -> Closing:
-        """Windows of `ratio` tokens, entries of which begin `overlap` tokens before the window; none for ratio 0."""
+    def of(cls, rows: StepRows, ratio: int, overlap: int) -> ClosedWindows:
+        """Find windows of `ratio` tokens. Entries also cover `overlap` tokens before the window. Ratio 0 gives none."""
         closes = (rows.positions + 1) % ratio == 0 if ratio else torch.zeros_like(rows.positions, dtype=torch.bool)
         tokens = closes.nonzero().flatten()
         first = rows.positions[tokens] - ratio + 1
@@ -39,10 +39,10 @@ class Closing:
 
 
 class Compressor:
-    """Makes entries of `dim` channels; its state is one row [keys | gates] for every token, float32.
+    """Compresses windows of tokens into entries of `dim` channels. Its state is a float32 row [kv | gates] per token.
 
-    In CSA layers an entry is made of its own window, with the second half of the channels, and of the window before
-    it, with the first half.
+    In CSA layers windows overlap: an entry uses the second half of the channels of its own window, and the first half
+    of the window before.
     """
 
     def __init__(
@@ -58,32 +58,32 @@ class Compressor:
         self,
         x: Tensor,
         rows: StepRows,
-        closing: Closing,
-        turn: tuple[Tensor, Tensor],
+        closed: ClosedWindows,
+        rope: tuple[Tensor, Tensor],
         state: LayerRows,
         entries: LayerRows,
     ) -> None:
-        """Write the state of x [t, hidden] and the entries of windows that close, which `turn` rotates."""
-        keys, gates = self.project(x).split(self.width, dim=1)
+        """Write the state of x [t, hidden], and the entries of closed windows; `rope` is that of their first tokens."""
+        kv, gates = self.project(x).split(self.width, dim=1)
         gates = gates + self.ape.index_select(0, rows.positions % self.ratio)
-        state.write(rows.slots[self.state_group], torch.cat([keys, gates], dim=1))
-        if not len(closing.tokens):
+        state.write(rows.slots[self.state_group], torch.cat([kv, gates], dim=1))
+        if not len(closed.tokens):
             return
-        slots = rows.find(self.state_group, closing.tokens, closing.positions, closing.exists)
-        entry = rms_norm(self._fold(state.read(slots), closing.exists), self.norm, self.eps)
-        entries.write(rows.slots[self.entry_group][closing.tokens], rotate(entry, *turn))
+        slots = rows.find(self.state_group, closed.tokens, closed.positions, closed.exists)
+        entry = rms_norm(self._weighted_mean(state.read(slots), closed.exists), self.norm, self.eps)
+        entries.write(rows.slots[self.entry_group][closed.tokens], apply_rope(entry, *rope))
 
-    def _fold(self, state: Tensor, exists: Tensor) -> Tensor:
-        """Entries [n, dim] of state rows [n, span, keys and gates]."""
-        keys, gates = state.split(self.width, dim=2)
+    def _weighted_mean(self, state: Tensor, exists: Tensor) -> Tensor:
+        """Average kv over the window, weighted by the softmax of the gates: [n, span, kv and gates] to [n, dim]."""
+        kv, gates = state.split(self.width, dim=2)
         if self.kind == "csa":
-            keys, gates = self._halves(keys), self._halves(gates)
+            kv, gates = self._halves(kv), self._halves(gates)
         gates = gates.masked_fill(~exists[..., None], -torch.inf)
-        shares = torch.softmax(gates.transpose(1, 2).contiguous(), dim=2)
-        return (shares * keys.transpose(1, 2)).sum(dim=2)
+        weights = torch.softmax(gates.transpose(1, 2).contiguous(), dim=2)
+        return (weights * kv.transpose(1, 2)).sum(dim=2)
 
     def _halves(self, x: Tensor) -> Tensor:
-        """Of [n, 2 windows, 2 dim]: the first half of the channels for the earlier window, the second for the later."""
+        """Take the first half of the channels of the earlier window, the second of the later, [n, windows, dim]."""
         return torch.cat([x[:, : self.ratio, : self.dim], x[:, self.ratio :, self.dim :]], dim=1)
 
     def linears(self) -> list[Linear]:

@@ -3,8 +3,8 @@
 Every layer has a sliding window. There are three kinds of layers:
 
     swa  sliding-window attention alone
-    csa  compressed sparse attention: one compressed entry for every few tokens; an indexer chooses the best of them
-    hca  heavily compressed attention: one compressed entry for every many tokens; queries attend to all of them
+    csa  compressed sparse attention: one compressed entry per few tokens; an indexer selects the top-k
+    hca  heavily compressed attention: one compressed entry per many tokens; queries attend to all of them
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pypto_serving.model.rope import Rope
 class DeepseekV4Config:
     """The values of config.json that programs need. `indexer` is None for a model without CSA layers.
 
-    `rope` rotates in SWA layers, `compress_rope` in the others; both turn the last `rope_dim` channels of a head, in
-    pairs of neighbours. `mtp_layers` are draft layers in the checkpoint, which nothing reads.
+    SWA layers use `rope`, the others `compress_rope`. Both rotate the last `rope_dim` channels of a head, in
+    interleaved pairs. `mtp_layers` counts draft layers in the checkpoint, which are not read.
     """
 
     vocab_size: int
@@ -101,12 +101,12 @@ class DeepseekV4Config:
         return {"swa": 0, "csa": self.csa_ratio, "hca": self.hca_ratio}[kind]
 
     def compressed_width(self, kind: LayerKind, dim: int) -> int:
-        """Return the channels of keys, and of gates, that a compressor with entries of `dim` makes of a token.
+        """Return the channels of kv, and of gates, that a compressor with entries of `dim` computes per token.
 
         In CSA layers windows overlap: a token has `dim` channels for the window behind its own and `dim` for its own.
         """
         return 2 * dim if kind == "csa" else dim
 
     def ropes(self) -> dict[LayerKind, Rope]:
-        """Return the rotation of each kind of layer in the model."""
+        """Return the RoPE of each kind of layer in the model."""
         return {kind: self.rope if kind == "swa" else self.compress_rope for kind in self.kinds}

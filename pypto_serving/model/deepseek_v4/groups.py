@@ -1,4 +1,4 @@
-"""The cache families of DeepSeek V4 as KV groups. Torch-free."""
+"""The KV groups of DeepSeek V4. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _MAX_BLOCK, _MAX_STATE_BLOCK = 128, 8
 
 
 def kv_groups(model: DeepseekV4Config, dtype: str, block_size: int = 0) -> tuple[KVCacheGroupSpec, ...]:
-    """List the KV groups of the model's kinds of layers, with latents of `dtype` and float32 states.
+    """List the KV groups of the model: latents of `dtype`, float32 compressor states.
 
-    `block_size` is ignored: ratios and window decide.
+    `block_size` is ignored: compression ratios and window decide.
 
     | group           | a row                                       | rows          |
     |-----------------|---------------------------------------------|---------------|
-    | ori             | rotated latent, key and value of all heads  | one per token |
-    | cmp csa, hca    | the same of a compressed entry              | one per ratio |
-    | idx             | rotated key of the indexer                  | one per ratio |
-    | hca_state       | keys, then gates with position bias         | one per token |
+    | ori             | latent after RoPE: K and V of all heads     | one per token |
+    | cmp csa, hca    | compressed latent after RoPE                | one per ratio |
+    | idx             | indexer key after RoPE                      | one per ratio |
+    | hca_state       | kv, then gates with position bias (ape)     | one per token |
     | csa_state       | the same, twice as wide: windows overlap    | one per token |
     | csa_inner_state | the same for the indexer's keys             | one per token |
 
-    A block holds tensor after tensor, in it layer after layer, in it row after row.
+    A block is laid out by tensor, then layer, then row.
     """
     csa, hca, dim, size = model.layers_of("csa"), model.layers_of("hca"), model.head_dim, history_block(model)
     ori = KVTensorSpec(name="kv", layers=tuple(range(model.num_layers)), dtype=dtype, row_shape=(dim,))
@@ -51,7 +51,7 @@ def kv_groups(model: DeepseekV4Config, dtype: str, block_size: int = 0) -> tuple
 
 
 def history_block(model: DeepseekV4Config) -> int:
-    """Choose the tokens in a block of `ori`, `cmp` and `idx`: a multiple of every ratio, and about a window."""
+    """Choose the block size of `ori`, `cmp` and `idx`: about a window, and a multiple of every ratio."""
     ratios = math.lcm(*(model.ratio(kind) for kind in set(model.kinds) - {"swa"}))
     return ceil_div(min(model.window, _MAX_BLOCK), ratios) * ratios
 
@@ -66,7 +66,7 @@ def _entries(name: str, layers: tuple[int, ...], dtype: str, dim: int, ratio: in
 
 
 def _state(name: str, layers: tuple[int, ...], width: int, period: int, overlap: int) -> KVCacheGroupSpec:
-    """Describe a group of float32 rows: tokens whose entry is not closed yet, and `overlap` tokens before them."""
+    """Describe a group of compressor states: tokens of the open window, and `overlap` tokens before it."""
     size = max(n for n in range(1, min(period, _MAX_STATE_BLOCK) + 1) if period % n == 0)
     rows = KVTensorSpec(name="state", layers=layers, dtype="float32", row_shape=(width,))
     return KVCacheGroupSpec(

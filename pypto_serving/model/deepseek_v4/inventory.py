@@ -12,7 +12,7 @@ from pypto_serving.model.deepseek_v4.storage import Role, Tensor
 class DeepseekV4Inventory:
     """The tensors of a checkpoint: `model` and `drafts` by upstream name. Implements Inventory.
 
-    `drafts` are those of draft layers, which nothing reads.
+    `drafts` are the tensors of draft (MTP) layers, which are not read.
     """
 
     def __init__(self, config: DeepseekV4Config) -> None:

@@ -7,15 +7,15 @@ import math
 import numpy as np
 
 from pypto_serving.kernels import (
-    INDEX_TOKENS,
+    INDEXER_TOKENS,
     PANEL,
     Engine,
-    LatentSizes,
+    MlaSizes,
+    NormRopeParams,
     Pages,
     Recording,
     Rows,
     Scoring,
-    Turning,
     zeros,
 )
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
@@ -28,14 +28,14 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
 
 LOG2_E = math.log2(math.e)
-_MIXED = 20
-"""Numbers that say how a token's streams are mixed after a block: 4 of its output, 4 x 4 among them."""
+_POST_COMB = 20
+"""Hyper-connection coefficients post (4) and comb (4 x 4) of a token."""
 
 
 class NativeDeepseekV4:
     """Owns packed weights, the arenas of all KV groups and the recorded step of a DeepSeek V4 model.
 
-    A block holds tensor after tensor, in it layer after layer, in it row after row. Streams, cache states, mixing and
+    A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
     routing are float32. `logits` is float32 [max_num_seqs, vocab].
     """
 
@@ -44,7 +44,7 @@ class NativeDeepseekV4:
 
     @staticmethod
     def name(model: DeepseekV4Config) -> str:
-        """What program and arithmetic are called."""
+        """Name program and arithmetic, for the fingerprint."""
         return "deepseek-v4-native-2"
 
     def __init__(self, model: DeepseekV4Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
@@ -64,60 +64,57 @@ class NativeDeepseekV4:
         self.step.embed(self._weights.table("embed.weight"), b.streams)
         tables = rope_tables(model.ropes(), max_model_len)
         for layer, kind in enumerate(model.kinds):
-            self._record_inputs(f"layers.{layer}.hc_attn", f"layers.{layer}.attn_norm.weight")
+            self._record_hyper_connection_pre(f"layers.{layer}.hc_attn", f"layers.{layer}.attn_norm.weight")
             self._record_attention(layer, kind, *tables[kind])
-            self.step.stream_outputs(b.y, b.mixes, b.streams)
-            norm = self._record_inputs(f"layers.{layer}.hc_ffn", f"layers.{layer}.ffn_norm.weight")
+            self.step.hyper_connection_post(b.y, b.post_comb, b.streams)
+            norm = self._record_hyper_connection_pre(f"layers.{layer}.hc_ffn", f"layers.{layer}.ffn_norm.weight")
             self._record_experts(layer, norm)
-            self.step.stream_outputs(b.y, b.mixes, b.streams)
-        self._record_inputs("hc_head", "norm.weight", Rows.LOGITS)
+            self.step.hyper_connection_post(b.y, b.post_comb, b.streams)
+        self._record_hyper_connection_pre("hc_head", "norm.weight", Rows.LOGITS)
         self.step.linear(b.normed, self._weights.matrix(["head"]), b.logits, Rows.LOGITS)
 
-    def _record_inputs(self, mixer: str, norm: str, rows: Rows = Rows.TOKENS) -> Float32Array:
-        """`x` = the mixture of streams that enters a block, or the end; `normed` = its norm in strips.
-
-        Returns the norm's weight.
-        """
+    def _record_hyper_connection_pre(self, mixer: str, norm: str, rows: Rows = Rows.TOKENS) -> Float32Array:
+        """Record x = the weighted sum of streams, and normed = RMSNorm(x) in strips. Return the norm's weight."""
         b, hyper, eps = self._buffers, self.model.hyper, self.model.rms_norm_eps
         weight, base, scale = (self._weights.exact(f"{mixer}_{name}") for name in ("fn", "base", "scale"))
         ends = rows == Rows.LOGITS
         scale = np.repeat(scale, [4] if ends else [4, 4, 16])
-        products, mixes = (b.head_products, None) if ends else (b.products, b.mixes)
-        self.step.products(b.streams, weight, eps, products, rows)
-        self.step.stream_inputs(b.streams, products, scale, base, hyper.eps, b.x, mixes, hyper.iterations)
-        self.step.norm(b.x, norm_weight := self._weights.exact(norm), eps, b.normed, rows)
+        mixes, post_comb = (b.head_mixes, None) if ends else (b.mixes, b.post_comb)
+        self.step.rms_norm_linear(b.streams, weight, eps, mixes, rows)
+        self.step.hyper_connection_pre(b.streams, mixes, scale, base, hyper.eps, b.x, post_comb, hyper.iterations)
+        self.step.rms_norm(b.x, norm_weight := self._weights.exact(norm), eps, b.normed, rows)
         return norm_weight
 
     def _record_attention(self, layer: int, kind: LayerKind, cos: Float32Array, sin: Float32Array) -> None:
-        """y = wo_b(wo_a(attend(...))), by groups; writes the cache rows of the step's tokens."""
+        """Record y = wo_b(wo_a(attention)), wo_a by groups, and the writes to the KV cache."""
         b, model, weights = self._buffers, self.model, self._weights
         prefix, eps = f"layers.{layer}.attn.", model.rms_norm_eps
         parts = self._project(layer, kind)
-        turning = Turning(dim=model.head_dim, cos=cos, sin=sin, eps=eps)
-        self.step.norm(parts["wq_a"], weights.exact(f"{prefix}q_norm.weight"), eps, b.latent)
+        rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps)
+        self.step.rms_norm(parts["wq_a"], weights.exact(f"{prefix}q_norm.weight"), eps, b.latent)
         width = model.num_heads * model.head_dim
         indexed = [f"{prefix}indexer.wq_b"] if kind == "csa" else []
         self.step.linear(b.latent, weights.matrix([f"{prefix}wq_b", *indexed]), queries := b.heads[kind])
-        scaled = Turning(dim=model.head_dim, cos=cos, sin=sin, eps=eps, scale=model.head_dim**-0.5 * LOG2_E)
-        self.step.turn(queries[:, :width], model.num_heads, scaled, b.queries)
+        query_rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps, scale=model.head_dim**-0.5 * LOG2_E)
+        self.step.norm_rope(queries[:, :width], model.num_heads, query_rope, b.queries)
         rows = self._arenas.pages("ori", "kv", layer)
-        self.step.turn(parts["wkv"], 1, _weighted(turning, weights.exact(f"{prefix}kv_norm.weight")), rows)
-        entries = chosen = None
+        self.step.norm_rope(parts["wkv"], 1, _weighted(rope, weights.exact(f"{prefix}kv_norm.weight")), rows)
+        entries = topk_indices = None
         if kind != "swa":
             entries = self._arenas.pages("cmp", kind, layer)
-            self._record_compressor(f"{prefix}compressor.", parts, f"{kind}_state", layer, turning, entries)
+            self._record_compressor(f"{prefix}compressor.", parts, f"{kind}_state", layer, rope, entries)
         if kind == "csa":
-            chosen = b.chosen
-            self._record_indexer(layer, parts, queries[:, width:], turning)
+            topk_indices = b.topk_indices
+            self._record_indexer(layer, parts, queries[:, width:], rope)
         sinks = np.zeros(ceil_div(model.num_heads, PANEL) * PANEL, np.float32)
         sinks[: model.num_heads] = weights.exact(f"{prefix}attn_sink") * LOG2_E
-        sizes = LatentSizes(model.num_heads, model.window, model.o_groups)
-        self.step.latent_attend(b.queries, sinks, turning, sizes, rows, b.attended, entries, chosen)
+        sizes = MlaSizes(model.num_heads, model.window, model.o_groups)
+        self.step.mla_attention(b.queries, sinks, rope, sizes, rows, b.attended, entries, topk_indices)
         self.step.linear_groups(b.attended, weights.matrix([f"{prefix}wo_a"]), model.o_groups, b.out_latent)
         self.step.linear(b.out_latent, weights.matrix([f"{prefix}wo_b"]), b.y)
 
     def _project(self, layer: int, kind: LayerKind) -> dict[str, Float32Array]:
-        """All products of the normed input, as columns of one."""
+        """Record all projections of the normed input as one GEMM. Return its columns by name."""
         names, prefix = _projections(kind), f"layers.{layer}.attn."
         out = self._buffers.projected[kind]
         self.step.linear(self._buffers.normed, self._weights.matrix([prefix + name for name in names]), out)
@@ -125,58 +122,58 @@ class NativeDeepseekV4:
         return dict(zip(names, np.split(out, ends[:-1], axis=1), strict=True))
 
     def _record_compressor(
-        self, prefix: str, parts: dict[str, Float32Array], group: str, layer: int, turning: Turning, entries: Pages
+        self, prefix: str, parts: dict[str, Float32Array], group: str, layer: int, rope: NormRopeParams, entries: Pages
     ) -> None:
         local = prefix.split(".attn.")[1]
-        values, gates = parts[f"{local}wkv"], parts[f"{local}wgate"]
-        position = self._weights.exact(f"{prefix}ape")
+        kv, gates = parts[f"{local}wkv"], parts[f"{local}wgate"]
+        ape = self._weights.exact(f"{prefix}ape")
         state = self._arenas.pages(group, "state", layer)
-        self.step.compressor_state(values, gates, position, state)
-        weighted = _weighted(turning, self._weights.exact(f"{prefix}norm.weight"))
-        self.step.compress(state, position.shape[1], weighted, entries)
+        self.step.compressor_state(kv, gates, ape, state)
+        weighted = _weighted(rope, self._weights.exact(f"{prefix}norm.weight"))
+        self.step.compress(state, ape.shape[1], weighted, entries)
 
     def _record_indexer(
-        self, layer: int, parts: dict[str, Float32Array], queries: Float32Array, turning: Turning
+        self, layer: int, parts: dict[str, Float32Array], queries: Float32Array, rope: NormRopeParams
     ) -> None:
-        """Entries that tokens attend to, where they know more than the indexer chooses."""
+        """Record the indexer: its compressor, query RoPE and top-k."""
         b, indexer = self._buffers, self.model.indexer
         assert indexer is not None
         keys = self._arenas.pages("idx", "key", layer)
-        turned = Turning(dim=indexer.head_dim, cos=turning.cos, sin=turning.sin)
-        normed = Turning(dim=indexer.head_dim, cos=turning.cos, sin=turning.sin, eps=turning.eps)
+        query_rope = NormRopeParams(dim=indexer.head_dim, cos=rope.cos, sin=rope.sin)
+        key_rope = NormRopeParams(dim=indexer.head_dim, cos=rope.cos, sin=rope.sin, eps=rope.eps)
         prefix = f"layers.{layer}.attn.indexer.compressor."
-        self._record_compressor(prefix, parts, "csa_inner_state", layer, normed, keys)
-        self.step.turn(queries, indexer.num_heads, turned, b.index_queries)
+        self._record_compressor(prefix, parts, "csa_inner_state", layer, key_rope, keys)
+        self.step.norm_rope(queries, indexer.num_heads, query_rope, b.index_queries)
         scale = (indexer.num_heads * indexer.head_dim) ** -0.5
         head_weights = parts["indexer.weights_proj"]
-        self.step.index(b.index_queries, head_weights, scale, turned, keys, b.chosen, b.scores)
+        self.step.indexer_topk(b.index_queries, head_weights, scale, query_rope, keys, b.topk_indices, b.scores)
 
     def _record_experts(self, layer: int, norm: Float32Array) -> None:
-        """y = the shared expert's output and the weighted sum of the chosen ones'."""
+        """Record y = shared expert + weighted sum of the routed experts."""
         b, model, weights = self._buffers, self.model, self._weights
         prefix, experts = f"layers.{layer}.ffn.", model.experts
         router = weights.exact(f"{prefix}gate.weight") * norm
         names = {part: [f"{prefix}experts.{e}.{part}" for e in range(experts.count)] for part in ("w1", "w2", "w3")}
-        bias = table = None
+        bias = tid2eid = None
         if layer in experts.hash_layers:
-            table = weights.ids(f"{prefix}gate.tid2eid", experts.count)
+            tid2eid = weights.ids(f"{prefix}gate.tid2eid", experts.count)
         else:
             bias = weights.exact(f"{prefix}gate.bias")
-        self.step.products(b.x, router, model.rms_norm_eps, b.router_logits)
+        self.step.rms_norm_linear(b.x, router, model.rms_norm_eps, b.router_logits)
         logits, per_token = b.router_logits, experts.per_token
-        routing = self.step.route(logits, per_token, Scoring.SOFTPLUS, experts.scale, bias, table)
-        shared = weights.gated([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"])
-        self.step.linear_gate(b.normed, shared, b.gated, experts.limit)
+        routing = self.step.route(logits, per_token, Scoring.SQRT_SOFTPLUS, experts.scale, bias, tid2eid)
+        shared = weights.gate_up([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"])
+        self.step.linear_swiglu(b.normed, shared, b.gated, experts.limit)
         self.step.linear(b.gated, weights.matrix([f"{prefix}shared_experts.w2"]), b.y)
-        self.step.gather(routing, b.normed, model.hidden_size, b.expert_rows)
-        gated = weights.gated(names["w1"], names["w3"])
-        self.step.expert_gate(routing, b.expert_rows, gated, b.expert_gated, experts.limit)
+        self.step.moe_gather(routing, b.normed, model.hidden_size, b.expert_rows)
+        gated = weights.gate_up(names["w1"], names["w3"])
+        self.step.expert_swiglu(routing, b.expert_rows, gated, b.expert_gated, experts.limit)
         self.step.expert_linear(routing, b.expert_gated, weights.several(names["w2"]), b.expert_out)
-        self.step.combine(routing, b.expert_out, b.y)
+        self.step.moe_combine(routing, b.expert_out, b.y)
 
 
 def _projections(kind: LayerKind) -> list[str]:
-    """Matrices that the normed input of attention is multiplied by."""
+    """List the projections of attention's normed input."""
     names = ["wq_a", "wkv"]
     if kind != "swa":
         names += ["compressor.wkv", "compressor.wgate"]
@@ -185,12 +182,12 @@ def _projections(kind: LayerKind) -> list[str]:
     return names
 
 
-def _weighted(turning: Turning, weight: Float32Array) -> Turning:
-    return Turning(dim=turning.dim, cos=turning.cos, sin=turning.sin, eps=turning.eps, weight=weight)
+def _weighted(rope: NormRopeParams, weight: Float32Array) -> NormRopeParams:
+    return NormRopeParams(dim=rope.dim, cos=rope.cos, sin=rope.sin, eps=rope.eps, weight=weight)
 
 
 class Arenas:
-    """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and knows where a layer's rows lie."""
+    """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and finds a layer's rows in them."""
 
     def __init__(self, config: EngineConfig, step: Recording) -> None:
         self._groups, self._step = config.groups, step
@@ -199,7 +196,7 @@ class Arenas:
         self._known: dict[tuple[str, str, int], Pages] = {}
 
     def pages(self, name: str, tensor: str, layer: int) -> Pages:
-        """The rows that a tensor of the group `name` has for a layer."""
+        """Return the rows of a tensor of the group `name` in a layer."""
         if (name, tensor, layer) not in self._known:
             self._known[name, tensor, layer] = self._find(name, tensor, layer)
         return self._known[name, tensor, layer]
@@ -218,16 +215,16 @@ class Arenas:
 
 
 class Buffers:
-    """Activations of the largest step; see kernels/engine.py for layouts."""
+    """Owns the activations of the largest step; see kernels/engine.py for layouts."""
 
     def __init__(self, model: DeepseekV4Config, config: EngineConfig) -> None:
         tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
         hidden, experts, heads = model.hidden_size, model.experts, model.num_heads * model.head_dim
         entries = tokens * experts.per_token
         self.streams = zeros(np.float32, tokens, model.hyper.streams, hidden)
-        self.products = zeros(np.float32, tokens, model.hyper.mixes)
-        self.head_products = zeros(np.float32, rows, model.hyper.streams)
-        self.mixes = zeros(np.float32, tokens, _MIXED)
+        self.mixes = zeros(np.float32, tokens, model.hyper.mixes)
+        self.head_mixes = zeros(np.float32, rows, model.hyper.streams)
+        self.post_comb = zeros(np.float32, tokens, _POST_COMB)
         self.x, self.y = (zeros(np.float32, tokens, hidden) for _ in range(2))
         self.normed = zeros(np.uint32, max(tokens, rows) * hidden // 2)
         shapes = DeepseekV4Inventory(model).tensors()
@@ -244,8 +241,8 @@ class Buffers:
         self.queries = _panels(tokens, model.num_heads, model.head_dim)
         if model.indexer is not None:
             self.index_queries = _panels(tokens, model.indexer.num_heads, model.indexer.head_dim)
-            self.chosen = zeros(np.int32, tokens, model.indexer.topk)
-            self.scores = zeros(np.float32, INDEX_TOKENS, ceil_div(config.max_model_len, model.csa_ratio))
+            self.topk_indices = zeros(np.int32, tokens, model.indexer.topk)
+            self.scores = zeros(np.float32, INDEXER_TOKENS, ceil_div(config.max_model_len, model.csa_ratio))
         self.attended = zeros(np.uint32, tokens * heads // 2)
         self.out_latent = zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)
         self.router_logits = zeros(np.float32, tokens, experts.count)
@@ -257,5 +254,5 @@ class Buffers:
 
 
 def _panels(tokens: int, heads: int, dim: int) -> PairArray:
-    """Queries as the kernels of latents read them."""
+    """Allocate query panels, as MLA and the indexer read them."""
     return zeros(np.uint32, tokens, ceil_div(heads, PANEL), dim // 2, PANEL)

@@ -1,4 +1,4 @@
-"""Paged rows of DeepSeek V4's cache families, and where the tokens of a step find theirs."""
+"""Paged rows of DeepSeek V4's KV groups, and the slots of a step's tokens in them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pypto_serving.types.kv import KVCacheGroupSpec
 
 
 class Pages:
-    """Owns the blocks of one KV group, all of whose rows are equally wide: `rows` [blocks * rows per block, width].
+    """Owns the blocks of one KV group whose rows all have one width: `rows` [blocks * rows per block, width].
 
-    In a block lies tensor after tensor, in it layer after layer. One hidden block behind the others is always zero
-    and stands for what does not exist. Memory is committed when first written.
+    A block holds tensor after tensor, and each tensor layer after layer. One hidden block behind the others stays zero
+    and serves positions that do not exist. Memory is committed when first written.
     """
 
     def __init__(self, group: KVCacheGroupSpec, num_blocks: int, device: torch.device) -> None:
@@ -38,13 +38,13 @@ class Pages:
                 start += group.block_size // tensor.ratio
 
     def layer(self, tensor: str, layer: int) -> LayerRows:
-        """The rows of one tensor in one layer."""
+        """Return the rows of one tensor in one layer."""
         return LayerRows(self, *self._starts[tensor, layer])
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """Rows of one tensor in one layer; slots count source tokens, of which `ratio` share a row."""
+    """Rows of one tensor in one layer. Slots count source tokens; `ratio` of them share a row."""
 
     pages: Pages
     start: int
@@ -59,14 +59,14 @@ class LayerRows:
         self.pages.rows.index_copy_(0, self._index(slots), values.to(self.pages.rows.dtype))
 
     def read(self, slots: Tensor) -> Tensor:
-        """Rows of `slots` [n, k] in float32, [n, k, width]."""
+        """Read the rows of `slots` [n, k] in float32, [n, k, width]."""
         return self.pages.rows.index_select(0, self._index(slots).flatten()).float().view(*slots.shape, -1)
 
 
 class StepRows:
-    """Where the tokens of one step are read and written, in every group.
+    """Slots of one step's tokens in every KV group.
 
-    `owners` [t] is the row of each token; padding belongs to a row behind the last one, which has null blocks.
+    `owners` [t] is the row of each token. Padding belongs to an extra row behind the last one, with null blocks.
     """
 
     def __init__(self, step: StepTensors, pages: Mapping[str, Pages]) -> None:
@@ -81,7 +81,7 @@ class StepRows:
         }
 
     def find(self, group: str, tokens: Tensor, positions: Tensor, exists: Tensor) -> Tensor:
-        """Slots of `positions` [n, k] of the sequences of `tokens` [n]; a zero row where nothing `exists`."""
+        """Find the slots of `positions` [n, k] in the sequences of `tokens` [n]; a zero row where not `exists`."""
         pages, table = self._pages[group], self._tables[group]
         index = (positions // pages.block_size).clamp(0, table.shape[1] - 1)
         blocks = table[self.owners[tokens][:, None], index].where(exists, pages.zero_block)

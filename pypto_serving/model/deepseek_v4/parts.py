@@ -21,7 +21,7 @@ _KINDS: dict[str, LayerKind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Indexer:
-    """Chooses the `topk` compressed entries that a query of a CSA layer attends to."""
+    """Sizes of the lightning indexer, which selects the `topk` compressed entries of a query in CSA layers."""
 
     num_heads: int
     head_dim: int
@@ -30,7 +30,7 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The feed-forward part of every layer. Layers in `hash_layers` route by token id, the others by score."""
+    """Sizes of the MoE of every layer. Layers in `hash_layers` route by token id, the others by score."""
 
     count: int
     per_token: int
@@ -42,7 +42,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperConnections:
-    """Residual streams: how many, and the rounds and the floor of the Sinkhorn normalisation that mixes them."""
+    """Hyper-connections: the number of residual streams, and iterations and eps of Sinkhorn."""
 
     streams: int
     iterations: int
@@ -50,7 +50,7 @@ class HyperConnections:
 
     @property
     def mixes(self) -> int:
-        """Count the outputs of a mixing projection: weights of inputs, of outputs, and between streams."""
+        """Count the coefficients of a token: pre, post and comb."""
         return (2 + self.streams) * self.streams
 
 
@@ -108,7 +108,7 @@ def read_rope_dim(config: Fields, head_dim: int) -> int:
 
 
 def read_ropes(config: Fields, dim: int, max_len: int) -> tuple[Rope, Rope]:
-    """Read the rotation of SWA layers, and of the others; cosines and sines are scaled only by a given factor."""
+    """Read the RoPE of SWA layers and of the others. Cosines and sines are scaled only by an explicit factor."""
     config.section("rope_parameters", "rope_scaling")
     given = config.get("rope_parameters", "rope_scaling") or {}
     theta = config.positive_float("rope_theta", default=10000.0)

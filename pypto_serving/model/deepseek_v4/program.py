@@ -10,7 +10,7 @@ from torch import Tensor
 from pypto_serving.model.deepseek_v4.attention import Attention, StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, ExpertLayer, StreamMixer, matrix, vector, write_streams
+from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, HyperConnection, MoE, hyper_connection_post, matrix, vector
 from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Linear, rms_norm, settle_rows
@@ -23,33 +23,39 @@ logger = logging.getLogger(__name__)
 
 
 class DecoderLayer:
-    """Attention and experts, each of which reads the residual streams and writes them."""
+    """One layer: attention and MoE, each with hyper-connections to the residual streams."""
 
     def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages]) -> None:
         prefix, self.eps = f"layers.{layer}.", model.rms_norm_eps
         self.kind, self.dtype = model.kinds[layer], weights.dtype
         self.norms = [vector(weights, f"{prefix}{part}_norm.weight") for part in ("attn", "ffn")]
-        self.mixers = [StreamMixer(weights, f"{prefix}hc_{part}", model.hyper, self.eps) for part in ("attn", "ffn")]
+        self.hyper_connections = [
+            HyperConnection(weights, f"{prefix}hc_{part}", model.hyper, self.eps) for part in ("attn", "ffn")
+        ]
         self.attention = Attention(model, weights, layer, pages)
-        self.experts = ExpertLayer(model, weights, layer)
+        self.moe = MoE(model, weights, layer)
 
     def __call__(self, h: Tensor, view: StepView) -> Tensor:
-        """One layer over the streams h [t, n, hidden], float32; writes the cache rows of the step's tokens."""
-        x, after, among = self.mixers[0].read(h)
-        h = write_streams(h, self.attention(rms_norm(x, self.norms[0], self.eps), view), after, among)
-        x, after, among = self.mixers[1].read(h)
-        y = self.experts(rms_norm(x, self.norms[1], self.eps), view.rows.token_ids, self.dtype)
-        return write_streams(h, y, after, among)
+        """Compute one layer over streams h [t, n, hidden], float32, and write the cache rows of the step's tokens."""
+        x, post, comb = self.hyper_connections[0].pre(h)
+        h = hyper_connection_post(h, self.attention(rms_norm(x, self.norms[0], self.eps), view), post, comb)
+        x, post, comb = self.hyper_connections[1].pre(h)
+        y = self.moe(rms_norm(x, self.norms[1], self.eps), view.rows.token_ids, self.dtype)
+        return hyper_connection_post(h, y, post, comb)
 
     def linears(self) -> list[Linear]:
-        return [*(mixer.fn for mixer in self.mixers), *self.attention.linears(), *self.experts.linears()]
+        return [
+            *(hyper_connection.fn for hyper_connection in self.hyper_connections),
+            *self.attention.linears(),
+            *self.moe.linears(),
+        ]
 
 
 class DeepseekV4Program:
     """Owns weights and cache pages of a DeepSeek V4 model. `rows` is the fewest rows that a step computes.
 
-    Streams between layers, cache states, mixing and routing are float32 whatever the weights are. Everything lies on
-    the device that is torch's default when the program is made; a step's tensors must too.
+    Residual streams, compressor states, hyper-connections and routing are float32 whatever dtype the weights have.
+    Weights and pages lie on torch's default device at construction; a step's tensors must lie there too.
     """
 
     name = "deepseek-v4-torch-2"
@@ -66,7 +72,7 @@ class DeepseekV4Program:
         self.pages = tuple(pages.blocks for pages in self._groups.values())
         self.embedding = weights.read("embed.weight")
         self.layers = [DecoderLayer(model, weights, layer, self._groups) for layer in range(model.num_layers)]
-        self.mixer = StreamMixer(weights, "hc_head", model.hyper, model.rms_norm_eps)
+        self.hc_head = HyperConnection(weights, "hc_head", model.hyper, model.rms_norm_eps)
         self.norm, self.head = vector(weights, "norm.weight"), matrix(weights, "head")
         self._tables: dict[LayerKind, tuple[Tensor, Tensor]] = {
             kind: (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
@@ -75,8 +81,8 @@ class DeepseekV4Program:
         self.rows = self._settle_rows()
 
     def _settle_rows(self) -> int:
-        """Fewest rows per call from which on no product depends on their number; warns if there is no such."""
-        linears = [self.head, self.mixer.fn, *(linear for layer in self.layers for linear in layer.linears())]
+        """Find the fewest rows per call from which results do not depend on the row count. Warn if there are none."""
+        linears = [self.head, self.hc_head.fn, *(linear for layer in self.layers for linear in layer.linears())]
         rows, stable = settle_rows(linears)
         if not stable:
             logger.warning("matrix products on this machine depend on the row count: outputs may vary with the batch")
@@ -94,5 +100,5 @@ class DeepseekV4Program:
             h = layer(h, views[layer.kind])
         if not len(step.logits_rows):
             return torch.empty(0, self.model.vocab_size, device=self.embedding.device)
-        x = self.mixer.collapse(h.index_select(0, step.logits_rows))
+        x = self.hc_head.head(h.index_select(0, step.logits_rows))
         return self.head(rms_norm(x, self.norm, self.model.rms_norm_eps).to(self.embedding.dtype)).float()

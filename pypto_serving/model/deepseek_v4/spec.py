@@ -1,4 +1,4 @@
-"""DeepSeek V4 as the engine sees it: the bytes of its weights, what serves it, and its family object. Torch-free."""
+"""DeepSeek V4 as the engine sees it: bytes of weights, programs that serve it, and its family object. Torch-free."""
 
 from __future__ import annotations
 

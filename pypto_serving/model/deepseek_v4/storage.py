@@ -41,7 +41,7 @@ class Tensor:
 class Storage:
     """The form of quantised matrices by role; roles that are not named are plain. `name` is for people.
 
-    fp8: e4m3, and an e8m0 scale for every 128 x 128 block. fp4: two e2m1 in a byte, the even column in the low
+    fp8: e4m3 with an e8m0 scale for every 128 x 128 block. fp4: two e2m1 in a byte, the even column in the low
     half, and an e8m0 scale for every 32 columns. int8: symmetric, and a float32 scale for every output.
     """
 

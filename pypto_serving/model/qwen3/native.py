@@ -7,7 +7,18 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import CacheLayer, Engine, Matrix, Quads, Recording, Routing, Rows, Scoring, Strips, zeros
+from pypto_serving.kernels import (
+    Engine,
+    Int8Strips,
+    KVCacheLayer,
+    Matrix,
+    Recording,
+    Routing,
+    Rows,
+    Scoring,
+    Strips,
+    zeros,
+)
 from pypto_serving.model.checkpoint import INT8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
@@ -29,7 +40,7 @@ class NativeQwen3:
 
     @staticmethod
     def name(model: Qwen3Config) -> str:
-        """What program and arithmetic are called."""
+        """Name program and arithmetic, for the fingerprint."""
         return f"qwen3-native-2 {model.quantization.name}" if model.quantization else "qwen3-native-2"
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
@@ -56,31 +67,31 @@ class NativeQwen3:
             self._record_attention(weights, buffers, index, cos, sin)
             self._record_mlp(weights, buffers, index)
         norm = weights.vector("model.norm.weight")
-        normed = buffers.quads if lm_head.int8 else buffers.normed
-        self.step.norm(buffers.x, norm, model.rms_norm_eps, normed, Rows.LOGITS)
+        normed = buffers.int8_strips if lm_head.int8 else buffers.normed
+        self.step.rms_norm(buffers.x, norm, model.rms_norm_eps, normed, Rows.LOGITS)
         self.step.linear(normed, lm_head, buffers.logits, Rows.LOGITS)
 
     def _record_attention(
         self, weights: PackedWeights, b: Buffers, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]
     ) -> None:
-        """x += o(attend(heads(qkv(norm(x)))))."""
+        """Record x += o(attention(qkv(rms_norm(x))))."""
         model, prefix = self.model, f"model.layers.{index}."
-        eps, cache = model.rms_norm_eps, CacheLayer(self.pages, index, model.head_dim)
+        eps, cache = model.rms_norm_eps, KVCacheLayer(self.pages, index, model.head_dim)
         qkv = weights.matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"], bias=model.attention_bias)
         o = weights.matrix([f"{prefix}self_attn.o_proj"], bias=model.attention_bias)
-        normed = b.quads if qkv.int8 else b.normed
-        self.step.norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, normed)
+        normed = b.int8_strips if qkv.int8 else b.normed
+        self.step.rms_norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, normed)
         self.step.linear(normed, qkv, b.projected)
-        self.step.heads(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
-        self.step.attend(b.queries, cache, b.attended)
-        self.step.linear_add(self._factor(b.attended, o, b), o, b.x)
+        self.step.qk_norm_rope(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
+        self.step.paged_attention(b.queries, cache, b.attended)
+        self.step.linear_add(self._gemm_input(b.attended, o, b), o, b.x)
 
-    def _factor(self, x: NDArray[np.uint32], matrix: Matrix, b: Buffers, routing: Routing | None = None) -> Strips:
-        """What `matrix` is multiplied by: strips x, or x as bytes."""
+    def _gemm_input(self, x: NDArray[np.uint32], matrix: Matrix, b: Buffers, routing: Routing | None = None) -> Strips:
+        """Return the GEMM input for `matrix`: strips x, or x quantized to int8."""
         if not matrix.int8:
             return x
-        self.step.quantize(x, matrix.k, b.quads, routing)
-        return b.quads
+        self.step.quantize(x, matrix.k, b.int8_strips, routing)
+        return b.int8_strips
 
     def _head_norms(self, weights: PackedWeights, prefix: str) -> NDArray[np.float32]:
         """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2."""
@@ -94,29 +105,29 @@ class NativeQwen3:
         model, prefix = self.model, f"model.layers.{index}."
         norm = weights.vector(f"{prefix}post_attention_layernorm.weight")
         if model.experts is not None and index in model.experts.layers:
-            self.step.norm(b.x, norm, model.rms_norm_eps, b.normed)
+            self.step.rms_norm(b.x, norm, model.rms_norm_eps, b.normed)
             self._record_experts(weights, b, f"{prefix}mlp.", model.experts)
             return
-        gate_up = weights.gated([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
+        gate_up = weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
         down = weights.matrix([f"{prefix}mlp.down_proj"])
-        normed = b.quads if gate_up.int8 else b.normed
-        self.step.norm(b.x, norm, model.rms_norm_eps, normed)
-        self.step.linear_gate(normed, gate_up, b.gated)
-        self.step.linear_add(self._factor(b.gated, down, b), down, b.x)
+        normed = b.int8_strips if gate_up.int8 else b.normed
+        self.step.rms_norm(b.x, norm, model.rms_norm_eps, normed)
+        self.step.linear_swiglu(normed, gate_up, b.gated)
+        self.step.linear_add(self._gemm_input(b.gated, down, b), down, b.x)
 
     def _record_experts(self, weights: PackedWeights, b: Buffers, prefix: str, experts: Experts) -> None:
         names = {part: [f"{prefix}experts.{e}.{part}_proj" for e in range(experts.count)] for part in _PARTS}
         router = weights.matrix([f"{prefix}gate"])
-        gate_up, down = weights.gated(names["gate"], names["up"]), weights.several(names["down"])
-        self.step.linear(self._factor(b.normed, router, b), router, b.router_logits)
-        scoring = Scoring.NORMALIZED if experts.normalize else Scoring.SOFTMAX
+        gate_up, down = weights.gate_up(names["gate"], names["up"]), weights.several(names["down"])
+        self.step.linear(self._gemm_input(b.normed, router, b), router, b.router_logits)
+        scoring = Scoring.RENORMALIZED if experts.normalize else Scoring.SOFTMAX
         routing = self.step.route(b.router_logits, experts.per_token, scoring)
-        rows = b.expert_quads if gate_up.int8 else b.expert_rows
-        self.step.gather(routing, self._factor(b.normed, gate_up, b), self.model.hidden_size, rows)
-        self.step.expert_gate(routing, rows, gate_up, b.expert_gated)
-        gated = self._factor(b.expert_gated, down, b, routing)
+        rows = b.expert_int8 if gate_up.int8 else b.expert_rows
+        self.step.moe_gather(routing, self._gemm_input(b.normed, gate_up, b), self.model.hidden_size, rows)
+        self.step.expert_swiglu(routing, rows, gate_up, b.expert_gated)
+        gated = self._gemm_input(b.expert_gated, down, b, routing)
         self.step.expert_linear(routing, gated, down, b.expert_out)
-        self.step.combine(routing, b.expert_out, b.x)
+        self.step.moe_combine(routing, b.expert_out, b.x)
 
 
 _PARTS = ("gate", "up", "down")
@@ -135,20 +146,20 @@ class Buffers:
         self.gated = zeros(np.uint32, tokens * model.intermediate_size // 2)
         self.logits = zeros(np.float32, rows, model.vocab_size)
         widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
-        most, quads = max(tokens, rows), max(tokens, rows) * widest // 4
+        most, words = max(tokens, rows), max(tokens, rows) * widest // 4
         if experts := model.experts:
             entries = tokens * experts.per_token
-            most, quads = max(most, entries), max(quads, entries * experts.intermediate_size // 4)
-            self.expert_quads = _quads(entries, entries * model.hidden_size // 4)
+            most, words = max(most, entries), max(words, entries * experts.intermediate_size // 4)
+            self.expert_int8 = _int8_strips(entries, entries * model.hidden_size // 4)
             self.router_logits = zeros(np.float32, tokens, experts.count)
             self.expert_rows = zeros(np.uint32, entries * model.hidden_size // 2)
             self.expert_gated = zeros(np.uint32, entries * experts.intermediate_size // 2)
             self.expert_out = zeros(np.float32, entries, model.hidden_size)
-        self.quads = _quads(most, quads)
+        self.int8_strips = _int8_strips(most, words)
 
 
-def _quads(rows: int, size: int) -> Quads:
-    return Quads(zeros(np.uint32, size), zeros(np.float32, rows))
+def _int8_strips(rows: int, size: int) -> Int8Strips:
+    return Int8Strips(zeros(np.uint32, size), zeros(np.float32, rows))
 
 
 def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> NDArray[np.uint16]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pypto_serving.model.attention import KVArena, StepAttention, settle_query_rows
-from pypto_serving.model.layers import GatedMLP, Linear, SparseMLP, rms_norm, rotate_, settle_rows
+from pypto_serving.model.layers import GatedMLP, Linear, MoE, apply_rope_, rms_norm, settle_rows
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.step import StepTensors
@@ -30,23 +30,23 @@ class DecoderLayer:
         self.o = _linear(weights, attention + "o_proj")
         self.head_norms = self._head_norms(weights, attention)
         experts = model.experts
-        self.mlp: GatedMLP | SparseMLP
+        self.mlp: GatedMLP | MoE
         if experts is None or index not in experts.layers:
             self.mlp = _gated_mlp(weights, prefix + "mlp.")
         else:
             members = [_gated_mlp(weights, f"{prefix}mlp.experts.{e}.") for e in range(experts.count)]
             router = _linear(weights, prefix + "mlp.gate")
-            self.mlp = SparseMLP(router, members, experts.per_token, experts.normalize)
+            self.mlp = MoE(router, members, experts.per_token, experts.normalize)
 
     def _head_norms(self, weights: Weights, prefix: str) -> Tensor:
-        """Norm weights of query and key heads, float32 [heads + kv_heads, head_dim], scores' scale included."""
+        """Read QK-norm weights, float32 [heads + kv_heads, head_dim]; those of queries include the softmax scale."""
         model = self.model
         q, k = (weights.read(f"{prefix}{name}_norm.weight").float() for name in "qk")
         q = q * model.head_dim**-0.5
         return torch.cat([q.expand(model.num_heads, -1), k.expand(model.num_kv_heads, -1)])
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention, arena: KVArena) -> Tensor:
-        """One layer over h [t, hidden]; writes the K and V of the step's tokens."""
+        """Compute one layer over h [t, hidden], and write K and V of the step's tokens."""
         eps = self.model.rms_norm_eps
         q, k, v = self._heads(self.qkv(rms_norm(h, self.input_norm, eps)), cos, sin)
         arena.write(self.index, 0, attention.row_index, k)
@@ -57,11 +57,11 @@ class DecoderLayer:
         return h + self.mlp(rms_norm(h, self.mlp_norm, eps))
 
     def _heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [t, (heads + 2 kv_heads) * head_dim], and normalise and rotate queries and keys in float32."""
+        """Split [t, (heads + 2 kv_heads) * head_dim] into q, k and v; apply QK-norm and RoPE in float32."""
         model, rotated = self.model, self.model.num_heads + self.model.num_kv_heads
         heads = qkv.view(len(qkv), -1, model.head_dim)
         qk = rms_norm(heads[:, :rotated].float().contiguous(), None, model.rms_norm_eps)
-        qk = rotate_(qk.mul_(self.head_norms), cos, sin).to(qkv.dtype)
+        qk = apply_rope_(qk.mul_(self.head_norms), cos, sin).to(qkv.dtype)
         return qk[:, : model.num_heads], qk[:, model.num_heads :], heads[:, rotated:]
 
     def linears(self) -> list[Linear]:
@@ -71,7 +71,7 @@ class DecoderLayer:
 class Qwen3Program:
     """Owns weights and KV pages of a Qwen3 model. `rows` is the fewest rows that a step computes.
 
-    Everything lies on the device that is torch's default when the program is made; a step's tensors must too.
+    Weights and pages lie on torch's default device at construction; a step's tensors must lie there too.
     """
 
     name = "qwen3-torch-2"
@@ -91,7 +91,7 @@ class Qwen3Program:
         self.rows = self._settle_rows()
 
     def _settle_rows(self) -> int:
-        """Fewest rows per call from which on no result depends on their number; warns if there is no such."""
+        """Find the fewest rows per call from which results do not depend on the row count. Warn if there are none."""
         linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears())]
         rows, stable = settle_rows(linears)
         queries = settle_query_rows(self.model.head_dim, self.embedding.dtype)
@@ -116,7 +116,7 @@ class Qwen3Program:
 
 
 def _linear(weights: Weights, *names: str) -> Linear:
-    """The named projections as one, outputs one after the other."""
+    """Concatenate the named projections along their outputs."""
     biases = [f"{name}.bias" for name in names]
     bias = weights.read(*biases) if weights.has(biases[0]) else None
     return Linear(weights.lend(*(f"{name}.weight" for name in names)), bias)

@@ -1,4 +1,4 @@
-"""Qwen3 as the engine sees it: KV groups, bytes of weights, what serves it, and its family object. Torch-free."""
+"""Qwen3 as the engine sees it: KV groups, bytes of weights, programs, and its family object. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pypto_serving.types.model import ModelSpec
 
 
 def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCacheGroupSpec, ...]:
-    """Describe one full-history group: keys after norm and rotation, and values."""
+    """Describe one full-history group: keys after QK-norm and RoPE, and values."""
     layers = tuple(range(config.num_layers))
     row = (config.num_kv_heads, config.head_dim)
     tensors = tuple(KVTensorSpec(name=n, layers=layers, dtype=dtype, row_shape=row) for n in ("k", "v"))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.convert import convert_to_w8a8
-from pypto_serving.model.deepseek_v4.layers import rotate
+from pypto_serving.model.deepseek_v4.layers import apply_rope
 from pypto_serving.model.registry import load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Sequences, load_program
@@ -79,8 +79,8 @@ def test_pages_cost_nothing_and_the_warm_up_writes_to_null_blocks_alone(checkpoi
 def test_pairs_of_neighbours_turn() -> None:
     x = torch.arange(6.0).view(1, 1, 6)
     cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
-    assert rotate(x, cos, sin).flatten().tolist() == [0.0, 1.0, -3.0, 2.0, 4.0, 5.0]
-    assert torch.equal(rotate(rotate(x, cos, sin), cos, -sin), x)
+    assert apply_rope(x, cos, sin).flatten().tolist() == [0.0, 1.0, -3.0, 2.0, 4.0, 5.0]
+    assert torch.equal(apply_rope(apply_rope(x, cos, sin), cos, -sin), x)
 
 
 def test_it_cannot_be_converted_to_int8(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

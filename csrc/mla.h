@@ -1,11 +1,11 @@
-// Latents: vectors that are key and value at once, how they are turned, compressed and kept in pages.
+// Latents (key and value at once): partial RoPE, the KV compressor, and their paged rows.
 #pragma once
 
 #include "rows.h"
 
 namespace ISA {
 
-// Where the row that holds `position` lies, by the block table of a row of the step.
+// Address of the paged row of `position`, by the block table of row `row` of the step.
 template <typename Value>
 INLINE Value* page_row(const Pages& pages, const Step& step, int64_t row, int64_t position) {
   const GroupTables& group = step.groups[pages.group];
@@ -14,7 +14,7 @@ INLINE Value* page_row(const Pages& pages, const Step& step, int64_t row, int64_
   return reinterpret_cast<Value*>(pages.data + block * pages.block_stride + first * pages.row_bytes);
 }
 
-// Where that of a token lies, by its slot.
+// Address of the paged row of a token, by its slot.
 template <typename Value>
 INLINE Value* slot_row(const Pages& pages, const Step& step, int64_t token) {
   const int64_t slot = step.groups[pages.group].slots[token];
@@ -22,52 +22,52 @@ INLINE Value* slot_row(const Pages& pages, const Step& step, int64_t token) {
   return reinterpret_cast<Value*>(pages.data + slot / pages.size * pages.block_stride + first * pages.row_bytes);
 }
 
-// Cosines, or sines, of 8 angles, each twice.
+// Repeats each of 8 cosines, or sines, for both numbers of its pair.
 INLINE Floats twice(const float* angles) { return permute((Floats)load_some(angles, kLanes / 2), lane_numbers() >> 1); }
 
-// Turns pairs (even, odd) of neighbours by the angles of `cos` and `sin`, or back (Su et al. 2021, arXiv:2104.09864).
-INLINE Floats turn_pairs(Floats x, const float* cos, const float* sin, bool back) {
+// RoPE of interleaved pairs (even, odd), or its inverse if `back` (Su et al. 2021, arXiv:2104.09864).
+INLINE Floats rope_interleaved(Floats x, const float* cos, const float* sin, bool back) {
   const Floats other = permute(x, lane_numbers() ^ 1), s = twice(sin);
   const Floats signs = select((lane_numbers() & 1) - 1, -s, s);  // even lanes: x cos - other sin
   return back ? fma(x, twice(cos), -(other * signs)) : fma(x, twice(cos), other * signs);
 }
 
-INLINE void turn_latent(const Turning& turning, const float* x, int64_t position, float* out) {
-  const float norm = turning.eps < 0 ? 1.0f : inverse_rms(x, turning.dim, turning.eps);
-  const Floats scale = set1(norm * turning.scale);
-  const int64_t half = turning.rotary / 2, plain = turning.dim - turning.rotary;
-  for (int64_t i = 0; i < turning.dim; i += kLanes) {
+INLINE void norm_rope_vector(const NormRopeParams& rope, const float* x, int64_t position, float* out) {
+  const float norm = rope.eps < 0 ? 1.0f : inverse_rms(x, rope.dim, rope.eps);
+  const Floats scale = set1(norm * rope.scale);
+  const int64_t half = rope.rope_dim / 2, plain = rope.dim - rope.rope_dim;
+  for (int64_t i = 0; i < rope.dim; i += kLanes) {
     Floats y = load(x + i) * scale;
-    if (turning.weight) y = y * load(turning.weight + i);
+    if (rope.weight) y = y * load(rope.weight + i);
     if (i >= plain) {
       const int64_t angle = position * half + (i - plain) / 2;
-      y = turn_pairs(y, turning.cos + angle, turning.sin + angle, false);
+      y = rope_interleaved(y, rope.cos + angle, rope.sin + angle, false);
     }
     store(out + i, y);
   }
 }
 
-INLINE void store_latent(const float* x, int64_t dim, bf16* out) {
+INLINE void store_bf16(const float* x, int64_t dim, bf16* out) {
   for (int64_t i = 0; i < dim; i += kLanes) store_narrow(out + i, load(x + i));
 }
 
-constexpr int kTurnedHeads = 16;  // heads that are turned at once
+constexpr int kRopeHeads = 16;  // heads processed at once
 
-static void turn(const Turn& op, const Step& step, Member& member) {
-  const int64_t dim = op.turning.dim, parts = (op.heads + kTurnedHeads - 1) / kTurnedHeads;
+static void norm_rope(const NormRope& op, const Step& step, Member& member) {
+  const int64_t dim = op.rope.dim, parts = (op.heads + kRopeHeads - 1) / kRopeHeads;
   const int64_t panels = (op.heads + kPanel - 1) / kPanel;
-  alignas(64) float turned[kMaxLatent];
+  alignas(64) float rotated[kMaxLatent];
   Share share(member, step.tokens * parts, 1);
   while (share.next()) {
-    const int64_t t = share.begin / parts, first = share.begin % parts * kTurnedHeads;
-    for (int64_t head = first; head < min(first + kTurnedHeads, op.heads); head++) {
-      turn_latent(op.turning, op.x + t * op.stride + head * dim, step.positions[t], turned);
+    const int64_t t = share.begin / parts, first = share.begin % parts * kRopeHeads;
+    for (int64_t head = first; head < min(first + kRopeHeads, op.heads); head++) {
+      norm_rope_vector(op.rope, op.x + t * op.stride + head * dim, step.positions[t], rotated);
       if (op.pages) {
-        store_latent(turned, dim, slot_row<bf16>(*op.pages, step, t));
+        store_bf16(rotated, dim, slot_row<bf16>(*op.pages, step, t));
         continue;
       }
       Pair* column = op.out + (t * panels + head / kPanel) * (dim / 2) * kPanel + head % kPanel;
-      for (int64_t i = 0; i < dim; i += kLanes) store_pairs(column + i / 2 * kPanel, kPanel, load(turned + i));
+      for (int64_t i = 0; i < dim; i += kLanes) store_pairs(column + i / 2 * kPanel, kPanel, load(rotated + i));
     }
   }
 }
@@ -77,18 +77,18 @@ static void compressor_state(const CompressorState& op, const Step& step, Member
   while (share.next()) {
     for (int64_t t = share.begin; t < share.end; t++) {
       float* out = slot_row<float>(*op.pages, step, t);
-      const float *values = op.values + t * op.stride, *gates = op.gates + t * op.stride;
-      const float* position = op.position + step.positions[t] % op.ratio * op.width;
-      std::memcpy(out, values, op.width * sizeof(float));
+      const float *kv = op.kv + t * op.stride, *gates = op.gates + t * op.stride;
+      const float* ape = op.ape + step.positions[t] % op.ratio * op.width;
+      std::memcpy(out, kv, op.width * sizeof(float));
       for (int64_t i = 0; i < op.width; i += kLanes)
-        store(out + op.width + i, load(gates + i) + load(position + i));
+        store(out + op.width + i, load(gates + i) + load(ape + i));
     }
   }
 }
 
-constexpr int kMostSlots = 128;  // rows that an entry is made of
+constexpr int kMostSlots = 128;  // most state rows of an entry
 
-// The states that an entry is made of, each from its first dimension on.
+// State rows of an entry, each from its first channel on.
 struct Slots {
   const float* rows[kMostSlots];
   int64_t count = 0;
@@ -96,41 +96,41 @@ struct Slots {
 
 INLINE Slots find_slots(const Compress& op, const Step& step, int64_t token) {
   const int64_t ratio = op.pages->ratio, end = step.positions[token] + 1, row = step.row_of[token];
-  const bool overlaps = op.width > op.turning.dim;
+  const bool overlaps = op.width > op.rope.dim;
   Slots slots;
   if (overlaps && end >= 2 * ratio)
     for (int64_t p = end - 2 * ratio; p < end - ratio; p++)
       slots.rows[slots.count++] = page_row<const float>(*op.state, step, row, p);
   for (int64_t p = end - ratio; p < end; p++)
-    slots.rows[slots.count++] = page_row<const float>(*op.state, step, row, p) + (overlaps ? op.turning.dim : 0);
+    slots.rows[slots.count++] = page_row<const float>(*op.state, step, row, p) + (overlaps ? op.rope.dim : 0);
   return slots;
 }
 
-// out = of each dimension, the mean of the slots' values by the softmax of their gates.
-INLINE void mean_of(const Slots& slots, int64_t width, int64_t dim, float* out) {
+// out[channel] = mean of the slots' kv, weighted by the softmax of their gates in that channel.
+INLINE void weighted_mean(const Slots& slots, int64_t width, int64_t dim, float* out) {
   for (int64_t i = 0; i < dim; i += kLanes) {
-    Floats top = set1(-INFINITY), mass{}, total{};
+    Floats top = set1(-INFINITY), row_sum{}, total{};
     for (int64_t s = 0; s < slots.count; s++) top = larger(top, load(slots.rows[s] + width + i));
     for (int64_t s = 0; s < slots.count; s++) {
       const Floats weight = exp(load(slots.rows[s] + width + i) - top);
-      mass += weight;
+      row_sum += weight;
       total = fma(weight, load(slots.rows[s] + i), total);
     }
-    store(out + i, total / mass);
+    store(out + i, total / row_sum);
   }
 }
 
 static void compress(const Compress& op, const Step& step, Member& member) {
-  const int64_t dim = op.turning.dim, ratio = op.pages->ratio;
-  alignas(64) float mean[kMaxLatent], turned[kMaxLatent];
+  const int64_t dim = op.rope.dim, ratio = op.pages->ratio;
+  alignas(64) float mean[kMaxLatent], rotated[kMaxLatent];
   Share share(member, step.tokens, row_grain(step.tokens, member));
   while (share.next()) {
     for (int64_t t = share.begin; t < share.end; t++) {
       const int64_t end = step.positions[t] + 1;
       if (end % ratio != 0) continue;
-      mean_of(find_slots(op, step, t), op.width, dim, mean);
-      turn_latent(op.turning, mean, end - ratio, turned);
-      store_latent(turned, dim, slot_row<bf16>(*op.pages, step, t));
+      weighted_mean(find_slots(op, step, t), op.width, dim, mean);
+      norm_rope_vector(op.rope, mean, end - ratio, rotated);
+      store_bf16(rotated, dim, slot_row<bf16>(*op.pages, step, t));
     }
   }
 }

@@ -1,4 +1,4 @@
-"""Hyper-connections: products in float32, mixtures of streams, and streams mixed with each other."""
+"""Hyper-connections: mixes in float32, mixtures of streams, and streams post_comb with each other."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
 
-def mixes(mixing: Mixing, x: Array) -> tuple[Array, Array, Array]:
-    """Float64: mixes of the input [t, 4], of the output [t, 4], and from stream to stream [t, 4, 4]."""
+def post_comb(mixing: Mixing, x: Array) -> tuple[Array, Array, Array]:
+    """Float64: post_comb of the input [t, 4], of the output [t, 4], and from stream to stream [t, 4, 4]."""
     flat = double(x).reshape(len(x), -1)
     flat /= np.sqrt((flat**2).mean(-1, keepdims=True) + NORM_EPS)
     m = flat @ double(mixing.weight).T * double(mixing.scale) + double(mixing.base)
-    between = np.exp(m[:, 8:].reshape(-1, 4, 4))
-    if between.size:
-        between = between / between.sum(-1, keepdims=True) + EPS
-        between /= between.sum(-2, keepdims=True) + EPS
+    comb = np.exp(m[:, 8:].reshape(-1, 4, 4))
+    if comb.size:
+        comb = comb / comb.sum(-1, keepdims=True) + EPS
+        comb /= comb.sum(-2, keepdims=True) + EPS
         for _ in range(ITERATIONS - 1):
-            between /= between.sum(-1, keepdims=True) + EPS
-            between /= between.sum(-2, keepdims=True) + EPS
-    return sigmoid(m[:, :4]) + EPS, 2 * sigmoid(m[:, 4:8]), between
+            comb /= comb.sum(-1, keepdims=True) + EPS
+            comb /= comb.sum(-2, keepdims=True) + EPS
+    return sigmoid(m[:, :4]) + EPS, 2 * sigmoid(m[:, 4:8]), comb
 
 
 def run(engine: Engine, mixing: Mixing, x: Array, y: Array) -> tuple[Array, Array]:
     """What enters a block [t, width], and the streams after y [t, width] has left it."""
     tokens, _, width = x.shape
     stage = Stage(engine)
-    streams, products = stage.copy(x), stage.room(np.float32, tokens, MIXES)
-    entering, mixed = stage.room(np.float32, tokens, width), stage.room(np.float32, tokens, 20)
+    streams, mixes = stage.copy(x), stage.room(np.float32, tokens, MIXES)
+    entering, post_comb = stage.room(np.float32, tokens, width), stage.room(np.float32, tokens, 20)
     record = stage.record
-    record.products(streams, mixing.weight, NORM_EPS, products)
-    record.stream_inputs(streams, products, mixing.scale, mixing.base, EPS, entering, mixed, ITERATIONS)
-    record.stream_outputs(y, mixed, streams)
+    record.rms_norm_linear(streams, mixing.weight, NORM_EPS, mixes)
+    record.hyper_connection_pre(streams, mixes, mixing.scale, mixing.base, EPS, entering, post_comb, ITERATIONS)
+    record.hyper_connection_post(y, post_comb, streams)
     stage.play(tokens)
     return entering, streams
 
@@ -74,9 +74,9 @@ def test_what_enters_and_what_becomes_of_the_streams(engine: Engine, tokens: int
     mixing, x = make_mixing(width), random_streams(tokens, width)
     y = np.random.default_rng(1).standard_normal((tokens, width), np.float32)
     entering, streams = run(engine, mixing, x, y)
-    pre, post, between = mixes(mixing, x)
+    pre, post, comb = post_comb(mixing, x)
     assert_close(entering, np.einsum("tj,tjd->td", pre, double(x)), 100 * FLOAT32 * 10)
-    wanted = post[..., None] * double(y)[:, None] + np.einsum("tjk,tjd->tkd", between, double(x))
+    wanted = post[..., None] * double(y)[:, None] + np.einsum("tjk,tjd->tkd", comb, double(x))
     assert_close(streams, wanted, 200 * FLOAT32 * 10)
 
 
@@ -85,11 +85,11 @@ def test_the_end_of_the_streams(engine: Engine, rows: list[int]) -> None:
     """Of tokens whose logits are wanted, where they lie; of the others nothing."""
     mixing, x = make_mixing(64, STREAMS), random_streams(21, 64)
     stage = Stage(engine)
-    products, out = stage.room(np.float32, max(1, len(rows)), STREAMS), stage.room(np.float32, 21, 64)
-    stage.record.products(x, mixing.weight, NORM_EPS, products, Rows.LOGITS)
-    stage.record.stream_inputs(x, products, mixing.scale, mixing.base, EPS, out)
+    mixes, out = stage.room(np.float32, max(1, len(rows)), STREAMS), stage.room(np.float32, 21, 64)
+    stage.record.rms_norm_linear(x, mixing.weight, NORM_EPS, mixes, Rows.LOGITS)
+    stage.record.hyper_connection_pre(x, mixes, mixing.scale, mixing.base, EPS, out)
     stage.play(21, logits_rows=rows)
-    pre, _, _ = mixes(mixing, x)
+    pre, _, _ = post_comb(mixing, x)
     assert_close(out[rows], np.einsum("tj,tjd->td", pre, double(x))[rows], 1e-4)
     assert np.isnan(np.delete(out, rows, axis=0)).all()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import CacheLayer, Engine
+from pypto_serving.kernels import Engine, KVCacheLayer
 from tests.kernels import references
 from tests.kernels.layouts import NAN, Array, keys_of, narrow, values_of, widen
 from tests.kernels.references import BFLOAT16, assert_close, rotate
@@ -94,8 +94,8 @@ def heads(engine: Engine, work: Work) -> tuple[Array, Array]:
     pages = stage.room(np.uint16, work.num_blocks, LAYERS, 2, shape.kv_heads, shape.size * shape.dim)
     pages[...] = NAN
     queries = stage.room(np.uint16, tokens, shape.heads, shape.dim)
-    cache = CacheLayer(pages, LAYER, shape.dim)
-    stage.record.heads(work.x, work.weights, work.cos, work.sin, EPS, queries, cache)
+    cache = KVCacheLayer(pages, LAYER, shape.dim)
+    stage.record.qk_norm_rope(work.x, work.weights, work.cos, work.sin, EPS, queries, cache)
     stage.play(tokens, lengths=work.lengths, slots=work.slots)
     return widen(queries), pages
 

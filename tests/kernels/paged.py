@@ -1,4 +1,4 @@
-"""Blocks of several KV groups, and a step over them: what the kernels of latents work on."""
+"""Blocks of several KV groups, and a step over them: what the kernels of DeepSeek V4 work on."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def angles(positions: int, pairs: int, seed: int = 0) -> tuple[Array, Array]:
 
 
 def rotate_pairs(x: Array, cos: Array, sin: Array, back: bool = False) -> Array:
-    """Float64 vectors [n, ..., dim] whose trailing pairs of neighbours are turned by angles [n, pairs]."""
+    """Float64 vectors [n, ..., dim] whose trailing pairs of neighbours are rotated by angles [n, pairs]."""
     x = np.array(x, np.float64)
     shape = (len(x), *[1] * (x.ndim - 2), -1)
     c, s = (np.asarray(part, np.float64).reshape(shape) for part in (cos, -sin if back else sin))

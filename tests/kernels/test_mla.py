@@ -1,4 +1,4 @@
-"""Latents: turned into queries and rows of pages, compressed, and attended to."""
+"""Latents: rotated into queries and rows of pages, compressed, and attended to."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import Engine, LatentSizes, Turning
-from tests.kernels.latents import Blocks, Rows, angles, from_query_panels, rotate_pairs, to_query_panels
+from pypto_serving.kernels import Engine, MlaSizes, NormRopeParams
 from tests.kernels.layouts import Array, random_bf16
+from tests.kernels.paged import Blocks, Rows, angles, from_query_panels, rotate_pairs, to_query_panels
 from tests.kernels.references import BFLOAT16, assert_close, double, norm
 from tests.kernels.stage import Stage, engine_of
 
@@ -27,12 +27,12 @@ lengths_of_steps = pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.
 @lengths_of_steps
 @pytest.mark.parametrize("shape", [(1, 32, 16), (40, 64, 32), (64, 128, 64)], ids=str)
 def test_queries(engine: Engine, lengths: list[tuple[int, int]], shape: tuple[int, int, int]) -> None:
-    """Heads are normalised without a weight, scaled and turned; x is a part of wider rows."""
-    (heads, dim, rotary), blocks = shape, Blocks([Rows(8)], lengths)
-    (cos, sin), tokens, stage = angles(300, rotary // 2), len(blocks.positions), Stage(engine)
+    """Heads are normalised without a weight, scaled and rotated; x is a part of wider rows."""
+    (heads, dim, rope_dim), blocks = shape, Blocks([Rows(8)], lengths)
+    (cos, sin), tokens, stage = angles(300, rope_dim // 2), len(blocks.positions), Stage(engine)
     x = np.random.default_rng(0).standard_normal((tokens, heads * dim + 48), np.float32)[:, 48:]
     out = stage.room(np.uint32, tokens, -(-heads // 32), dim // 2, 32)
-    stage.record.turn(x, heads, Turning(dim=dim, cos=cos, sin=sin, eps=EPS, scale=0.3), out)
+    stage.record.norm_rope(x, heads, NormRopeParams(dim=dim, cos=cos, sin=sin, eps=EPS, scale=0.3), out)
     blocks.play(stage)
     wanted = norm(x.reshape(tokens, heads, dim), np.full(dim, 0.3), EPS)
     wanted = rotate_pairs(wanted, cos[blocks.positions], sin[blocks.positions])
@@ -46,7 +46,7 @@ def test_rows_of_pages(engine: Engine, lengths: list[tuple[int, int]]) -> None:
     (cos, sin), positions = angles(300, 16), blocks.positions
     x, weight = rng.standard_normal((len(positions), dim), np.float32), rng.uniform(0.5, 2, dim).astype(np.float32)
     pages = blocks.pages(stage, 1)
-    stage.record.turn(x, 1, Turning(dim=dim, cos=cos, sin=sin, eps=EPS, weight=weight), pages)
+    stage.record.norm_rope(x, 1, NormRopeParams(dim=dim, cos=cos, sin=sin, eps=EPS, weight=weight), pages)
     blocks.play(stage)
     wanted = rotate_pairs(norm(x, weight, EPS), cos[positions], sin[positions])
     begin = 0
@@ -98,7 +98,7 @@ def test_compressed_entries(engine: Engine, c: Compressor) -> None:
     blocks = Blocks(groups, [(0, length)])
     state, entries = blocks.pages(stage, 0), blocks.pages(stage, 1)
     stage.record.compressor_state(projected[:, : c.width], projected[:, c.width :], position, state)
-    stage.record.compress(state, c.width, Turning(dim=c.dim, cos=cos, sin=sin, eps=EPS, weight=weight), entries)
+    stage.record.compress(state, c.width, NormRopeParams(dim=c.dim, cos=cos, sin=sin, eps=EPS, weight=weight), entries)
     for begin, end in [(0, 1), (1, 7), (7, 8), (8, 100), (100, 101), (101, 300)]:
         projected[: end - begin] = everything[begin:end]
         blocks.lengths[:] = [(begin, end - begin)]
@@ -114,7 +114,7 @@ def test_compressed_entries(engine: Engine, c: Compressor) -> None:
 class Shape:
     heads: int
     dim: int
-    rotary: int
+    rope_dim: int
     window: int
     groups: int = 1
     ratio: int = 4
@@ -162,7 +162,7 @@ def make_work(shape: Shape, lengths: list[tuple[int, int]], seed: int = 0) -> Wo
         rows=[random_bf16(rng, end, shape.dim) for end in ends],
         entries=[random_bf16(rng, end // shape.ratio if shape.ratio else 0, shape.dim) for end in ends],
         chosen=chosen,
-        cos=(table := angles(400, shape.rotary // 2))[0],
+        cos=(table := angles(400, shape.rope_dim // 2))[0],
         sin=table[1],
     )
 
@@ -177,11 +177,11 @@ def attend(engine: Engine, work: Work) -> Array:
         if shape.ratio:
             blocks.fill(1, row, entries)
     strips = stage.strip_room(tokens, shape.heads * shape.dim)
-    stage.record.latent_attend(
+    stage.record.mla_attention(
         to_query_panels(work.queries),
         work.sinks,
-        Turning(dim=shape.dim, cos=work.cos, sin=work.sin),
-        LatentSizes(shape.heads, shape.window, shape.groups),
+        NormRopeParams(dim=shape.dim, cos=work.cos, sin=work.sin),
+        MlaSizes(shape.heads, shape.window, shape.groups),
         blocks.pages(stage, 0),
         strips,
         blocks.pages(stage, 1) if shape.ratio else None,
