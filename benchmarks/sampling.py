@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pypto_serving.backend.plain import PlainSampler
+from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeSampler
 from pypto_serving.types.draws import DRAW, Sampler

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
-from pypto_serving.api.admission import Admission
 from pypto_serving.api.chat import load_encoder
+from pypto_serving.api.drain import Admission
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_eos_token_ids

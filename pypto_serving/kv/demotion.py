@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pypto_serving.kv.group import GroupKey, KVGroup
 from pypto_serving.kv.lease import Lease, Leases, Moved
-from pypto_serving.kv.lower import LowerTier
+from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.types.tier import StorePolicy, TransferDone
 
 MAX_STORES = 2

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from pypto_serving.kv.group import Find, GroupKey, KVGroup
-from pypto_serving.kv.lower import LowerTier, fastest
+from pypto_serving.kv.lower_tier import LowerTier, fastest
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.kv.sequence import FindIn, SequenceState
 from pypto_serving.kv.tiers import TierManager

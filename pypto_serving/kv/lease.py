@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pypto_serving.kv.group import KVGroup
-from pypto_serving.kv.lower import LowerTier
+from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.types.tier import TransferJob, TransferKind
 from pypto_serving.types.tokens import pack_ids
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from pypto_serving.kv.group import GroupKey
 from pypto_serving.kv.lease import Fill, Lease, Leases, LeaseState, Moved, Wanted
-from pypto_serving.kv.lower import LowerTier, fastest
+from pypto_serving.kv.lower_tier import LowerTier, fastest
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.rate import Rate
 from pypto_serving.types.tier import Tier, TransferDone

@@ -9,7 +9,7 @@ from pypto_serving.kv.demotion import Demotions
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import KVGroup
 from pypto_serving.kv.lease import Leases, LeaseState
-from pypto_serving.kv.lower import LowerTier
+from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.kv.promotion import Promotions
 from pypto_serving.types.stats import TierStats
 from pypto_serving.types.tier import (

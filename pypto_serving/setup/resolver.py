@@ -16,8 +16,8 @@ from pypto_serving.setup.events import choose_events
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads
 from pypto_serving.setup.memory import MemoryPlan, plan_tier
+from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.options import Options
-from pypto_serving.setup.planner import MemoryPlanner
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import check_traits

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pypto_serving.backend.base import Program, StepBuffers, StepOutput
-from pypto_serving.backend.plain import PlainSampler
+from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.types.step import StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
-from pypto_serving.worker.chosen import Chosen, from_device, from_logits
+from pypto_serving.worker.verify import Chosen, from_device, from_logits
 
 
 class PlanExecutor(Protocol):

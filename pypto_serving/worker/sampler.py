@@ -12,7 +12,7 @@ from pypto_serving.backend.philox import uniforms
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import DRAW, Sampler
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker.adjust import Adjustment, ragged
+from pypto_serving.worker.logit_adjust import Adjustment, ragged
 
 AHEAD = 16
 """Positions per row whose random numbers are made at once: the cost hardly depends on their number."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.backend.plain import PlainSampler
+from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.kernels import Engine, NativeSampler, runnable
 from pypto_serving.types.draws import DRAW
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.backend.null.program import NullBackend
-from pypto_serving.kv.lower import LowerTier
+from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.slab import stride_of

@@ -16,8 +16,8 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.setup.host import DiskFacts, HostFacts, read_cache_dir, read_host_facts
 from pypto_serving.setup.memory import max_sequence_bytes, plan_groups, tail_bytes
+from pypto_serving.setup.memory_planner import largest, size_option
 from pypto_serving.setup.options import Options, make_options
-from pypto_serving.setup.planner import largest, size_option
 from pypto_serving.setup.resolver import Resolved, resolve
 from pypto_serving.setup.rules import RULES
 from pypto_serving.types.config import EngineConfig

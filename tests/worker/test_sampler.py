@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.backend.philox import philox4x32, uniforms
-from pypto_serving.backend.plain import PlainSampler
 from pypto_serving.kernels import Engine, NativeSampler, runnable
 from pypto_serving.types.draws import Sampler
 from pypto_serving.types.sampling import RowSampling

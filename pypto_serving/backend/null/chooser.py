@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from pypto_serving.backend.base import SamplingInputs
 from pypto_serving.backend.null.pages import mix
+from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.backend.philox import uniforms
-from pypto_serving.backend.plain import PlainSampler
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import Logprobs
 

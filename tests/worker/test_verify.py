@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.backend.base import SampledTokens, StepInputs
-from pypto_serving.backend.plain import PlainSampler
+from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.batch import Dispatch
-from pypto_serving.worker.chosen import Chosen, accepted, from_device, from_logits
 from pypto_serving.worker.sampler import RowSamplers
+from pypto_serving.worker.verify import Chosen, accepted, from_device, from_logits
 
 VOCAB = 50
 
