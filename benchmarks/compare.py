@@ -7,9 +7,9 @@
 
 Each peer is installed from package registries into a folder of its own; a second run installs nothing. Where pip finds
 no CPU build of torch by itself, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. A peer and our server,
-at default options, run the workloads of workloads.py and P99 of compare_latency.py in turns. Who is not measured is
-stopped, every process of it. A run during which others took more than 5 per cent of the machine is repeated. All that
-was seen is added to runs/compare/compare.json, of which the section in docs/benchmarks.md is made.
+at default options, run the workloads of workloads.py and P99 of compare_latency.py in turns. All processes of the
+server that is not measured are stopped. A run is repeated if other processes took more than 5 % of the machine. All
+results are added to runs/compare/compare.json, from which the section in docs/benchmarks.md is made.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ ATTEMPTS = 3
 READ_BYTES = 256 << 20
 CHECK = Workload("check", 2, 16, 8, 2)
 PROMPTS = ("The", "A", "One", "In", "When", "Why", "To", "It")
-"""Of as many characters as differ; who is asked answers greedily."""
+"""Prompts with which the greedy answers of two servers are compared."""
 DOCUMENT, PICTURE = REPOSITORY / "docs" / "benchmarks.md", "compare.svg"
 BY_NAME = {workload.name: workload for workload in (*WORKLOADS, CONTROL_PLANE)}
 
 
 def say(text: str) -> None:
-    """Progress, to stderr."""
+    """Print progress to stderr."""
     typer.echo(f"{datetime.now():%H:%M:%S} {text}", err=True)
 
 
 @dataclass
 class Reader:
-    """Measures how fast the machine reads just now."""
+    """Measures the machine's present read bandwidth."""
 
     def __post_init__(self) -> None:
         self._engine, self._memory = Engine("", CPUS), Memory(READ_BYTES)
 
     def bandwidth(self) -> float:
-        """Bytes per second."""
+        """Measure the bandwidth in bytes per second."""
         return self._memory.bandwidth(self._engine)
 
 
 class Session:
-    """One peer beside our server on one checkpoint; owner of what is recorded of them."""
+    """Owns the measurements of one peer and our server on one checkpoint."""
 
     def __init__(self, peer: Peer, checkpoint: Checkpoint, out: Path) -> None:
         self.checkpoint = checkpoint
@@ -81,7 +81,7 @@ class Session:
         self._seed = int(time.time())
 
     def measure(self, workloads: Sequence[str], rounds: int) -> None:
-        """All rounds. Our server starts anew for each, which takes seconds and keeps its memory comparable."""
+        """Run all rounds. Restart our server for each, which takes seconds and keeps its memory comparable."""
         launches = {OURS: self._ours.launch(self.checkpoint), self._peer.name: self._peer.launch(self.checkpoint)}
         self.flags = {name: launch.flags for name, launch in launches.items()}
         say(f"starting {self._peer.name}")
@@ -118,7 +118,7 @@ class Session:
             server.pause()
 
     def _run(self, server: Server, workload: str, seed: int) -> dict[str, Any]:
-        """One run of one workload by one server, which is stopped before and after."""
+        """Run one workload on one server, which is stopped before and after."""
         read_before = self._reader.bandwidth()
         server.resume()
         before = machine.sample(server.pid)
@@ -129,7 +129,7 @@ class Session:
                 "read_after": self._reader.bandwidth()}  # fmt: skip
 
     def _client(self, server: Server, workload: Workload | None, seed: int) -> dict[str, Any]:
-        """Run a client process; without a workload that of P99. Raises PeerError where tokens are missing."""
+        """Run a client process; without a workload, the one of P99. Raises PeerError if tokens are missing."""
         if not server.alive:
             raise PeerError(f"a server ended; see {server.log}")
         vocabulary = ["--vocab-size", str(self.checkpoint.vocab_size)]
@@ -175,7 +175,7 @@ class Session:
 
 
 def agreement(mine: Server, theirs: Server) -> str:
-    """In how many prompts the first characters of both greedy answers are the same."""
+    """Return for how many prompts the first characters of both greedy answers are the same."""
     same = 0
     for server in (mine, theirs):
         server.resume()
@@ -188,7 +188,7 @@ def agreement(mine: Server, theirs: Server) -> str:
 
 
 def about() -> dict[str, Any]:
-    """The machine and the state of this repository."""
+    """Return facts about the machine and the state of this repository."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=REPOSITORY)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), os.uname().machine)
@@ -196,13 +196,13 @@ def about() -> dict[str, Any]:
 
 
 def load(out: Path) -> dict[str, Any]:
-    """What was recorded before."""
+    """Load earlier records."""
     file = out / "compare.json"
     return dict(json.loads(file.read_text())) if file.exists() else {"pairs": {}}
 
 
 def add(record: dict[str, Any], peer: Peer, facts: dict[str, Any], session: Session) -> None:
-    """Put a session into the record; earlier runs of the same workloads give way. Costs are those of W1 to W5."""
+    """Put a session into the record, replacing earlier runs of the same workloads. Costs are those of W1 to W5."""
     before = record["pairs"].get(peer.name, {"runs": [], "systems": {}})
     systems, measured = before["systems"], {run["workload"] for run in session.runs}
     if not session.checkpoint.small or not systems:
@@ -220,7 +220,7 @@ def add(record: dict[str, Any], peer: Peer, facts: dict[str, Any], session: Sess
 
 
 def write(out: Path, record: dict[str, Any], documented: bool) -> None:
-    """compare.json and report.md, and the section of the documentation where that is wanted."""
+    """Write compare.json and report.md, and the section of the documentation if `documented`."""
     (out / "compare.json").write_text(json.dumps(record, indent=1) + "\n")
     section = report.markdown(record, PICTURE)
     (out / "report.md").write_text(section)
@@ -234,7 +234,7 @@ def write(out: Path, record: dict[str, Any], documented: bool) -> None:
 
 
 def checkpoint(given: Path | None, shape: str, root: Path) -> Checkpoint:
-    """The given one, or one of random weights beside the environments, made once."""
+    """Return the given checkpoint, or make one of random weights beside the environments, once."""
     folder = given or root / "checkpoints" / shape
     if not (folder / "tokenizer_config.json").exists():
         if given:
@@ -248,7 +248,7 @@ def checkpoint(given: Path | None, shape: str, root: Path) -> Checkpoint:
 def compare(
     peer: Peer, facts: dict[str, Any], checkpoint: Checkpoint, names: Sequence[str], rounds: int, out: Path
 ) -> None:
-    """Run one session; what it measured is kept even if it ends early."""
+    """Run one session. Keep its measurements even if it ends early."""
     session = Session(peer, checkpoint, out)
     try:
         session.measure(names, rounds)
@@ -260,7 +260,7 @@ def compare(
 
 
 def chosen(peers: str, int8: Path | None, int8_llmc: Path | None) -> list[Peer]:
-    """The systems that were asked for."""
+    """Return the systems to measure."""
     found: list[Peer] = []
     for name in filter(None, peers.split(",")):
         if name not in PEERS:

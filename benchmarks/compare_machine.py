@@ -1,4 +1,4 @@
-"""Who used the machine: CPU time and memory of process trees beside that of the whole machine, from /proc."""
+"""Measure CPU time and memory of process trees and of the whole machine, from /proc."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PROC = Path("/proc")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 CPUS = os.cpu_count() or 1
 SETTLE_S = 0.5
-"""What a process that goes on has to say for itself, before its parent goes on and asks."""
+"""Time between continuing a process and continuing its parent, so that its heartbeat arrives first."""
 USER, NICE, SYSTEM, IDLE, IOWAIT, IRQ, SOFTIRQ, STEAL = range(8)
 
 
 @dataclass(frozen=True)
 class Stat:
-    """One line of /proc/PID/stat: parent, session, and seconds of CPU time with those of ended children."""
+    """One line of /proc/PID/stat: parent, session, and seconds of CPU time, ended children included."""
 
     pid: int
     parent: int
@@ -39,7 +39,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds: of the clock, and of CPU time since some start. `stolen_s` is what the host gave to others."""
+    """Clock time and CPU times, in seconds. `stolen_s` is the time that the host gave to other machines."""
 
     clock_s: float
     machine_s: float
@@ -61,7 +61,7 @@ class Load:
 
     @staticmethod
     def between(before: Sample, after: Sample, cpus: int = CPUS) -> Load:
-        """What was used between two samples; clock ticks are coarse, so a share is never below 0."""
+        """Return the load between two samples. Shares are at least 0, since clock ticks are coarse."""
         seconds = after.clock_s - before.clock_s
         server, client, own, stolen, machine = (
             (getattr(after, name) - getattr(before, name)) / (seconds * cpus)
@@ -71,13 +71,13 @@ class Load:
 
 
 def machine_times(text: str) -> tuple[float, float]:
-    """Seconds that all CPUs worked, and that the host took from them, of the text of /proc/stat."""
+    """Return busy and stolen seconds of all CPUs, from the text of /proc/stat."""
     values = [int(value) * TICK_S for value in text.split("\n", 1)[0].split()[1:9]]
     return sum(values) - values[IDLE] - values[IOWAIT] - values[STEAL], values[STEAL]
 
 
 def sample(server: int) -> Sample:
-    """Now. Clients are children that have ended; `server` is the first process of a tree."""
+    """Take a sample now. Clients are children that have ended; `server` is the first process of a tree."""
     machine_s, stolen_s = machine_times((PROC / "stat").read_text())
     client = resource.getrusage(resource.RUSAGE_CHILDREN)
     server_s = sum(stat.cpu_s for stat in tree(server))
@@ -87,12 +87,12 @@ def sample(server: int) -> Sample:
 
 
 def tree(root: int) -> list[Stat]:
-    """The processes that descend from `root`, or belong to its session, `root` included."""
+    """Return the processes that descend from `root` or belong to its session, `root` included."""
     return descendants(root, _stats())
 
 
 def descendants(root: int, stats: Iterable[Stat]) -> list[Stat]:
-    """The same among `stats`."""
+    """Return the processes of `root`'s tree among `stats`."""
     by_pid = {stat.pid: stat for stat in stats}
 
     def belongs(stat: Stat | None) -> bool:
@@ -106,7 +106,7 @@ def descendants(root: int, stats: Iterable[Stat]) -> list[Stat]:
 
 
 def generations(root: int, stats: Iterable[Stat]) -> list[list[int]]:
-    """Ids of the processes of a tree, the root's generation first; who left its parent counts as the root's child."""
+    """Return the ids of a tree's processes by generation, the root first. An orphan counts as the root's child."""
     by_pid = {stat.pid: stat for stat in descendants(root, stats)}
 
     def depth(pid: int) -> int:
@@ -127,24 +127,24 @@ def pause(root: int) -> None:
 
 
 def resume(root: int) -> None:
-    """Continue a whole tree, children first: a parent judges a child by when it last heard of it."""
+    """Continue a whole tree, children first, since a parent checks when it last heard from a child."""
     for pids in reversed(generations(root, _stats())):
         _signal(pids, signal.SIGCONT)
         time.sleep(SETTLE_S)
 
 
 def kill(root: int) -> None:
-    """End what is left of a tree."""
+    """Kill the remaining processes of a tree."""
     _signal(pids(root), signal.SIGKILL)
 
 
 def pids(root: int) -> set[int]:
-    """Of the processes of a tree."""
+    """Return the ids of the processes of a tree."""
     return {stat.pid for stat in tree(root)}
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Who is gone meanwhile is gone."""
+    """Send a signal to processes. Ignore those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -159,7 +159,7 @@ class Memory:
 
 
 def memory(root: int) -> Memory:
-    """Of all processes of a tree: VmHWM and Pss."""
+    """Sum VmHWM and Pss over all processes of a tree."""
     pids = [stat.pid for stat in tree(root)]
     return Memory(
         sum(_kibibytes(pid, "status", "VmHWM:") for pid in pids) << 10,

@@ -1,4 +1,4 @@
-"""The disk tier against the disk: loads and stores of blocks, beside plain direct I/O of the same places.
+"""Compare loads and stores of the disk tier with plain direct I/O at the same places.
 
     python benchmarks/kv_disk.py --folder /path/on/the/disk
 

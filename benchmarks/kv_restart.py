@@ -1,4 +1,4 @@
-"""What a restart under load leaves of the KV cache: where prompts come from before it and after it.
+"""Measure how much of the KV cache survives a restart under load: cached prompt tokens before and after.
 
     python benchmarks/kv_restart.py --model DIR_06B --disk DIR        # an empty folder on the disk to be measured
 
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of all prefixes."""
+        """Number of tokens of all prefixes."""
         return self.prefixes * self.prefix
 
 

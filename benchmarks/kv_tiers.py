@@ -1,4 +1,4 @@
-"""What tiers of the KV cache bring and cost: a restored prefix beside computing it, and traffic without any reuse.
+"""Measure gain and cost of KV tiers: restoring a prefix against computing it, and traffic without any reuse.
 
     python benchmarks/kv_tiers.py --model DIR_06B --disk DIR          # an empty folder on the disk to be measured
 
@@ -49,11 +49,11 @@ class Server:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time of all of its processes."""
+        """Return the CPU time of all of its processes."""
         return sum(stat.cpu_s for stat in tree(self.pid))
 
     def metrics(self, name: str) -> dict[str, float]:
-        """A metric of each tier."""
+        """Return a metric of each tier."""
         found = re.findall(
             rf'^pypto:kv_tier_({name}){{[^}}]*tier="(\w+)"}} (\S+)$', self.http.get("/metrics").text, re.M
         )
@@ -72,7 +72,7 @@ class Server:
         self.http.post("/reset_prefix_cache", params=[("tier", tier) for tier in tiers]).raise_for_status()
 
     def first_token_s(self, prompt: Sequence[int]) -> tuple[float, dict[str, int]]:
-        """Time to the first token, and where the prompt came from."""
+        """Send a prompt. Return its time to first token and its cached tokens by tier."""
         body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
         started_s, first_s, usage = time.perf_counter(), 0.0, {}
         options = {"stream_options": {"include_usage": True}}

@@ -1,4 +1,4 @@
-"""What a step costs in the scheduler and the KV manager: ours beside vLLM's own classes, on the same traces.
+"""Measure the cost of a step in the scheduler and the KV manager, for our classes and vLLM's, on the same traces.
 
     python benchmarks/scheduler.py                       # ours alone
     python benchmarks/scheduler.py --vllm ENVIRONMENTS   # beside vLLM, in the folder that compare.py installs into
@@ -35,11 +35,11 @@ from pypto_serving.types.step import StepPlan, StepResult
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 GOAL = 0.5
-"""Our time of a step over vLLM's, at most."""
+"""Largest ratio of our time of a step to vLLM's."""
 CONTEXTS = (100, 1_000, 10_000, 100_000)
 WAITING = (0, 100, 1_000, 10_000)
 SAME_WORK = 0.01
-"""Two sides that sampled the same number of tokens but for this share did the same work."""
+"""Two sides did the same work if their numbers of sampled tokens differ by at most this share."""
 WIDTH = 110
 FAR_S = 1e9
 PEER = Path(__file__).parent / "scheduler_vllm.py"
@@ -70,7 +70,7 @@ class Ours:
         self._now_s = 0.0
 
     def add(self, name: str, token_ids: list[int], output: int) -> float:
-        """Seconds of adding; every request has a deadline, which never comes."""
+        """Add a request and return the seconds that it took. Every request has a deadline far in the future."""
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         packed = pack_ids(token_ids)
         start = time.perf_counter()
@@ -78,7 +78,7 @@ class Ours:
         return time.perf_counter() - start
 
     def step(self) -> tuple[float, int]:
-        """Seconds of plan and commit, and the number of sampled tokens."""
+        """Run plan and commit. Return the seconds that they took and the number of sampled tokens."""
         self._now_s += 0.01
         start = time.perf_counter()
         plan, _ = self._scheduler.plan(self._now_s)
@@ -90,7 +90,7 @@ class Ours:
         return time.perf_counter() - resumed + planned - start, len(result.rows) // 4
 
     def _run(self, plan: StepPlan) -> StepResult:
-        """What a worker answers: each row whose last known token is computed samples one."""
+        """Return a worker's result: each row whose last known token is computed samples one."""
         for new in plan.new_rows:
             self._known[new.row], self._computed[new.row] = len(new.token_ids) // 4, new.num_computed
         rows = unpack_ids(plan.rows)
@@ -102,7 +102,7 @@ class Ours:
 
 
 class VllmProcess:
-    """vLLM's scheduler in its own environment, which replays what it is told and is silent meanwhile."""
+    """vLLM's scheduler in a process of its own environment. It replays traces on request and is idle otherwise."""
 
     def __init__(self, environment: Path) -> None:
         python = environment / "bin" / "python"
@@ -147,7 +147,7 @@ def measure(
 
 
 def median(replays: Sequence[Replay]) -> Replay:
-    """Of each figure by itself."""
+    """Return the median of each figure by itself."""
     columns = zip(*((r.step_us, r.median_step_us, r.add_us, r.tokens) for r in replays), strict=True)
     mean, middle, add, tokens = (statistics.median(column) for column in columns)
     return Replay(mean, middle, add, int(tokens))
@@ -169,7 +169,7 @@ def row(trace: Trace, replays: Replays) -> list[str]:
 
 
 def growth(traces: Sequence[Trace], seen: Sequence[Replays]) -> str:
-    """How much longer our median step takes at the end of a series than at its start; it should not."""
+    """Return the growth of our median step time over a series of traces. It should be none."""
     first, last = (replays[0].median_step_us for replays in (seen[0], seen[-1]))
     return f"ours, {traces[-1].name} over {traces[0].name}: {last / first:.2f}"
 

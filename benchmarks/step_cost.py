@@ -1,4 +1,4 @@
-"""Microseconds per step outside kernels: what the worker does between two steps, and what the core does beside it.
+"""Measure the microseconds per step outside kernels, in the worker and in the core.
 
     python benchmarks/step_cost.py
 
@@ -6,9 +6,10 @@ Scheduler, KV manager, core, rows, loop, messages and the calls into the kernels
 thread; the recorded step has no operations, and the vocabulary 32 tokens, so that what is left of a step is its cost
 outside kernels.
 
-worker: from one step's logits to the next step's kernels: choosing, answering, taking the next plan in, laying it out
-and calling. It is in every step's way. core: taking the result in, deciding the step after the next and sending it. It
-is in nobody's way while the worker has a plan left, which is what steps in flight are for.
+- worker: the time from one step's logits to the next step's kernels: sample, send the result, receive the next plan,
+  lay it out and call. It delays every step.
+- core: commit the result, plan the step after the next, and send it. With steps in flight it delays nothing, as long as
+  the worker has another plan.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class InlineWorker:
         self.ours.send(hello(program, 1, 0.0))
 
     def step(self) -> float:
-        """Execute one plan, if there is one; returns the seconds that it took."""
+        """Execute one plan, if there is one, and return the seconds that it took."""
         start_s = time.perf_counter()
         plan = self.ours.receive()
         if isinstance(plan, StepPlan):
@@ -139,7 +140,7 @@ class Replica:
         return self.core.scheduler.counters.step_tokens != case.running
 
     def step(self) -> tuple[float, float]:
-        """Seconds of the core and of the worker in one step."""
+        """Run one step and return the seconds of core and worker."""
         start_s = time.perf_counter()
         self.core.turn()
         core_s = time.perf_counter() - start_s

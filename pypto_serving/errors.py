@@ -17,7 +17,7 @@ class PyptoError(Exception):
     """Base of every error we raise on purpose; `str(error)` is one line for the user."""
 
     scope: ClassVar[Scope] = "process"
-    status: ClassVar[int] = 500
+    status: int = 500
     code: ClassVar[str] = "internal_error"
     exit_code: int = EXIT_CRASH
 

@@ -9,7 +9,6 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from pypto_serving.api.generation.errors import EngineFaultError
 from pypto_serving.errors import PyptoError, RequestError
 
 RETRY_UNAVAILABLE_S = 5
@@ -65,9 +64,7 @@ def describe(error: Exception) -> ApiError:
         return ApiError(error.status_code, str(error.detail), headers=tuple((error.headers or {}).items()))
     if not isinstance(error, PyptoError):
         return ApiError(500, "the server failed on this request; its log says why", "internal_error")
-    status = error.fault.status if isinstance(error, EngineFaultError) else error.status
-    if not 400 <= status <= 599:
-        status = 500
+    status = error.status if 400 <= error.status <= 599 else 500
     retry: Any = getattr(error, "retry_after_s", RETRY_UNAVAILABLE_S if status in (429, 503) else None)
     headers = (("www-authenticate", "Bearer"),) if status == 401 else ()
     code = getattr(error, "error_code", error.code)

@@ -1,4 +1,4 @@
-"""Streams completions from an OpenAI-compatible server and times what arrives."""
+"""Stream completions from an OpenAI-compatible server and record arrival times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MODELS_TIMEOUT_S = 10.0
 
 
 class ServerError(PyptoError):
-    """The server under test could not be asked what the run needs to know."""
+    """The server under test does not answer a question that the run depends on."""
 
 
 class _Delta(msgspec.Struct):
@@ -63,7 +63,7 @@ class _Chunk(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """One entry of GET /v1/models; `vocab_size` and `max_model_len` where the server tells them."""
+    """One entry of GET /v1/models. `vocab_size` and `max_model_len` are None if the server does not report them."""
 
     id: str
     vocab_size: int | None = None
@@ -75,10 +75,10 @@ class _ModelList(msgspec.Struct):
 
 
 class StreamParser:
-    """Owner of the RequestRecord of one reply: takes its bytes with their arrival times and fills the record.
+    """Owns the RequestRecord of one reply. Parses bytes with their arrival times and fills the record.
 
-    Times are seconds of one clock. A reply counts as failed unless its status is 2xx, no chunk carries an
-    error, and it says that it is finished by a finish_reason or [DONE].
+    Times are seconds of one clock. A reply succeeds if its status is 2xx, no chunk has an error, and it ends with a
+    finish_reason or [DONE].
     """
 
     _decoder = msgspec.json.Decoder(_Chunk)
@@ -94,7 +94,7 @@ class StreamParser:
         self._error = ""
 
     def feed(self, status: int, data: bytes, now_s: float) -> None:
-        """Take a piece of the body that arrived at `now_s`; it may end anywhere in a line."""
+        """Parse a piece of the body that arrived at `now_s`. It may end anywhere in a line."""
         if not 200 <= status < 300:
             self._refusal += data
             return
@@ -104,7 +104,7 @@ class StreamParser:
                 self._event(line[5:].strip(), now_s)
 
     def finish(self, status: int) -> RequestRecord:
-        """The record of a reply that has arrived with `status`."""
+        """Return the record of a complete reply with `status`."""
         if not 200 <= status < 300:
             return self.fail(f"HTTP {status}: {_error_text(self._refusal)}")
         if self._error:
@@ -116,7 +116,7 @@ class StreamParser:
         return self._record
 
     def fail(self, error: str) -> RequestRecord:
-        """A record without latencies and output tokens, which keeps the message and the text so far."""
+        """Return the record of a failed request: the error and the text so far, without latencies and output tokens."""
         return RequestRecord(
             prompt_tokens=self._record.prompt_tokens,
             start_s=self._record.start_s,
@@ -168,7 +168,7 @@ class StreamParser:
 
 
 class ApiClient:
-    """Sends prompts to one model of the target; never raises for a request that fails, records it."""
+    """Sends prompts to one model of the target. Records failed requests instead of raising."""
 
     def __init__(self, target: Target, model: str) -> None:
         self._target = target
@@ -176,7 +176,7 @@ class ApiClient:
         self._http = open_http(target)
 
     def encode(self, prompt: Prompt) -> bytes:
-        """The HTTP request for `prompt`, which must suit the endpoint (`as_messages`, `as_completion`)."""
+        """Encode the HTTP request for `prompt`, which must suit the endpoint (`as_messages`, `as_completion`)."""
         target, chat = self._target, self._target.backend == "openai-chat"
         body: dict[str, Any] = {
             "model": self._model,
@@ -211,7 +211,7 @@ class ApiClient:
 
 
 async def find_model(target: Target) -> ModelCard:
-    """The card of `target.model`, or the first one that the server lists; raises ServerError."""
+    """Return the card of `target.model`, or the first that the server lists. Raises ServerError."""
     http = open_http(target)
     body = bytearray()
     url = f"{target.base_url}/v1/models"
@@ -237,7 +237,7 @@ async def find_model(target: Target) -> ModelCard:
 
 
 def open_http(target: Target) -> HttpClient:
-    """A client for the target; OPENAI_API_KEY, where set, is sent as bearer token."""
+    """Open a client for the target. Send OPENAI_API_KEY, if set, as bearer token."""
     key = os.environ.get("OPENAI_API_KEY")
     return HttpClient(target.base_url, {"Authorization": f"Bearer {key}"} if key else {})
 

@@ -1,4 +1,4 @@
-"""The prompts of a run: random token ids, random suffixes behind shared prefixes, or a JSONL file.
+"""Make the prompts of a run: random token ids, random suffixes behind shared prefixes, or rows of a JSONL file.
 
 A synthetic prompt depends on (seed, index) only, so the first n prompts are the same however many follow.
 """
@@ -23,7 +23,7 @@ _PROMPT_STREAM, _PREFIX_STREAM = 0, 1
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one request asks for; lengths in tokens, `input_len` None where only the server can count it.
+    """The prompt of one request. Lengths are in tokens; `input_len` is None if only the server can count it.
 
     `content` is text, token ids, or chat messages.
     """
@@ -35,7 +35,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids that random prompts may contain, and the tokenizer that turns them into text, if any."""
+    """The token ids for random prompts, and the tokenizer that decodes them, if any."""
 
     ids: npt.NDArray[np.int64]
     tokenizer: Tokenizer | None = None
@@ -47,7 +47,7 @@ class Vocabulary:
 
     @classmethod
     def of_tokenizer(cls, path: Path) -> Vocabulary:
-        """Every id of `path` (tokenizer.json or its folder) but the special ones."""
+        """Read all ids except the special ones from `path` (tokenizer.json or its folder)."""
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
             raise ConfigError(f"--tokenizer {path}: {file} does not exist; name a folder that holds a tokenizer.json")
@@ -65,7 +65,7 @@ class Vocabulary:
 
 
 class Dataset(Protocol):
-    """A source of prompts. `synthetic` ones need a vocabulary and have no natural end of output."""
+    """A source of prompts. A `synthetic` one needs a vocabulary, and its outputs have no natural end."""
 
     @property
     def synthetic(self) -> bool: ...
@@ -75,7 +75,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomData:
-    """Lengths uniform in [floor(len * (1 - ratio)), ceil(len * (1 + ratio))], behind one common prefix."""
+    """Random prompts behind one common prefix, uniform in [floor(len * (1 - ratio)), ceil(len * (1 + ratio))]."""
 
     input_len: int = 1024
     output_len: int = 128
@@ -107,7 +107,7 @@ class RandomData:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixRepetitionData:
-    """Prompt i is prefix i mod `num_prefixes` and a suffix of its own."""
+    """Random prompts behind shared prefixes: prompt i has prefix i mod `num_prefixes` and a suffix of its own."""
 
     prefix_len: int = 256
     suffix_len: int = 256
@@ -146,7 +146,7 @@ class _Row(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class FileData:
-    """JSONL rows in seeded random order, from the start again when there are fewer rows than requests.
+    """Rows of a JSONL file in seeded random order, repeated if there are fewer rows than requests.
 
     A row has one of `prompt`, `messages`, `prompt_token_ids`, and may set `output_tokens` or `max_tokens`.
     """
@@ -164,7 +164,7 @@ class FileData:
         return [rows[order[i % len(rows)]] for i in range(count)]
 
     def rows(self) -> list[Prompt]:
-        """All rows in file order; raises ConfigError that names the first bad line."""
+        """Return all rows in file order. Raises ConfigError that names the first bad line."""
         try:
             lines = self.path.read_bytes().splitlines()
         except OSError as error:
@@ -190,7 +190,7 @@ class FileData:
 
 
 def as_messages(prompt: Prompt, tokenizer: Tokenizer | None) -> Prompt:
-    """`prompt` for a chat endpoint: token ids are decoded, text becomes one user message."""
+    """Convert `prompt` for a chat endpoint: decode token ids, and wrap text in one user message."""
     content = prompt.content
     if _is_token_ids(content):
         if tokenizer is None:
@@ -203,7 +203,7 @@ def as_messages(prompt: Prompt, tokenizer: Tokenizer | None) -> Prompt:
 
 
 def as_completion(prompt: Prompt) -> Prompt:
-    """`prompt` for a completions endpoint, which takes no chat messages."""
+    """Return `prompt` for a completions endpoint. Raises ConfigError for chat messages."""
     if isinstance(prompt.content, str) or _is_token_ids(prompt.content):
         return prompt
     raise ConfigError("the data set holds chat messages; send them with --backend openai-chat")

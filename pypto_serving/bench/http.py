@@ -1,6 +1,6 @@
-"""A lean HTTP/1.1 client over keep-alive connections, so that measuring does not cost what is measured.
+"""A lean HTTP/1.1 client over keep-alive connections, so that the client's own cost does not distort results.
 
-Bytes reach the caller's sink inside the event loop's read callback: no queue, no task switch per chunk.
+The event loop's read callback passes bytes to the caller's sink, without a queue or a task switch per chunk.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import httptools
 
 Sink = Callable[[int, bytes], None]
-"""Called with (HTTP status, piece of the body) as the pieces arrive."""
+"""Receives (HTTP status, piece of the body) for each piece that arrives."""
 
 
 class Connection(asyncio.Protocol):
-    """One connection, owned by `HttpClient`; carries one exchange at a time."""
+    """One connection, owned by `HttpClient`. Handles one exchange at a time."""
 
     transport: asyncio.Transport
 
@@ -27,7 +27,7 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[int] | None = None
 
     def start(self, request: bytes, sink: Sink) -> asyncio.Future[int]:
-        """Write `request`; the future yields the status once the whole reply went through `sink`."""
+        """Write `request`. The returned future yields the status once `sink` has the whole reply."""
         self.status = 0
         self._sink = sink
         self._parser = httptools.HttpResponseParser(self)
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
                 self._done.set_exception(ConnectionError(f"the reply is not HTTP: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """An orderly end after the headers ends the body; the sink knows whether the body was complete."""
+        """End the body at an orderly end after the headers. The sink decides whether the body was complete."""
         if self._done is None or self._done.done():
             return
         if exc is None and self.status:
@@ -74,7 +74,7 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Requests to one origin. Owns its connections; opens one more whenever all are busy."""
+    """A client for one origin. Owns its connections, and opens one more whenever all are busy."""
 
     def __init__(self, base_url: str, headers: dict[str, str]) -> None:
         url = urlsplit(base_url)
@@ -86,16 +86,16 @@ class HttpClient:
         self._idle: list[Connection] = []
 
     def encode(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The bytes of a request, ready for `exchange`."""
+        """Encode a request for `exchange`."""
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}"
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return head.encode() + b"\r\n" + body
 
     async def exchange(self, request: bytes, sink: Sink) -> int:
-        """Send `request`, feed the reply to `sink`, return the status; raises OSError.
+        """Send `request`, pass the reply to `sink`, and return the status. Raises OSError.
 
-        A kept-alive connection that the server closed before replying is replaced and the request sent again.
+        If the server closed a kept-alive connection before replying, open another and send the request again.
         """
         while True:
             kept = self._take_idle()

@@ -1,11 +1,11 @@
-"""Per-request records and the statistics over them, by the definitions and key names of `vllm bench serve`.
+"""Compute statistics over request records, by the definitions and key names of `vllm bench serve`.
 
     send         first content      content        last content or finish chunk
      |---- TTFT ----|---- ITL ----|---- ITL ----|
      |-------------------- E2EL -----------------|        TPOT = (E2EL - TTFT) / (output tokens - 1)
 
-Latencies come from successful requests only; one that has no value at all (no request succeeded, no second
-token) is None rather than 0.
+Latencies come from successful requests only. A latency without any value (no request succeeded, or none has a second
+token) is None, not 0.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pypto_serving.types.tier import TIERS
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What the client saw of one request; seconds. It failed exactly when `error` is not empty.
+    """The client's measurements of one request, in seconds. It failed exactly if `error` is not empty.
 
-    `cached_tokens` is None where the server does not tell, and `cached_by_tier` empty.
+    If the server does not report cached tokens, `cached_tokens` is None and `cached_by_tier` is empty.
     """
 
     prompt_tokens: int = 0
@@ -40,14 +40,14 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token after the first; None for a single token."""
+        """Seconds per output token after the first. None for a single token."""
         if self.output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
 
 
 def summarize(records: Sequence[RequestRecord], duration_s: float, reporting: Reporting) -> dict[str, Any]:
-    """Counts, throughputs and latency statistics of a run that took `duration_s` seconds."""
+    """Return counts, throughputs and latency statistics of a run of `duration_s` seconds."""
     good = [r for r in records if not r.error]
     total_input = sum(r.prompt_tokens for r in good)
     total_output = sum(r.output_tokens for r in good)
@@ -72,7 +72,7 @@ def summarize(records: Sequence[RequestRecord], duration_s: float, reporting: Re
 
 
 def summarize_cache(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Prompt tokens that came from the KV cache, and their share of all prompt tokens: in all, and by tier if known."""
+    """Return the cached prompt tokens and their share of all prompt tokens, in total and, if known, by tier."""
     good = [r for r in records if not r.error]
     prompt_tokens = sum(r.prompt_tokens for r in good)
     known = [r.cached_tokens for r in good if r.cached_tokens is not None]
@@ -87,7 +87,7 @@ def summarize_cache(records: Sequence[RequestRecord]) -> dict[str, Any]:
 
 
 def details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
-    """The per-request lists of a detailed result, in the order of the prompts; seconds."""
+    """Return the per-request lists of a detailed result, in the order of the prompts, in seconds."""
     return {
         "input_lens": [r.prompt_tokens for r in records],
         "output_lens": [r.output_tokens for r in records],
@@ -101,7 +101,7 @@ def details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def statistics_ms(metric: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
-    """Mean, median, population standard deviation and linearly interpolated percentiles in milliseconds."""
+    """Return mean, median, population standard deviation and linearly interpolated percentiles in milliseconds."""
     keys = [f"{name}_{metric}_ms" for name in ("mean", "median", "std", *map(_percentile_name, percentiles))]
     if not values_s:
         return dict.fromkeys(keys)
@@ -111,13 +111,13 @@ def statistics_ms(metric: str, values_s: Sequence[float], percentiles: Sequence[
 
 
 def meets_goals(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
-    """Whether a request met every limit; a single output token has no TPOT and meets any."""
+    """Return whether a request met every limit. One output token has no TPOT and meets every TPOT limit."""
     seen_s = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.latency_s}
     return all(seen_s[metric] * 1e3 <= limit_ms for metric, limit_ms in goodput_ms.items())
 
 
 def peak_output_tokens_per_s(records: Sequence[RequestRecord]) -> float:
-    """Most tokens in one second-long bucket; a request's tokens are spread evenly over its chunks."""
+    """Return the most tokens in a bucket of one second. A request's tokens are spread evenly over its chunks."""
     if not records:
         return 0.0
     origin_s = min(r.start_s for r in records)
@@ -131,7 +131,7 @@ def peak_output_tokens_per_s(records: Sequence[RequestRecord]) -> float:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Largest number of intervals [start, start + latency) that overlap."""
+    """Return the largest number of intervals [start, start + latency) that overlap."""
     events = sorted([(r.start_s, 1) for r in records] + [(r.start_s + r.latency_s, -1) for r in records])
     running = peak = 0
     for _, change in events:

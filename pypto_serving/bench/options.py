@@ -1,6 +1,6 @@
-"""What a benchmark run is asked to do: frozen values that refuse what makes no sense.
+"""Options of a benchmark run, as frozen values that are checked when made.
 
-Every check names the command line option, the value it got and what to write instead, and raises ConfigError.
+Every check raises ConfigError that names the command line option, its value, and the allowed values.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def require_int(option: str, value: int, low: int, high: int | None = None) -> None:
-    """Refuse `value` outside [low, high]."""
+    """Raise ConfigError if `value` is outside [low, high]."""
     if value < low or (high is not None and value > high):
         wanted = f"at least {low}" if high is None else f"{low} to {high}"
         raise ConfigError(f"{option} must be {wanted}, got {value}")
 
 
 def require_positive(option: str, value: float, *, infinite: bool = False) -> None:
-    """Refuse zero, negative numbers, NaN, and infinity unless `infinite`."""
+    """Raise ConfigError for zero, negative numbers, NaN, and infinity unless `infinite`."""
     if not value > 0 or (math.isinf(value) and not infinite):
         wanted = "a number above 0 or inf" if infinite else "a finite number above 0"
         raise ConfigError(f"{option} must be {wanted}, got {value}")
@@ -49,7 +49,7 @@ def _is_http_url(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The server under test and what every request to it has in common."""
+    """The server under test, and options of every request to it."""
 
     base_url: str = f"http://{default_of(ServerConfig, 'host')}:{default_of(ServerConfig, 'port')}"
     backend: Backend = "openai"
@@ -76,7 +76,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class RampUp:
-    """A request rate that moves from start to end over the run, in requests per second."""
+    """A request rate that changes from start to end over the run, in requests per second."""
 
     strategy: RampStrategy
     start_rps: float
@@ -91,7 +91,7 @@ class RampUp:
             )
 
     def rate(self, progress: float) -> float:
-        """Requests per second when `progress` in [0, 1] of the requests have been sent."""
+        """Return the requests per second once the share `progress` of the requests has been sent."""
         if self.strategy == "linear":
             return self.start_rps + (self.end_rps - self.start_rps) * progress
         return self.start_rps * math.pow(self.end_rps / self.start_rps, progress)
@@ -133,7 +133,7 @@ class Reporting:
 
 
 def parse_metrics(text: str) -> tuple[Metric, ...]:
-    """`ttft,itl` as a tuple in the order of the table."""
+    """Parse `ttft,itl` to a tuple in the order of the table."""
     wanted = {name.strip() for name in text.split(",")}
     if unknown := sorted(wanted.difference(METRICS)):
         raise ConfigError(f"--percentile-metrics: unknown metric {unknown[0]!r}; there are: {', '.join(METRICS)}")
@@ -141,7 +141,7 @@ def parse_metrics(text: str) -> tuple[Metric, ...]:
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
-    """`50,99.9` as ascending numbers in [0, 100]."""
+    """Parse `50,99.9` to ascending numbers in [0, 100]."""
     try:
         values = sorted({float(part) for part in text.split(",")})
     except ValueError:
@@ -153,7 +153,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`["ttft:200", "tpot:50"]` as limits in milliseconds by metric."""
+    """Parse `["ttft:200", "tpot:50"]` to limits in milliseconds by metric."""
     limits: dict[str, float] = {}
     for pair in pairs:
         name, _, text = pair.partition(":")
@@ -171,7 +171,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
-    """`["tp=1"]` as a dictionary."""
+    """Parse `["tp=1"]` to a dictionary."""
     metadata: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -182,7 +182,7 @@ def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def parse_extra_body(text: str) -> dict[str, Any]:
-    """A JSON object that is merged into every request body."""
+    """Parse a JSON object, to be merged into every request body."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""Runs of a trace, against a server or in virtual time, and what they report."""
+"""Replay a trace against a server or in virtual time, and report the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SWEPT = ("device", "host", "disk")
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Which part of which trace, how large and how fast; `seed` makes the tokens."""
+    """The trace to replay, its part, scale and speedup, and the `seed` of its token ids."""
 
     path: Path
     scale: Fraction = Fraction(1)
@@ -38,12 +38,12 @@ class Source:
     seed: int = 0
 
     def load(self) -> Trace:
-        """Raises ConfigError."""
+        """Load the trace, cut and scaled. Raises ConfigError."""
         require_int("--seed", self.seed, 0)
         return load_trace(self.path).head(self.requests, self.duration_s).scaled(self.scale).faster(self.speedup)
 
     def settings(self, trace: Trace) -> dict[str, Any]:
-        """The part of a result that says what was replayed."""
+        """Return the settings of the replay, for the result."""
         count, last_s = len(trace.requests), trace.requests[-1].arrival_s
         return {
             "date": timestamp(),
@@ -61,9 +61,9 @@ class Source:
 async def replay(
     source: Source, trace: Trace, target: Target, vocab_size: int | None, advance: Advance = lambda: None
 ) -> Outcome:
-    """Send the requests of `trace` to a server at the trace's times, whatever it does with the earlier ones.
+    """Send the requests of `trace` to a server at the trace's times, even if earlier ones are unfinished.
 
-    Raises ServerError or ConfigError before the first request: the server cannot be asked, or its window is too small.
+    Raises ServerError or ConfigError before the first request: the server does not answer, or its window is too small.
     """
     card = await find_model(target)
     _require_window(source, trace, card)
@@ -80,7 +80,7 @@ async def replay(
 
 
 def _encoded(client: ApiClient, trace: Trace, seed: int, vocab_size: int) -> Iterator[tuple[bytes, int]]:
-    """Requests one by one: all of them at once may be larger than memory."""
+    """Yield encoded requests one by one, since all of them may be larger than memory."""
     for request in trace.requests:
         ids = trace.token_ids(request, seed, vocab_size).tolist()
         yield client.encode(Prompt(ids, request.input_len, request.output_len)), request.input_len
@@ -108,7 +108,7 @@ def _require_window(source: Source, trace: Trace, card: ModelCard) -> None:
 
 
 def simulate(source: Source, trace: Trace, machine: Machine, advance: Advance = lambda: None) -> Outcome:
-    """Serve `trace` in virtual time; raises ConfigError for a machine that cannot."""
+    """Serve `trace` in virtual time. Raises ConfigError if the machine is too small for it."""
     start_s = time.perf_counter()
     simulated = Simulator(trace, machine, source.seed).run(advance)
     result = source.settings(trace) | machine_settings(machine)
@@ -124,7 +124,7 @@ def simulate(source: Source, trace: Trace, machine: Machine, advance: Advance = 
 
 
 def machine_settings(machine: Machine) -> dict[str, Any]:
-    """The part of a result that says what was simulated."""
+    """Return the settings of the simulated machine, for the result."""
     return {
         "backend": "virtual",
         "model_id": None,
@@ -148,19 +148,19 @@ def _summary(trace: Trace, records: Sequence[RequestRecord], duration_s: float, 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The sizes in tokens that one tier takes in turn, the others keeping theirs."""
+    """Sizes of one tier to try in turn, in tokens. Other tiers keep their size."""
 
     tier: str
     sizes: tuple[int, ...]
 
     def machines(self, machine: Machine) -> list[Machine]:
-        """`machine` with each of the sizes."""
+        """Return `machine` with each of the sizes."""
         changes: list[dict[str, Any]] = [{f"{self.tier}_tokens": size} for size in self.sizes]
         return [replace(machine, **change) for change in changes]
 
 
 def parse_sweep(text: str) -> Sweep:
-    """`device=1M,4M,16M`; raises ConfigError."""
+    """Parse `device=1M,4M,16M`. Raises ConfigError."""
     tier, equals, sizes = text.partition("=")
     if tier not in SWEPT or not equals:
         raise ConfigError(f"--sweep must be TIER=SIZE,SIZE,... with a tier of {', '.join(SWEPT)}; got {text!r}")
@@ -168,7 +168,7 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def parse_tokens(option: str, text: str) -> int:
-    """`1000000`, `1M` or `1Mi` as a number of tokens; raises ConfigError."""
+    """Parse `1000000`, `1M` or `1Mi` to a number of tokens. Raises ConfigError."""
     try:
         return parse_size(text)
     except ValueError:
@@ -178,7 +178,7 @@ def parse_tokens(option: str, text: str) -> int:
 def run_sweep(
     source: Source, trace: Trace, machines: Sequence[Machine], advance: Callable[[], None] = lambda: None
 ) -> list[Outcome]:
-    """One simulation for each machine; all are checked before the first one runs."""
+    """Run one simulation per machine. Check all machines before the first run."""
     for machine in machines:
         machine.engine_config(trace.longest)
     return [simulate(source, trace, machine, advance) for machine in machines]

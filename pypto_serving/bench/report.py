@@ -1,4 +1,4 @@
-"""A result as a table, as JSON with the key names of `vllm bench serve`, and beside another result."""
+"""Render a result as a table, save it as JSON with the keys of `vllm bench serve`, and compare two results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SETTINGS = ("model_id", "backend", "num_prompts", "request_rate", "burstiness",
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Where and how to keep a result. `file` None makes a name from the settings."""
+    """Where and how to save a result. If `file` is None, the settings make the name."""
 
     directory: Path = Path()
     file: str | None = None
@@ -59,7 +59,7 @@ class Saving:
     metadata: Mapping[str, str]
 
     def check(self, reporting: Reporting) -> None:
-        """Create the folder; raises ConfigError if that fails or a result key would hide metadata."""
+        """Create the folder. Raises ConfigError if that fails, or if a result key would hide metadata."""
         taken = settings(Target(), Traffic(), "", None) | summarize([], 1.0, reporting) | details([])
         if clash := sorted(taken.keys() & self.metadata.keys()):
             raise ConfigError(f"--metadata {clash[0]}=...: the result has a key of that name; choose another")
@@ -70,7 +70,7 @@ class Saving:
             raise ConfigError(f"cannot save to {folder}: {error.strerror}; set --result-dir") from None
 
     def write(self, result: Mapping[str, Any]) -> Path:
-        """Write `result` as one JSON object; returns the path, raises ConfigError."""
+        """Write `result` as one JSON object and return the path. Raises ConfigError."""
         path = self.directory / (self.file or _file_name(result))
         try:
             path.write_bytes(msgspec.json.encode({**self.metadata, **result}) + b"\n")
@@ -80,12 +80,12 @@ class Saving:
 
 
 def timestamp() -> str:
-    """Now, as results and their file names say it."""
+    """Return the present time, in the format of results and their file names."""
     return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def settings(target: Target, traffic: Traffic, model: str, tokenizer: str | None) -> dict[str, Any]:
-    """The part of a result that says what was run."""
+    """Return the settings of a run, for the result."""
     result = {
         "date": timestamp(),
         "backend": target.backend,
@@ -104,7 +104,7 @@ def settings(target: Target, traffic: Traffic, model: str, tokenizer: str | None
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The table of `vllm bench serve` for a result."""
+    """Render a result as the table of `vllm bench serve`."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
     for label, key, style in _HEAD_ROWS:
         value = result[key]
@@ -121,7 +121,7 @@ def render(result: Mapping[str, Any]) -> str:
 
 
 def _cache_lines(result: Mapping[str, Any]) -> list[str]:
-    """What came from the KV cache, for results that say so."""
+    """Return table lines about cached tokens, if the result has them."""
     if "hit_rate" not in result:
         return []
     rates = {"Hit rate": result["hit_rate"]}
@@ -136,13 +136,13 @@ def _cache_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def failure_lines(records: Sequence[RequestRecord]) -> list[str]:
-    """One line per distinct error message with its count, the ten most frequent."""
+    """Return one line per distinct error message with its count: the ten most frequent."""
     errors = Counter(r.error for r in records if r.error)
     return [f"failed: {count} x {error}" for error, count in errors.most_common(10)]
 
 
 def load_result(path: Path) -> dict[str, Any]:
-    """A saved result, ours or vLLM's; raises ConfigError."""
+    """Load a saved result, ours or vLLM's. Raises ConfigError."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
@@ -155,13 +155,13 @@ def load_result(path: Path) -> dict[str, Any]:
 
 
 def comparable(result: Mapping[str, Any]) -> dict[str, float | None]:
-    """The metrics of `result` that have a better and a worse direction, in table order."""
+    """Return the metrics of `result` that have a better direction, in table order."""
     keys = [k for k in _HIGHER_IS_BETTER if k in result] + [k for k in result if _LATENCY_KEY.fullmatch(k)]
     return {k: result[k] if isinstance(result[k], int | float) else None for k in keys}
 
 
 def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Metrics of A and B side by side, with the change from A to B; says which settings differ."""
+    """Render metrics of A and B side by side, with the change from A to B and the settings that differ."""
     lines = [f"{'':<30}{'A':>14}{'B':>14}{'change':>10}", "-" * 76]
     lines += [_setting(k, a, b) for k in _SETTINGS if a.get(k) != b.get(k)]
     lines += [f"{k:<30}{a.get(k, 'n/a')!s:>14}{b.get(k, 'n/a')!s:>14}" for k in ("completed", "failed")]
@@ -172,7 +172,7 @@ def render_comparison(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def plot_comparison(a: Mapping[str, Any], b: Mapping[str, Any], path: Path) -> None:
-    """Write a bar chart of B relative to A in per cent; raises ConfigError, also without matplotlib."""
+    """Write a bar chart of B relative to A in %. Raises ConfigError, also without matplotlib."""
     left, right = comparable(a), comparable(b)
     changes = {k: change for k in left if (change := _change(left[k], right.get(k))) is not None}
     figure = new_figure(9, 1 + 0.3 * len(changes))
@@ -186,7 +186,7 @@ def plot_comparison(a: Mapping[str, Any], b: Mapping[str, Any], path: Path) -> N
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib figure, sizes in inches; raises ConfigError without matplotlib."""
+    """Return an empty matplotlib figure, sizes in inches. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -195,7 +195,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure in the format of the file's suffix; raises ConfigError."""
+    """Write a figure in the format of the file's suffix. Raises ConfigError."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Runs a benchmark: prepares the prompts, lets them arrive, watches the client itself, and reports."""
+"""Run a benchmark: make the prompts, send them at their arrival times, watch the client's load, and report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BUSY_LAG_MS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """One run, as asked for."""
+    """The options of one run."""
 
     target: Target
     traffic: Traffic
@@ -40,9 +40,9 @@ class Benchmark:
 
 @dataclass
 class ClientLoad:
-    """How busy this process was while it measured, as shares of the time, and delays of its event loop.
+    """The client's own load while it measured: shares of the time, and delays of its event loop.
 
-    `wait_share` is the time that its thread was ready to run and had no core, because others had them all.
+    `wait_share` is the share of time that its thread was runnable but had no core.
     """
 
     cpu_share: float = 0.0
@@ -61,7 +61,7 @@ class ClientLoad:
         }
 
     def warning(self) -> str | None:
-        """Why the numbers describe the client rather than the server, if they do."""
+        """Return a warning if the client was too busy for valid results, else None."""
         if self.cpu_share + self.wait_share < _BUSY_SHARE and self.mean_lag_ms < _BUSY_LAG_MS:
             return None
         return (
@@ -73,7 +73,7 @@ class ClientLoad:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The records in prompt order, the result with vLLM's keys, and what the user should be warned about."""
+    """The records in prompt order, the result with vLLM's keys, and warnings for the user."""
 
     records: Sequence[RequestRecord]
     result: dict[str, Any]
@@ -82,7 +82,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Measured:
-    """The records in order, how long it took until the last one, and what it cost the client."""
+    """The records in order, the time until the last one, and the client's load."""
 
     records: list[RequestRecord]
     duration_s: float
@@ -90,13 +90,13 @@ class Measured:
 
 
 Send = Callable[[bytes, int | None], Awaitable[RequestRecord]]
-"""Sends an encoded request; knows the number of prompt tokens, or None."""
+"""Sends an encoded request, given its number of prompt tokens or None."""
 Advance = Callable[[], None]
 """Called once per finished request."""
 
 
 async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
-    """Warm up, send every prompt, summarize; raises ConfigError or ServerError before the first request."""
+    """Warm up, send every prompt, and summarize. Raises ConfigError or ServerError before the first request."""
     target, traffic = benchmark.target, benchmark.traffic
     card, vocabulary = await _resolve(benchmark)
     prompts = _prompts(benchmark, vocabulary)
@@ -115,7 +115,7 @@ async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
 
 
 def arrival_times_s(traffic: Traffic) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Seconds after the start at which each request arrives; ascending.
+    """Return the arrival time of each request, in seconds after the start, ascending.
 
     Gaps are gamma distributed with shape `burstiness` (1: a Poisson process) and mean 1 / rate. At a constant
     rate they are scaled so that the last request arrives at num_prompts / rate whatever the seed.
@@ -139,7 +139,7 @@ async def measure(
     max_concurrency: int | None,
     advance: Advance,
 ) -> Measured:
-    """`send_all`, and how busy the client was with it."""
+    """Run `send_all` and measure the client's load."""
     start_s = time.perf_counter()
     async with watch_client() as load:
         records = await send_all(send, requests, arrivals_s, max_concurrency, advance)
@@ -154,9 +154,9 @@ async def send_all(
     max_concurrency: int | None,
     advance: Advance = lambda: None,
 ) -> list[RequestRecord]:
-    """Send each request at its arrival time, or once fewer than `max_concurrency` fly; records in order.
+    """Send each request at its arrival time, or later when fewer than `max_concurrency` are in flight.
 
-    A request is taken from `requests` before its arrival is waited for, so making it then costs no time that counts.
+    Return records in order. Each request is made before its arrival time, so making it delays nothing.
     """
     _raise_open_file_limit()
     slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
@@ -179,7 +179,7 @@ async def send_all(
 
 @contextlib.asynccontextmanager
 async def watch_client() -> AsyncIterator[ClientLoad]:
-    """Measure the client while the body runs; the load is complete after it."""
+    """Measure the client's load while the body runs. The load is complete after the body."""
     load = ClientLoad()
     watcher = asyncio.create_task(_record_lags(load.lags_s))
     wall_s, cpu_s, wait_s = time.perf_counter(), time.process_time(), _core_wait_s()
@@ -193,7 +193,7 @@ async def watch_client() -> AsyncIterator[ClientLoad]:
 
 
 def _core_wait_s() -> float:
-    """Seconds that this thread has been runnable without a core; 0 where the kernel does not tell."""
+    """Return the seconds that this thread was runnable without a core; 0 if the kernel does not report it."""
     try:
         return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -208,7 +208,7 @@ async def _record_lags(lags_s: list[float]) -> None:
 
 
 async def _resolve(benchmark: Benchmark) -> tuple[ModelCard, Vocabulary | None]:
-    """The model to ask for and the vocabulary to draw from; asks the server only for what was not given."""
+    """Return the model's name and the vocabulary. Ask the server only for values that the options lack."""
     target = benchmark.target
     vocabulary = None
     if benchmark.tokenizer is not None:
@@ -228,7 +228,7 @@ async def _resolve(benchmark: Benchmark) -> tuple[ModelCard, Vocabulary | None]:
 
 
 def _prompts(benchmark: Benchmark, vocabulary: Vocabulary | None) -> list[Prompt]:
-    """The measured prompts, then those of the warm-up: from the same data set, never measured again."""
+    """Return the measured prompts, then the warm-up's: from the same data set, but not the same prompts."""
     traffic = benchmark.traffic
     prompts = benchmark.dataset.prompts(traffic.num_prompts + traffic.num_warmups, traffic.seed, vocabulary)
     if benchmark.target.backend == "openai":
@@ -243,7 +243,7 @@ def _warm_up_warnings(records: Sequence[RequestRecord]) -> list[str]:
 
 
 def _raise_open_file_limit() -> None:
-    """Every request in flight holds a socket, and the usual soft limit is 1024."""
+    """Raise the limit of open files: each request in flight has a socket, and the usual soft limit is 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,8 +1,7 @@
-"""Virtual time: the real scheduler and KV manager serve a trace on a machine that is only a time model.
+"""Simulate in virtual time: the real scheduler and KV manager serve a trace on a modelled machine.
 
-There is no worker, no backend and no KV: a step takes as long as `TimeModel` says, a transfer between tiers as long as
-`VirtualTransfers` says. Steps sample tokens that no other request and no other position has, so that an output is
-shared with nothing but the request's own continuation.
+There is no worker, no backend and no KV. `TimeModel` gives the time of a step, `VirtualTransfers` that of a transfer
+between tiers. Sampled tokens are unique to request and position, so only the request itself can hit its output.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.util import ceil_div
 
 PROMPT_VOCABULARY = 150_000
-"""Prompts are made of ids below this, outputs of ids from it on."""
+"""Prompts have ids below this, outputs ids from it on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ class TimeModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A replica to simulate: how many tokens each tier holds, and the scheduler's limits; 0 tokens: no such tier."""
+    """A replica to simulate: the tokens that each tier holds (0: no such tier), and the scheduler's limits."""
 
     block_size: int
     device_tokens: int
@@ -78,12 +77,12 @@ class Machine:
 
     @property
     def num_tokens(self) -> int:
-        """Of all tiers."""
+        """Number of tokens that all tiers hold."""
         return self.device_tokens + self.host_tokens + self.disk_tokens
 
     @property
     def group(self) -> KVCacheGroupSpec:
-        """Keys and values of full history, with the bytes of Qwen3-0.6B in bfloat16: 112 KiB for a token."""
+        """A KV group of full history with the bytes of Qwen3-0.6B in bfloat16: 112 KiB per token."""
         rows = KVTensorSpec(name="kv", layers=tuple(range(28)), dtype="bfloat16", row_shape=(2 * 8 * 128,))
         return KVCacheGroupSpec(name="kv", kind="full", tensors=(rows,), block_size=self.block_size)
 
@@ -96,7 +95,7 @@ class Machine:
         return tuple(TierConfig(tier=tier, size_bytes=n * block_bytes, num_slots=(n,)) for tier, n in slots)
 
     def engine_config(self, max_model_len: int) -> EngineConfig:
-        """For requests of up to `max_model_len` tokens; raises ConfigError when one does not fit on the device."""
+        """Return the configuration for requests of up to `max_model_len` tokens. Raises ConfigError if too long."""
         needed = ceil_div(max_model_len, self.block_size)
         num_blocks = self.device_tokens // self.block_size
         if needed > num_blocks:
@@ -120,7 +119,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """Records in the order of the trace; `duration_s` is virtual."""
+    """The result of a simulation: records in the order of the trace. `duration_s` is virtual."""
 
     records: list[RequestRecord]
     duration_s: float
@@ -129,9 +128,9 @@ class Simulated:
 
 
 class VirtualWorker:
-    """Stands in for a worker: owns of each row what a plan leaves unsaid, and makes its tokens up.
+    """A stand-in for a worker. Owns the state of rows that plans do not carry, and makes up tokens.
 
-    A request's tokens are `seed`, `seed + 1`, ...: whoever adds requests gives each a range of its own.
+    A request's tokens are `seed`, `seed + 1`, ...; the caller gives each request a range of its own.
     """
 
     def __init__(self, max_num_seqs: int, time: TimeModel) -> None:
@@ -140,7 +139,7 @@ class VirtualWorker:
         self._next_token: NDArray[np.int64] = np.zeros(max_num_seqs, np.int64)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """A row samples when the step computes its last known token."""
+        """Execute a plan. A row samples when the step computes its last known token."""
         for new in plan.new_rows:
             num_tokens = len(new.token_ids) // 4
             self._missing[new.row] = num_tokens - new.num_computed
@@ -162,7 +161,7 @@ class VirtualWorker:
 
 
 class Simulator:
-    """Owner of one replica in virtual time. `run` serves the trace once; requests arrive at the trace's times."""
+    """Owns one replica in virtual time. `run` serves the trace once, with requests at the trace's times."""
 
     def __init__(self, trace: Trace, machine: Machine, seed: int = 0) -> None:
         config = machine.engine_config(trace.longest)
@@ -179,7 +178,7 @@ class Simulator:
         self._now_s = 0.0
 
     def run(self, advance: Advance = lambda: None) -> Simulated:
-        """Calls `advance` once per finished request."""
+        """Serve the trace. Call `advance` once per finished request."""
         while len(self._records) < len(self._trace.requests) or self._scheduler.has_work:
             self._take_arrivals()
             plan, _ = self._scheduler.plan(self._now_s)
@@ -203,14 +202,14 @@ class Simulator:
         )
 
     def _next_event_s(self) -> float:
-        """When something can happen that a scheduler with nothing to run waits for."""
+        """Return the time of the next event that an idle scheduler waits for: an arrival or the end of a transfer."""
         requests, arrived = self._trace.requests, len(self._records)
         event_s = min(self._transfers.next_s, requests[arrived].arrival_s if arrived < len(requests) else math.inf)
         assert event_s < math.inf, "the scheduler runs nothing, and nothing will change that"
         return event_s
 
     def _move_to(self, end_s: float) -> None:
-        """Let time pass; transfers that end meanwhile are taken in, and may begin others, at once."""
+        """Advance the time. Handle transfers that end meanwhile at once; they may start others."""
         while self._transfers.next_s <= end_s:
             self._now_s = self._transfers.next_s
             self._scheduler.transferred(self._transfers.due(self._now_s), self._now_s)
@@ -218,14 +217,14 @@ class Simulator:
         self._now_s = end_s
 
     def _begin_transfers(self) -> None:
-        """Start what the tiers want moved. With one step at a time no load has to wait for an earlier step."""
+        """Start due transfers. With one step at a time, no load waits for an earlier step."""
         transfers = self._scheduler.take_transfers(self._now_s)
         for job in transfers.jobs if transfers else ():
             num_blocks = len(unpack_ids(job.blocks))
             self._transfers.submit(job, num_blocks * self._block_bytes, self._now_s)
 
     def _take_arrivals(self) -> None:
-        """Add the requests that have arrived by now; their prompts are made only here."""
+        """Add the requests that have arrived by now. Make their prompts only here, to save memory."""
         requests = self._trace.requests
         while len(self._records) < len(requests):
             request = requests[len(self._records)]
@@ -248,7 +247,7 @@ class Simulator:
         self._records.append(RequestRecord(prompt_tokens=request.input_len, start_s=request.arrival_s))
 
     def _take_output(self, output: RequestOutput) -> None:
-        """Every output has one token; the last one says what was cached."""
+        """Record an output. Each has one token; the last one has the numbers of cached tokens."""
         record = self._records[int(output.request_id)]
         latency_s = self._now_s - record.start_s
         if record.output_tokens:

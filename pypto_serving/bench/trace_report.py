@@ -1,4 +1,4 @@
-"""Replays of a trace as a table and as plots: hit rate by tier and time to first token."""
+"""Render replays of a trace as a table and as plots: hit rate by tier and time to first token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Values = np.ndarray[Any, Any]
 
 
 def render_sweep(tier: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """One line per size: hit rates by tier, those of an LRU cache as large and of an infinite one, latencies."""
+    """Render one line per size: hit rates by tier and of LRU caches (same size, infinite), and latencies."""
     tiers = [name for name in TIERS if any(name in r["hit_rate_by_tier"] for r in results)]
     shown = tiers if len(tiers) > 1 else []
     head = [f"{tier} tokens", "hit rate", *shown, "LRU", "infinite", "median TTFT s", "p99 TTFT s", "output tok/s"]
@@ -36,7 +36,7 @@ def render_sweep(tier: str, results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def format_tokens(count: int) -> str:
-    """`4M` for 4,000,000, `1048.576k` for 1,048,576: no digit is lost."""
+    """Format 4,000,000 as `4M` and 1,048,576 as `1048.576k`, without losing a digit."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= size and count % (size // 1000) == 0:
             return f"{count / size:.10g}{unit}"
@@ -48,7 +48,7 @@ def _seconds(value_ms: float | None) -> str:
 
 
 def plot_sweep(tier: str, results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Hit rate by tier, with both bounds, above time to first token; over the size. Raises ConfigError."""
+    """Plot hit rate by tier with both LRU bounds, and time to first token, over the size. Raises ConfigError."""
     figure = new_figure(8, 6)
     rates, ttfts = figure.subplots(2, 1, sharex=True)
     places = range(len(results))
@@ -72,7 +72,7 @@ def plot_sweep(tier: str, results: Sequence[Mapping[str, Any]], path: Path) -> N
 
 
 def plot_run(trace: Trace, outcome: Outcome, path: Path) -> None:
-    """Hit rate by tier, of requests that arrived after each other, and time to first token. Raises ConfigError."""
+    """Plot hit rate by tier and time to first token over the requests, by arrival. Raises ConfigError."""
     figure = new_figure(9, 6)
     rates, ttfts = figure.subplots(2, 1, sharex=True)
     arrivals_s = np.array([request.arrival_s for request in trace.requests])
@@ -94,7 +94,7 @@ def plot_run(trace: Trace, outcome: Outcome, path: Path) -> None:
 
 
 def _num_windows(num_requests: int) -> int:
-    """So many that each has ten requests, at most 60."""
+    """Return the number of windows: ten requests each, at most 60 windows."""
     return max(1, min(60, num_requests // 10))
 
 
@@ -108,7 +108,7 @@ def _log_seconds(axes: Any) -> None:
 
 
 def _cached(records: Sequence[RequestRecord]) -> dict[str, Values]:
-    """Cached tokens of each record, by tier where something came from one."""
+    """Return the cached tokens of each record, by tier, for tiers with any."""
     tiers = [tier for tier in TIERS if any(record.cached_by_tier.get(tier) for record in records)]
     if not tiers:
         return {"cache": np.array([record.cached_tokens or 0 for record in records])}
@@ -116,6 +116,6 @@ def _cached(records: Sequence[RequestRecord]) -> dict[str, Values]:
 
 
 def _share(windows: Values, parts: Values, wholes: Values) -> Values:
-    """Per cent of the sum of `parts` in that of `wholes`, in each window; 0 where nothing is."""
+    """Return the sum of `parts` in % of the sum of `wholes` for each window; 0 for empty windows."""
     part, whole = np.bincount(windows, parts), np.bincount(windows, wholes)
     return 100 * part / np.maximum(whole, 1)

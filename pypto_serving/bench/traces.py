@@ -1,8 +1,8 @@
-"""Request traces in Mooncake's format: loading, taking a part, scaling, and token ids with exactly the trace's reuse.
+"""Load, cut and scale request traces in Mooncake's format. Make token ids with exactly the trace's reuse.
 
-A line is a JSON object: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, `hash_ids` with one
-id for every 512 prompt tokens, the last of which may be cut. Equal ids mean equal tokens behind an equal prefix
-(Qin et al., Mooncake, FAST 2025).
+A line is a JSON object: `timestamp` in milliseconds, `input_length` and `output_length` in tokens, and `hash_ids` with
+one id per 512 prompt tokens; the last block may be partial. Equal ids mean equal tokens behind an equal prefix (Qin et
+al., Mooncake, FAST 2025).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Line(msgspec.Struct):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request; seconds after the first one, lengths in tokens, both at least 1."""
+    """One request: arrival in seconds after the first request, lengths in tokens, both at least 1."""
 
     arrival_s: float
     input_len: int
@@ -47,7 +47,7 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Requests in order of arrival, each with one hash id for every `block_size` prompt tokens."""
+    """Requests in order of arrival, each with one hash id per `block_size` prompt tokens."""
 
     requests: tuple[TraceRequest, ...]
     block_size: int = TRACE_BLOCK
@@ -62,7 +62,7 @@ class Trace:
         return sum(r.input_len for r in self.requests)
 
     def head(self, count: int | None, duration_s: float | None) -> Trace:
-        """The first `count` requests, of those that arrive within the first `duration_s` seconds."""
+        """Return the first `count` requests that arrive within the first `duration_s` seconds."""
         if count is not None:
             require_int("--requests", count, 1)
         if duration_s is not None:
@@ -71,9 +71,9 @@ class Trace:
         return replace(self, requests=tuple(r for r in self.requests[:count] if r.arrival_s < limit_s))
 
     def scaled(self, scale: Fraction) -> Trace:
-        """All lengths times `scale`, rounded up, and the same hash ids over blocks of as many tokens fewer or more.
+        """Multiply all lengths by `scale`, rounded up. Blocks scale alike, with the same hash ids.
 
-        Raises ConfigError unless a block becomes a whole number of tokens.
+        Raises ConfigError unless the scaled block has a whole number of tokens.
         """
         size = self.block_size * scale
         if size.denominator != 1 or not 1 <= size < 1 << _MAX_BLOCK_BITS:
@@ -85,14 +85,14 @@ class Trace:
         return Trace(requests=requests, block_size=size.numerator)
 
     def faster(self, speedup: float) -> Trace:
-        """The same requests with the time between arrivals divided by `speedup`."""
+        """Divide the times between arrivals by `speedup`."""
         require_positive("--speedup", speedup)
         return replace(
             self, requests=tuple(msgspec.structs.replace(r, arrival_s=r.arrival_s / speedup) for r in self.requests)
         )
 
     def token_ids(self, request: TraceRequest, seed: int, vocab_size: int) -> Int32Array:
-        """The prompt, int32 [input_len]: token i of a block is a hash of (seed, hash id, i), below `vocab_size`."""
+        """Make the prompt, int32 [input_len]: token i of a block is hash(seed, hash id, i), below `vocab_size`."""
         blocks = np.array(request.hash_ids, dtype=np.uint64)[:, None] << np.uint64(_MAX_BLOCK_BITS)
         counters: NDArray[np.uint64] = blocks | np.arange(self.block_size, dtype=np.uint64)
         counters += _mix(np.array([seed], dtype=np.uint64))
@@ -101,7 +101,7 @@ class Trace:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's step and finaliser (Steele, Lea, Flood 2014): as a function of a counter, a one-to-one hash."""
+    """Hash counters one to one with SplitMix64's step and finaliser (Steele, Lea, Flood 2014)."""
     z = values + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -113,7 +113,7 @@ def _times(length: int, scale: Fraction) -> int:
 
 
 def parse_scale(text: str) -> Fraction:
-    """`1/16` or `0.0625` as an exact number above 0; raises ConfigError."""
+    """Parse `1/16` or `0.0625` to an exact number above 0. Raises ConfigError."""
     try:
         scale = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -124,7 +124,7 @@ def parse_scale(text: str) -> Fraction:
 
 
 def load_trace(path: Path) -> Trace:
-    """All requests of a file in Mooncake's format; raises ConfigError that names the first bad line."""
+    """Load all requests of a file in Mooncake's format. Raises ConfigError that names the first bad line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -167,10 +167,10 @@ def _parse(where: str, line: bytes) -> _Line:
 
 
 def lru_hits(trace: Trace, capacity: float, block_size: int = 1) -> list[int]:
-    """For each request the prompt tokens that an LRU cache of `capacity` tokens holds, one request after the other.
+    """Return for each request the prompt tokens that hit in an LRU cache of `capacity` tokens.
 
-    The bound for an engine that keeps prompts in blocks of `block_size` tokens: all tokens of a prompt but one count at
-    most, in whole blocks. Outputs take no room, and what is in use needs none. `capacity` may be infinite.
+    Requests run one after the other. This bounds an engine with blocks of `block_size` tokens: only whole blocks hit,
+    and at most all tokens of a prompt but one. Outputs and blocks in use take no space. `capacity` may be infinite.
     """
     limits = [request.input_len - 1 for request in trace.requests]
     runs = [blocks * trace.block_size for blocks in _lru_runs(trace, capacity)]
@@ -178,7 +178,7 @@ def lru_hits(trace: Trace, capacity: float, block_size: int = 1) -> list[int]:
 
 
 def _lru_runs(trace: Trace, capacity: float) -> Iterator[int]:
-    """For each request the number of its blocks, from the first one on, that the cache holds when it comes."""
+    """Return for each request how many of its first blocks are cached when it arrives."""
     cache: OrderedDict[int, None] = OrderedDict()
     for request in trace.requests:
         run = next((i for i, h in enumerate(request.hash_ids) if h not in cache), len(request.hash_ids))

@@ -1,4 +1,4 @@
-"""How long moving KV blocks between tiers takes, in virtual time."""
+"""Model the time of KV transfers between tiers, in virtual time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INT32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TierSpeed:
-    """A job of n bytes takes `latency_s + n / bytes_per_s` seconds, in either direction."""
+    """The speed of a tier: a job of n bytes takes `latency_s + n / bytes_per_s` seconds, in either direction."""
 
     latency_s: float
     bytes_per_s: float
@@ -29,10 +29,10 @@ SPEEDS: Mapping[Tier, TierSpeed] = {
 
 
 class VirtualTransfers:
-    """Owner of the transfers under way: each tier does one job at a time per kind, in order of submission.
+    """Owns the running transfers. Each tier does one job at a time per kind, in order of submission.
 
-    Loads, stores and finds of one tier do not wait for each other. A job moves all of its pieces. Nobody else writes
-    to a tier in virtual time, so a `find` finds nothing, and takes the latency alone.
+    Loads, stores and finds of one tier do not wait for each other. A job moves all of its pieces. Only this
+    engine writes to a tier in virtual time, so a `find` finds nothing and takes only the latency.
     """
 
     def __init__(self, speeds: Mapping[Tier, TierSpeed] = SPEEDS) -> None:
@@ -42,7 +42,7 @@ class VirtualTransfers:
         self._num_submitted = 0
 
     def submit(self, job: TransferJob, num_bytes: int, now_s: float) -> None:
-        """Queue a job that moves `num_bytes` in all. Raises KeyError for a tier without a speed."""
+        """Queue a job of `num_bytes` in total. Raises KeyError for a tier without a speed."""
         speed, lane = self._speeds[job.tier], (job.tier, job.kind)
         moved = 0 if job.kind == "find" else num_bytes
         elapsed_s = speed.latency_s + moved / speed.bytes_per_s
@@ -54,7 +54,7 @@ class VirtualTransfers:
         heapq.heappush(self._pending, (end_s, self._num_submitted, done))
 
     def due(self, now_s: float) -> list[TransferDone]:
-        """Remove and return the jobs that have ended by `now_s`, in the order in which they ended."""
+        """Remove and return the jobs that have ended by `now_s`, in order of their end."""
         ended = []
         while self._pending and self._pending[0][0] <= now_s:
             ended.append(heapq.heappop(self._pending)[2])
@@ -62,5 +62,5 @@ class VirtualTransfers:
 
     @property
     def next_s(self) -> float:
-        """When the next job ends; infinite when none is under way."""
+        """Return when the next job ends; infinite if none is running."""
         return self._pending[0][0] if self._pending else math.inf

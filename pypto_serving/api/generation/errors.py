@@ -12,3 +12,4 @@ class EngineFaultError(RequestFailedError):
     def __init__(self, fault: RequestFault) -> None:
         super().__init__(fault.message, code=fault.code)
         self.fault = fault
+        self.status = fault.status
