@@ -296,7 +296,7 @@ struct Pages {
 constexpr int kMaxLatent = 512;
 constexpr int kMaxLatentHeads = 128;
 
-// RMSNorm over `dim` (skipped where eps < 0) with a weight (null: ones) and `scale`, then RoPE of the trailing `rope_dim`
+// RMSNorm over `dim` (none where eps < 0) with a weight (null: ones) and `scale`, then RoPE of the trailing `rope_dim`
 // dimensions in interleaved pairs; cos, sin [positions, rope_dim / 2].
 struct NormRopeParams {
   const float *weight, *cos, *sin;

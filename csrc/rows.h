@@ -208,8 +208,8 @@ static void embed(const Embed& op, const Step& step, Member& member) {
 
 // RMSNorm of one head, then RoPE in NeoX style (Su et al. 2021, arXiv:2104.09864): the pair (i, i + dim / 2) is rotated
 // by the i-th angle of the position.
-INLINE void turn(const float* x, const float* weight, const float* cos, const float* sin, int64_t dim, float eps,
-                 float* out) {
+INLINE void norm_rope_neox(const float* x, const float* weight, const float* cos, const float* sin, int64_t dim,
+                           float eps, float* out) {
   const float scale = inverse_rms(x, dim, eps);
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
@@ -256,13 +256,13 @@ static void qk_norm_rope(const QkNormRope& op, const Step& step, Member& member)
       const int64_t block = slots[t] / cache.size, offset = slots[t] % cache.size;
       const bool last = t + 1 == step.tokens || slots[t + 1] != slots[t] + 1;
       for (int64_t head = 0; head < op.heads; head++) {
-        turn(x + head * dim, op.weights + head * dim, cos, sin, dim, op.eps, rotated);
+        norm_rope_neox(x + head * dim, op.weights + head * dim, cos, sin, dim, op.eps, rotated);
         bf16* out = op.queries + (t * op.heads + head) * dim;
         for (int64_t i = 0; i < dim; i += kLanes) store_narrow(out + i, load(rotated + i));
       }
       for (int64_t head = 0; head < cache.kv_heads; head++) {
         const int64_t key = op.heads + head;
-        turn(x + key * dim, op.weights + key * dim, cos, sin, dim, op.eps, rotated);
+        norm_rope_neox(x + key * dim, op.weights + key * dim, cos, sin, dim, op.eps, rotated);
         store_key(cache, block, offset, head, rotated);
         store_value(cache, block, offset, head, x + (key + cache.kv_heads) * dim, last);
       }
