@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ DispatchKind = Literal["mixed", "prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """Persistent, padded input buffers of one dispatch, all int32. T = max_num_batched_tokens, R = number of rows.
+    """Persistent, padded input buffers of one dispatch, all int32: R rows, and T tokens with room for padding.
 
     R is max_num_seqs, or the largest number of rows that dispatches are padded to. `block_tables[g]` has shape
     [R, max blocks of group g per sequence], `slot_mapping[g]` shape [T].
@@ -51,8 +51,9 @@ class StepBuffers:
     @classmethod
     def in_host_memory(cls, groups: tuple[KVCacheGroupSpec, ...], limits: BackendLimits) -> StepBuffers:
         """Allocate zeroed buffers in ordinary host memory."""
-        rows = max(limits.max_num_seqs, *limits.traits.padded_rows, 0)
-        tokens = max(limits.max_num_batched_tokens, rows)
+        padded = max(limits.traits.padded_rows, default=0)
+        rows = max(limits.max_num_seqs, padded)
+        tokens = limits.max_num_batched_tokens + padded
 
         def zeros(*shape: int) -> Int32Array:
             return np.zeros(shape, dtype=np.int32)
@@ -98,7 +99,8 @@ class StepInputs:
         ids.
     pending [k]: rows (indices into r) whose last step was not collected when this one was packed. The device replaces
         their first token by the last one that it sampled for the row. Positions, slots and lengths assume that every
-        draft in flight is accepted; the device moves them back by the number of rejected ones.
+        draft in flight is accepted; the device moves them back by the number of rejected ones. If it found no token
+        for the row, because the logits were not finite, it computes token 0 instead; the result is dropped.
     """
 
     token_ids: Int32Array
@@ -117,20 +119,38 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingInputs:
-    """Sampling parameters for a device: one entry per sampling row of a dispatch, n in all, in row order.
+class LogitAdjustments:
+    """Changes to the logits of the n rows that sample, before a token is chosen. Apply biases, then masks and bans.
 
-    Order of application: biases, bans and masks on the logits, then `draws` as in Sampler. Log-probabilities are those
-    of the raw logits. If bans and masks leave no token, they are ignored.
+    If masks and bans leave a row no token, they are ignored.
+
+    bias_starts [n + 1], bias_ids, bias_values: float32 added to logits; row i owns [starts[i], starts[i + 1]).
+    masks [m, ceil(vocab / 32)] uint32: bit v % 32 of word v // 32 allows token v; mask_rows [n]: row of `masks`, or -1.
+    banned_starts [n + 1], banned_ids: ids that row i cannot choose at positions below banned_until[i].
+    """
+
+    bias_starts: Int32Array
+    bias_ids: Int32Array
+    bias_values: Float32Array
+    masks: NDArray[np.uint32]
+    mask_rows: Int32Array
+    banned_starts: Int32Array
+    banned_ids: Int32Array
+    banned_until: Int32Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingInputs:
+    """How a device samples: one entry for each of the n rows of a dispatch that sample, in row order.
+
+    Log-probabilities are those of the logits before any adjustment.
 
     owners [n]: the row, an index into the r rows of StepInputs.
-    draws [n]: DRAWs; `random` is for position `positions[i]` only: the first number of
-        Philox4x32-10(seed, choice, position), see `backend/philox.py`.
+    draws [n]: DRAWs; `random` belongs to position `positions[i]` and is the first number of
+        Philox4x32-10(seed, choice, position), see `backend/philox.py`. Other positions have others.
     seeds, choices [n] uint64; positions [n]: absolute position of the first token to sample.
-    banned_starts [n + 1], banned_ids: ids that row i cannot choose at positions below banned_until[i].
-    bias_starts [n + 1], bias_ids, bias_values: float32 added to logits.
-    masks [m, ceil(vocab / 32)] uint32: bit v % 32 of word v // 32 allows token v; mask_rows [n]: row of `masks`, or -1.
-    num_logprobs [n]: how many top log-probabilities to return besides the token's own; -1 for none at all.
+    num_logprobs [n]: how many of the best log-probabilities to return beside that of the token; -1 for none at all.
+    adjustments: None if no row has any.
     """
 
     owners: Int32Array
@@ -138,15 +158,8 @@ class SamplingInputs:
     seeds: UInt64Array
     choices: UInt64Array
     positions: Int32Array
-    banned_starts: Int32Array
-    banned_ids: Int32Array
-    banned_until: Int32Array
-    bias_starts: Int32Array
-    bias_ids: Int32Array
-    bias_values: Float32Array
-    masks: NDArray[np.uint32]
-    mask_rows: Int32Array
     num_logprobs: Int32Array
+    adjustments: LogitAdjustments | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,5 +234,5 @@ class Backend(ABC):
         """Pin the calling thread to a CPU, if that helps. The main thread of a worker process calls this once."""
 
     @abstractmethod
-    def prepare(self, progress: Progress) -> Any:
+    def prepare(self, progress: Progress) -> Program:
         """Load weights, allocate the KV memory, and return the Program. Raises ModelError or ConfigError."""

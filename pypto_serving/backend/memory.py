@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-BlockBytes = NDArray[np.uint8]
-"""The content of one block of one group, uint8 [block_bytes]: all of its layers lie together."""
+from pypto_serving.types.arrays import BlockBytes
 
 
 class BlockMemory(Protocol):

@@ -47,7 +47,7 @@ class EngineCore:
     ) -> None:
         self.config = config
         events = None if publisher is None else EventLog()
-        kv = KVCacheManager(
+        self._kv = KVCacheManager(
             config.groups,
             config.num_blocks,
             prefix_caching=config.enable_prefix_caching,
@@ -55,7 +55,7 @@ class EngineCore:
             store_policy=config.kv_store,
             events=events,
         )
-        self.scheduler = Scheduler(config, kv)
+        self.scheduler = Scheduler(config, self._kv)
         self._publisher = publisher
         self.stopping = False
         self._api = api
@@ -79,7 +79,7 @@ class EngineCore:
             self._handle(event, now_s)
         if self._ready:
             self._plan_ahead(now_s)
-        if self._publisher is not None and (kv_events := self.scheduler.kv.take_events()):
+        if self._publisher is not None and (kv_events := self._kv.take_events()):
             self._publisher.publish(kv_events, now_s)
         self._report(now_s)
 
@@ -91,7 +91,7 @@ class EngineCore:
         elif isinstance(message, AbortRequests):
             self._outputs += self.scheduler.abort(message.request_ids)
         elif isinstance(message, ClearCache):
-            self.scheduler.kv.clear(message.tiers)
+            self._kv.clear(message.tiers)
         elif isinstance(message, ShutdownCore):
             self._outputs += self.scheduler.fail_all(SHUTTING_DOWN, self._clock.now())
             self.stopping = True
@@ -194,14 +194,14 @@ class EngineCore:
             generation_tokens=counters.generation_tokens,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
-            kv_usage=self.scheduler.kv.usage(),
-            tiers=self.scheduler.kv.tier_stats(),
+            kv_usage=self._kv.usage(),
+            tiers=self._kv.tier_stats(),
         )
 
     @property
     def at_rest(self) -> bool:
         """Whether the core can end without losing blocks: no store to a lower tier runs or is due."""
-        return not self._ready or self.scheduler.kv.is_idle(self._clock.now())
+        return not self._ready or self._kv.is_idle(self._clock.now())
 
     def check(self) -> None:
         """Assert that nothing leaked in any owner."""

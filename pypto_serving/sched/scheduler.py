@@ -139,11 +139,18 @@ class Scheduler:
         return (self._dispatch(step) if step.scheduled else None), expired
 
     def _schedule_running(self, step: Step) -> None:
-        """Schedule decodes first, less the share of the budget that is kept for prompts; then prompts."""
+        """Schedule decodes first, less the share of the budget that is kept for prompts; then prompts.
+
+        A decode that finds no blocks takes nothing of the budget: the next one is tried. Drafts get what is left when
+        every decode has its own token.
+        """
         decodes, prompts = decodes_and_prompts(self._running.values())
         head = prompts[0] if prompts else self._waiting.peek() if self._free_rows else None
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
-        for request in decodes[: max(0, decode_budget)]:
+        step.draft_budget = max(0, decode_budget - len(decodes))
+        for request in decodes:
+            if len(step.scheduled) >= decode_budget:
+                break
             self._schedule(step, request, 1)
         for request in prompts:
             self._schedule(step, request, request.num_uncomputed_tokens)

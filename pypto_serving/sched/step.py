@@ -56,13 +56,15 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
 class Step:
     """A step that is being planned, then in flight. Owned by the Scheduler.
 
-    `budget` is the number of tokens left to schedule. `new_blocks` has one list per KV group: row, block id, row, ...
+    `budget` is the number of tokens left to schedule, `draft_budget` the part of it that drafts may take. `new_blocks`
+    has one list per KV group: row, block id, row, ...
     """
 
     def __init__(self, step_id: int, now_s: float, budget: int, num_groups: int) -> None:
         self.step_id = step_id
         self.now_s = now_s
         self.budget = budget
+        self.draft_budget = 0
         self.scheduled: list[Scheduled] = []
         self.requests: set[str] = set()
         self.preempted: set[str] = set()
@@ -74,6 +76,7 @@ class Step:
     def add(self, entry: Scheduled) -> None:
         """Add the tokens of a request and take them from the budget."""
         self.budget -= entry.count + entry.num_drafts
+        self.draft_budget -= entry.num_drafts
         self.has_drafts |= entry.num_drafts > 0
         self.requests.add(entry.request.id)
         self.scheduled.append(entry)

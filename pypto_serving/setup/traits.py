@@ -18,12 +18,13 @@ def check_traits(options: Options, engine: EngineConfig) -> None:
             f"{label} is {engine.max_num_seqs}, but the {engine.backend} backend computes at most {rows} sequences at "
             f"once; give at most {rows}"
         )
-    for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
+    beside_decodes = chunk + 1 if chunk > 1 else 1
+    for name, least in (("max_num_batched_tokens", beside_decodes), ("long_prefill_token_threshold", chunk)):
         value = getattr(engine, name)
-        if engine.enable_chunked_prefill and 0 < value < chunk:
+        if engine.enable_chunked_prefill and 0 < value < least:
             raise ConfigError(
                 f"{options.label(name)} is {value}, but the {engine.backend} backend computes prompts in chunks of "
-                f"{chunk} tokens; give at least {chunk}"
+                f"{chunk} tokens; give at least {least}"
             )
     if resume_step(engine.groups) % chunk:
         raise ConfigError(

@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import TierInventory
-
-BlockBytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import xxhash
 
-from pypto_serving.store.base import BlockBytes
+from pypto_serving.types.arrays import BlockBytes
 
 DIGEST_BYTES = 16
 

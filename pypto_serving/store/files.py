@@ -20,11 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pypto_serving.store.base import BlockBytes, Piece
+from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
 from pypto_serving.store.faults import FULL, GONE, Faults, reason_of
 from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable
 from pypto_serving.store.slab import sync_folder
+from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import KEY_BYTES, TierInventory
 from pypto_serving.util import Clock, MonotonicClock
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pypto_serving.store.base import BlockBytes, Piece
+from pypto_serving.store.base import Piece
 from pypto_serving.store.faults import Faults, reason_of
+from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT, TierInventory
 from pypto_serving.util import MonotonicClock, ceil_div, write_at
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.store.base import BlockBytes, Piece
+from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import digest
 from pypto_serving.store.faults import reason_of
 from pypto_serving.store.files import block_files, read_block
@@ -29,6 +29,7 @@ from pypto_serving.store.folder import (
 )
 from pypto_serving.store.index import RECORD_BYTES, SlotTable
 from pypto_serving.store.slab import Slab, stride_of
+from pypto_serving.types.arrays import BlockBytes
 
 Report = Callable[[int, int], None]
 """Called with the blocks done so far and the number of all."""

@@ -20,9 +20,10 @@ import numpy as np
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Child, ChildFault, SocketChannel
-from pypto_serving.store.base import BlockBytes, Piece
+from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
 from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
+from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.pool_url import parse_pool_url
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.util import Clock, MonotonicClock, ceil_div, parse_size

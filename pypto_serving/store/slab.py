@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.store.base import BlockBytes
+from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT
 from pypto_serving.util import ceil_div
 

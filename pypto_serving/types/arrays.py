@@ -15,3 +15,5 @@ BFloat16Array = NDArray[np.uint16]
 """bfloat16 as uint16 bits, since numpy has no bfloat16."""
 PairArray = NDArray[np.uint32]
 """Two bfloat16 or four bytes of one row, which a product reads at once."""
+BlockBytes = NDArray[np.uint8]
+"""The content of one KV block of one group, uint8 [block_bytes]: all of its layers lie together."""

@@ -48,7 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
     kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
     traits: what programs of the backend can do.
-    num_drafts: draft tokens of a row in one step.
+    num_drafts: draft tokens of a row in one step; no option sets it yet.
     backend_options: read by the backend alone.
     """
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Mapping
+from typing import SupportsFloat
 
 import msgspec
 
@@ -42,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self._coerce_sequences()
+        self._coerce()
         _require(1 <= self.n <= 128, "n", self.n, "between 1 and 128")
         _require(
             math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
@@ -79,21 +82,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:
-        bias = self.logit_bias
+        bias, allowed = self.logit_bias, self.allowed_token_ids
         _require(len(bias) <= MAX_BIASES, "logit_bias", f"{len(bias)} entries long", f"at most {MAX_BIASES}")
+        _require(all(0 <= i < 2**31 for i in bias), "logit_bias", list(bias)[:8], "a mapping from token ids")
         for token_id, value in bias.items():
-            _require(0 <= token_id < 2**31, "logit_bias", token_id, "a mapping from token ids")
             _require(-100 <= value <= 100, f"logit_bias of {token_id}", value, "between -100 and 100")
-        allowed = self.allowed_token_ids
         _require(len(allowed) <= MAX_BIASES, "allowed_token_ids", f"{len(allowed)} long", f"at most {MAX_BIASES}")
         _require(all(0 <= i < 2**31 for i in allowed), "allowed_token_ids", allowed[:8], "token ids")
 
-    def _coerce_sequences(self) -> None:
-        """Convert a single stop string and lists to tuples."""
+    def _coerce(self) -> None:
+        """Make plain values of what users may write: lists, numbers of numpy, one string. Raises RequestError."""
+
+        def put(name: str, value: object) -> None:
+            msgspec.structs.force_setattr(self, name, value)
+
+        for name in ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
+            if getattr(self, name) is not None:
+                put(name, _whole(name, getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):
+            put(name, _number(name, getattr(self, name)))
         stop: object = self.stop
-        msgspec.structs.force_setattr(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
-        msgspec.structs.force_setattr(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        put("stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            put(name, tuple(_whole(name, token_id) for token_id in getattr(self, name) or ()))
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise RequestError(f"logit_bias is {self.logit_bias!r}, but must be a mapping", param="logit_bias")
+        bias = (self.logit_bias or {}).items()
+        put("logit_bias", {_whole("logit_bias", i): _number("logit_bias", value) for i, value in bias})
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise RequestError(f"{name} has {value!r}, but must have whole numbers", param=name) from None
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
+        raise RequestError(f"{name} has {value!r}, but must have numbers", param=name)
+    return float(value)
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.sampling import MAX_LOGPROBS, RowSampling
 from pypto_serving.types.tier import TierInventory
@@ -110,6 +111,13 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     samples_on_device: bool = False
     max_logprobs: int = MAX_LOGPROBS
     max_drafts: int = 0
+
+    def __post_init__(self) -> None:
+        rows = self.padded_rows
+        if list(rows) != sorted(set(rows)) or (rows and rows[0] < 1):
+            raise ConfigError(f"padded_rows is {rows}, but must ascend from at least 1")
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"chunk_tokens is {self.chunk_tokens}, but must be at least 1")
 
 
 class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

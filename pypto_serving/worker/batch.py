@@ -24,6 +24,7 @@ class Dispatch:
     rows [n]: the rows that sample; owners [n]: their indices in the dispatch.
     positions [n]: the position of the first token that row i samples, if every draft in flight is accepted.
     num_drafts [n]: how many drafts are verified with it; None if no row has drafts.
+    num_logprobs [n]: what a device must return of them, see SamplingInputs; empty if the host samples.
     lives [n]: the lives of the rows, to detect later that a row has a new request; None if no steps are held.
     """
 
@@ -32,6 +33,7 @@ class Dispatch:
     owners: Int32Array
     positions: Int32Array
     num_drafts: Int32Array | None
+    num_logprobs: Int32Array
     lives: Int32Array | None
 
 
@@ -65,8 +67,7 @@ class RowBatch:
         self.num_tokens: Int32Array = np.zeros(rows, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
-        self.prompt_len: Int32Array = np.zeros(rows, dtype=np.int32)
-        self.samplers = RowSamplers(rows)
+        self.samplers = RowSamplers(rows, traits.max_drafts)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
         self._next_layout = 0
@@ -100,7 +101,6 @@ class RowBatch:
         self.num_tokens[new.row] = len(tokens)
         self.num_computed[new.row] = new.num_computed
         self.ahead[new.row] = 0
-        self.prompt_len[new.row] = new.prompt_len
         self._lives[new.row] += 1
         self.samplers.set(new.row, new.sampling, new.prompt_len)
         for group, table, data, ids in zip(self._groups, self._tables, new.blocks, fresh, strict=True):
@@ -149,15 +149,17 @@ class RowBatch:
         if self._holds_steps:
             self.ahead[sampling] += 1 if own is None else 1 + own
         lives = self._lives[sampling] if self._holds_steps else None
-        return Dispatch(inputs, sampling, samples, positions, own, lives)
+        logprobs = self.samplers.num_logprobs(sampling) if self._samples_on_device else NONE
+        return Dispatch(inputs, sampling, samples, positions, own, logprobs, lives)
 
     def _draft(self, rows: Int32Array, known: Int32Array, most: Int32Array) -> Int32Array:
         """Return how many drafts each row gets, at most `most`. Write drafts of the host behind the known tokens."""
         if self._samples_on_device:
             return most
         drafts = np.zeros(len(rows), dtype=np.int32)
-        for i in most.nonzero()[0].tolist() if self._drafter is not None else ():
-            assert self._drafter is not None
+        if self._drafter is None:
+            return drafts
+        for i in most.nonzero()[0].tolist():
             row, end = int(rows[i]), int(known[i])
             proposed = self._drafter.propose(self.tokens[row, :end], int(most[i]))
             self.tokens[row, end : end + len(proposed)] = proposed

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from pypto_serving.backend.base import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import unpack_ids
@@ -68,7 +69,27 @@ class Adjustment:
         return np.packbits(bits, bitorder="little").view("<u4")
 
 
-def ragged(lists: Sequence[Any], dtype: DTypeLike) -> tuple[Int32Array, NDArray[Any]]:
+def pack(found: Sequence[Adjustment | None], masks: Sequence[NDArray[np.uint32] | None]) -> LogitAdjustments:
+    """Lay out the adjustments of n rows as arrays for a device; `masks[i]` are the bits of row i's allowed ids."""
+    bias_starts, bias_ids = _ragged([() if each is None else each.bias_ids for each in found], np.int32)
+    _, bias_values = _ragged([() if each is None else each.bias_values for each in found], np.float32)
+    banned_starts, banned_ids = _ragged([() if each is None else each.banned_ids for each in found], np.int32)
+    masked = [mask for mask in masks if mask is not None]
+    mask_rows = np.full(len(found), -1, np.int32)
+    mask_rows[[i for i, mask in enumerate(masks) if mask is not None]] = np.arange(len(masked))
+    return LogitAdjustments(
+        bias_starts=bias_starts,
+        bias_ids=bias_ids,
+        bias_values=bias_values,
+        masks=np.stack(masked) if masked else np.empty((0, 0), np.uint32),
+        mask_rows=mask_rows,
+        banned_starts=banned_starts,
+        banned_ids=banned_ids,
+        banned_until=np.array([0 if each is None else each.banned_until for each in found], np.int32),
+    )
+
+
+def _ragged(lists: Sequence[Any], dtype: DTypeLike) -> tuple[Int32Array, NDArray[Any]]:
     """Concatenate lists. Return starts int32 [n + 1] and values; list i is values[starts[i] : starts[i + 1]]."""
     starts = np.zeros(len(lists) + 1, np.int32)
     np.cumsum([len(each) for each in lists], out=starts[1:])

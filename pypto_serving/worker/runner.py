@@ -11,6 +11,7 @@ from typing import Protocol
 
 from pypto_serving.backend.base import Program, StepBuffers, StepOutput
 from pypto_serving.backend.numpy_sampler import PlainSampler
+from pypto_serving.errors import ConfigError
 from pypto_serving.types.step import StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
@@ -71,6 +72,10 @@ class Runner:
         self._on_device = program.limits.traits.samples_on_device
         self._held_steps = program.limits.held_steps
         self._steps: deque[_Step] = deque()
+        self._collected_s = 0.0
+        traits = program.limits.traits
+        if traits.max_drafts and not traits.samples_on_device and program.drafter is None:
+            raise ConfigError("the program verifies drafts of the host, but brings no drafter")
         self.batch = RowBatch(program.groups, program.limits, buffers, program.drafter)
 
     @property
@@ -109,16 +114,19 @@ class Runner:
             found.append((dispatch, chosen))
             if output.virtual_s is not None:
                 virtual_s = (virtual_s or 0.0) + output.virtual_s
-        return _result(step, found, virtual_s)
+        now_s = time.perf_counter()
+        elapsed_s = now_s - max(step.started_s, self._collected_s)  # a held step also waits for those before it
+        self._collected_s = now_s
+        return _result(step, found, elapsed_s if virtual_s is None else virtual_s)
 
     def _choose(self, dispatch: Dispatch, output: StepOutput) -> Chosen:
         if output.sampled is not None:
-            return from_device(dispatch, output.sampled, self.batch.samplers.num_logprobs(dispatch.rows))
+            return from_device(dispatch, output.sampled)
         assert output.logits is not None
         return from_logits(dispatch, output.logits, self.batch.samplers, self._sampler)
 
 
-def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], virtual_s: float | None) -> StepResult:
+def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float) -> StepResult:
     """Join the results of a step's dispatches."""
     counts = b""
     if any(chosen.counts is not None for _, chosen in found):
@@ -129,7 +137,7 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], virtual_s: float 
         rows=b"".join(pack_ids(dispatch.rows) for dispatch, _ in found),
         token_ids=b"".join(pack_ids(chosen.token_ids) for _, chosen in found),
         logprobs=[entry for _, chosen in found for entry in chosen.logprobs],
-        elapsed_s=time.perf_counter() - step.started_s if virtual_s is None else virtual_s,
+        elapsed_s=elapsed_s,
         counts=counts,
         faults=[fault for _, chosen in found for fault in chosen.faults],
     )

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.backend.base import SamplingInputs
+from pypto_serving.backend.base import LogitAdjustments, SamplingInputs
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import DRAW, Sampler
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker.logit_adjust import Adjustment, ragged
+from pypto_serving.worker import logit_adjust
+from pypto_serving.worker.logit_adjust import Adjustment
 
 AHEAD = 16
-"""Positions per row whose random numbers are made at once: the cost hardly depends on their number."""
+"""Positions to make random numbers for at once: the cost hardly depends on how many they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,16 @@ class RowSamplers:
     Random numbers, adjusted logits and log-probabilities cost nothing while no row needs them.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, max_drafts: int = 0) -> None:
+        self._ahead = max(AHEAD, 1 + max_drafts)
         self._draws = np.zeros(rows, DRAW)
         self._seeds = np.zeros(rows, np.uint64)
         self._choices = np.zeros(rows, np.uint64)
-        self._uniforms = np.zeros((rows, AHEAD))
+        self._uniforms = np.zeros((rows, self._ahead))
         self._uniforms_from = np.zeros(rows, np.int32)
         self._num_logprobs = np.full(rows, -1, np.int32)
         self._adjustments: dict[int, Adjustment] = {}
+        self._masks: dict[int, NDArray[np.uint32]] = {}
         self._random: set[int] = set()
         self._asking: set[int] = set()
 
@@ -50,7 +53,7 @@ class RowSamplers:
         self.clear(row)
         self._draws[row] = (0.0, sampling.top_p, sampling.min_p, sampling.temperature, sampling.top_k)
         self._seeds[row], self._choices[row] = sampling.seed, sampling.choice
-        self._uniforms_from[row] = -AHEAD
+        self._uniforms_from[row] = -self._ahead
         self._num_logprobs[row] = sampling.num_logprobs
         adjustment = Adjustment.of(sampling, prompt_len)
         if adjustment is not None:
@@ -63,6 +66,7 @@ class RowSamplers:
     def clear(self, row: int) -> None:
         """Clear the sampling parameters of `row`."""
         self._adjustments.pop(row, None)
+        self._masks.pop(row, None)
         self._random.discard(row)
         self._asking.discard(row)
         self._num_logprobs[row] = -1
@@ -92,46 +96,36 @@ class RowSamplers:
         draws = self._draws[rows]
         if self._random:
             draws["random"] = self._random_numbers(rows, positions)
-        found = [self._adjustments.get(row) for row in rows.tolist()]
-        banned_starts, banned_ids = ragged([() if each is None else each.banned_ids for each in found], np.int32)
-        bias_starts, bias_ids = ragged([() if each is None else each.bias_ids for each in found], np.int32)
-        _, bias_values = ragged([() if each is None else each.bias_values for each in found], np.float32)
-        masked = [i for i, each in enumerate(found) if each is not None and each.allowed_ids.size]
-        mask_rows = np.full(len(rows), -1, np.int32)
-        mask_rows[masked] = np.arange(len(masked))
-        masks = [each.mask(vocab_size) for each in found if each is not None and each.allowed_ids.size]
         return SamplingInputs(
             owners=owners,
             draws=draws,
             seeds=self._seeds[rows],
             choices=self._choices[rows],
             positions=positions,
-            banned_starts=banned_starts,
-            banned_ids=banned_ids,
-            banned_until=np.array([0 if each is None else each.banned_until for each in found], np.int32),
-            bias_starts=bias_starts,
-            bias_ids=bias_ids,
-            bias_values=bias_values,
-            masks=np.stack(masks) if masks else np.empty((0, -(-vocab_size // 32)), np.uint32),
-            mask_rows=mask_rows,
             num_logprobs=self._num_logprobs[rows],
+            adjustments=self._packed_adjustments(rows.tolist(), vocab_size) if self._adjustments else None,
         )
 
-    def _random_numbers(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.float64]:
-        """Return the numbers of `rows`, which may repeat, at `positions`.
+    def _packed_adjustments(self, rows: list[int], vocab_size: int) -> LogitAdjustments:
+        found = [self._adjustments.get(row) for row in rows]
+        for row, each in zip(rows, found, strict=True):
+            if each is not None and each.allowed_ids.size and row not in self._masks:
+                self._masks[row] = each.mask(vocab_size)
+        return logit_adjust.pack(found, [self._masks.get(row) for row in rows])
 
-        Where a row has none left, all rows get those of their next AHEAD positions.
+    def _random_numbers(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.float64]:
+        """Return the numbers of `rows` at `positions`; a row may repeat, with its next positions.
+
+        If one row has none left, make the next for all.
         """
-        index = positions - self._uniforms_from[rows]
-        if index.min(initial=0) < 0 or index.max(initial=0) >= AHEAD:
-            unique, first = np.unique(rows, return_index=True)  # positions of a row ascend
-            ahead = (positions[first][:, None] + np.arange(AHEAD)).ravel().astype(np.uint64)
-            seeds, choices = self._seeds[unique].repeat(AHEAD), self._choices[unique].repeat(AHEAD)
-            self._uniforms[unique] = uniforms(seeds, choices, ahead).reshape(-1, AHEAD)
+        ahead, index = self._ahead, positions - self._uniforms_from[rows]
+        if index.min(initial=0) < 0 or index.max(initial=0) >= ahead:
+            unique, first = np.unique(rows, return_index=True)
+            nexts = (positions[first][:, None] + np.arange(ahead)).ravel().astype(np.uint64)
+            seeds, choices = self._seeds[unique].repeat(ahead), self._choices[unique].repeat(ahead)
+            self._uniforms[unique] = uniforms(seeds, choices, nexts).reshape(-1, ahead)
             self._uniforms_from[unique] = positions[first]
             index = positions - self._uniforms_from[rows]
-        if index.max(initial=0) >= AHEAD:
-            return uniforms(self._seeds[rows], self._choices[rows], positions.astype(np.uint64))
         found: NDArray[np.float64] = self._uniforms[rows, index]
         return found
 
@@ -148,7 +142,7 @@ class RowSamplers:
         changed = [
             (i, adjustment.apply(logits[i], position))
             for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
-            if (adjustment := self._adjustments.get(row)) is not None and adjustment.is_due(position)
+            if tokens[i] >= 0 and (adjustment := self._adjustments.get(row)) is not None and adjustment.is_due(position)
         ]
         if changed:
             index = [i for i, _ in changed]

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from pypto_serving.backend.memory import BlockMemory
 from pypto_serving.errors import EXIT_ENGINE
 from pypto_serving.ipc import SocketChannel
-from pypto_serving.store.base import BlockBytes, Piece, Store
+from pypto_serving.store.base import Piece, Store
+from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import KEY_BYTES, Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import unpack_ids
 

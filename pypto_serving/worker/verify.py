@@ -67,13 +67,15 @@ def accepted(tokens: Int32Array, drafted: Int32Array, first: Int32Array, widths:
     return counts
 
 
-def from_device(dispatch: Dispatch, sampled: SampledTokens, num_logprobs: Int32Array) -> Chosen:
-    """Convert the device's result. `num_logprobs` [n] is the number of log-probabilities per row, -1 for none."""
+def from_device(dispatch: Dispatch, sampled: SampledTokens) -> Chosen:
+    """Convert the device's result. Raises RuntimeError if it lacks log-probabilities that a row asked for."""
     logprobs: list[RowLogprobs] = []
-    if sampled.logprobs is not None:
-        found = sampled.logprobs
+    found = sampled.logprobs
+    if found is None and dispatch.num_logprobs.max(initial=-1) >= 0:
+        raise RuntimeError("the device returned no log-probabilities, but a row asked for them")
+    if found is not None:
         for i, index in enumerate(np.arange(len(dispatch.rows)).repeat(sampled.counts).tolist()):
-            width = int(num_logprobs[index])
+            width = int(dispatch.num_logprobs[index])
             if width >= 0 and sampled.token_ids[i] >= 0:
                 best, values = found.best_ids[i, :width], found.best_values[i, :width]
                 value = SampledLogprobs(float(found.values[i]), int(found.ranks[i]), best, values)

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pypto_serving.backend.null.program import NullProgram
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tokens import unpack_ids
 from tests.simulation import Simulation, null_config
 
@@ -315,3 +318,64 @@ def test_decodes_keep_their_pace_while_a_whole_prompt_waits_for_blocks() -> None
     run_all(simulation)
     full = [plan for plan in simulation.executor.plans[before : before + 40] if len(plan.rows) // 4 == len(decodes)]
     assert len(full) >= 15
+
+
+def test_a_prompt_starts_beside_decodes_that_draft() -> None:
+    """Drafts take what is left of the budget when decodes and the share of prompts are served."""
+    turns = []
+    for num_drafts in (0, 3):
+        traits = BackendTraits(samples_on_device=True, max_drafts=num_drafts)
+        options = {"draft_accuracy": 0.0}
+        changes = {"traits": traits, "num_drafts": num_drafts, "backend_options": options}
+        simulation = Simulation(null_config(num_blocks=200, max_num_batched_tokens=32, **changes))
+        for i in range(8):
+            simulation.add(prompt(4, i), max_tokens=150)
+        for _ in range(6):
+            simulation.turn()
+        late = simulation.add(prompt(40), max_tokens=1)
+        turns.append(0)
+        while late not in simulation.last:
+            simulation.turn()
+            turns[-1] += 1
+    assert turns[0] < turns[1] <= 12, "an eighth of the budget is kept for prompts"
+
+
+def test_a_worker_whose_limits_are_not_the_configured_ones_ends_the_replica() -> None:
+    def weaker(config: EngineConfig) -> NullProgram:
+        program = NullProgram(config)
+        program.limits = msgspec.structs.replace(program.limits, max_num_seqs=program.limits.max_num_seqs - 1)
+        return program
+
+    simulation = Simulation(null_config(), make_program=weaker)
+    request_id = simulation.add(prompt(4))
+    for _ in range(5):
+        simulation.turn()
+    fault = simulation.last[request_id].fault
+    assert fault is not None and "limits" in fault.message
+
+
+def test_log_probabilities_that_the_program_cannot_return_are_refused() -> None:
+    simulation = Simulation(null_config(traits=BackendTraits(samples_on_device=True, max_logprobs=2)))
+    params = SamplingParams(max_tokens=2, temperature=0, logprobs=3)
+    refused, served = (
+        simulation.add(prompt(4), params=each) for each in (params, msgspec.structs.replace(params, logprobs=2))
+    )
+    simulation.run()
+    fault = simulation.last[refused].fault
+    assert fault is not None and (fault.status, fault.code) == (400, "unsupported_logprobs")
+    assert [len(simulation.logprobs[r]) for r in (refused, served)] == [0, 2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_decode_without_blocks_does_not_keep_the_others_from_running(seed: int) -> None:
+    """A pool so small that decodes give way, and a budget that leaves decodes one token beside a chunk."""
+    rng = random.Random(seed)
+    traits = BackendTraits(samples_on_device=True, chunk_tokens=64)
+    groups = plain_groups(64)
+    simulation = Simulation(
+        null_config(groups, num_blocks=9, max_model_len=448, traits=traits, max_num_batched_tokens=65, max_num_seqs=8)
+    )
+    for _ in range(12):
+        simulation.add(prompt(rng.randrange(1, 300), rng.randrange(99)), max_tokens=rng.randrange(1, 140))
+    run_all(simulation)
+    assert simulation.counters.num_preemptions > 0

@@ -43,7 +43,11 @@ def test_pages_of_one_size_for_all_families(resolved_on: Any) -> None:
     [
         (BackendTraits(page_tokens=128), {"block_size": 64}, ["--block-size is 64", "128"]),
         (BackendTraits(padded_rows=(4, 16)), {"max_num_seqs": 17}, ["--max-num-seqs is 17", "at most 16"]),
-        (BackendTraits(chunk_tokens=64), {"max_num_batched_tokens": 63}, ["--max-num-batched-tokens is 63", "64"]),
+        (
+            BackendTraits(chunk_tokens=64),
+            {"max_num_batched_tokens": 64},
+            ["--max-num-batched-tokens is 64", "at least 65"],
+        ),
         (
             BackendTraits(chunk_tokens=32),
             {"long_prefill_token_threshold": 20},
@@ -62,7 +66,7 @@ def test_what_a_backend_cannot_do_is_refused(
 
 def test_what_it_can_do_is_not_refused(resolved_on: Any) -> None:
     traits = BackendTraits(page_tokens=128, padded_rows=(4, 16), chunk_tokens=128, mixed_steps=False)
-    assert resolved_on(traits, max_num_seqs=16, max_num_batched_tokens=128, block_size=128).engine.traits == traits
+    assert resolved_on(traits, max_num_seqs=16, max_num_batched_tokens=129, block_size=128).engine.traits == traits
 
 
 def test_more_drafts_than_are_verified(resolved_on: Any) -> None:
@@ -70,3 +74,9 @@ def test_more_drafts_than_are_verified(resolved_on: Any) -> None:
     check_traits(make_options({}), msgspec.structs.replace(engine, num_drafts=1))
     with pytest.raises(ConfigError, match="2 draft tokens"):
         check_traits(make_options({}), msgspec.structs.replace(engine, num_drafts=2))
+
+
+@pytest.mark.parametrize("wrong", [{"padded_rows": (4, 2)}, {"padded_rows": (0, 2)}, {"chunk_tokens": 0}])
+def test_traits_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        BackendTraits(**wrong)

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pypto_serving.store.base import BlockBytes, Piece, Store
+from pypto_serving.store.base import Piece, Store
 from pypto_serving.store.disk import DiskStore
+from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.util import Clock, hash128
 
 FINGERPRINT = b"model, weights, ..."

@@ -82,7 +82,12 @@ def test_greedy_takes_the_lowest_id_of_equals(chooser: Sampler) -> None:
 def test_logits_that_are_not_finite_give_no_token(chooser: Sampler, value: float) -> None:
     logits = random_logits(50)
     logits[3] = value
-    assert sample(chooser, logits, RowSampling()) == -1
+    for hidden in (
+        RowSampling(),
+        RowSampling(allowed_ids=pack_ids([4])),
+        RowSampling(min_tokens=1, banned_ids=pack_ids([3])),
+    ):
+        assert sample(chooser, logits, hidden) == -1
 
 
 def test_banned_ids_until_min_tokens(chooser: Sampler) -> None:
@@ -193,7 +198,7 @@ def test_each_row_gets_the_logprobs_that_it_asks_for(chooser: Sampler) -> None:
 
 def test_rows_with_drafts_draw_what_each_position_draws_alone(chooser: Sampler) -> None:
     """Rows may have several positions in a step, more of them than numbers are made ahead."""
-    samplers, alone = RowSamplers(3), RowSamplers(3)
+    samplers, alone = RowSamplers(3, max_drafts=AHEAD + 2), RowSamplers(3)
     for row in range(3):
         for each in (samplers, alone):
             each.set(row, RowSampling(temperature=1.5, seed=row, choice=row), 0)

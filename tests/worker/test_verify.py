@@ -38,7 +38,7 @@ def dispatch(tokens: list[list[int]]) -> Dispatch:
         fresh_blocks=(),
     )
     drafts = int32([len(row) - 1 for row in tokens])
-    return Dispatch(inputs, places, places, places, drafts if drafts.any() else None, none)
+    return Dispatch(inputs, places, places, places, drafts if drafts.any() else None, none - 1, none)
 
 
 def chosen(tokens: list[list[int]], targets: list[int]) -> Chosen:
@@ -86,6 +86,6 @@ def test_a_row_that_is_not_finite_fails_alone(drafts: bool) -> None:
 
 def test_a_device_says_which_rows_failed() -> None:
     sampled = SampledTokens(counts=int32([2, 1]), token_ids=int32([4, -1, 7]))
-    found = from_device(dispatch([[0, 1, 2], [0]]), sampled, int32([-1, -1]))
+    found = from_device(dispatch([[0, 1, 2], [0]]), sampled)
     assert (found.token_ids.tolist(), found.each(2).tolist()) == ([4, 7], [1, 1])
     assert [fault.row for fault in found.faults] == [0]

@@ -39,12 +39,13 @@ class DeviceSampler:
 
     def __init__(self, inputs: SamplingInputs) -> None:
         self.inputs = inputs
-        self._wanted = {
-            "biased": np.diff(inputs.bias_starts) > 0,
-            "banned": np.diff(inputs.banned_starts) > 0,
-            "masked": inputs.mask_rows >= 0,
-            "random": inputs.draws["temperature"] > 0,
-        }
+        self._wanted = {"random": inputs.draws["temperature"] > 0}
+        if (given := inputs.adjustments) is not None:
+            self._wanted |= {
+                "biased": np.diff(given.bias_starts) > 0,
+                "banned": np.diff(given.banned_starts) > 0,
+                "masked": given.mask_rows >= 0,
+            }
         self.is_greedy = ~np.any(list(self._wanted.values()), axis=0)
 
     def wants(self) -> dict[str, int]:
@@ -69,7 +70,10 @@ class DeviceSampler:
         return found
 
     def _changed(self, i: int, logits: Float32Array, position: int) -> Float32Array:
-        given, biased = self.inputs, logits.copy()
+        given = self.inputs.adjustments
+        if given is None:
+            return logits
+        biased = logits.copy()
         of_row = slice(given.bias_starts[i], given.bias_starts[i + 1])
         biased[given.bias_ids[of_row]] += given.bias_values[of_row]
         scores = biased.copy()

@@ -30,13 +30,6 @@ def row_values(token_ids: NDArray[np.integer], positions: NDArray[np.integer]) -
     return mix(token_ids.astype(np.uint64) + (positions.astype(np.uint64) << np.uint64(32)))
 
 
-def read_start(group: KVCacheGroupSpec, position: int) -> int:
-    """Return the first position that a query at `position` reads in a group with one row per token."""
-    if group.kind == "rolling_state":
-        return max(0, position // group.period * group.period - group.overlap)
-    return group.first_needed(position)
-
-
 def next_digest(groups: Sequence[KVCacheGroupSpec], token_ids: Sequence[int]) -> int:
     """Hash the rows that a correct engine reads back for `token_ids`; digest % vocab is the greedy next token."""
     tokens = np.asarray(token_ids, dtype=np.int64)
@@ -46,7 +39,7 @@ def next_digest(groups: Sequence[KVCacheGroupSpec], token_ids: Sequence[int]) ->
     for group in groups:
         for tensor in group.tensors:
             if tensor.ratio == 1:
-                digests.append(_digest(values[read_start(group, last) :]))
+                digests.append(_digest(values[group.first_needed(last) :]))
             else:
                 closed = (last + 1) // tensor.ratio
                 digests.append(_digest(_fold(values[: closed * tensor.ratio], tensor.ratio)))
@@ -135,7 +128,7 @@ class Pages:
         for g, group in enumerate(self.groups):
             for i, tensor in enumerate(group.tensors):
                 end = (position + 1) // tensor.ratio * tensor.ratio
-                start = read_start(group, position) if tensor.ratio == 1 else 0
+                start = group.first_needed(position) if tensor.ratio == 1 else 0
                 digests.append(_digest(self._read(tables[g], g, start, end, i)))
         return _join(digests)
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.backend.base import Backend, Progress, SampledTokens, SamplingInputs, StepInputs, StepOutput
-from pypto_serving.backend.memory import BlockBytes, HostBlocks
+from pypto_serving.backend.base import Backend, Drafter, Progress, SampledTokens, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.memory import BlockMemory, HostBlocks
 from pypto_serving.backend.null.chooser import DeviceSampler, guess, logits_of
 from pypto_serving.backend.null.pages import Pages, Tokens, next_digest
-from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.arrays import BlockBytes, Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.draws import Sampler
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.util import hash128
 
@@ -80,7 +81,7 @@ class NullProgram:
     - `device_memory`: blocks are copied to and from the host.
     """
 
-    sampler = None
+    sampler: Sampler | None = None
 
     def __init__(self, config: EngineConfig) -> None:
         options = config.backend_options
@@ -94,8 +95,10 @@ class NullProgram:
         self._fails_on = int(options.get("fails_on", -1))
         self._pages = Pages(self.groups, self.num_blocks)
         arenas = [pages.view(np.uint8) for pages in self._pages.arenas]
-        self.memory = DeviceBlocks(arenas, self.counts) if options.get("device_memory") else HostBlocks(arenas)
-        self.drafter = None
+        self.memory: BlockMemory = (
+            DeviceBlocks(arenas, self.counts) if options.get("device_memory") else HostBlocks(arenas)
+        )
+        self.drafter: Drafter | None = None
         if config.num_drafts and not self.limits.traits.samples_on_device:
             self.drafter = NullDrafter(self.groups, self._vocab_size, self._accuracy)
         self._held: deque[tuple[StepInputs, SamplingInputs | None]] = deque()
@@ -111,6 +114,8 @@ class NullProgram:
         counts = np.diff(inputs.query_start)
         if len(inputs.num_drafts):
             counts -= inputs.num_drafts
+        _require(len(inputs.token_ids) == inputs.query_start[-1], "the buffers are too small for the rows")
+        _require(inputs.token_ids.min(initial=0) >= 0, "a token id is negative")
         _require(traits.mixed_steps or inputs.kind in ("decode", "prefill"), "a step was not split")
         _require(inputs.kind != "decode" or (counts == 1).all(), "a decode has more than one token")
         _require(inputs.kind != "prefill" or (counts > 1).all(), "a prefill dispatch has a decode")
@@ -120,12 +125,12 @@ class NullProgram:
         self.counts[inputs.kind] += 1
         self.counts["padded_rows"] += len(inputs.rows) - inputs.num_rows
         self.counts["pending"] += len(inputs.pending)
-        self.counts["held"] = max(self.counts["held"], len(self._held))
 
     def _check_chunks(self, inputs: StepInputs, counts: Int32Array) -> None:
         """Require that a chunk is a multiple of `chunk_tokens`, except the last one of a prompt."""
         size = self.limits.traits.chunk_tokens
         ends = np.isin(inputs.query_start[1:] - 1, inputs.logits_rows)
+        # A row that failed while a later step was in flight computes one token and does not sample.
         cut = counts[: inputs.num_rows][~ends[: inputs.num_rows]]
         _require(not (cut[cut > 1] % size).any(), f"a prompt is cut at a place that is no multiple of {size}")
         self.counts["cut_chunks"] += int((cut > 1).sum())
@@ -155,7 +160,7 @@ class NullProgram:
             own = slice(inputs.query_start[i], inputs.query_start[i + 1])
             last = self._rows[int(inputs.rows[i])]
             self.counts["moved"] += int(tokens.positions[own.start] != last.position)
-            tokens.ids[own.start] = last.token
+            tokens.ids[own.start] = max(0, last.token)
             tokens.positions[own] = np.arange(last.position, last.position + counts[i])
             for g, group in enumerate(self.groups):
                 block, offset = np.divmod(tokens.positions[own], group.block_size)
@@ -217,8 +222,6 @@ class NullProgram:
             if index + 1 < end:
                 draft = guess(max(0, token), digest, self._accuracy, self._vocab_size)
                 right &= draft == token
-                self.counts["drafts"] += 1
-                self.counts["accepted"] += right
                 tokens.ids[index + 1] = draft
                 self._pages.write(tokens.of(slice(index + 1, index + 2)))
         return kept
