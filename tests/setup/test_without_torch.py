@@ -11,7 +11,7 @@ import pytest
 
 from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError
-from tests.setup.test_resolver import WITH_KERNELS, make_model, make_resolved
+from tests.setup.small import WITH_KERNELS, make_model, make_resolved
 
 INSTALL = "run: pip install 'pypto-serving[torch]'"
 KERNELS_ONLY = msgspec.structs.replace(WITH_KERNELS, torch=False)
