@@ -6,6 +6,7 @@ Everything for people goes to stderr. When the server is ready, stdout gets one 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -64,16 +65,16 @@ def _run(options: Options) -> None:
 
     model = model_spec(options)
     resolved = prepare(options, model)
-    check_address(resolved.server)
+    check_address(options, resolved.server)
     serving = serving_config(resolved.server, model)
     typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
     report.show(with_chat(resolved, serving), model, err=True)
     configure_logging(resolved.engine.log_level)
     with suppress(asyncio.CancelledError):  # told to stop before the HTTP server was there
-        uvloop.run(_serve(resolved, serving))
+        uvloop.run(_serve(options, resolved, serving))
 
 
-def check_address(server: ServerConfig) -> None:
+def check_address(options: Options, server: ServerConfig) -> None:
     """Raise ConfigError if nothing can listen on the address, before anything is loaded."""
     try:
         found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -82,20 +83,26 @@ def check_address(server: ServerConfig) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except socket.gaierror:
-        raise ConfigError(f"--host {server.host} is no address of this machine; give one, or 0.0.0.0") from None
+        raise _no_address(options, server) from None
     except OSError as error:
-        raise _unusable(server, error) from None
+        raise _unusable(options, server, error) from None
 
 
-def _unusable(server: ServerConfig, error: OSError) -> ConfigError:
+def _unusable(options: Options, server: ServerConfig, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return _no_address(options, server)
     reason = os.strerror(error.errno or 0).lower()
     return ConfigError(
-        f"--port {server.port} on --host {server.host} cannot be used: {reason}; "
-        "give another, or --port 0 for a free one"
+        f"{options.label('port')} {server.port} on {server.host} cannot be used: {reason}; "
+        "give another, or 0 for a free one"
     )
 
 
-async def _serve(resolved: Resolved, serving: ServingConfig) -> None:
+def _no_address(options: Options, server: ServerConfig) -> ConfigError:
+    return ConfigError(f"{options.label('host')} {server.host} is no address of this machine; give one, or 0.0.0.0")
+
+
+async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -> None:
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.engine.async_engine import AsyncEngine
 
@@ -107,14 +114,14 @@ async def _serve(resolved: Resolved, serving: ServingConfig) -> None:
     engine = AsyncEngine(resolved.engine, on_progress=progress)
     await engine.start()  # the worker loads while this process imports the HTTP server
     try:
-        await _serve_http(resolved.server, serving, engine, progress)
+        await _serve_http(options, resolved.server, serving, engine, progress)
     finally:
         progress.close()
         await engine.stop()
 
 
 async def _serve_http(
-    server: ServerConfig, serving: ServingConfig, engine: AsyncEngine, progress: LoadProgress
+    options: Options, server: ServerConfig, serving: ServingConfig, engine: AsyncEngine, progress: LoadProgress
 ) -> None:
     """Listen until told to stop, even while the worker loads; raise the error of an engine that gives up."""
     from pypto_serving.api.run import serve as listen
@@ -134,7 +141,7 @@ async def _serve_http(
             raise dead.result()
         await http
     except OSError as error:
-        raise _unusable(server, error) from error
+        raise _unusable(options, server, error) from error
     finally:
         for task in (http, dead, ready):
             task.cancel()

@@ -54,15 +54,13 @@ def _larger_block(group: KVCacheGroupSpec, longest: int) -> tuple[KVCacheGroupSp
 
 
 def _warn_of_small_blocks(settings: Settings, model: ModelSpec) -> None:
-    fast = format_size(REMOTE_BLOCK_BYTES)
+    fast, remote = format_size(REMOTE_BLOCK_BYTES), settings.options.label("kv_remote")
     small = [group for group in model.kv_groups if group.block_bytes < REMOTE_BLOCK_BYTES]
     if small and len(model.kv_groups) > 1:
         names = ", ".join(group.name for group in small)
-        settings.warnings.append(
-            f"--kv-remote moves blocks of {fast} and more at full speed; those of {names} are less"
-        )
+        settings.warnings.append(f"{remote} moves blocks of {fast} and more at full speed; those of {names} are less")
     elif small:
         settings.warnings.append(
             f"{settings.options.label('block_size')} {small[0].block_size} makes blocks of "
-            f"{format_size(small[0].block_bytes)}; --kv-remote moves those of {fast} and more at full speed"
+            f"{format_size(small[0].block_bytes)}; {remote} moves those of {fast} and more at full speed"
         )

@@ -15,7 +15,7 @@ WEIGHT_BYTES_PER_THREAD = 32 << 20
 
 def choose_kernels(settings: Settings, model: ModelSpec, host: HostFacts) -> str:
     """Choose the instruction set of the kernels, or torch; raise ConfigError if the wanted one cannot serve."""
-    options, obstacle = settings.options, model.needs_torch
+    options, obstacle = settings.options, why_torch(settings.options, model)
     if not host.kernels:
         obstacle = obstacle or "this installation has no kernels, because there was no C++ compiler"
     _check_quantized(options, model, obstacle)
@@ -31,6 +31,12 @@ def choose_kernels(settings: Settings, model: ModelSpec, host: HostFacts) -> str
         raise ConfigError(f"{label} is {given}, but this machine runs only {', '.join(host.kernels)}")
     settings.record("kernels", given, options.origin("kernels"))
     return given
+
+
+def why_torch(options: Options, model: ModelSpec) -> str:
+    """Say why the kernels cannot serve the model, with the option to look at; empty if they can."""
+    option = model.needs_torch_option
+    return f"{model.needs_torch} (see {options.label(option)})" if option else model.needs_torch
 
 
 def _check_quantized(options: Options, model: ModelSpec, obstacle: str) -> None:

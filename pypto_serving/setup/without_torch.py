@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.kernels import why_torch
 from pypto_serving.setup.options import Options
 from pypto_serving.types.model import ModelSpec
 
@@ -26,8 +27,8 @@ def require_torch(options: Options, model: ModelSpec, host: HostFacts) -> None:
         change = "" if model.needs_torch else "drop it, or "
         raise ConfigError(f"{options.label('kernels')} is torch, but torch is not installed; {change}{INSTALL}")
     if model.dtype == "float32":
-        subject = "the weights are" if options.dtype in (None, "auto") else f"{options.label('dtype')} is"
-        raise ConfigError(
-            f"{subject} float32, which needs torch, and torch is not installed; give --dtype bfloat16, or {INSTALL}"
-        )
-    raise ConfigError(f"{model.needs_torch}, and torch is not installed; change that, or {INSTALL}")
+        subject, change = "the weights are", "give --dtype bfloat16"
+        if options.dtype == "float32":
+            subject, change = f"{options.label('dtype')} is", "give bfloat16"
+        raise ConfigError(f"{subject} float32, which needs torch, and torch is not installed; {change}, or {INSTALL}")
+    raise ConfigError(f"{why_torch(options, model)}, and torch is not installed; change that, or {INSTALL}")

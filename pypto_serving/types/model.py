@@ -59,6 +59,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes, packed_bytes: bytes of the weights in torch, and in the CPU kernels.
     position_bytes: bytes for each position of the longest sequence, such as tables of angles.
     needs_torch: why the kernels cannot serve the model; empty if they can.
+    needs_torch_option: name of the option that this depends on, such as `dtype`; empty if it is the model alone.
     quantization: how weights are quantised; only the kernels serve quantised ones.
     obstacle: why nothing serves the model; empty if something does.
     own_blocks: the KV groups have block sizes of their own, so none can be chosen.
@@ -75,6 +76,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int = 0
     position_bytes: int = 0
     needs_torch: str = "it has no program for the CPU kernels"
+    needs_torch_option: str = ""
     quantization: str = ""
     obstacle: str = ""
     own_blocks: bool = False

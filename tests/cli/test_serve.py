@@ -138,8 +138,7 @@ def test_a_taken_port_is_one_line() -> None:
         result = run("serve", *NULL, "--port", str(port))
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: --port {port} on --host 127.0.0.1 cannot be used: address already in use; "
-        "give another, or --port 0 for a free one\n"
+        f"error: --port {port} on 127.0.0.1 cannot be used: address already in use; give another, or 0 for a free one\n"
     )
 
 

@@ -86,8 +86,8 @@ def test_kernels_that_this_machine_does_not_run(checkpoint: MakeCheckpoint) -> N
     ("changes", "block_size", "dtype", "reason"),
     [
         ({}, 32, "bfloat16", ""),
-        ({}, 32, "float32", "--dtype bfloat16 only"),
-        ({}, 24, "bfloat16", "multiple of 32, not 24"),
+        ({}, 32, "float32", "bfloat16 only, not float32"),
+        ({}, 24, "bfloat16", "multiple of 32 tokens, not 24"),
         ({"head_dim": 48}, 32, "bfloat16", "head_dim of 32, 64, ... 256, not 48"),
         ({"head_dim": 288}, 32, "bfloat16", "not 288"),
         ({"num_heads": 97, "num_kv_heads": 1}, 32, "bfloat16", "at most 96 queries"),

@@ -6,7 +6,7 @@ import pytest
 
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
-from tests.setup.test_resolver import FULL, WINDOW, make_model, make_resolved, setting
+from tests.setup.small import FULL, WINDOW, make_model, make_resolved, setting
 
 POOL = "mooncake://a:1"
 

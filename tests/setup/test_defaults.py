@@ -15,7 +15,7 @@ from pypto_serving.setup.defaults import DEFAULTS, QUIET_DEFAULTS, shown_default
 from pypto_serving.setup.resolver import resolve
 from pypto_serving.setup.rules import KERNELS, RULES
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig, default_of
-from tests.setup.test_resolver import HOST, make_model, make_resolved, setting
+from tests.setup.small import HOST, make_model, make_resolved, setting
 
 SHOWN = {flag.name: flag.help_text for flag in FLAGS}
 

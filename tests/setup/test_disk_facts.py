@@ -14,7 +14,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.setup.host import DiskFacts, read_disk_facts
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.util import GIB
-from tests.setup.test_resolver import FULL, HOST, make_resolved
+from tests.setup.small import FULL, HOST, make_resolved
 from tests.store.blocks import Disk, as_nobody, key_of, mounted, put
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError
-from tests.setup.test_resolver import WITH_KERNELS, make_model, make_resolved
+from tests.setup.small import WITH_KERNELS, make_model, make_resolved
 
 INSTALL = "run: pip install 'pypto-serving[torch]'"
 KERNELS_ONLY = msgspec.structs.replace(WITH_KERNELS, torch=False)
 NOTHING = msgspec.structs.replace(KERNELS_ONLY, kernels=())
-FLOAT32 = {"dtype": "float32", "needs_torch": "the kernels serve --dtype bfloat16 only"}
-GIVE_BFLOAT16 = ", which needs torch, and torch is not installed; give --dtype bfloat16, or "
+FLOAT32 = {"dtype": "float32", "needs_torch": "the kernels serve bfloat16 only, not float32"}
+NO_TORCH = ", which needs torch, and torch is not installed; give "
 ODD = {"needs_torch": "the kernels need an even hidden_size"}
 
 
@@ -32,9 +32,9 @@ def test_the_kernels_need_no_torch() -> None:
     [
         ({}, {"kernels": "torch"}, "--kernels is torch, but torch is not installed; drop it, or "),
         (ODD, {"kernels": "torch"}, "--kernels is torch, but torch is not installed; "),
-        (FLOAT32, {}, f"the weights are float32{GIVE_BFLOAT16}"),
-        (FLOAT32, {"dtype": "auto"}, f"the weights are float32{GIVE_BFLOAT16}"),
-        (FLOAT32, {"dtype": "float32"}, f"--dtype is float32{GIVE_BFLOAT16}"),
+        (FLOAT32, {}, f"the weights are float32{NO_TORCH}--dtype bfloat16, or "),
+        (FLOAT32, {"dtype": "auto"}, f"the weights are float32{NO_TORCH}--dtype bfloat16, or "),
+        (FLOAT32, {"dtype": "float32"}, f"--dtype is float32{NO_TORCH}bfloat16, or "),
         (ODD, {}, "the kernels need an even hidden_size, and torch is not installed; change that, or "),
     ],
 )

@@ -29,8 +29,8 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
 class Choice:
     """Detokenize one sequence, find its stop strings and count its tokens. Owned by its Generation.
 
-    `last_s` is the arrival of the last output; Generation sets it. `token_ids` collects the output tokens, a stop token
-    included, if `keep_token_ids`; else it is None.
+    `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
+    `token_ids` collects the output tokens, a stop token included, if `keep_token_ids`; else it is None.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Choice:
         "num_cached",
         "num_prompt",
         "num_tokens",
+        "prompt",
         "request_id",
         "token_ids",
     )
@@ -59,9 +60,11 @@ class Choice:
         prompt_ids: Sequence[int],
         tokenizer: Tokenizer | None,
         keep_token_ids: bool = False,
+        prompt: int = 0,
     ) -> None:
         params = request.params
         self.index = index
+        self.prompt = prompt
         self.request_id = request.request_id
         self.num_prompt = len(prompt_ids)
         self.last_s = request.arrival_s

@@ -35,7 +35,6 @@ class Generation:
         "_arrival_s",
         "_choices",
         "_closed",
-        "_num_prompts",
         "_observe_first",
         "_observe_next",
         "_open",
@@ -48,7 +47,6 @@ class Generation:
         self.id = request.id
         self._service = service
         self._arrival_s = time.monotonic()
-        self._num_prompts = len(request.prompts)
         self._observe_first = service.metrics.first_token.observe
         self._observe_next = service.metrics.next_token.observe
         _require_queue_space(request, service.engine.config.max_queued_requests)
@@ -120,7 +118,7 @@ class Generation:
 
     def usage(self) -> Usage:
         """Count the tokens so far."""
-        return count_usage(self.choices, self._num_prompts)
+        return count_usage(self.choices)
 
     def _finish(self, choice: Choice, output: RequestOutput, now_s: float) -> None:
         service = self._service
@@ -152,8 +150,8 @@ def _require_queue_space(request: GenerationRequest, limit: int) -> None:
 def _new_choices(
     request: GenerationRequest, requests: list[EngineRequest], tokenizer: Tokenizer | None
 ) -> dict[str, Choice]:
-    prompts = [prompt.token_ids for prompt in request.prompts for _ in range(prompt.params.n)]
+    prompts = [i for i, prompt in enumerate(request.prompts) for _ in range(prompt.params.n)]
     return {
-        made.request_id: Choice(i, made, prompts[i], tokenizer, request.keep_token_ids)
-        for i, made in enumerate(requests)
+        made.request_id: Choice(i, made, request.prompts[prompt].token_ids, tokenizer, request.keep_token_ids, prompt)
+        for i, (made, prompt) in enumerate(zip(requests, prompts, strict=True))
     }

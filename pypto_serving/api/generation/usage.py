@@ -22,9 +22,9 @@ class Usage(msgspec.Struct, frozen=True):
     cached_by_tier: tuple[int, ...]
 
 
-def count_usage(choices: Sequence[Choice], num_prompts: int) -> Usage:
-    """Count tokens over all choices, which are ordered by prompt and equally many for each."""
-    firsts = choices[:: len(choices) // num_prompts]
+def count_usage(choices: Sequence[Choice]) -> Usage:
+    """Count tokens over all choices, in any number for each prompt; the first of a prompt stands for its prompt."""
+    firsts = list({choice.prompt: choice for choice in reversed(choices)}.values())
     by_tier = [choice.cached_by_tier for choice in firsts if choice.cached_by_tier]
     return Usage(
         num_prompt_tokens=sum(choice.num_prompt for choice in firsts),

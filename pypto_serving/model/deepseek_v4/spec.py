@@ -27,6 +27,7 @@ def model_spec(config: DeepseekV4Config, path: str, architecture: str, dtype: st
         packed_bytes=_packed_bytes(inventory),
         position_bytes=sum(rope.position_bytes for rope in set(config.ropes().values())),
         needs_torch=_needs_torch(config, dtype),
+        needs_torch_option="dtype" if dtype != "bfloat16" else "",
         quantization=quantised,
         obstacle=_QUANTISED.format(quantised) if quantised else "",
         own_blocks=True,
@@ -57,7 +58,7 @@ def _needs_torch(config: DeepseekV4Config, dtype: str) -> str:
     The bounds follow from the layouts in csrc/ops.h.
     """
     if dtype != "bfloat16":
-        return "the kernels serve --dtype bfloat16 only"
+        return f"the kernels serve bfloat16 only, not {dtype}"
     for name, (size, unit, most) in _kernel_sizes(config).items():
         if size % unit or size > most > 0:
             bound = f" up to {most}" if most else ""

@@ -21,6 +21,7 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
 def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
     num_parameters = config.num_parameters()
+    option, reason = _refused_option(dtype, block_size)
     resident = num_parameters + (config.vocab_size * config.hidden_size if config.tied_embeddings else 0)
     return ModelSpec(
         path=path,
@@ -33,7 +34,8 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
         weight_bytes=resident * DTYPE_BYTES[dtype],
         packed_bytes=_packed_bytes(config, dtype),
         position_bytes=config.rope.position_bytes,
-        needs_torch=_needs_torch(config, dtype, block_size),
+        needs_torch=reason or _needs_torch(config),
+        needs_torch_option=option,
         quantization=config.quantization.name if config.quantization else "",
         kv_groups=kv_groups(config, dtype, block_size),
     )
@@ -51,7 +53,16 @@ def _packed_bytes(config: Qwen3Config, dtype: str) -> int:
     )
 
 
-def _needs_torch(config: Qwen3Config, dtype: str, block_size: int) -> str:
+def _refused_option(dtype: str, block_size: int) -> tuple[str, str]:
+    """Name the option whose value the CPU kernels refuse, and say why; both are empty if they take all."""
+    if dtype != "bfloat16":
+        return "dtype", f"the kernels serve bfloat16 only, not {dtype}"
+    if block_size % 32:
+        return "block_size", f"the kernels need blocks of a multiple of 32 tokens, not {block_size}"
+    return "", ""
+
+
+def _needs_torch(config: Qwen3Config) -> str:
     """Say why the CPU kernels cannot serve the model, or nothing if they can.
 
     The bounds follow from the layouts in csrc/ops.h.
@@ -60,10 +71,6 @@ def _needs_torch(config: Qwen3Config, dtype: str, block_size: int) -> str:
     sparse = () if experts is None else (experts.intermediate_size,)
     has_dense = experts is None or len(experts.layers) < config.num_layers
     widths = (*sparse, config.intermediate_size) if has_dense else sparse
-    if dtype != "bfloat16":
-        return "the kernels serve --dtype bfloat16 only"
-    if block_size % 32:
-        return f"the kernels need a --block-size that is a multiple of 32, not {block_size}"
     if config.head_dim % 32 or config.head_dim > 256:
         return f"the kernels need a head_dim of 32, 64, ... 256, not {config.head_dim}"
     if config.num_heads // config.num_kv_heads > 96:

@@ -229,7 +229,7 @@ def test_going_on_from_what_a_resumed_request_needs(subject: Subject) -> None:
     ("changes", "dtype", "reason"),
     [
         ({"o_lora_rank": 32}, "bfloat16", ""),
-        ({"o_lora_rank": 32}, "float32", "--dtype bfloat16 only"),
+        ({"o_lora_rank": 32}, "float32", "bfloat16 only, not float32"),
         ({}, "bfloat16", "o_lora_rank that is a multiple of 32, not 16"),
         ({"o_lora_rank": 32, "head_dim": 544}, "bfloat16", "head_dim that is a multiple of 32 up to 512, not 544"),
         ({"o_lora_rank": 32, "hc_mult": 2}, "bfloat16", "4 streams, not 2"),

@@ -1,0 +1,186 @@
+"""Plan memory: what is planned fits, and every length and size follows from what is free."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.model.null.spec import deepseek_v4_groups
+from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.memory import max_sequence_bytes, plan_groups, tail_bytes
+from pypto_serving.setup.memory_planner import largest, size_option
+from pypto_serving.setup.resolver import Resolved
+from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
+from pypto_serving.util import GIB, parse_size
+from tests.setup.small import FULL, GROUPS, MIB, STATE, WINDOW, make_model, make_resolved, setting
+from tests.simulation import in_pages
+
+
+def test_kv_is_half_of_what_is_free() -> None:
+    resolved = make_resolved(make_model(max_position_embeddings=1 << 20))
+    memory = resolved.memory
+    room = memory.available_bytes - memory.weight_bytes - memory.workspace_bytes
+    assert room // 2 - FULL.block_bytes < memory.kv_bytes <= room // 2
+    assert setting(resolved, "kv-memory")[1] == "half of 16 GiB free less weights and workspace"
+
+
+def test_kv_is_no_more_than_the_model_can_use() -> None:
+    resolved = make_resolved(make_model(max_position_embeddings=64), max_num_seqs=3)
+    assert resolved.engine.num_blocks == (1 + 3 * 4,)
+    assert "no more than 3 sequences of 64 tokens" in setting(resolved, "kv-memory")[1]
+
+
+def test_one_full_group_takes_all_of_its_memory() -> None:
+    resolved = make_resolved(kv_memory="100MiB", max_model_len=1000)
+    assert resolved.engine.num_blocks == (100 * MIB // FULL.block_bytes,)
+
+
+def test_kv_memory_as_a_share_of_free_memory() -> None:
+    resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="0.25")
+    assert resolved.engine.num_blocks == (4 * GIB // FULL.block_bytes,)
+    assert setting(resolved, "kv-memory")[1] == "given by --kv-memory: 0.25 of 16 GiB free"
+
+
+@given(
+    groups=st.sampled_from([*GROUPS, deepseek_v4_groups(), in_pages(deepseek_v4_groups(), 128)]),
+    given_bytes=st.integers(0, 4 * GIB),
+    model_len=st.integers(1, 1 << 20),
+    step_tokens=st.integers(1, 4096),
+    max_num_seqs=st.integers(1, 1000),
+)
+def test_groups_share_what_there_is(
+    groups: tuple[KVCacheGroupSpec, ...], given_bytes: int, model_len: int, step_tokens: int, max_num_seqs: int
+) -> None:
+    """One sequence of full length always fits; windows and states of others get up to half before history does."""
+    least = max_sequence_bytes(groups, model_len, step_tokens)
+    kv_bytes = least + given_bytes
+    plans = plan_groups(groups, kv_bytes, model_len, step_tokens, 2, max_num_seqs)
+    assert sum(plan.total_bytes for plan in plans) <= kv_bytes
+    assert all(plan.num_sequences >= 1 for plan in plans)
+    tails = tail_bytes(groups, model_len, 2)
+    share = min(kv_bytes // 2, given_bytes)
+    for plan in plans:
+        if not plan.keeps_history:
+            assert plan.num_sequences >= min(max_num_seqs, 1 + share // tails)
+    if given_bytes // 2 > max_num_seqs * (tails + least):
+        assert all(plan.num_sequences >= max_num_seqs for plan in plans)
+
+
+def test_what_sequences_do_not_hold_is_for_history_and_its_checkpoints() -> None:
+    full, window, state = plan_groups((FULL, WINDOW, STATE), GIB, 2048, 512, 2, max_num_seqs=16)
+    assert full.num_blocks == 1 + 16 * full.first_blocks
+    assert window.num_blocks > 1 + window.first_blocks + 15 * window.more_blocks
+    assert state.num_blocks > 1 + state.first_blocks + 15 * state.more_blocks
+
+
+def test_a_length_that_is_chosen_leaves_room_for_windows_and_states_of_others() -> None:
+    groups = deepseek_v4_groups()
+    resolved = make_resolved(make_model(groups, max_position_embeddings=1 << 20), kv_memory="2GiB")
+    assert 2 <= resolved.engine.max_model_len < 1 << 20
+    count, tokens = resolved.memory.share(resolved.engine.max_num_seqs, resolved.engine.max_model_len)
+    assert count > 30 and tokens > 0
+
+
+def test_tables_for_every_position_are_planned() -> None:
+    without, tables = (make_resolved(make_model(position_bytes=size)).memory for size in (0, 1024))
+    assert tables.workspace_bytes == without.workspace_bytes + 4096 * 1024
+
+
+def test_longest_length_that_fits_is_the_default() -> None:
+    resolved = make_resolved(make_model(max_position_embeddings=1 << 20), kv_memory="10MiB")
+    usable = 10 * MIB // FULL.block_bytes - 1
+    assert resolved.engine.max_model_len == usable * 16
+    assert "the longest that fits the KV memory" in setting(resolved, "max-model-len")[1]
+
+
+def test_without_chunks_a_step_holds_a_whole_prompt() -> None:
+    resolved = make_resolved(chunked_prefill=False)
+    assert resolved.engine.max_num_batched_tokens == resolved.engine.max_model_len == 4096
+    assert "chunked prefill is off" in setting(resolved, "max-num-batched-tokens")[1]
+
+
+def test_without_chunks_a_given_budget_limits_the_length() -> None:
+    resolved = make_resolved(chunked_prefill=False, max_num_batched_tokens=600)
+    assert (resolved.engine.max_num_batched_tokens, resolved.engine.max_model_len) == (600, 600)
+
+
+def test_null_backend_needs_no_memory() -> None:
+    tiny = HostFacts(available_bytes=MIB, num_cpus=1)
+    resolved = make_resolved(make_model(weight_bytes=10 * GIB), tiny, backend="null", kv_memory="2GiB")
+    assert resolved.memory.weight_bytes == resolved.memory.workspace_bytes == 0
+
+
+def test_weights_that_do_not_fit_name_a_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"too little memory: weights take 20 GiB .* give --dtype bfloat16"):
+        make_resolved(make_model(weight_bytes=20 * GIB, dtype="float32"))
+    with pytest.raises(ConfigError, match="lower --max-num-batched-tokens or --max-num-seqs"):
+        make_resolved(make_model(weight_bytes=16 * GIB - MIB))
+
+
+@pytest.mark.parametrize("options", [{"kv_memory": "1MiB", "max_model_len": 4000}, {"kv_memory": "50KiB"}])
+def test_following_the_advice_works(options: dict[str, Any]) -> None:
+    model = make_model((STATE, FULL, WINDOW))
+    with pytest.raises(ConfigError) as caught:
+        make_resolved(model, **options)
+    for name, value in re.findall(r"--([a-z-]+) (\w+) or (?:less|more)", str(caught.value)):
+        make_resolved(model, **{**options, name.replace("-", "_"): value})
+
+
+VALUES = {
+    "backend": st.sampled_from(["cpu", "null"]),
+    "max_model_len": st.integers(-1, 5000),
+    "max_num_seqs": st.integers(0, 70000),
+    "max_num_batched_tokens": st.integers(0, 10000),
+    "long_prefill_token_threshold": st.integers(-1, 5000),
+    "chunked_prefill": st.booleans(),
+    "kv_memory": st.one_of(st.integers(-1, 20 * GIB), st.floats(), st.sampled_from(["3MiB", "0.5", "x", "1e12"])),
+    "num_threads": st.integers(0, 2000),
+    "served_model_name": st.lists(st.text(max_size=3), max_size=3),
+    "host": st.text(max_size=5),
+}
+
+
+@given(
+    options=st.fixed_dictionaries({}, optional=VALUES),
+    groups=st.sampled_from(GROUPS),
+    available=st.integers(0, 40 * GIB),
+    weights=st.integers(0, 20 * GIB),
+    longest=st.integers(1, 1 << 21),
+)
+def test_any_options_fit_or_are_refused_in_one_line(
+    options: dict[str, Any], groups: tuple[KVCacheGroupSpec, ...], available: int, weights: int, longest: int
+) -> None:
+    model = make_model(groups, weight_bytes=weights, max_position_embeddings=longest)
+    try:
+        resolved = make_resolved(model, HostFacts(available_bytes=available, num_cpus=2), **options)
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return
+    check_consistency(resolved, longest)
+
+
+def check_consistency(resolved: Resolved, longest: int) -> None:
+    engine, memory = resolved.engine, resolved.memory
+    assert engine.backend == "null" or memory.total_bytes <= memory.available_bytes
+    assert 1 <= engine.max_model_len <= longest
+    assert engine.enable_chunked_prefill or engine.max_num_batched_tokens >= engine.max_model_len
+    step_tokens = min(engine.max_num_batched_tokens, engine.max_model_len) * engine.depth
+    first = max_live_blocks(engine.groups, engine.max_model_len, step_tokens)
+    for group, blocks, live in zip(engine.groups, engine.num_blocks, first, strict=True):
+        assert live <= blocks - 1 and (blocks - 1 <= live * engine.max_num_seqs or not group.keeps_history)
+        assert blocks * group.block_size <= 2**31
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000))
+def test_largest_is_a_bisection(threshold: int, high: int) -> None:
+    assert largest(lambda n: n <= threshold, high) == min(threshold, high)
+
+
+@given(st.integers(1, 1 << 50))
+def test_size_option_rounds_the_way_it_is_asked_to(num_bytes: int) -> None:
+    assert parse_size(size_option(num_bytes)) <= num_bytes <= parse_size(size_option(num_bytes, up=True))
