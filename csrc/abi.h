@@ -12,6 +12,8 @@
 #include <type_traits>
 #include <typeinfo>
 
+#include "fields.h"
+
 // Defines the exported function pypto_`name`: API(int, add, int a, int b) { return a + b; }
 #define API(result, name, ...)                                                                    \
   extern "C" __attribute__((visibility("default"))) result pypto_##name(__VA_ARGS__);             \
@@ -24,7 +26,8 @@ namespace pypto::description {
 //   function <name> <result>; <type> <argument>; ...
 //   struct <name> <bytes>; <type> <field> <offset>; ...
 // A struct within a struct is described by its fields. A type is `void`, `text` (const char*), numpy's name of a number
-// (f4, i8, u2), the name of a class, or a pointer to one of these: `const f4*`, `Engine*`.
+// (f4, i8, u2), the name of a class, or a pointer to one of these: `const f4*`, `Engine*`. `?`
+// follows the name of a NULLABLE pointer.
 using Lines = std::map<std::string, std::string>;
 
 inline Lines& lines() {
@@ -32,12 +35,14 @@ inline Lines& lines() {
   return all;
 }
 
-// Takes the last word of the next argument or field off the front of `text`: `x` of "const float* x, int n".
+// Takes the next argument or field off the front of `text`. Returns its name: `x` of "const float* x, int n", `x?` of
+// "NULLABLE x".
 inline std::string next_name(std::string& text) {
   const size_t end = std::min(text.find(','), text.size());
   const std::string first = text.substr(0, end);
   text.erase(0, end + 1);
-  return first.substr(first.find_last_of(" *&") + 1);
+  const bool nullable = first.find("NULLABLE ") != std::string::npos;
+  return first.substr(first.find_last_of(" *&") + 1) + (nullable ? "?" : "");
 }
 
 // The name of a class without its namespace.

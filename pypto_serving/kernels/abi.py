@@ -15,11 +15,11 @@ from pypto_serving.kernels.arguments import Handle, readable, take, told
 
 
 class Arguments:
-    """Names and types of the arguments of a function, or the fields of a struct, called `owner`."""
+    """Names and types of the arguments of a function, or the fields of a struct; those `nullable` may be None."""
 
-    def __init__(self, owner: str, types: Mapping[str, str], structs: Mapping[str, Any], fields: bool = False) -> None:
-        self.owner, self.types = owner, types
-        self._takes = tuple(take(type_name, structs, fields) for type_name in types.values())
+    def __init__(self, line: _Line, structs: Mapping[str, Any]) -> None:
+        self.owner, self.types, self.nullable = line.name, line.types, line.nullable
+        self._takes = tuple(take(kind, structs, name in line.nullable) for name, kind in line.types.items())
 
     def convert(self, values: Sequence[Any]) -> list[Any]:
         """Convert values to ctypes arguments.
@@ -40,7 +40,8 @@ class Arguments:
                 convert(value)
             except (TypeError, ValueError) as error:
                 kind, also = (ValueError, f", {error}") if isinstance(error, ValueError) else (TypeError, "")
-                raise kind(f"{self.owner}({name}) must be {readable(type_name)}{also}, not {told(value)}") from None
+                wanted = readable(type_name) + " or None" * (name in self.nullable)
+                raise kind(f"{self.owner}({name}) must be {wanted}{also}, not {told(value)}") from None
 
 
 class Struct:
@@ -95,11 +96,11 @@ class Library:
         self.structs: dict[str, Struct] = {}
         for line in lines:
             if line.kind == "struct":
-                self.structs[line.name] = Struct(line.dtype, Arguments(line.name, line.types, dtypes, fields=True))
+                self.structs[line.name] = Struct(line.dtype, Arguments(line, dtypes))
         self.functions: dict[str, Function] = {}
         for line in lines:
             if line.kind == "function":
-                self.functions[line.name] = self._bind(lib, line, Arguments(line.name, line.types, dtypes))
+                self.functions[line.name] = self._bind(lib, line, Arguments(line, dtypes))
         self.__dict__.update(self.functions)
 
     def _bind(self, lib: ctypes.CDLL, line: _Line, arguments: Arguments) -> Function:
@@ -121,6 +122,7 @@ class _Line:
     name: str
     what: str
     types: Mapping[str, str]
+    nullable: frozenset[str]
     offsets: Sequence[int]
 
     @classmethod
@@ -129,7 +131,9 @@ class _Line:
         kind, name, what = head.split(" ", 2)
         fields = [part.rsplit(" ", 2 if kind == "struct" else 1) for part in parts]
         offsets = [int(field[2]) for field in fields] if kind == "struct" else []
-        return cls(kind, name, what, {field[1]: field[0] for field in fields}, offsets)
+        types = {field[1].removesuffix("?"): field[0] for field in fields}
+        nullable = frozenset(field[1][:-1] for field in fields if field[1].endswith("?"))
+        return cls(kind, name, what, types, nullable, offsets)
 
     @property
     def dtype(self) -> np.dtype[Any]:

@@ -44,11 +44,16 @@ class Pointer:
         self.array, self.dtype, self.writeable = array, array.dtype, array.flags.writeable
 
 
-def take(type_name: str, structs: Mapping[str, np.dtype[Any]], field: bool = False) -> Take:
+def take(type_name: str, structs: Mapping[str, np.dtype[Any]], nullable: bool = False) -> Take:
     """Return the conversion for a type; `structs` are the layouts of described structs, by name.
 
-    None becomes a null pointer to elements; a `field` of a struct may also be a null pointer to a struct.
+    None becomes a null pointer where the pointer is `nullable`.
     """
+    convert = _take(type_name, structs)
+    return (lambda value: 0 if value is None else convert(value)) if nullable else convert
+
+
+def _take(type_name: str, structs: Mapping[str, np.dtype[Any]]) -> Take:
     if type_name == "text":
         return _take_text
     if not type_name.endswith("*"):
@@ -57,7 +62,7 @@ def take(type_name: str, structs: Mapping[str, np.dtype[Any]], field: bool = Fal
     if element == "void":
         return _take_elements(None, const)
     if element in structs:
-        return _take_struct(element, structs[element], const, nullable=field)
+        return _take_struct(element, structs[element], const)
     if element[1:].isdigit():
         return _take_elements(np.dtype(element), const)
     return _take_handle(element)
@@ -96,8 +101,6 @@ def _take_elements(dtype: np.dtype[Any] | None, const: bool) -> Take:
                 if not (const and value.flags.c_contiguous):
                     raise ValueError("contiguous" if const else "contiguous and writeable") from None
                 return Pointer(value).address
-        if value is None:
-            return 0
         if not isinstance(value, Pointer) or (dtype is not None and value.dtype != dtype):
             raise TypeError
         if not (const or value.writeable):
@@ -107,15 +110,13 @@ def _take_elements(dtype: np.dtype[Any] | None, const: bool) -> Take:
     return convert
 
 
-def _take_struct(name: str, dtype: np.dtype[Any], const: bool, nullable: bool) -> Take:
+def _take_struct(name: str, dtype: np.dtype[Any], const: bool) -> Take:
     """Accept arrays of a struct, and handles of those that the library keeps."""
     elements = _take_elements(dtype, const)
 
     def convert(value: Any) -> int:
         if isinstance(value, Handle):
             return _address_of(value, name)
-        if value is None and not nullable:
-            raise TypeError
         return int(elements(value))
 
     return convert

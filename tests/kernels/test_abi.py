@@ -62,18 +62,17 @@ def right(type_name: str) -> Any:
     return np.zeros(4, element) if element[1:].isdigit() else Handle(element, 0)
 
 
-def wrong(type_name: str, field: bool) -> Iterator[Any]:
+def wrong(type_name: str, nullable: bool) -> Iterator[Any]:
     """Values of other types, and values that do not fit into the type."""
     yield from (np.zeros((4, 4))[:, 1:], "1" if type_name != "text" else b"text", Handle("Other", 0), object())
     element, const = element_of(type_name), type_name.startswith("const ")
-    if not type_name.endswith("*"):
+    if not nullable:
         yield None
+    if not type_name.endswith("*"):
         if type_name.startswith(("i", "u")):
             yield from (1.0, 1 << 80, -(1 << 80), np.zeros(4, type_name))
         return
     yield from (1, 0, 1 << 40, 1.5, [1, 2], b"bytes")
-    if not element[1:].isdigit() and element != "void" and (element not in bound().structs or not field):
-        yield None
     if element[1:].isdigit() or element in bound().structs:
         dtype = right(type_name).dtype
         yield from (np.zeros(4, other) for other in ELEMENTS if other != element)
@@ -93,7 +92,8 @@ def arguments_of(kind: str, name: str) -> Arguments:
 
 @pytest.mark.parametrize(("kind", "name", "argument"), cases())
 def test_a_wrong_type_is_refused(kind: str, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    types = arguments_of(kind, name).types
+    arguments = arguments_of(kind, name)
+    types, nullable = arguments.types, argument in arguments.nullable
     calls: list[Any] = []
     if kind == "function":
         call: Any = bound().functions[name]
@@ -107,7 +107,11 @@ def test_a_wrong_type_is_refused(kind: str, name: str, argument: str, monkeypatc
     values = {other: right(type_name) for other, type_name in types.items()}
     call(*values.values())
     assert len(calls) == 1
-    for value in wrong(types[argument], kind == "struct"):
+    if nullable:
+        assert types[argument].endswith("*")
+        call(*{**values, argument: None}.values())
+        calls.pop()
+    for value in wrong(types[argument], nullable):
         with pytest.raises((TypeError, ValueError), match=rf"^{name}\({argument}\) must be "):
             call(*{**values, argument: value}.values())
     assert len(calls) == 1
@@ -153,6 +157,9 @@ def test_types_follow_from_the_declarations() -> None:
     assert types["keys"] == "u2*" and types["block_stride"] == "i8"  # of KvCache, which QkNormRope contains
     replay = bound().functions["replay"].arguments.types
     assert list(replay)[:2] == ["recording", "tokens"] and replay["groups"] == "const GroupTables*"
+    assert bound().functions["replay"].arguments.nullable == {"seconds"}
+    assert bound().structs["RmsNorm"].arguments.nullable == {"scales"}
+    assert "weight" in bound().structs["NormRope"].arguments.nullable  # of NormRopeParams, which NormRope contains
     assert "const Pages*" in bound().structs["NormRope"].arguments.types.values()
 
 
