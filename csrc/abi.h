@@ -20,14 +20,19 @@
   static const pypto::description::Function described_##name(#name, #__VA_ARGS__, &pypto_##name); \
   result pypto_##name(__VA_ARGS__)
 
+// Exports a constant of the layouts, which Python has too: CONSTANT(kPanel)
+#define CONSTANT(name) static const pypto::description::Constant described_##name(#name, pypto::name);
+
 namespace pypto::description {
 
 // Functions, and structs with FIELDS that functions take, by name; a line each:
 //   function <name> <result>; <type> <argument>; ...
 //   struct <name> <bytes>; <type> <field> <offset>; ...
-// A struct within a struct is described by its fields. A type is `void`, `text` (const char*), numpy's name of a number
-// (f4, i8, u2), the name of a class, or a pointer to one of these: `const f4*`, `Engine*`. `?`
-// follows the name of a NULLABLE pointer.
+//   enum <name> <type>; <enumerator>; ...
+//   constant <name> <value>
+// Enumerators count from 0. A struct within a struct is described by its fields. A type is `void`, `text` (const
+// char*), numpy's name of a number (f4, i8, u2), the name of a class or enum, or a pointer to one of these: `const
+// f4*`, `Engine*`. `?` follows the name of a NULLABLE pointer.
 using Lines = std::map<std::string, std::string>;
 
 inline Lines& lines() {
@@ -60,6 +65,9 @@ template <HasFields T>
 void describe_struct();
 
 template <typename T>
+void describe_enum();
+
+template <typename T>
 std::string type_name() {
   if constexpr (std::is_same_v<T, const char*>) {
     return "text";
@@ -70,7 +78,8 @@ std::string type_name() {
   } else if constexpr (std::is_void_v<T>) {
     return "void";
   } else if constexpr (std::is_enum_v<T>) {
-    return type_name<std::underlying_type_t<T>>();
+    describe_enum<T>();
+    return class_name(typeid(T));
   } else if constexpr (std::is_class_v<T>) {
     if constexpr (HasFields<T>) describe_struct<T>();
     return class_name(typeid(T));
@@ -80,6 +89,15 @@ std::string type_name() {
     const std::string kind = std::is_floating_point_v<T> ? "f" : is_unsigned ? "u" : "i";
     return kind + std::to_string(sizeof(T));
   }
+}
+
+template <typename T>
+void describe_enum() {
+  const std::string name = class_name(typeid(T));
+  std::ostringstream line;
+  line << "enum " << name << " " << type_name<std::underlying_type_t<T>>();
+  for (std::string names = enumerators(T{}); !names.empty();) line << "; " << next_name(names);
+  lines()[name] = line.str();
 }
 
 // Adds the fields of `values`, which lies in a struct at `base`, to the struct's line.
@@ -105,6 +123,11 @@ void describe_struct() {
   describe_fields(*reinterpret_cast<T*>(memory), memory, line);
   lines()[name] = line.str();
 }
+
+// Describes a constant while the library is loaded.
+struct Constant {
+  Constant(const std::string& name, int64_t value) { lines()[name] = "constant " + name + " " + std::to_string(value); }
+};
 
 // Describes a function while the library is loaded.
 struct Function {

@@ -4,6 +4,15 @@
 
 using namespace pypto;
 
+CONSTANT(kPanel)
+CONSTANT(kGateHalf)
+CONSTANT(kIndexerTokens)
+CONSTANT(kMaxDim)
+CONSTANT(kMaxLatent)
+CONSTANT(kMaxLatentHeads)
+CONSTANT(kItemRows)
+CONSTANT(kStreams)
+
 API(Recording*, record, Engine* engine) { return new Recording(engine); }
 
 API(void, forget, Recording* recording) { delete recording; }

@@ -17,6 +17,7 @@ namespace pypto {
 // Packed weights [n, k]: panels of 32 outputs, each [k / 2][2][16] pairs in VNNI layout. The GEMM reads a panel as one
 // linear stream; two loads fill two registers with 16 outputs each. Outputs behind n are zero.
 constexpr int kPanel = 32;
+constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
 
 // Packed int8 weights: the same panels, [k / 4][2][16] quads. A quad is four int8 along k, the first one lowest. Int8
 // activations: strips of [k / 4][rows] quads of uint8, each number plus 128. The sums start at -128 times the sum of an
@@ -96,7 +97,7 @@ struct Step {
 };
 
 // Rows that an operation works on: all tokens, or those that need logits.
-enum class Rows : int32_t { kTokens = 0, kLogits = 1 };
+ENUM(Rows, kTokens, kLogits)
 
 ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::kTokens ? step.tokens : step.logits; }
 
@@ -137,12 +138,11 @@ struct Quantize {
 };
 
 // What a GEMM does with its sums y.
-enum class Epilogue : int32_t {
-  kStore = 0,  // out[row, n] = y, float32
-  kAdd = 1,    // out[row, n] += y, float32
-  kSwiglu = 2,  // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
-  kStrips = 3,  // strips: y, bfloat16
-};
+ENUM(Epilogue,
+     kStore,   // out[row, n] = y, float32
+     kAdd,     // out[row, n] += y, float32
+     kSwiglu,  // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
+     kStrips)  // strips: y, bfloat16
 
 // GEMM: y = x W^T + bias, x in strips of k / 2 pairs. With `scales`, x and W are int8, and the sums are multiplied by
 // x_scales[row], then by scales[output]. Each `group` of outputs (whole panels, or all outputs) has strips x of its
@@ -194,11 +194,10 @@ struct PagedAttention {
 };
 
 // How router logits become the weights of the top-k experts.
-enum class Scoring : int32_t {
-  kSoftmax = 0,       // softmax over all experts
-  kRenormalized = 1,  // softmax over the top-k experts
-  kSqrtSoftplus = 2,  // scores sqrt(softplus(logit)), which also select, divided by their sum over the top-k experts
-};
+ENUM(Scoring,
+     kSoftmax,       // softmax over all experts
+     kRenormalized,  // softmax over the top-k experts
+     kSqrtSoftplus)  // scores sqrt(softplus(logit)), which also select, divided by their sum over the top-k experts
 
 // MoE routing of one layer: the experts of each token, by the largest scores, by scores plus `bias`, or by token id
 // (tid2eid). An entry is token * per_token + slot; entries [starts[e], starts[e + 1]) in `order` belong to expert e,
@@ -373,7 +372,7 @@ struct MlaAttention {
 };
 
 // Element types that weights are packed from.
-enum class Stored : int32_t { kBf16 = 0, kF32 = 1, kF16 = 2, kI8 = 3 };
+ENUM(Stored, kBf16, kF32, kF16, kI8)
 
 // Packs weights: row i of a stored matrix [n, k] becomes output offset + i. With `half`, the matrix is gate or up of
 // shared panels: each 16 rows become outputs [offset, offset + 16) of one panel.

@@ -6,6 +6,7 @@ A type is written as the library describes it (csrc/abi.h): `f4`, `text`, `const
 from __future__ import annotations
 
 import ctypes
+import enum
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from pypto_serving.types.arrays import Array
 
 Take = Callable[[Any], Any]
 """Converts an argument to what ctypes passes. Raises TypeError or ValueError where it is not of the type."""
+
+Numbers = Mapping[str, int]
+"""The enumerators of an enum of the library, by the names that Python has for them: SQRT_SOFTPLUS for kSqrtSoftplus."""
 
 _view: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
 _addressof = ctypes.addressof
@@ -44,12 +48,12 @@ class Pointer:
         self.array, self.dtype, self.writeable = array, array.dtype, array.flags.writeable
 
 
-def take(type_name: str, structs: Mapping[str, np.dtype[Any]], nullable: bool = False) -> Take:
-    """Return the conversion for a type; `structs` are the layouts of described structs, by name.
+def take(type_name: str, structs: Mapping[str, np.dtype[Any]], enums: Mapping[str, Numbers], nullable: bool) -> Take:
+    """Return the conversion for a type; `structs` and `enums` are those that the library describes, by name.
 
     None becomes a null pointer where the pointer is `nullable`.
     """
-    convert = _take(type_name, structs)
+    convert = _take_enum(type_name, enums[type_name]) if type_name in enums else _take(type_name, structs)
     return (lambda value: 0 if value is None else convert(value)) if nullable else convert
 
 
@@ -130,6 +134,17 @@ def _address_of(value: Any, kind: str) -> int:
     if not isinstance(value, Handle) or value.kind != kind:
         raise TypeError
     return value.address
+
+
+def _take_enum(name: str, numbers: Numbers) -> Take:
+    """Accept members of the Python enum of this name; the library says which number a member's name has."""
+
+    def convert(value: Any) -> int:
+        if not isinstance(value, enum.Enum) or type(value).__name__ != name or value.name not in numbers:
+            raise TypeError
+        return numbers[value.name]
+
+    return convert
 
 
 def _take_integer(limits: np.iinfo[Any]) -> Take:
