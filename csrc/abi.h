@@ -9,15 +9,17 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <typeinfo>
 
 #include "fields.h"
 
 // Defines the exported function pypto_`name`: API(int, add, int a, int b) { return a + b; }
-#define API(result, name, ...)                                                                    \
-  extern "C" __attribute__((visibility("default"))) result pypto_##name(__VA_ARGS__);             \
-  static const pypto::description::Function described_##name(#name, #__VA_ARGS__, &pypto_##name); \
+#define API(result, name, ...)                                                                                        \
+  extern "C" __attribute__((visibility("default"))) result pypto_##name(__VA_ARGS__);                                 \
+  static_assert(pypto::description::count_names(#__VA_ARGS__) == pypto::description::count_arguments(&pypto_##name)); \
+  static const pypto::description::Function described_##name(#name, #__VA_ARGS__, &pypto_##name);                     \
   result pypto_##name(__VA_ARGS__)
 
 // Exports a constant of the layouts, which Python has too: CONSTANT(kPanel)
@@ -38,6 +40,17 @@ using Lines = std::map<std::string, std::string>;
 inline Lines& lines() {
   static Lines all;
   return all;
+}
+
+// The names of `text`, which commas separate: a comma within a type counts too, and does not compile where this is
+// compared with the number of arguments or fields.
+constexpr size_t count_names(std::string_view text) {
+  return text.empty() ? 0 : 1 + std::count(text.begin(), text.end(), ',');
+}
+
+template <typename Result, typename... Arguments>
+constexpr size_t count_arguments(Result (*)(Arguments...)) {
+  return sizeof...(Arguments);
 }
 
 // Takes the next argument or field off the front of `text`. Returns its name: `x` of "const float* x, int n", `x?` of
@@ -93,6 +106,7 @@ std::string type_name() {
 
 template <typename T>
 void describe_enum() {
+  static_assert(std::string_view(enumerators(T{})).find_first_of("=(<") == std::string_view::npos);
   const std::string name = class_name(typeid(T));
   std::ostringstream line;
   line << "enum " << name << " " << type_name<std::underlying_type_t<T>>();
@@ -109,7 +123,10 @@ void describe_fields(T& values, const char* base, std::ostream& line) {
     if constexpr (HasFields<Field>) return describe_fields(field, base, line);
     line << "; " << type_name<Field>() << " " << name << " " << reinterpret_cast<const char*>(&field) - base;
   };
-  values.visit([&](auto&... field) { (add(field), ...); });
+  values.visit([&](auto&... field) {
+    static_assert(count_names(T::kFields) == sizeof...(field));
+    (add(field), ...);
+  });
   values.visit_all([](auto&...) {});
 }
 
