@@ -9,22 +9,32 @@
 #include <map>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <typeinfo>
 
+#include "fields.h"
+
 // Defines the exported function pypto_`name`: API(int, add, int a, int b) { return a + b; }
-#define API(result, name, ...)                                                                    \
-  extern "C" __attribute__((visibility("default"))) result pypto_##name(__VA_ARGS__);             \
-  static const pypto::description::Function described_##name(#name, #__VA_ARGS__, &pypto_##name); \
+#define API(result, name, ...)                                                                                        \
+  extern "C" __attribute__((visibility("default"))) result pypto_##name(__VA_ARGS__);                                 \
+  static_assert(pypto::description::count_names(#__VA_ARGS__) == pypto::description::count_arguments(&pypto_##name)); \
+  static const pypto::description::Function described_##name(#name, #__VA_ARGS__, &pypto_##name);                     \
   result pypto_##name(__VA_ARGS__)
+
+// Exports a constant of the layouts, which Python has too: CONSTANT(kPanel)
+#define CONSTANT(name) static const pypto::description::Constant described_##name(#name, pypto::name);
 
 namespace pypto::description {
 
 // Functions, and structs with FIELDS that functions take, by name; a line each:
 //   function <name> <result>; <type> <argument>; ...
 //   struct <name> <bytes>; <type> <field> <offset>; ...
-// A struct within a struct is described by its fields. A type is `void`, `text` (const char*), numpy's name of a number
-// (f4, i8, u2), the name of a class, or a pointer to one of these: `const f4*`, `Engine*`.
+//   enum <name> <type>; <enumerator>; ...
+//   constant <name> <value>
+// Enumerators count from 0. A struct within a struct is described by its fields. A type is `void`, `text` (const
+// char*), numpy's name of a number (f4, i8, u2), the name of a class or enum, or a pointer to one of these: `const
+// f4*`, `Engine*`. `?` follows the name of a NULLABLE pointer.
 using Lines = std::map<std::string, std::string>;
 
 inline Lines& lines() {
@@ -32,12 +42,25 @@ inline Lines& lines() {
   return all;
 }
 
-// Takes the last word of the next argument or field off the front of `text`: `x` of "const float* x, int n".
+// The names of `text`, which commas separate: a comma within a type counts too, and does not compile where this is
+// compared with the number of arguments or fields.
+constexpr size_t count_names(std::string_view text) {
+  return text.empty() ? 0 : 1 + std::count(text.begin(), text.end(), ',');
+}
+
+template <typename Result, typename... Arguments>
+constexpr size_t count_arguments(Result (*)(Arguments...)) {
+  return sizeof...(Arguments);
+}
+
+// Takes the next argument or field off the front of `text`. Returns its name: `x` of "const float* x, int n", `x?` of
+// "NULLABLE x".
 inline std::string next_name(std::string& text) {
   const size_t end = std::min(text.find(','), text.size());
   const std::string first = text.substr(0, end);
   text.erase(0, end + 1);
-  return first.substr(first.find_last_of(" *&") + 1);
+  const bool nullable = first.find("NULLABLE ") != std::string::npos;
+  return first.substr(first.find_last_of(" *&") + 1) + (nullable ? "?" : "");
 }
 
 // The name of a class without its namespace.
@@ -55,6 +78,9 @@ template <HasFields T>
 void describe_struct();
 
 template <typename T>
+void describe_enum();
+
+template <typename T>
 std::string type_name() {
   if constexpr (std::is_same_v<T, const char*>) {
     return "text";
@@ -65,7 +91,8 @@ std::string type_name() {
   } else if constexpr (std::is_void_v<T>) {
     return "void";
   } else if constexpr (std::is_enum_v<T>) {
-    return type_name<std::underlying_type_t<T>>();
+    describe_enum<T>();
+    return class_name(typeid(T));
   } else if constexpr (std::is_class_v<T>) {
     if constexpr (HasFields<T>) describe_struct<T>();
     return class_name(typeid(T));
@@ -77,6 +104,16 @@ std::string type_name() {
   }
 }
 
+template <typename T>
+void describe_enum() {
+  static_assert(std::string_view(enumerators(T{})).find_first_of("=(<") == std::string_view::npos);
+  const std::string name = class_name(typeid(T));
+  std::ostringstream line;
+  line << "enum " << name << " " << type_name<std::underlying_type_t<T>>();
+  for (std::string names = enumerators(T{}); !names.empty();) line << "; " << next_name(names);
+  lines()[name] = line.str();
+}
+
 // Adds the fields of `values`, which lies in a struct at `base`, to the struct's line.
 template <HasFields T>
 void describe_fields(T& values, const char* base, std::ostream& line) {
@@ -86,7 +123,10 @@ void describe_fields(T& values, const char* base, std::ostream& line) {
     if constexpr (HasFields<Field>) return describe_fields(field, base, line);
     line << "; " << type_name<Field>() << " " << name << " " << reinterpret_cast<const char*>(&field) - base;
   };
-  values.visit([&](auto&... field) { (add(field), ...); });
+  values.visit([&](auto&... field) {
+    static_assert(count_names(T::kFields) == sizeof...(field));
+    (add(field), ...);
+  });
   values.visit_all([](auto&...) {});
 }
 
@@ -100,6 +140,11 @@ void describe_struct() {
   describe_fields(*reinterpret_cast<T*>(memory), memory, line);
   lines()[name] = line.str();
 }
+
+// Describes a constant while the library is loaded.
+struct Constant {
+  Constant(const std::string& name, int64_t value) { lines()[name] = "constant " + name + " " + std::to_string(value); }
+};
 
 // Describes a function while the library is loaded.
 struct Function {

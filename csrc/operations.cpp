@@ -4,13 +4,22 @@
 
 using namespace pypto;
 
+CONSTANT(kPanel)
+CONSTANT(kGateHalf)
+CONSTANT(kIndexerTokens)
+CONSTANT(kMaxDim)
+CONSTANT(kMaxLatent)
+CONSTANT(kMaxLatentHeads)
+CONSTANT(kItemRows)
+CONSTANT(kStreams)
+
 API(Recording*, record, Engine* engine) { return new Recording(engine); }
 
 API(void, forget, Recording* recording) { delete recording; }
 
 API(void, replay, Recording* recording, int32_t tokens, int32_t rows, int32_t logits, const int32_t* token_ids,
     const int32_t* positions, const int32_t* query_start, const int32_t* context_lens, const int32_t* logits_rows,
-    const GroupTables* groups, double* seconds) {
+    const GroupTables* groups, double* NULLABLE seconds) {
   Step step;
   step.tokens = tokens, step.rows = rows, step.logits = logits;
   step.token_ids = token_ids, step.positions = positions, step.query_start = query_start;

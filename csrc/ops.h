@@ -17,6 +17,7 @@ namespace pypto {
 // Packed weights [n, k]: panels of 32 outputs, each [k / 2][2][16] pairs in VNNI layout. The GEMM reads a panel as one
 // linear stream; two loads fill two registers with 16 outputs each. Outputs behind n are zero.
 constexpr int kPanel = 32;
+constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
 
 // Packed int8 weights: the same panels, [k / 4][2][16] quads. A quad is four int8 along k, the first one lowest. Int8
 // activations: strips of [k / 4][rows] quads of uint8, each number plus 128. The sums start at -128 times the sum of an
@@ -96,7 +97,7 @@ struct Step {
 };
 
 // Rows that an operation works on: all tokens, or those that need logits.
-enum class Rows : int32_t { kTokens = 0, kLogits = 1 };
+ENUM(Rows, kTokens, kLogits)
 
 ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::kTokens ? step.tokens : step.logits; }
 
@@ -109,7 +110,7 @@ struct Embed {
   int64_t width;
   int32_t copies;  // of each row, one behind the other
   float* x;
-  FIELDS(table, packed, width, copies, x)
+  FIELDS(NULLABLE table, NULLABLE packed, width, copies, x)
 };
 
 // RMSNorm (arXiv:1910.07467): out = x / rms(x) * weight, in strips. With `scales` the strips are int8; see Quantize.
@@ -121,43 +122,43 @@ struct RmsNorm {
   float eps;
   Rows rows;
   Pair* out;
-  float* scales;  // [rows], or null
-  FIELDS(x, stride, weight, width, eps, rows, out, scales)
+  float* scales;  // [rows]
+  FIELDS(x, stride, weight, width, eps, rows, out, NULLABLE scales)
 };
 
 // Quantizes bfloat16 strips to int8 strips, symmetric, per row: x * 127 / amax, rounded to nearest, ties to even;
 // scales = amax / 127. With a routing, the rows are expert inputs.
 struct Quantize {
-  const Routing* routing;  // or null
+  const Routing* routing;
   const Pair* x;
   int64_t k;
   Pair* out;
   float* scales;  // [rows]
-  FIELDS(routing, x, k, out, scales)
+  FIELDS(NULLABLE routing, x, k, out, scales)
 };
 
 // What a GEMM does with its sums y.
-enum class Epilogue : int32_t {
-  kStore = 0,  // out[row, n] = y, float32
-  kAdd = 1,    // out[row, n] += y, float32
-  kSwiglu = 2,  // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
-  kStrips = 3,  // strips: y, bfloat16
-};
+ENUM(Epilogue,
+     kStore,   // out[row, n] = y, float32
+     kAdd,     // out[row, n] += y, float32
+     kSwiglu,  // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
+     kStrips)  // strips: y, bfloat16
 
 // GEMM: y = x W^T + bias, x in strips of k / 2 pairs. With `scales`, x and W are int8, and the sums are multiplied by
 // x_scales[row], then by scales[output]. Each `group` of outputs (whole panels, or all outputs) has strips x of its
 // own, one group behind the other.
 struct Linear {
   const Pair *x, *weight;
-  const float *x_scales, *scales;  // [rows] and [panels * 32], or null
-  const int32_t* compensation;     // [panels * 32], or null
-  const float* bias;  // [panels * 32], or null
+  const float *x_scales, *scales;  // [rows] and [panels * 32]
+  const int32_t* compensation;     // [panels * 32]
+  const float* bias;               // [panels * 32]
   int64_t n, k, group;
   float limit;  // of kSwiglu: gate is clamped to at most limit, up to [-limit, limit]
   Rows rows;
   Epilogue epilogue;
   void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kSwiglu, whose n counts gate and up
-  FIELDS(x, weight, x_scales, scales, compensation, bias, n, k, group, limit, rows, epilogue, out)
+  FIELDS(x, weight, NULLABLE x_scales, NULLABLE scales, NULLABLE compensation, NULLABLE bias, n, k, group, limit, rows,
+         epilogue, out)
 };
 
 // Paged KV cache of a layer, in group 0. For every 32 positions, a block of `size` tokens holds for each kv head a
@@ -193,11 +194,10 @@ struct PagedAttention {
 };
 
 // How router logits become the weights of the top-k experts.
-enum class Scoring : int32_t {
-  kSoftmax = 0,       // softmax over all experts
-  kRenormalized = 1,  // softmax over the top-k experts
-  kSqrtSoftplus = 2,  // scores sqrt(softplus(logit)), which also select, divided by their sum over the top-k experts
-};
+ENUM(Scoring,
+     kSoftmax,       // softmax over all experts
+     kRenormalized,  // softmax over the top-k experts
+     kSqrtSoftplus)  // scores sqrt(softplus(logit)), which also select, divided by their sum over the top-k experts
 
 // MoE routing of one layer: the experts of each token, by the largest scores, by scores plus `bias`, or by token id
 // (tid2eid). An entry is token * per_token + slot; entries [starts[e], starts[e + 1]) in `order` belong to expert e,
@@ -207,16 +207,16 @@ struct Routing {
   Scoring scoring;
   float scale;             // of all expert weights
   const float* logits;     // [t, experts]
-  float* scores;           // [t, 2, experts] of kSqrtSoftplus: scores, and with the bias; else null
-  const float* bias;       // [experts], or null
-  const int32_t* tid2eid;  // [vocab, per_token]: experts of a token id (hash routing); or null
+  float* scores;           // [t, 2, experts] of kSqrtSoftplus: scores, and with the bias
+  const float* bias;       // [experts]
+  const int32_t* tid2eid;  // [vocab, per_token]: experts of a token id (hash routing)
   int32_t* topk_ids;       // [t, per_token]
   float* topk_weights;     // [t, per_token]
   int32_t *order, *place;  // [t * per_token]: entry at a place, place of an entry
   int32_t* starts;         // [experts + 1]
   int32_t* active;         // experts with entries, and behind the last one their number at [experts]
-  FIELDS(experts, per_token, scoring, scale, logits, scores, bias, tid2eid, topk_ids, topk_weights, order, place,
-         starts, active)
+  FIELDS(experts, per_token, scoring, scale, logits, NULLABLE scores, NULLABLE bias, NULLABLE tid2eid, topk_ids,
+         topk_weights, order, place, starts, active)
 };
 
 // Copies the strips of all tokens into strips of each expert's entries.
@@ -225,9 +225,9 @@ struct MoeGather {
   const Pair* x;  // strips of all tokens
   int64_t pairs;  // or quads, of a row
   Pair* out;      // strips of each expert's entries
-  const float* scales;  // of all tokens, or null
+  const float* scales;  // of all tokens
   float* out_scales;    // of the entries
-  FIELDS(routing, x, pairs, out, scales, out_scales)
+  FIELDS(routing, x, pairs, out, NULLABLE scales, NULLABLE out_scales)
 };
 
 // Grouped GEMM: each entry with the weights of its expert.
@@ -271,9 +271,9 @@ struct HyperConnectionPre {
   float eps;
   int32_t iterations;  // of Sinkhorn, which makes comb doubly stochastic
   Rows rows;
-  float* post_comb;  // [rows, kStreams + kStreams * kStreams]: post, and comb from stream j to k; or null
+  float* post_comb;  // [rows, kStreams + kStreams * kStreams]: post, and comb from stream j to k
   float* out;        // [tokens, width]
-  FIELDS(x, mixes, scale, base, width, eps, iterations, rows, post_comb, out)
+  FIELDS(x, mixes, scale, base, width, eps, iterations, rows, NULLABLE post_comb, out)
 };
 
 // x[t, k] = post[k] * y[t] + sum over j of comb[j, k] * x[t, j].
@@ -302,7 +302,7 @@ struct NormRopeParams {
   const float *weight, *cos, *sin;
   int64_t dim, rope_dim;
   float eps, scale;
-  FIELDS(weight, cos, sin, dim, rope_dim, eps, scale)
+  FIELDS(NULLABLE weight, cos, sin, dim, rope_dim, eps, scale)
 };
 
 // RMSNorm and RoPE of x [t, heads * dim] at the token's position, rounded to bfloat16. Writes query panels [t, heads /
@@ -313,8 +313,8 @@ struct NormRope {
   int32_t heads;
   NormRopeParams rope;
   Pair* out;
-  const Pages* pages;  // or null
-  FIELDS(x, stride, heads, rope, out, pages)
+  const Pages* pages;
+  FIELDS(x, stride, heads, rope, NULLABLE out, NULLABLE pages)
 };
 
 // Compressor state of a token at position p: a float32 row [kv | gates + ape[p % ratio]].
@@ -364,25 +364,26 @@ struct MlaAttention {
   const Pair* queries;  // panels
   const float *sinks, *cos, *sin;
   int32_t heads, dim, rope_dim, window, groups, topk;
-  const Pages *kv, *compressed_kv;  // compressed_kv may be null
-  const int32_t* indices;           // [t, topk], read where a token sees more entries; or null
+  const Pages *kv, *compressed_kv;
+  const int32_t* indices;  // [t, topk], read where a token sees more entries
   Pair* out;
-  FIELDS(queries, sinks, cos, sin, heads, dim, rope_dim, window, groups, topk, kv, compressed_kv, indices, out)
+  FIELDS(queries, sinks, cos, sin, heads, dim, rope_dim, window, groups, topk, kv, NULLABLE compressed_kv,
+         NULLABLE indices, out)
 };
 
 // Element types that weights are packed from.
-enum class Stored : int32_t { kBf16 = 0, kF32 = 1, kF16 = 2, kI8 = 3 };
+ENUM(Stored, kBf16, kF32, kF16, kI8)
 
 // Packs weights: row i of a stored matrix [n, k] becomes output offset + i. With `half`, the matrix is gate or up of
 // shared panels: each 16 rows become outputs [offset, offset + 16) of one panel.
 struct Pack {
   Pair* out;
-  int32_t* compensation;  // of int8, else null
+  int32_t* compensation;  // of int8
   const void* source;
   Stored stored;
   int64_t n, k, offset;
   bool half;
-  FIELDS(out, compensation, source, stored, n, k, offset, half)
+  FIELDS(out, NULLABLE compensation, source, stored, n, k, offset, half)
 };
 
 // Sampling parameters of a row; DRAW in pypto_serving/types/draws.py.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.engine import PANEL, Engine, Int8Strips, Matrix, Stored, Strips, hashes, zeros
+from pypto_serving.kernels.constants import INDEXER_TOKENS, PANEL
+from pypto_serving.kernels.engine import Engine, Int8Strips, Matrix, Stored, Strips, hashes, zeros
 from pypto_serving.kernels.library import runnable
 from pypto_serving.kernels.recording import (
-    INDEXER_TOKENS,
     KVCacheLayer,
     MlaSizes,
     NormRopeParams,

@@ -1,8 +1,9 @@
-"""Bind the library's functions and structs from its own description (csrc/abi.h)."""
+"""Bind the library's functions, structs, enums and constants from its own description (csrc/abi.h)."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels.arguments import Handle, readable, take, told
+from pypto_serving.kernels.arguments import Handle, Numbers, readable, take, told
 
 
 class Arguments:
-    """Names and types of the arguments of a function, or the fields of a struct, called `owner`."""
+    """Names and types of the arguments of a function, or the fields of a struct; those `nullable` may be None."""
 
-    def __init__(self, owner: str, types: Mapping[str, str], structs: Mapping[str, Any], fields: bool = False) -> None:
-        self.owner, self.types = owner, types
-        self._takes = tuple(take(type_name, structs, fields) for type_name in types.values())
+    def __init__(self, line: _Line, structs: Mapping[str, Any], enums: Mapping[str, Numbers]) -> None:
+        self.owner, self.types, self.nullable = line.name, line.types, line.nullable
+        self._takes = tuple(take(kind, structs, enums, name in line.nullable) for name, kind in line.types.items())
 
     def convert(self, values: Sequence[Any]) -> list[Any]:
         """Convert values to ctypes arguments.
@@ -40,7 +41,8 @@ class Arguments:
                 convert(value)
             except (TypeError, ValueError) as error:
                 kind, also = (ValueError, f", {error}") if isinstance(error, ValueError) else (TypeError, "")
-                raise kind(f"{self.owner}({name}) must be {readable(type_name)}{also}, not {told(value)}") from None
+                wanted = readable(type_name) + " or None" * (name in self.nullable)
+                raise kind(f"{self.owner}({name}) must be {wanted}{also}, not {told(value)}") from None
 
 
 class Struct:
@@ -91,15 +93,18 @@ class Library:
 
     def __init__(self, lib: ctypes.CDLL, description: str) -> None:
         lines = [_Line.parse(line) for line in description.splitlines()]
-        dtypes = {line.name: line.dtype for line in lines if line.kind == "struct"}
+        self.constants = {line.name: int(line.what) for line in lines if line.kind == "constant"}
+        self.enums = {line.name: line.numbers for line in lines if line.kind == "enum"}
+        formats = {line.name: line.what for line in lines if line.kind == "enum"}
+        dtypes = {line.name: line.dtype(formats) for line in lines if line.kind == "struct"}
         self.structs: dict[str, Struct] = {}
         for line in lines:
             if line.kind == "struct":
-                self.structs[line.name] = Struct(line.dtype, Arguments(line.name, line.types, dtypes, fields=True))
+                self.structs[line.name] = Struct(dtypes[line.name], Arguments(line, dtypes, self.enums))
         self.functions: dict[str, Function] = {}
         for line in lines:
             if line.kind == "function":
-                self.functions[line.name] = self._bind(lib, line, Arguments(line.name, line.types, dtypes))
+                self.functions[line.name] = self._bind(lib, line, Arguments(line, dtypes, self.enums))
         self.__dict__.update(self.functions)
 
     def _bind(self, lib: ctypes.CDLL, line: _Line, arguments: Arguments) -> Function:
@@ -115,26 +120,35 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the description; `what` is a function's result or a struct's size in bytes."""
+    """A line of the description; `what` is a result, a struct's bytes, an enum's type or a value."""
 
     kind: str
     name: str
     what: str
     types: Mapping[str, str]
+    nullable: frozenset[str]
     offsets: Sequence[int]
 
     @classmethod
     def parse(cls, line: str) -> _Line:
         head, *parts = line.split("; ")
         kind, name, what = head.split(" ", 2)
+        if kind == "enum":
+            parts = [f"{what} {part}" for part in parts]
         fields = [part.rsplit(" ", 2 if kind == "struct" else 1) for part in parts]
         offsets = [int(field[2]) for field in fields] if kind == "struct" else []
-        return cls(kind, name, what, {field[1]: field[0] for field in fields}, offsets)
+        types = {field[1].removesuffix("?"): field[0] for field in fields}
+        nullable = frozenset(field[1][:-1] for field in fields if field[1].endswith("?"))
+        return cls(kind, name, what, types, nullable, offsets)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Return the struct as numpy has it; pointers are uint64."""
-        formats = ["u8" if type_name.endswith("*") else type_name for type_name in self.types.values()]
+    def numbers(self) -> Numbers:
+        """Number an enum's enumerators, by their Python names."""
+        return {re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name[1:]).upper(): i for i, name in enumerate(self.types)}
+
+    def dtype(self, enums: Mapping[str, str]) -> np.dtype[Any]:
+        """Return the struct as numpy has it; pointers are uint64, and `enums` have these types."""
+        formats = ["u8" if name.endswith("*") else enums.get(name, name) for name in self.types.values()]
         parts = {"names": list(self.types), "formats": formats, "offsets": self.offsets, "itemsize": int(self.what)}
         dtype: np.dtype[Any] = np.dtype(parts)  # type: ignore[call-overload]
         return dtype

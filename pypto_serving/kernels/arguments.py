@@ -6,6 +6,7 @@ A type is written as the library describes it (csrc/abi.h): `f4`, `text`, `const
 from __future__ import annotations
 
 import ctypes
+import enum
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from pypto_serving.types.arrays import Array
 
 Take = Callable[[Any], Any]
 """Converts an argument to what ctypes passes. Raises TypeError or ValueError where it is not of the type."""
+
+Numbers = Mapping[str, int]
+"""The enumerators of an enum of the library, by the names that Python has for them: SQRT_SOFTPLUS for kSqrtSoftplus."""
 
 _view: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
 _addressof = ctypes.addressof
@@ -44,11 +48,16 @@ class Pointer:
         self.array, self.dtype, self.writeable = array, array.dtype, array.flags.writeable
 
 
-def take(type_name: str, structs: Mapping[str, np.dtype[Any]], field: bool = False) -> Take:
-    """Return the conversion for a type; `structs` are the layouts of described structs, by name.
+def take(type_name: str, structs: Mapping[str, np.dtype[Any]], enums: Mapping[str, Numbers], nullable: bool) -> Take:
+    """Return the conversion for a type; `structs` and `enums` are those that the library describes, by name.
 
-    None becomes a null pointer to elements; a `field` of a struct may also be a null pointer to a struct.
+    None becomes a null pointer where the pointer is `nullable`.
     """
+    convert = _take_enum(type_name, enums[type_name]) if type_name in enums else _take(type_name, structs)
+    return (lambda value: 0 if value is None else convert(value)) if nullable else convert
+
+
+def _take(type_name: str, structs: Mapping[str, np.dtype[Any]]) -> Take:
     if type_name == "text":
         return _take_text
     if not type_name.endswith("*"):
@@ -57,7 +66,7 @@ def take(type_name: str, structs: Mapping[str, np.dtype[Any]], field: bool = Fal
     if element == "void":
         return _take_elements(None, const)
     if element in structs:
-        return _take_struct(element, structs[element], const, nullable=field)
+        return _take_struct(element, structs[element], const)
     if element[1:].isdigit():
         return _take_elements(np.dtype(element), const)
     return _take_handle(element)
@@ -96,8 +105,6 @@ def _take_elements(dtype: np.dtype[Any] | None, const: bool) -> Take:
                 if not (const and value.flags.c_contiguous):
                     raise ValueError("contiguous" if const else "contiguous and writeable") from None
                 return Pointer(value).address
-        if value is None:
-            return 0
         if not isinstance(value, Pointer) or (dtype is not None and value.dtype != dtype):
             raise TypeError
         if not (const or value.writeable):
@@ -107,15 +114,13 @@ def _take_elements(dtype: np.dtype[Any] | None, const: bool) -> Take:
     return convert
 
 
-def _take_struct(name: str, dtype: np.dtype[Any], const: bool, nullable: bool) -> Take:
+def _take_struct(name: str, dtype: np.dtype[Any], const: bool) -> Take:
     """Accept arrays of a struct, and handles of those that the library keeps."""
     elements = _take_elements(dtype, const)
 
     def convert(value: Any) -> int:
         if isinstance(value, Handle):
             return _address_of(value, name)
-        if value is None and not nullable:
-            raise TypeError
         return int(elements(value))
 
     return convert
@@ -129,6 +134,17 @@ def _address_of(value: Any, kind: str) -> int:
     if not isinstance(value, Handle) or value.kind != kind:
         raise TypeError
     return value.address
+
+
+def _take_enum(name: str, numbers: Numbers) -> Take:
+    """Accept members of the Python enum of this name; the library says which number a member's name has."""
+
+    def convert(value: Any) -> int:
+        if not isinstance(value, enum.Enum) or type(value).__name__ != name or value.name not in numbers:
+            raise TypeError
+        return numbers[value.name]
+
+    return convert
 
 
 def _take_integer(limits: np.iinfo[Any]) -> Take:

@@ -18,23 +18,19 @@ from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.arguments import Handle
+from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.kernels.library import library, runnable
 from pypto_serving.types.arrays import Array, Float32Array, Int32Array, PairArray
 from pypto_serving.util import ceil_div
 
-PANEL = 32
-"""Outputs per panel of packed weights."""
 
-_GATE_HALF = 16
-
-
-class Stored(enum.IntEnum):
+class Stored(enum.Enum):
     """Element types that weights are packed from."""
 
-    BF16 = 0
-    F32 = 1
-    F16 = 2
-    I8 = 3
+    BF16 = enum.auto()
+    F32 = enum.auto()
+    F16 = enum.auto()
+    I8 = enum.auto()
 
     @property
     def bytes(self) -> int:
@@ -189,7 +185,7 @@ class Engine:
         Int8 weights also fill `compensation`. Raises ValueError where the rows are not whole half panels of `out`,
         where k is not whole pairs or quads, or where `source` is too short.
         """
-        if offset % _GATE_HALF or not _has_room(out, stored, offset + n, k, compensation):
+        if offset % GATE_HALF or not _has_room(out, stored, offset + n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
         self._pack(out, source, stored, n, k, offset, compensation, False)
 
@@ -204,9 +200,9 @@ class Engine:
         compensation: Int32Array | None = None,
     ) -> None:
         """Pack rows of a stored matrix [n, k] into half 0 (gate) or 1 (up) of each panel of `out`; see `pack`."""
-        if n % _GATE_HALF or not _has_room(out, stored, 2 * n, k, compensation):
+        if n % GATE_HALF or not _has_room(out, stored, 2 * n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into half of {out.size} words")
-        self._pack(out, source, stored, n, k, half * _GATE_HALF, compensation, True)
+        self._pack(out, source, stored, n, k, half * GATE_HALF, compensation, True)
 
     def _pack(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.abi import Library
+from pypto_serving.kernels.constants import differing
 
 FILE = "pypto_kernels.so"
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "portable")
@@ -34,8 +35,16 @@ def library() -> Library | None:
             if built_from != (_checkout_sources() or built_from):
                 raise ConfigError("the CPU kernels are not those of csrc/ any more; run `make serve` or `make check`")
             lib.pypto_describe.restype = ctypes.c_char_p
-            return Library(lib, lib.pypto_describe().decode())
+            return _bind(lib)
     return None
+
+
+def _bind(lib: ctypes.CDLL) -> Library:
+    """Bind the library's functions. Raises ConfigError if its layouts have other constants than this package's."""
+    bound = Library(lib, lib.pypto_describe().decode())
+    if differ := differing(bound.constants):
+        raise ConfigError(f"the CPU kernels have other constants ({', '.join(differ)}); install pypto-serving again")
+    return bound
 
 
 def _checkout_sources() -> str:

@@ -12,35 +12,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.arguments import Handle, Pointer
-from pypto_serving.kernels.engine import PANEL, Engine, Int8Strips, Matrix, Strips
+from pypto_serving.kernels.constants import PANEL
+from pypto_serving.kernels.engine import Engine, Int8Strips, Matrix, Strips
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray
 
-INDEXER_TOKENS = 16
-"""Tokens scored at once before their top-k, as in csrc/ops.h."""
 
-
-class Rows(enum.IntEnum):
+class Rows(enum.Enum):
     """Rows of a step that an operation works on: all tokens, or the rows that need logits."""
 
-    TOKENS = 0
-    LOGITS = 1
+    TOKENS = enum.auto()
+    LOGITS = enum.auto()
 
 
-class _Epilogue(enum.IntEnum):
+class Epilogue(enum.Enum):
     """What a GEMM does with its sums; see csrc/ops.h."""
 
-    STORE = 0
-    ADD = 1
-    SWIGLU = 2
-    STRIPS = 3
+    STORE = enum.auto()
+    ADD = enum.auto()
+    SWIGLU = enum.auto()
+    STRIPS = enum.auto()
 
 
-class Scoring(enum.IntEnum):
+class Scoring(enum.Enum):
     """How router logits become scores and expert weights; see csrc/ops.h."""
 
-    SOFTMAX = 0
-    RENORMALIZED = 1
-    SQRT_SOFTPLUS = 2
+    SOFTMAX = enum.auto()
+    RENORMALIZED = enum.auto()
+    SQRT_SOFTPLUS = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +123,12 @@ def _factors(x: Strips, matrix: Matrix) -> dict[str, Array | None]:
     return {**_parts(x), **weights}
 
 
-def _product(x: Strips, matrix: Matrix, epilogue: _Epilogue, out: Array) -> dict[str, Any]:
+def _product(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array) -> dict[str, Any]:
     """Make the fields of Linear in csrc/ops.h that every GEMM needs.
 
     Raises TypeError where `out` does not have the dtype that the epilogue writes.
     """
-    dtype = np.float32 if epilogue in (_Epilogue.STORE, _Epilogue.ADD) else np.uint32
+    dtype = np.float32 if epilogue in (Epilogue.STORE, Epilogue.ADD) else np.uint32
     if out.dtype != dtype:
         raise TypeError(f"a GEMM with epilogue {epilogue.name} writes {np.dtype(dtype)}, not {out.dtype}")
     return {**_factors(x, matrix), "n": matrix.n, "k": matrix.k, "epilogue": epilogue, "out": out}
@@ -210,11 +208,11 @@ class Recording:
 
     def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
         """GEMM: out [rows, n] = x W^T + b."""
-        self._linear(x, matrix, _Epilogue.STORE, out, rows)
+        self._linear(x, matrix, Epilogue.STORE, out, rows)
 
     def linear_add(self, x: Strips, matrix: Matrix, out: Float32Array) -> None:
         """GEMM with residual: out [tokens, n] += x W^T + b."""
-        self._linear(x, matrix, _Epilogue.ADD, out, Rows.TOKENS)
+        self._linear(x, matrix, Epilogue.ADD, out, Rows.TOKENS)
 
     def linear_swiglu(self, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf) -> None:
         """GEMM with SwiGLU (arXiv:2002.05202): silu(x G^T) * (x U^T) into strips.
@@ -222,7 +220,7 @@ class Recording:
         `matrix` is packed from gate G and up U with `pack_gate_up`. x G^T is clamped to at most `limit`, x U^T to
         [-limit, limit].
         """
-        self._linear(x, matrix, _Epilogue.SWIGLU, out, Rows.TOKENS, limit=limit)
+        self._linear(x, matrix, Epilogue.SWIGLU, out, Rows.TOKENS, limit=limit)
 
     def linear_groups(self, x: PairArray, matrix: Matrix, groups: int, out: PairArray) -> None:
         """Grouped GEMM: x_g W_g^T of each group, concatenated into strips [tokens, n].
@@ -231,13 +229,13 @@ class Recording:
         """
         if matrix.n % groups or matrix.n // groups % PANEL:
             raise ValueError(f"{groups} groups of {matrix.n} outputs are not whole panels")
-        self._linear(x, matrix, _Epilogue.STRIPS, out, Rows.TOKENS, group=matrix.n // groups)
+        self._linear(x, matrix, Epilogue.STRIPS, out, Rows.TOKENS, group=matrix.n // groups)
 
     def _linear(
         self,
         x: Strips,
         matrix: Matrix,
-        epilogue: _Epilogue,
+        epilogue: Epilogue,
         out: Array,
         rows: Rows,
         group: int = 0,
@@ -302,16 +300,16 @@ class Recording:
 
     def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
         """Grouped GEMM: out [entries, n] = x W_e^T, with the matrix of each entry's expert e."""
-        self._expert_linear(routing, x, matrix, math.inf, _Epilogue.STORE, out)
+        self._expert_linear(routing, x, matrix, math.inf, Epilogue.STORE, out)
 
     def expert_swiglu(
         self, routing: Routing, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf
     ) -> None:
         """As `linear_swiglu`, with the matrix of each entry's expert."""
-        self._expert_linear(routing, x, matrix, limit, _Epilogue.SWIGLU, out)
+        self._expert_linear(routing, x, matrix, limit, Epilogue.SWIGLU, out)
 
     def _expert_linear(
-        self, routing: Routing, x: Strips, matrix: Matrix, limit: float, epilogue: _Epilogue, out: Array
+        self, routing: Routing, x: Strips, matrix: Matrix, limit: float, epilogue: Epilogue, out: Array
     ) -> None:
         sizes = {"group": Matrix.outputs(matrix.n), "limit": limit, "rows": Rows.TOKENS}
         self._add("expert_linear", routing=routing.handle, **_product(x, matrix, epilogue, out), bias=None, **sizes)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
+import enum
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Rows, Stored, runnable
+from pypto_serving.errors import ConfigError
+from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Rows, Scoring, Stored, runnable
 from pypto_serving.kernels.abi import Arguments, Library
 from pypto_serving.kernels.arguments import Handle, Pointer
+from pypto_serving.kernels.constants import differing
 from pypto_serving.kernels.library import library
+from pypto_serving.kernels.recording import Epilogue
 from tests.kernels.layouts import Array
 from tests.kernels.stage import Stage, engine_of, int32, matrix_of
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
 ELEMENTS = ("u1", "u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8")
+ENUMS: dict[str, type[enum.Enum]] = {kind.__name__: kind for kind in (Rows, Epilogue, Scoring, Stored)}
 
 
 def bound() -> Library:
@@ -53,6 +59,8 @@ def right(type_name: str) -> Any:
     element = element_of(type_name)
     if type_name == "text":
         return "text"
+    if type_name in bound().enums:
+        return next(iter(ENUMS[type_name]))
     if not type_name.endswith("*"):
         return 1.5 if type_name.startswith("f") else 1
     if element == "void":
@@ -62,18 +70,24 @@ def right(type_name: str) -> Any:
     return np.zeros(4, element) if element[1:].isdigit() else Handle(element, 0)
 
 
-def wrong(type_name: str, field: bool) -> Iterator[Any]:
+def wrong(type_name: str, nullable: bool) -> Iterator[Any]:
     """Values of other types, and values that do not fit into the type."""
     yield from (np.zeros((4, 4))[:, 1:], "1" if type_name != "text" else b"text", Handle("Other", 0), object())
     element, const = element_of(type_name), type_name.startswith("const ")
-    if not type_name.endswith("*"):
+    if not nullable:
         yield None
-        if type_name.startswith(("i", "u")):
+    if not type_name.endswith("*"):
+        if type_name in bound().enums:
+            yield from (
+                0,
+                1,
+                "kTokens",
+                next(member for name, kind in ENUMS.items() if name != type_name for member in kind),
+            )
+        elif type_name.startswith(("i", "u")):
             yield from (1.0, 1 << 80, -(1 << 80), np.zeros(4, type_name))
         return
     yield from (1, 0, 1 << 40, 1.5, [1, 2], b"bytes")
-    if not element[1:].isdigit() and element != "void" and (element not in bound().structs or not field):
-        yield None
     if element[1:].isdigit() or element in bound().structs:
         dtype = right(type_name).dtype
         yield from (np.zeros(4, other) for other in ELEMENTS if other != element)
@@ -93,7 +107,8 @@ def arguments_of(kind: str, name: str) -> Arguments:
 
 @pytest.mark.parametrize(("kind", "name", "argument"), cases())
 def test_a_wrong_type_is_refused(kind: str, name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    types = arguments_of(kind, name).types
+    arguments = arguments_of(kind, name)
+    types, nullable = arguments.types, argument in arguments.nullable
     calls: list[Any] = []
     if kind == "function":
         call: Any = bound().functions[name]
@@ -107,7 +122,11 @@ def test_a_wrong_type_is_refused(kind: str, name: str, argument: str, monkeypatc
     values = {other: right(type_name) for other, type_name in types.items()}
     call(*values.values())
     assert len(calls) == 1
-    for value in wrong(types[argument], kind == "struct"):
+    if nullable:
+        assert types[argument].endswith("*")
+        call(*{**values, argument: None}.values())
+        calls.pop()
+    for value in wrong(types[argument], nullable):
         with pytest.raises((TypeError, ValueError), match=rf"^{name}\({argument}\) must be "):
             call(*{**values, argument: value}.values())
     assert len(calls) == 1
@@ -139,8 +158,8 @@ def test_fields_come_to_their_places(name: str) -> None:
     struct, wanted = bound().structs[name], {}
     values: list[Any] = []
     for i, (field, type_name) in enumerate(struct.arguments.types.items()):
-        value = right(type_name) if type_name.endswith("*") else i
-        wanted[field] = value.ctypes.data if isinstance(value, np.ndarray) else value
+        value = right(type_name) if type_name.endswith("*") or type_name in ENUMS else i
+        wanted[field] = 0 if type_name in ENUMS else value.ctypes.data if isinstance(value, np.ndarray) else value
         values.append(value)
     packed = struct.array([values, values])
     assert packed.nbytes == 2 * struct.dtype.itemsize
@@ -153,7 +172,33 @@ def test_types_follow_from_the_declarations() -> None:
     assert types["keys"] == "u2*" and types["block_stride"] == "i8"  # of KvCache, which QkNormRope contains
     replay = bound().functions["replay"].arguments.types
     assert list(replay)[:2] == ["recording", "tokens"] and replay["groups"] == "const GroupTables*"
+    assert bound().functions["replay"].arguments.nullable == {"seconds"}
+    assert bound().structs["RmsNorm"].arguments.nullable == {"scales"}
+    assert "weight" in bound().structs["NormRope"].arguments.nullable  # of NormRopeParams, which NormRope contains
     assert "const Pages*" in bound().structs["NormRope"].arguments.types.values()
+
+
+def test_enums_have_the_names_of_the_declarations() -> None:
+    """Their numbers are the library's alone."""
+    assert {name: set(numbers) for name, numbers in bound().enums.items()} == {
+        name: set(kind.__members__) for name, kind in ENUMS.items()
+    }
+    pack = Library(ctypes.CDLL(None), "enum Stored i4; kI8; kBf16\nstruct Pack 4; Stored stored 0").structs["Pack"]
+    assert pack.array([[Stored.BF16], [Stored.I8]])["stored"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("change", [{"kPanel": 64}, {"kOther": 1}])
+def test_a_library_with_other_constants_is_refused(change: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    described = {**bound().constants, **change}
+    assert differing(bound().constants) == [] and set(differing(described)) == set(change)
+    assert "kPanel" in differing({})
+    monkeypatch.setattr(Library, "__init__", lambda self, *_: setattr(self, "constants", described))
+    library.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=f"other constants .*{next(iter(change))}"):
+            library()
+    finally:
+        library.cache_clear()
 
 
 @pytest.fixture

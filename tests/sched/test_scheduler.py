@@ -368,14 +368,11 @@ def test_log_probabilities_that_the_program_cannot_return_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_decode_without_blocks_does_not_keep_the_others_from_running(seed: int) -> None:
-    """A pool so small that decodes give way, and a budget that leaves decodes one token beside a chunk."""
+    """The budget leaves decodes one token beside prompts, and the least recently served one finds no block."""
     rng = random.Random(seed)
-    traits = BackendTraits(samples_on_device=True, chunk_tokens=64)
-    groups = plain_groups(64)
-    simulation = Simulation(
-        null_config(groups, num_blocks=9, max_model_len=448, traits=traits, max_num_batched_tokens=65, max_num_seqs=8)
-    )
-    for _ in range(12):
-        simulation.add(prompt(rng.randrange(1, 300), rng.randrange(99)), max_tokens=rng.randrange(1, 140))
+    config = null_config(plain_groups(4), num_blocks=20, max_model_len=64, max_num_batched_tokens=2, max_num_seqs=8)
+    simulation = Simulation(config)
+    for i in range(24):
+        simulation.add(prompt(rng.randrange(1, 20), i), max_tokens=rng.randrange(1, 40))
     run_all(simulation)
     assert simulation.counters.num_preemptions > 0

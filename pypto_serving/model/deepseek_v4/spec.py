@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pypto_serving.kernels.constants import MAX_DIM, MAX_LATENT, MAX_LATENT_HEADS, STREAMS
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
@@ -63,15 +64,16 @@ def _needs_torch(config: DeepseekV4Config, dtype: str) -> str:
         if size % unit or size > most > 0:
             bound = f" up to {most}" if most else ""
             return f"the kernels need a {name} that is a multiple of {unit}{bound}, not {size}"
-    return "" if config.hyper.streams == 4 else f"the kernels mix 4 streams, not {config.hyper.streams}"
+    streams = config.hyper.streams
+    return "" if streams == STREAMS else f"the kernels mix {STREAMS} streams, not {streams}"
 
 
 def _kernel_sizes(config: DeepseekV4Config) -> dict[str, tuple[int, int, int]]:
     """List by name the sizes that the kernels bound: (size, what it must be a multiple of, maximum or 0)."""
     sizes = {
-        "head_dim": (config.head_dim, 32, 512),
-        "qk_rope_head_dim": (config.rope_dim, 16, 512),
-        "num_attention_heads": (config.num_heads, config.o_groups, 128),
+        "head_dim": (config.head_dim, 32, MAX_LATENT),
+        "qk_rope_head_dim": (config.rope_dim, 16, MAX_LATENT),
+        "num_attention_heads": (config.num_heads, config.o_groups, MAX_LATENT_HEADS),
         "hidden_size": (config.hidden_size, 16, 0),
         "q_lora_rank": (config.q_lora_rank, 16, 0),
         "o_lora_rank": (config.o_lora_rank, 32, 0),
@@ -81,7 +83,7 @@ def _kernel_sizes(config: DeepseekV4Config) -> dict[str, tuple[int, int, int]]:
     }
     indexer = config.indexer
     if indexer is not None:
-        sizes |= {"index_head_dim": (indexer.head_dim, 32, 256), "index_n_heads": (indexer.num_heads, 1, 128)}
+        sizes |= {"index_head_dim": (indexer.head_dim, 32, MAX_DIM), "index_n_heads": (indexer.num_heads, 1, 128)}
     return sizes
 
 

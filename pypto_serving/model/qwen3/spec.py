@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pypto_serving.kernels.constants import ITEM_ROWS, MAX_DIM
 from pypto_serving.model.family import ModelFamily
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.types.kv import DTYPE_BYTES, KVCacheGroupSpec, KVTensorSpec
@@ -71,10 +72,10 @@ def _needs_torch(config: Qwen3Config) -> str:
     sparse = () if experts is None else (experts.intermediate_size,)
     has_dense = experts is None or len(experts.layers) < config.num_layers
     widths = (*sparse, config.intermediate_size) if has_dense else sparse
-    if config.head_dim % 32 or config.head_dim > 256:
-        return f"the kernels need a head_dim of 32, 64, ... 256, not {config.head_dim}"
-    if config.num_heads // config.num_kv_heads > 96:
-        return "the kernels share a key among at most 96 queries"
+    if config.head_dim % 32 or config.head_dim > MAX_DIM:
+        return f"the kernels need a head_dim of 32, 64, ... {MAX_DIM}, not {config.head_dim}"
+    if config.num_heads // config.num_kv_heads > ITEM_ROWS:
+        return f"the kernels share a key among at most {ITEM_ROWS} queries"
     if config.quantization is not None and config.hidden_size % 4:
         return f"int8 weights need a hidden_size that is a multiple of 4, not {config.hidden_size}"
     longest_sum = max(config.hidden_size, *widths, config.num_heads * config.head_dim)

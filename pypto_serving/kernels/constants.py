@@ -1,0 +1,45 @@
+"""Constants of the layouts in csrc/ops.h. Needed without the library too; one that is loaded must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PANEL = 32
+"""Outputs per panel of packed weights."""
+
+GATE_HALF = 16
+"""Outputs of gate, or of up, in a panel that they share."""
+
+INDEXER_TOKENS = 16
+"""Tokens scored at once before their top-k."""
+
+MAX_DIM = 256
+"""Largest head_dim, but for MLA."""
+
+MAX_LATENT = 512
+"""Largest MLA latent."""
+
+MAX_LATENT_HEADS = 128
+"""Most query heads of MLA."""
+
+ITEM_ROWS = 96
+"""Most query heads that share a kv head."""
+
+STREAMS = 4
+"""Residual streams of hyper-connections."""
+
+_IN_LIBRARY = {
+    "kPanel": PANEL,
+    "kGateHalf": GATE_HALF,
+    "kIndexerTokens": INDEXER_TOKENS,
+    "kMaxDim": MAX_DIM,
+    "kMaxLatent": MAX_LATENT,
+    "kMaxLatentHeads": MAX_LATENT_HEADS,
+    "kItemRows": ITEM_ROWS,
+    "kStreams": STREAMS,
+}
+
+
+def differing(described: Mapping[str, int]) -> list[str]:
+    """List the constants that are not as the library describes them, or that only one side has."""
+    return sorted(name for name, _ in described.items() ^ _IN_LIBRARY.items())
