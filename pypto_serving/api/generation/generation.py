@@ -8,14 +8,14 @@ from collections.abc import Callable
 from functools import partial
 
 from pypto_serving.api.generation.choice import Choice, Delta
-from pypto_serving.api.generation.errors import EngineFaultError
+from pypto_serving.api.generation.errors import EngineFaultError, TooManyChoicesError
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.request import GenerationRequest, engine_requests
 from pypto_serving.api.generation.usage import Usage, count_usage
 from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.stream import Pause
-from pypto_serving.errors import RequestError, RequestFailedError
+from pypto_serving.errors import RequestFailedError
 from pypto_serving.types.request import EngineRequest, RequestOutput
 
 logger = logging.getLogger("pypto_serving.api")
@@ -27,8 +27,8 @@ Consume = Callable[[list[Delta]], Pause]
 class Generation:
     """Run the choices of one request. Owned by its maker, which must call `close`.
 
-    Making one submits the request. Raises QueueFullError or UnavailableError if it is not admitted, RequestError if it
-    has more choices than the queue can ever hold.
+    Making one submits the request. Raises QueueFullError or UnavailableError if it is not admitted,
+    TooManyChoicesError if it has more choices than the queue can ever hold.
     """
 
     __slots__ = (
@@ -143,8 +143,7 @@ class Generation:
 def _require_queue_space(request: GenerationRequest, limit: int) -> None:
     """Refuse a request that the queue could not hold if it were empty."""
     if (total := request.num_choices) > limit:
-        message = f"the request makes {total} sequences, but this server queues at most {limit}"
-        raise RequestError(message, param="prompt" if len(request.prompts) > 1 else "n")
+        raise TooManyChoicesError(f"the request makes {total} sequences, but this server queues at most {limit}")
 
 
 def _new_choices(

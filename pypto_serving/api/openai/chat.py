@@ -10,14 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.chat.template import RESERVED
-from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.prompts import encode_chat
 from pypto_serving.api.generation.request import GenerationRequest, fit_prompt
 from pypto_serving.api.openai.body import parse_body
 from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
 from pypto_serving.api.openai.fields import chat_rules, ignored_header
 from pypto_serving.api.openai.params import cache_salt_of, priority_of, sampling_params
-from pypto_serving.api.openai.respond import respond
+from pypto_serving.api.openai.respond import respond, submit
 from pypto_serving.api.openai.schemas import ChatBody, ChatMessage
 from pypto_serving.api.openai.sse import Head
 from pypto_serving.api.service import Service
@@ -34,7 +33,7 @@ async def create_chat_completion(request: Request) -> Response:
     body, ignored = await parse_body(request, ChatBody, chat_rules(service.chat_encoder.request_fields))
     model = service.resolve_model(body.model)
     wanted = await _generation_request(service, body)
-    generation = Generation(service, wanted)
+    generation = submit(service, wanted)
     head = Head(generation.id, int(time.time()), model, wanted.num_choices, body.include_usage)
     new_parser = wanted.prompts[0].new_parser
     form = ChatFormat(head) if new_parser is None else ParsedChatFormat(head, new_parser)

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.request import GenerationRequest, fit_prompt
 from pypto_serving.api.openai.body import parse_body
@@ -18,7 +17,7 @@ from pypto_serving.api.openai.fields import COMPLETION_RULES, ignored_header
 from pypto_serving.api.openai.logprobs import completion_logprobs
 from pypto_serving.api.openai.params import cache_salt_of, priority_of, sampling_params
 from pypto_serving.api.openai.prompts import encode_prompts
-from pypto_serving.api.openai.respond import respond
+from pypto_serving.api.openai.respond import respond, submit
 from pypto_serving.api.openai.schemas import CompletionBody
 from pypto_serving.api.openai.sse import EventFormat, Head, encode
 from pypto_serving.api.service import Service
@@ -32,7 +31,7 @@ async def create_completion(request: Request) -> Response:
     body, ignored = await parse_body(request, CompletionBody, COMPLETION_RULES)
     model = service.resolve_model(body.model)
     wanted = await _generation_request(service, body)
-    generation = Generation(service, wanted)
+    generation = submit(service, wanted)
     head = Head(generation.id, int(time.time()), model, wanted.num_choices, body.include_usage)
     return await respond(request, generation, CompletionFormat(head), bool(body.stream), ignored_header(ignored))
 
