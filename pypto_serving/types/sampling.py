@@ -102,7 +102,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("temperature", "top_p", "min_p"):
             put(name, _number(name, getattr(self, name)))
         stop: object = self.stop
-        put("stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
+        put("stop", (stop,) if isinstance(stop, str) else tuple(self.stop or ()))
+        _require(all(isinstance(text, str) for text in self.stop), "stop", self.stop, "a string or strings")
         for name in ("stop_token_ids", "allowed_token_ids"):
             put(name, tuple(_whole(name, token_id) for token_id in getattr(self, name) or ()))
         if not isinstance(self.logit_bias or {}, Mapping):

@@ -22,8 +22,8 @@ def test_numbers_of_numpy_and_lists_become_plain_values() -> None:
 
 
 def test_none_stands_for_no_adjustment() -> None:
-    params = SamplingParams(logit_bias=None, allowed_token_ids=None)  # type: ignore[arg-type]
-    assert (params.logit_bias, params.allowed_token_ids) == ({}, ())
+    params = SamplingParams(logit_bias=None, allowed_token_ids=None, stop=None)  # type: ignore[arg-type]
+    assert (params.logit_bias, params.allowed_token_ids, params.stop) == ({}, (), ())
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,7 @@ def test_none_stands_for_no_adjustment() -> None:
         {"top_k": 5.0},
         {"n": True},
         {"temperature": "1"},
+        {"stop": [5]},
         {"allowed_token_ids": [5.0]},
         {"allowed_token_ids": [-1]},
         {"allowed_token_ids": range(1025)},
