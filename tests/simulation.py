@@ -46,7 +46,7 @@ VOCAB_SIZE = 1000
 
 
 def null_config(
-    groups: tuple[KVCacheGroupSpec, ...] = plain_groups(), num_blocks: int | tuple[int, ...] = 64, **changes: Any
+    groups: tuple[KVCacheGroupSpec, ...] = plain_groups(16), num_blocks: int | tuple[int, ...] = 64, **changes: Any
 ) -> EngineConfig:
     """A configuration of the null backend; `num_blocks` counts the null block."""
     if isinstance(num_blocks, int):

@@ -13,7 +13,7 @@ import msgspec
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.library import runnable
-from pypto_serving.model.null.spec import NULL_MODELS, null_spec, plain_groups
+from pypto_serving.model.null.spec import NULL_MODELS, null_spec
 from pypto_serving.model.registry import load_spec
 from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.host import read_cache_dir, read_disk_facts, read_host_facts
@@ -63,11 +63,10 @@ def model_spec(options: Options) -> ModelSpec:
 
 def _null_spec(options: Options) -> ModelSpec:
     name = options.model or NULL_MODELS[0]
-    if options.block_size is None:
-        return null_spec(name)
-    if name != NULL_MODELS[0]:
+    spec = null_spec(name, options.block_size or DEFAULTS["block_size"])
+    if spec.own_blocks and options.block_size is not None:
         raise _no_block_size(options, name)
-    return msgspec.structs.replace(null_spec(name), kv_groups=plain_groups(options.block_size))
+    return spec
 
 
 def _no_block_size(options: Options, name: str) -> ConfigError:

@@ -17,7 +17,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("groups", [plain_groups(), deepseek_v4_groups()], ids=["plain", "deepseek_v4"])
+@pytest.mark.parametrize("groups", [plain_groups(16), deepseek_v4_groups()], ids=["plain", "deepseek_v4"])
 def test_requests_continue_after_many_deaths(groups, depth) -> None:  # type: ignore[no-untyped-def]
     simulation = Simulation(null_config(groups, num_blocks=200, depth=depth))
     rng = random.Random(depth)

@@ -37,7 +37,7 @@ def small_groups() -> tuple[KVCacheGroupSpec, ...]:
 
 
 GROUP_SETS: dict[str, tuple[tuple[KVCacheGroupSpec, ...], tuple[int, ...], tuple[int, ...]]] = {
-    "plain": (plain_groups(), (24,), (48,)),
+    "plain": (plain_groups(16), (24,), (48,)),
     "all kinds": (small_groups(), (48, 40, 48, 70), (60, 20, 60, 20)),
     "deepseek_v4": (deepseek_v4_groups(), (9, 6, 6, 60, 70, 70), (12, 12, 12, 1, 12, 12)),
     "deepseek_v4 in pages": (in_pages(deepseek_v4_groups(), 128), (9, 6, 6, 10, 10, 10), (12, 12, 12, 1, 12, 12)),
@@ -114,7 +114,7 @@ def test_a_prefix_evicted_from_the_device_comes_back_from_host_memory() -> None:
 
 def test_a_disk_with_room_for_some_slots_keeps_what_was_used_last(tmp_path: Path) -> None:
     tiers = (TierConfig(tier="disk", size_bytes=0, num_slots=(200,)),)
-    simulation = Simulation(null_config(plain_groups(), (24,), tiers=tiers, max_model_len=320))
+    simulation = Simulation(null_config(plain_groups(16), (24,), tiers=tiers, max_model_len=320))
     program = NullBackend(simulation.config).prepare(lambda phase, done, total: None)
     sizes = program.memory.block_bytes
     room = 40 * stride_of(sizes[0])

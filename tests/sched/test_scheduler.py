@@ -235,7 +235,7 @@ def test_aborts_in_queue_prefill_and_decode_free_everything_at_once() -> None:
 
 
 GROUP_SETS = {
-    "plain": (plain_groups(), (24,)),
+    "plain": (plain_groups(16), (24,)),
     "deepseek_v4": (deepseek_v4_groups(), (8, 6, 6, 60, 60, 60)),
 }
 

@@ -12,6 +12,8 @@ from pypto_serving.cli.options import FLAGS
 from pypto_serving.kernels.library import INSTRUCTION_SETS
 from pypto_serving.model.null.spec import NULL_MODELS, null_spec
 from pypto_serving.setup.defaults import DEFAULTS, QUIET_DEFAULTS, shown_default
+from pypto_serving.setup.options import Options
+from pypto_serving.setup.prepare import model_spec
 from pypto_serving.setup.resolver import resolve
 from pypto_serving.setup.rules import KERNELS, RULES
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig, default_of
@@ -73,6 +75,13 @@ def test_a_field_without_a_default_has_none_to_give() -> None:
     for name in ("model", "no_such_field"):
         with pytest.raises(KeyError, match=name):
             default_of(EngineConfig, name)
+
+
+@pytest.mark.parametrize(("model", "reason"), [("plain", "default"), ("deepseek_v4", "of the first KV group")])
+def test_block_size_without_a_model(model: str, reason: str) -> None:
+    options = Options(backend="null", model=model)
+    size, why = setting(resolve(options, model_spec(options), HOST), "block-size")
+    assert why.startswith(reason) and (size == DEFAULTS["block_size"]) is (model == "plain")
 
 
 def test_names_are_the_same_everywhere() -> None:

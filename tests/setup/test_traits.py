@@ -10,6 +10,7 @@ import pytest
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import null_spec
+from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import Resolved, resolve
@@ -26,7 +27,8 @@ def resolved_on(monkeypatch: pytest.MonkeyPatch) -> Any:
     def resolved(traits: BackendTraits, model: str = "plain", **options: Any) -> Resolved:
         defaults = msgspec.structs.replace(BACKEND_DEFAULTS["null"], traits=traits, max_num_seqs=16)
         monkeypatch.setitem(BACKEND_DEFAULTS, "null", defaults)  # type: ignore[arg-type]
-        return resolve(make_options({"backend": "null", "model": model, **options}), null_spec(model), HOST)
+        given = make_options({"backend": "null", "model": model, **options})
+        return resolve(given, null_spec(model, given.block_size or DEFAULT_BLOCK_SIZE), HOST)
 
     return resolved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.released import FLASH
+from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
 from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
@@ -12,7 +13,7 @@ NULL_MODELS = ("plain", "deepseek_v4")
 """Names of the models, the default first."""
 
 
-def plain_groups(block_size: int = 16) -> tuple[KVCacheGroupSpec, ...]:
+def plain_groups(block_size: int) -> tuple[KVCacheGroupSpec, ...]:
     """Describe one full-history group of 28 layers, with rows as wide as those of Qwen3-0.6B."""
     rows = KVTensorSpec(name="kv", layers=tuple(range(28)), dtype="bfloat16", row_shape=(2048,))
     return (KVCacheGroupSpec(name="kv", kind="full", block_size=block_size, tensors=(rows,)),)
@@ -23,19 +24,40 @@ def deepseek_v4_groups() -> tuple[KVCacheGroupSpec, ...]:
     return kv_groups(_flash(), "bfloat16")
 
 
-def null_spec(name: str = NULL_MODELS[0]) -> ModelSpec:
-    """Describe the model `name`, one of NULL_MODELS."""
-    flash = _flash() if name == "deepseek_v4" else None
+def null_spec(name: str = NULL_MODELS[0], block_size: int = DEFAULT_BLOCK_SIZE) -> ModelSpec:
+    """Describe the model `name`, one of NULL_MODELS; only groups of `plain` have blocks of `block_size`."""
+    return _deepseek_v4_spec() if name == "deepseek_v4" else _plain_spec(block_size)
+
+
+def _plain_spec(block_size: int) -> ModelSpec:
+    """Describe a model of the size of Qwen3-0.6B."""
     return ModelSpec(
         path="",
         architecture="Null",
         dtype="bfloat16",
-        num_layers=flash.num_layers if flash else 28,
-        vocab_size=flash.vocab_size if flash else 151936,
-        max_position_embeddings=flash.max_position_embeddings if flash else 40960,
+        num_layers=28,
+        vocab_size=151936,
+        max_position_embeddings=40960,
         num_parameters=0,
         weight_bytes=0,
-        kv_groups=deepseek_v4_groups() if flash else plain_groups(),
+        kv_groups=plain_groups(block_size),
+    )
+
+
+def _deepseek_v4_spec() -> ModelSpec:
+    """Describe a model of the size of DeepSeek V4 Flash."""
+    flash = _flash()
+    return ModelSpec(
+        path="",
+        architecture="Null",
+        dtype="bfloat16",
+        num_layers=flash.num_layers,
+        vocab_size=flash.vocab_size,
+        max_position_embeddings=flash.max_position_embeddings,
+        num_parameters=0,
+        weight_bytes=0,
+        own_blocks=True,
+        kv_groups=deepseek_v4_groups(),
     )
 
 
