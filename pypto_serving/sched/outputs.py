@@ -27,6 +27,15 @@ def stop_reason(request: Request, token_id: int) -> str | None:
     return None
 
 
+def token_added(request: Request, token_id: int) -> RequestOutput:
+    """Return the output with one token."""
+    return RequestOutput(
+        request_id=request.id,
+        token_ids=token_id.to_bytes(4, "little"),
+        num_cached_tokens=max(0, request.num_cached_tokens),
+    )
+
+
 def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
     """Return the output with the first `count` tokens that a step sampled for a request."""
     values = [TokenLogprobs(each.logprob, each.rank, each.top_ids, each.top_logprobs) for each in row.logprobs[:count]]

@@ -11,7 +11,7 @@ from pypto_serving.sched.loading import Loading
 from pypto_serving.sched.order import by_order, decodes_and_prompts, victim_for
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
-from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, new_row, rows_of, step_plan
+from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, new_row, plain_tokens, rows_of, step_plan
 from pypto_serving.sched.strikes import MAX_STRIKES, Strikes
 from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
@@ -147,7 +147,7 @@ class Scheduler:
         decodes, prompts = decodes_and_prompts(self._running.values())
         head = prompts[0] if prompts else self._waiting.peek() if self._free_rows else None
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
-        step.draft_budget = max(0, decode_budget - len(decodes))
+        step.draft_budget = max(0, decode_budget - len(decodes)) if self.config.num_drafts else 0
         for request in decodes:
             if len(step.scheduled) >= decode_budget:
                 break
@@ -165,7 +165,7 @@ class Scheduler:
         count = budget.chunk(self.config, step, missing)
         if count == 0:
             return
-        num_drafts = budget.num_drafts(self.config, step, request) if missing == 1 else 0
+        num_drafts = budget.num_drafts(self.config, step, request) if missing == 1 and step.draft_budget else 0
         blocks = self.kv.reserve(request.id, request.num_computed_tokens + count + num_drafts)
         if blocks is None and num_drafts:
             num_drafts = 0
@@ -175,7 +175,8 @@ class Scheduler:
                 step.short_of_blocks = True
                 return
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
-        step.add_blocks(request.row, blocks)
+        if any(blocks):
+            step.add_blocks(request.row, blocks)
         self._enter(step, request, count, num_drafts)
 
     def _preempt(self, step: Step, victim: Request) -> None:
@@ -325,18 +326,33 @@ class Scheduler:
         step = self._in_flight.popleft()
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} where step {step.step_id} was due")
-        rows = rows_of(result)
+        plain = None if step.has_drafts else plain_tokens(result)
+        rows = rows_of(result) if plain is None else {}
         self._measure(step, result)
         added = []
         for entry in step.scheduled:
             request = entry.request
             if request.life != entry.life or request.status is not Status.RUNNING:
                 continue
-            if entry.samples:
-                added.append(self._take(entry, rows[request.row], now_s))
-            else:
+            if not entry.samples:
                 self._advance(request, entry.count)
+            elif plain is not None:
+                added.append(self._append(request, entry.count, plain[request.row], now_s))
+            else:
+                added.append(self._take(entry, rows[request.row], now_s))
         return added
+
+    def _append(self, request: Request, count: int, token_id: int, now_s: float) -> RequestOutput:
+        """Do what `_take` does for a row of one token and nothing else, at less cost: most rows are such."""
+        request.num_placeholders -= 1
+        if not request.first_token_s:
+            request.first_token_s = now_s
+        request.tokens.append(token_id)
+        self.counters.generation_tokens += 1
+        reason = outputs.stop_reason(request, token_id)
+        output = outputs.token_added(request, token_id)
+        self._advance(request, count)
+        return output if reason is None else outputs.merged(output, self._finish(request, reason, now_s=now_s))
 
     def _take(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput:
         """Append the sampled tokens of a row, up to the one that ends its request. Take back rejected drafts."""
@@ -369,7 +385,8 @@ class Scheduler:
         """Confirm that `count` more tokens are computed."""
         request.num_committed += count
         self.kv.commit(request.id, request.tokens, request.num_committed, request.prompt_len)
-        self._strikes.clear_committed(request.id, request.num_committed)
+        if self._strikes:
+            self._strikes.clear_committed(request.id, request.num_committed)
 
     # Worker deaths.
 

@@ -36,6 +36,13 @@ class RowResult(NamedTuple):
     fault: RowFault | None
 
 
+def plain_tokens(result: StepResult) -> dict[int, int] | None:
+    """Return the token of each row if every row got one and nothing else, else None."""
+    if result.counts or result.logprobs or result.faults:
+        return None
+    return dict(zip(id_list(result.rows), id_list(result.token_ids), strict=True))
+
+
 def rows_of(result: StepResult) -> dict[int, RowResult]:
     """Split a result by row."""
     rows, tokens = id_list(result.rows), id_list(result.token_ids)
@@ -43,8 +50,6 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     logprobs: dict[int, list[RowLogprobs]] = {}
     for entry in result.logprobs:
         logprobs.setdefault(entry.row, []).append(entry)
-    if not result.counts and not logprobs and not faults:
-        return {row: RowResult((token,), (), None) for row, token in zip(rows, tokens, strict=True)}
     counts = id_list(result.counts) if result.counts else (1,) * len(rows)
     left = iter(tokens)
     return {

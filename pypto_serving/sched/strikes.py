@@ -37,6 +37,9 @@ class Strikes:
         self._strikes: dict[str, _Strike] = {}
         self._suspects: set[str] = set()
 
+    def __len__(self) -> int:
+        return len(self._strikes)
+
     @property
     def suspects(self) -> Set[str]:
         """Ids of the requests that must run alone."""

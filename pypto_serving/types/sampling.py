@@ -113,6 +113,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _whole(name: str, value: object) -> int:
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -122,6 +124,8 @@ def _whole(name: str, value: object) -> int:
 
 
 def _number(name: str, value: object) -> float:
+    if type(value) is float:
+        return value
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
         raise RequestError(f"{name} has {value!r}, but must have numbers", param=name)
     return float(value)
