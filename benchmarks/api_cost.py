@@ -35,7 +35,7 @@ from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.setup.locate import BUNDLED
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.worker.__main__ import main as worker_main
 from pypto_serving.worker.runner import PlanExecutor
 
@@ -49,8 +49,19 @@ class PacedRunner:
     def __init__(self, runner: PlanExecutor) -> None:
         self._runner, self._due_s = runner, 0.0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        result = self._runner.execute(plan)
+    @property
+    def num_in_flight(self) -> int:
+        return self._runner.num_in_flight
+
+    @property
+    def is_full(self) -> bool:
+        return self._runner.is_full
+
+    def submit(self, plan: StepPlan) -> None:
+        self._runner.submit(plan)
+
+    def collect(self) -> StepResult:
+        result = self._runner.collect()
         self._due_s = max(self._due_s + PACE_S, time.monotonic())
         time.sleep(max(0.0, self._due_s - time.monotonic()))
         return result
@@ -68,6 +79,7 @@ async def serve_ours() -> None:
         num_blocks=(4096,) * len(plain_groups(16)),
         max_model_len=4096,
         depth=2,
+        traits=BackendTraits(samples_on_device=True),
         worker_module="benchmarks.api_cost",
     )
     engine = AsyncEngine(config)
