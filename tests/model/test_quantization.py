@@ -138,7 +138,7 @@ def test_int8_needs_the_kernels(tmp_path: Path) -> None:
     assert "torch was chosen by --kernels" in resolve_error(path, kernels="torch")
     assert "bfloat16 only, not float32 (see --dtype)" in resolve_error(path, dtype="float32")
     assert "no C++ compiler" in resolve_error(path, ())
-    assert "multiple of 32, not 16" in resolve_error(path, block_size=16)
+    assert "multiple of 32 tokens, not 16" in resolve_error(path, block_size=16)
     path = write(tmp_path, RELEASED, hidden_size=1026, quantization_config=quantization_config(IGNORED))
     assert "multiple of 4, not 1026" in resolve_error(path)
 
