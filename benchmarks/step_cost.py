@@ -29,7 +29,7 @@ from pypto_serving.engine.executor import Event
 from pypto_serving.ipc import MemoryChannel
 from pypto_serving.kernels import Engine, Recording
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.request import AddRequests, EngineRequest, FromCore, ToCore
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import FromWorker, StepPlan, ToWorker
@@ -61,7 +61,7 @@ class Case:
 
     def config(self, steps: int) -> EngineConfig:
         tensor = KVTensorSpec(name="k", layers=(0,), dtype="bfloat16", row_shape=(1,))
-        group = KVCacheGroupSpec(name="full", kind="full", tensors=(tensor,), block_size=BLOCK)
+        group = FullSpec(name="full", tensors=(tensor,), block_size=BLOCK)
         prefill = self.running * self.context // (BUDGET // 2)
         longest = max(self.context, self.waiting_context) + prefill + 2 * steps
         blocks = max(self.running * -(-(self.context + prefill + 2 * steps) // BLOCK), -(-longest // BLOCK) + 1)

@@ -21,7 +21,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched.scheduler import Scheduler
 from pypto_serving.types.config import EngineConfig, default_of
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import StepPlan, StepResult
@@ -84,7 +84,7 @@ class Machine:
     def group(self) -> KVCacheGroupSpec:
         """A KV group of full history with the bytes of Qwen3-0.6B in bfloat16: 112 KiB per token."""
         rows = KVTensorSpec(name="kv", layers=tuple(range(28)), dtype="bfloat16", row_shape=(2 * 8 * 128,))
-        return KVCacheGroupSpec(name="kv", kind="full", tensors=(rows,), block_size=self.block_size)
+        return FullSpec(name="kv", tensors=(rows,), block_size=self.block_size)
 
     @property
     def tiers(self) -> tuple[TierConfig, ...]:

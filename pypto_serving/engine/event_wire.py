@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pypto_serving.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, StateSpec, WindowSpec
 from pypto_serving.types.tier import Tier
 from pypto_serving.types.tokens import unpack_ids
 
@@ -107,7 +107,7 @@ class EventWriter:
                 None,
                 event.group,
                 self._kinds[event.group],
-                group.window or None,
+                group.window if isinstance(group, WindowSpec) else None,
             )
         )
 
@@ -131,14 +131,20 @@ class EventWriter:
         maps += [RemovedMap(list(held), MEDIUMS[event.tier], group) for group, held in gone.items()]
 
 
+_VLLM_KINDS = {
+    FullSpec: "full_attention",
+    CompressedSpec: "mla_attention",
+    WindowSpec: "sliding_window",
+    StateSpec: "mamba",
+}
+
+
 def spec_kind(groups: Sequence[KVCacheGroupSpec], g: int) -> str | None:
     """Return vLLM's name for the kind of group g. Only the first group that keeps its history has one that is counted.
 
     Readers index one prefix per replica; a second group of full history would count the same prefix again.
     """
     group = groups[g]
-    if not group.keeps_history:
-        return "sliding_window" if group.kind == "sliding_window" else "mamba"
-    if any(other.keeps_history for other in groups[:g]):
+    if group.keeps_history and any(other.keeps_history for other in groups[:g]):
         return None
-    return "full_attention" if group.kind == "full" else "mla_attention"
+    return _VLLM_KINDS[type(group)]

@@ -141,7 +141,6 @@ class Demotions:
     def stored(self, lease: Lease, done: TransferDone, now_s: float) -> None:
         """Publish in the tier what was stored; the rest goes back to its backlog."""
         tier, num_bytes = lease.tier, 0
-        tier.storing_bytes -= lease.num_bytes
         tier.num_stores -= 1
         for piece, ok in zip(lease.moved, done.done, strict=True):
             group, block, place, key = piece

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pypto_serving.kv.events import EventLog, pool_events
 from pypto_serving.kv.pool import BlockPool
 from pypto_serving.kv.positions import ResumePoints
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import GroupSpec, KVCacheGroupSpec, TailSpec
 from pypto_serving.util import ceil_div
 
 Find = Callable[[bytes], object | None]
@@ -28,11 +28,10 @@ class KVGroup(ABC):
     `index` is the group's place in block tables and on wires.
     """
 
-    keeps_history: bool
-
     def __init__(self, index: int, spec: KVCacheGroupSpec, points: ResumePoints, events: EventLog | None) -> None:
         self.index = index
-        self.spec = spec
+        self.spec: GroupSpec = spec
+        self.keeps_history = spec.keeps_history
         self.block_size = spec.block_size
         self.block_bytes = spec.block_bytes
         self.pool: BlockPool
@@ -78,8 +77,6 @@ class KVGroup(ABC):
 class HistoryGroup(KVGroup):
     """Full or compressed attention: every block of [0, n) is needed to resume at n."""
 
-    keeps_history = True
-
     def accepted(self, keys: Sequence[bytes], limit: int, find: Find) -> int:
         """Return the tokens before the first block that is missing."""
         last = min(limit // self.block_size, len(keys))
@@ -99,12 +96,9 @@ class HistoryGroup(KVGroup):
 
 
 class TailGroup(KVGroup):
-    """A sliding window or rolling state: the blocks from `spec.first_needed(n)` on are needed to resume at n.
+    """A sliding window or rolling state: the blocks from `spec.first_needed(n)` on are needed to resume at n."""
 
-    `first_needed` never decreases, so a block that is not needed any more stays so.
-    """
-
-    keeps_history = False
+    spec: TailSpec
 
     def accepted(self, keys: Sequence[bytes], limit: int, find: Find) -> int:
         """Return the end of the last run of present blocks that is long enough to resume there.

@@ -99,10 +99,7 @@ class Leases:
         self._leases[self._num_jobs] = Lease(self._num_jobs, kind, tier, moved, num_bytes, fill)
         if fill is not None:
             fill.num_leases += 1
-        if kind == "load":
-            tier.loading_bytes += num_bytes
-        elif kind == "store":
-            tier.storing_bytes += num_bytes
+        tier.on_the_way(kind, num_bytes)
         self._outbox.append(
             TransferJob(
                 job_id=self._num_jobs,
@@ -128,7 +125,9 @@ class Leases:
 
     def end(self, job_id: int) -> Lease:
         """Remove the lease of a job that ended. The caller frees its blocks."""
-        return self._leases.pop(job_id)
+        lease = self._leases.pop(job_id)
+        lease.tier.on_the_way(lease.kind, -lease.num_bytes)
+        return lease
 
     def abandon(self, fill: Fill) -> None:
         """Quarantine the leases of a fill that nobody waits for any more."""

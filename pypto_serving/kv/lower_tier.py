@@ -11,7 +11,7 @@ from pypto_serving.kv.group import GroupKey, KVGroup
 from pypto_serving.kv.pool import BlockPool
 from pypto_serving.kv.rate import Rate
 from pypto_serving.types.stats import TierStats
-from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory, TransferDone
+from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory, TransferDone, TransferKind
 from pypto_serving.types.tokens import unpack_ids
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
@@ -97,6 +97,13 @@ class LowerTier:
         self.storing.clear()
         self.storing_bytes = self.loading_bytes = self.num_stores = 0
 
+    def on_the_way(self, kind: TransferKind, num_bytes: int) -> None:
+        """Add to the bytes that are being loaded from here, or stored here."""
+        if kind == "load":
+            self.loading_bytes += num_bytes
+        elif kind == "store":
+            self.storing_bytes += num_bytes
+
     def open(self, inventory: TierInventory) -> None:
         """Hold what a store says it holds."""
         self.forget_all()
@@ -120,6 +127,13 @@ class LowerTier:
                 block_ids = pool.allocate(1)
                 pool.publish(block_ids[0], key)
                 pool.free(block_ids)
+
+    def discard(self, group: KVGroup, key: bytes) -> None:
+        """Forget a block, and do not store it."""
+        self.backlog.pop((group, key), None)
+        place = self.find(group, key)
+        if place is not None:
+            self.pools[group].drop(place)
 
     def put_off(self, block: GroupKey, at_most: int) -> None:
         """Queue a block to be stored. Of more than `at_most` the first is dropped: the device has evicted it."""

@@ -279,6 +279,18 @@ class KVCacheManager:
         self.release(request_id)
         self._sequences.pop(request_id, None)
 
+    def discard(self, request_id: str) -> None:
+        """Forget in all tiers the cached blocks of a request, which may be corrupt. Requests that share them keep them.
+
+        A copy that a lower tier has stored is not erased, and is found again by the next process.
+        """
+        blocks = [(part.group, key) for part in self._sequences[request_id].parts for key in part.keys]
+        self._tiers.discard(blocks)
+        for group, key in blocks:
+            block_id = group.pool.find(key)
+            if block_id is not None:
+                group.pool.drop(block_id)
+
     def clear(self, tiers: Collection[Tier]) -> None:
         """Forget the cached blocks of some tiers. Running requests keep what they use; nobody else finds it."""
         self._tiers.clear(tiers)

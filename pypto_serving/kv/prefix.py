@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import GroupSpec
 from pypto_serving.types.tier import KEY_BYTES
 from pypto_serving.util import hash128
 
 TOKEN_BYTES = 4
 
 
-def root_key(group: KVCacheGroupSpec, fingerprint: bytes, cache_salt: str) -> bytes:
+def root_key(group: GroupSpec, fingerprint: bytes, cache_salt: str) -> bytes:
     """Return the parent key of the first block, which differs between models, numerics, groups and tenants."""
     return hash128(fingerprint, group.name.encode(), group.block_size.to_bytes(4, "little"), cache_salt.encode())
 
@@ -24,7 +24,7 @@ class KeyChain:
 
     __slots__ = ("_group", "_root", "keys")
 
-    def __init__(self, group: KVCacheGroupSpec, root: bytes) -> None:
+    def __init__(self, group: GroupSpec, root: bytes) -> None:
         self._group = group
         self._root = root
         self.keys: list[bytes] = []

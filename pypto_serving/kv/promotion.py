@@ -111,7 +111,6 @@ class Promotions:
     def loaded(self, lease: Lease, done: TransferDone) -> list[tuple[str, bool]]:
         """Publish the blocks that arrived, and forget those that the tier turned out not to hold."""
         tier, num_bytes = lease.tier, 0
-        tier.loading_bytes -= lease.num_bytes
         for piece, ok in zip(lease.moved, done.done, strict=True):
             group, block, place, key = piece
             if self._filling.get((group, key)) is lease.fill:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from pypto_serving.kv.demotion import Demotions
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.group import KVGroup
+from pypto_serving.kv.group import GroupKey, KVGroup
 from pypto_serving.kv.lease import Leases, LeaseState
 from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.kv.promotion import Promotions
@@ -92,6 +92,15 @@ class TierManager:
         for tier in self.tiers:
             if tier.config.tier in tier_names:
                 self._clear(tier)
+
+    def discard(self, blocks: Sequence[GroupKey]) -> None:
+        """Forget these blocks in every lower tier. What moves with them will not be published."""
+        unwanted = set(blocks)
+        for lease in self._leases.moving():
+            lease.void |= any((piece.group, piece.key) in unwanted for piece in lease.moved)
+        for tier in self.tiers:
+            for group, key in blocks:
+                tier.discard(group, key)
 
     def _clear(self, tier: LowerTier) -> None:
         """Forget what a tier holds. If the worker dies before its store has, its next inventory is forgotten too."""

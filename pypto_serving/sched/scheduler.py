@@ -17,7 +17,7 @@ from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import publication_lag
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
-from pypto_serving.types.step import StepPlan, StepResult
+from pypto_serving.types.step import NOT_FINITE, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
 
 SPARE_BLOCKS = 0.01
@@ -368,6 +368,8 @@ class Scheduler:
         self.counters.record_output(count, entry.num_drafts)
         output = outputs.tokens_added(request, row, count)
         if reason is None and row.fault is not None:
+            if row.fault.code == NOT_FINITE:
+                self.kv.discard(request.id)
             fault = RequestFault(500, row.fault.code, row.fault.message)
             return outputs.merged(output, self._finish(request, "error", fault, now_s))
         accepted = len(row.token_ids) - 1

@@ -16,7 +16,6 @@ from fractions import Fraction
 import msgspec
 
 from pypto_serving.types.kv import (
-    CHECKPOINT_TOKENS,
     KVCacheGroupSpec,
     max_live_blocks,
     resume_step,
@@ -151,17 +150,9 @@ def plan_groups(
 
 
 def blocks_per_token(groups: Sequence[KVCacheGroupSpec]) -> tuple[Fraction, ...]:
-    """Return the blocks of each group that a cached sequence takes per token.
-
-    Windows and states are kept at checkpoints only. Checkpoints count twice: prompts and turns end with one too.
-    """
+    """Return the blocks of each group that a cached sequence takes per token."""
     step = resume_step(groups)
-    return tuple(
-        Fraction(1, group.block_size)
-        if group.keeps_history
-        else Fraction(2 * group.tail_blocks(step), CHECKPOINT_TOKENS)
-        for group in groups
-    )
+    return tuple(group.blocks_per_token(step) for group in groups)
 
 
 def tier_slots(groups: Sequence[KVCacheGroupSpec], size_bytes: int) -> tuple[int, ...]:

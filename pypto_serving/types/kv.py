@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from fractions import Fraction
+from typing import ClassVar
 
 import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.util import ceil_div
-
-GroupKind = Literal["full", "sliding_window", "compressed", "rolling_state"]
 
 CHECKPOINT_TOKENS = 2048
 """Tails of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
@@ -38,38 +37,25 @@ class KVTensorSpec(msgspec.Struct, frozen=True, kw_only=True):
         return math.prod(self.row_shape) * DTYPE_BYTES[self.dtype]
 
 
-class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Layers that are addressed by one block table. A block holds `block_size` source tokens of every layer.
 
-    | kind           | a query at position p reads                  | needed to resume at n tokens            |
-    |----------------|----------------------------------------------|-----------------------------------------|
-    | full           | rows [0, p]                                  | all blocks of [0, n)                    |
-    | compressed     | entries w < (p + 1) // ratio                 | all blocks of [0, n)                    |
-    | sliding_window | rows [max(0, p - window + 1), p]             | blocks of [max(0, n - window + 1), n)   |
-    | rolling_state  | rows [p // period * period - overlap, p]     | blocks of [n // period * period - overlap, n) |
+    | spec           | kind           | a query at position p reads                  | needed to resume at n tokens  |
+    |----------------|----------------|----------------------------------------------|-------------------------------|
+    | FullSpec       | full           | rows [0, p]                                  | all blocks of [0, n)          |
+    | CompressedSpec | compressed     | entries w < (p + 1) // ratio                 | all blocks of [0, n)          |
+    | WindowSpec     | sliding_window | rows [max(0, p - window + 1), p]             | blocks of [n - window + 1, n) |
+    | StateSpec      | rolling_state  | rows [p // period * period - overlap, p]     | blocks of those rows of n     |
 
-    `window`, `period`, `overlap` and `key_lookahead` are in tokens. The window counts the query itself. The content of
-    a block depends on `key_lookahead` tokens after it. A block may hold several periods of a state, part of one, or
-    neither whole: rows that a query reads are an interval of positions, and its blocks are those the interval lies in.
-    With period 4, overlap 4 and blocks of 16 tokens:
-
-        tokens  0       8       16      24      32
-        periods |---|---|---|---|---|---|---|---|
-        blocks  [       0       |       1       )
-                            [-------)               token 19 reads [12, 20): blocks 0 and 1
-                                [----)              token 20 reads [16, 21): block 0 is free
-                                            [---)   resuming at 32 needs [28, 32): block 1
-
-    Raises ConfigError for impossible values.
+    The content of a block depends on `key_lookahead` tokens after it. Raises ConfigError for impossible values.
     """
 
+    keeps_history: ClassVar[bool]
+    """Whether every block of a sequence stays needed until the request ends."""
+
     name: str
-    kind: GroupKind
     tensors: tuple[KVTensorSpec, ...]
     block_size: int
-    window: int = 0
-    period: int = 0
-    overlap: int = 0
     key_lookahead: int = 0
 
     def __post_init__(self) -> None:
@@ -81,76 +67,174 @@ class KVCacheGroupSpec(msgspec.Struct, frozen=True, kw_only=True):
                     f"KV group {self.name}: block size {self.block_size} must be a multiple of the compress ratio "
                     f"{tensor.ratio} of {tensor.name}; choose a multiple of {tensor.ratio}"
                 )
-        if self.kind == "sliding_window" and self.window < 1:
-            raise ConfigError(f"KV group {self.name}: a sliding window of {self.window} tokens must be at least 1")
-        if self.kind == "rolling_state" and (self.period < 1 or self.overlap < 0):
-            raise ConfigError(
-                f"KV group {self.name}: period {self.period} must be at least 1, and overlap {self.overlap} at least 0"
-            )
 
     @property
-    def keeps_history(self) -> bool:
-        """Whether every block of a sequence stays needed until the request ends."""
-        return self.kind in ("full", "compressed")
-
-    def first_needed(self, num_tokens: int) -> int:
-        """Return the first position whose row the token at position `num_tokens`, or one after it, reads."""
-        if self.kind == "sliding_window":
-            return max(0, num_tokens - self.window + 1)
-        if self.kind == "rolling_state":
-            return max(0, num_tokens // self.period * self.period - self.overlap)
-        return 0
-
-    def last_reader(self, position: int) -> int:
-        """Return the last position that reads the row at `position` of a window or state."""
-        if self.kind == "sliding_window":
-            return position + self.window - 1
-        return (position + self.overlap) // self.period * self.period + self.period - 1
+    def kind(self) -> str:
+        """The kind's name, as in the table."""
+        return str(self.__struct_config__.tag)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers of the group."""
         return sum(len(t.layers) * (self.block_size // t.ratio) * t.row_bytes for t in self.tensors)
 
+    def first_needed(self, num_tokens: int) -> int:
+        """Return the first position whose row the token at position `num_tokens`, or one after it, reads."""
+        raise NotImplementedError
+
     def min_live_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a request needs at once while it grows to `num_tokens` one token at a time.
 
-        Checkpoints are not counted. The number repeats after every common multiple of block size and period.
+        Checkpoints are not counted.
         """
-        recent = range(max(0, num_tokens - math.lcm(self.block_size, self.period or 1)), num_tokens)
-        return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
-
-    def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks that `step_tokens` successive tokens of a window or state, and what they read, lie in.
-
-        What they read begins anywhere in a block of a window. In a state it begins `overlap` tokens before a multiple
-        of `period`, that is at an offset equal to -overlap modulo gcd(period, block_size).
-        """
-        if self.kind == "rolling_state":
-            shared = math.gcd(self.period, self.block_size)
-            start = self.block_size - shared + -self.overlap % shared
-            return ceil_div(start + self.overlap + self.period - 1 + step_tokens, self.block_size)
-        start = self.block_size - 1
-        return ceil_div(start + self.window - 1 + step_tokens, self.block_size)
-
-    def tail_blocks(self, step: int) -> int:
-        """Return the most blocks that resuming a window or state at a multiple of `step` tokens needs.
-
-        A block ends there, and the multiple lies at most `period - gcd(period, step)` tokens into a period.
-        """
-        if self.kind == "rolling_state":
-            return ceil_div(self.period - math.gcd(self.period, step) + self.overlap, self.block_size)
-        return ceil_div(self.window - 1, self.block_size)
+        raise NotImplementedError
 
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
         """Return the most blocks that a request of `num_tokens` holds while `step_tokens` of them are not settled.
 
-        For a window or state, those are the blocks it reads and the tail of the last multiple of `step`.
+        `step` is the distance of positions at which sequences can be resumed.
         """
+        raise NotImplementedError
+
+    def blocks_per_token(self, step: int) -> Fraction:
+        """Return the blocks that a cached sequence takes per token."""
+        raise NotImplementedError
+
+
+class FullSpec(GroupSpec, frozen=True, kw_only=True, tag="full"):
+    """Attention to all earlier tokens."""
+
+    keeps_history: ClassVar[bool] = True
+
+    def first_needed(self, num_tokens: int) -> int:
+        return 0
+
+    def min_live_blocks(self, num_tokens: int) -> int:
+        return ceil_div(num_tokens, self.block_size)
+
+    def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
+        return ceil_div(num_tokens, self.block_size)
+
+    def blocks_per_token(self, step: int) -> Fraction:
+        return Fraction(1, self.block_size)
+
+
+class CompressedSpec(FullSpec, frozen=True, kw_only=True, tag="compressed"):
+    """Attention to entries that stand for `ratio` earlier tokens each."""
+
+
+class TailSpec(GroupSpec, frozen=True, kw_only=True):
+    """A group whose queries read only the last rows: an interval of positions, whose blocks are needed.
+
+    `first_needed` never decreases, so a block that is not needed any more stays so.
+    """
+
+    keeps_history: ClassVar[bool] = False
+
+    @property
+    def _repeat(self) -> int:
+        """Tokens after which the places of rows in blocks repeat."""
+        raise NotImplementedError
+
+    def last_reader(self, position: int) -> int:
+        """Return the last position that reads the row at `position`."""
+        raise NotImplementedError
+
+    def read_blocks(self, step_tokens: int) -> int:
+        """Return the most blocks that `step_tokens` successive tokens, and what they read, lie in."""
+        raise NotImplementedError
+
+    def tail_blocks(self, step: int) -> int:
+        """Return the most blocks that resuming at a multiple of `step` tokens needs. A block ends at each multiple."""
+        raise NotImplementedError
+
+    def min_live_blocks(self, num_tokens: int) -> int:
+        recent = range(max(0, num_tokens - self._repeat), num_tokens)
+        return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
+
+    def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
+        """Count the blocks that the tokens read, and the tail of the last multiple of `step`."""
         total = ceil_div(num_tokens, self.block_size)
-        if self.keeps_history:
-            return total
         return min(total, self.read_blocks(step_tokens)) + min(total, self.tail_blocks(step))
+
+    def blocks_per_token(self, step: int) -> Fraction:
+        """Only tails of checkpoints are kept. They count twice: prompts and turns end with one too."""
+        return Fraction(2 * self.tail_blocks(step), CHECKPOINT_TOKENS)
+
+
+class WindowSpec(TailSpec, frozen=True, kw_only=True, tag="sliding_window"):
+    """Attention to a window of `window` tokens, the query itself included."""
+
+    window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1:
+            raise ConfigError(f"KV group {self.name}: a sliding window of {self.window} tokens must be at least 1")
+
+    @property
+    def _repeat(self) -> int:
+        return self.block_size
+
+    def first_needed(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self.window + 1)
+
+    def last_reader(self, position: int) -> int:
+        return position + self.window - 1
+
+    def read_blocks(self, step_tokens: int) -> int:
+        """What they read begins anywhere in a block."""
+        return ceil_div(self.block_size - 1 + self.window - 1 + step_tokens, self.block_size)
+
+    def tail_blocks(self, step: int) -> int:
+        return ceil_div(self.window - 1, self.block_size)
+
+
+class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
+    """A state that is folded every `period` tokens, from the rows of that period and of `overlap` tokens before it.
+
+    A block may hold several periods, part of one, or neither whole. With period 4, overlap 4 and blocks of 16 tokens:
+
+        tokens  0       8       16      24      32
+        periods |---|---|---|---|---|---|---|---|
+        blocks  [       0       |       1       )
+                            [-------)               token 19 reads [12, 20): blocks 0 and 1
+                                [----)              token 20 reads [16, 21): block 0 is free
+                                            [---)   resuming at 32 needs [28, 32): block 1
+    """
+
+    period: int
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.period < 1 or self.overlap < 0:
+            raise ConfigError(
+                f"KV group {self.name}: period {self.period} must be at least 1, and overlap {self.overlap} at least 0"
+            )
+
+    @property
+    def _repeat(self) -> int:
+        return math.lcm(self.block_size, self.period)
+
+    def first_needed(self, num_tokens: int) -> int:
+        return max(0, num_tokens // self.period * self.period - self.overlap)
+
+    def last_reader(self, position: int) -> int:
+        return (position + self.overlap) // self.period * self.period + self.period - 1
+
+    def read_blocks(self, step_tokens: int) -> int:
+        """What they read begins `overlap` tokens before a period: at -overlap modulo gcd(period, block_size)."""
+        shared = math.gcd(self.period, self.block_size)
+        start = self.block_size - shared + -self.overlap % shared
+        return ceil_div(start + self.overlap + self.period - 1 + step_tokens, self.block_size)
+
+    def tail_blocks(self, step: int) -> int:
+        """The multiple lies at most `period - gcd(period, step)` tokens into a period."""
+        return ceil_div(self.period - math.gcd(self.period, step) + self.overlap, self.block_size)
+
+
+KVCacheGroupSpec = FullSpec | CompressedSpec | WindowSpec | StateSpec
 
 
 def resume_step(groups: Sequence[KVCacheGroupSpec]) -> int:

@@ -45,7 +45,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
     new_blocks: tuple[bytes, ...]
     drops: bytes
     num_drafts: bytes = b""
-    partition: int = 0
 
 
 class StopWorker(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
@@ -63,6 +62,10 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     top_ids: bytes = b""
     top_logprobs: bytes = b""
+
+
+NOT_FINITE = "not_finite"
+"""Code of a RowFault: the logits are not finite, so what was computed of the row may not be either."""
 
 
 class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -145,7 +148,6 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     limits: BackendLimits
     fingerprint: bytes
     load_s: float
-    partitions: int = 1
     tiers: tuple[TierInventory, ...] = ()
 
 

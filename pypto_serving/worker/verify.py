@@ -9,7 +9,7 @@ import numpy as np
 from pypto_serving.backend.base import SampledTokens
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import Sampler
-from pypto_serving.types.step import RowFault, RowLogprobs
+from pypto_serving.types.step import NOT_FINITE, RowFault, RowLogprobs
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch
 from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
@@ -92,7 +92,7 @@ def _chosen(dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, l
     counts = np.ones(len(dispatch.rows), np.int32) if counts is None else counts.copy()
     owners = np.arange(len(counts)).repeat(counts)[failed]
     counts[owners] -= 1
-    faults = [RowFault(int(row), "not_finite", _NOT_FINITE) for row in dispatch.rows[owners]]
+    faults = [RowFault(int(row), NOT_FINITE, _NOT_FINITE) for row in dispatch.rows[owners]]
     return Chosen(tokens[~failed], counts, logprobs, faults)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import FullSpec
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
@@ -24,7 +24,7 @@ WAIT_S = 20.0
 
 def engine_config(vocab_size: int, **changes: object) -> EngineConfig:
     """A configuration for an engine without a model."""
-    group = KVCacheGroupSpec(name="full", kind="full", tensors=(), block_size=16)
+    group = FullSpec(name="full", tensors=(), block_size=16)
     values = {"model": "scripted", "backend": "null", "dtype": "float32", "num_blocks": (100,), "groups": (group,)}
     limits = {"vocab_size": vocab_size, "max_model_len": 512, "max_queued_requests": 256}
     return EngineConfig(**{**values, **limits, **changes})

@@ -16,6 +16,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.kv.events import EventLog
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from pypto_serving.types.kv import FullSpec, WindowSpec
 from pypto_serving.types.tier import Tier, TierConfig
 from tests.engine.event_reader import EventReader
 from tests.kv.test_manager import group
@@ -70,7 +71,7 @@ def test_blocks_of_one_sequence_are_one_map() -> None:
 
 
 def test_tiers_and_groups_are_kept_apart() -> None:
-    writer = EventWriter((group("full", 4), group("sliding_window", 4, window=6)))
+    writer = EventWriter((group(FullSpec, 4), group(WindowSpec, 4, window=6)))
     events = [
         stored(1, None, 0, "host"),
         stored(2, 1, 4, "disk"),

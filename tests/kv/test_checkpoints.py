@@ -18,7 +18,15 @@ from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.store.files import FileStore
-from pypto_serving.types.kv import CHECKPOINT_TOKENS, KVCacheGroupSpec, max_live_blocks, publication_lag
+from pypto_serving.types.kv import (
+    CHECKPOINT_TOKENS,
+    FullSpec,
+    KVCacheGroupSpec,
+    StateSpec,
+    WindowSpec,
+    max_live_blocks,
+    publication_lag,
+)
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TierConfig, TransferDone
 from pypto_serving.util import ceil_div
@@ -28,9 +36,9 @@ from tests.simulation import Simulation, in_pages, null_config
 GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {
     "deepseek_v4": deepseek_v4_groups(),
     "deepseek_v4 in pages": in_pages(deepseek_v4_groups(), 128),
-    "periods and blocks": (group("full", 16), group("rolling_state", 24, period=20, overlap=13)),
-    "long window": (group("full", 32), group("sliding_window", 16, window=400)),
-    "no common block": (group("full", 96), group("sliding_window", 64, window=64)),
+    "periods and blocks": (group(FullSpec, 16), group(StateSpec, 24, period=20, overlap=13)),
+    "long window": (group(FullSpec, 32), group(WindowSpec, 16, window=400)),
+    "no common block": (group(FullSpec, 96), group(WindowSpec, 64, window=64)),
 }
 
 

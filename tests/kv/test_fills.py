@@ -89,3 +89,31 @@ def test_what_did_not_arrive_is_not_credited_even_if_others_compute_it() -> None
     kv.commit("c", TOKENS, len(TOKENS), len(TOKENS))
     match = kv.match("b", TOKENS)
     assert kv.sources("b", match) == Counter(host=6 * BLOCK, device=4 * BLOCK)
+
+
+def test_discarded_blocks_are_found_nowhere() -> None:
+    """Neither on the device, nor in a tier, nor once a load or store that was under way has ended."""
+    kv, loads = filled_from_two_tiers()
+    kv.match("a", TOKENS)
+    kv.discard("a")
+    for job in loads.values():
+        kv.transferred(TransferDone(job.job_id, b"\1" * num_pieces(job), 0.1), 2.0)
+    kv.forget("a")
+    kv.forget("b")
+    kv.check()
+    match = kv.match("c", TOKENS)
+    assert match.num_tokens == 0
+    assert not kv.fetch("c", len(TOKENS), match)
+
+    kv.reserve("c", len(TOKENS), match)
+    kv.commit("c", TOKENS, len(TOKENS), len(TOKENS))
+    kv.release("c")
+    stores = kv.take_jobs(3.0)
+    assert stores, "nothing is being stored"
+    kv.discard("c")
+    for job in stores:
+        kv.transferred(TransferDone(job.job_id, b"\1" * num_pieces(job), 0.1), 3.0)
+    kv.check()
+    assert kv.match("d", TOKENS).num_tokens == 0
+    assert not kv.fetch("d", len(TOKENS), kv.match("d", TOKENS))
+    assert not kv.take_jobs(4.0)

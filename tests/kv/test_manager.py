@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
 from tests.simulation import in_pages
 
 
@@ -23,8 +23,8 @@ def tensor(ratio: int = 1) -> KVTensorSpec:
     return KVTensorSpec(name="t", layers=(0,), dtype="float32", row_shape=(1,), ratio=ratio)
 
 
-def group(kind: str, block_size: int, **values: int) -> KVCacheGroupSpec:
-    return KVCacheGroupSpec(name=kind, kind=kind, block_size=block_size, tensors=(tensor(),), **values)  # type: ignore[arg-type]
+def group(kind: type[KVCacheGroupSpec], block_size: int, **values: int) -> KVCacheGroupSpec:
+    return kind(name=kind.__name__, block_size=block_size, tensors=(tensor(),), **values)
 
 
 def manager(groups: tuple[KVCacheGroupSpec, ...], num_blocks: int = 64) -> KVCacheManager:
@@ -40,7 +40,7 @@ def compute(kv: KVCacheManager, request_id: str, tokens: array[int]) -> int:
 
 
 def test_growth_is_all_or_nothing_over_the_groups() -> None:
-    groups = (group("full", 4), group("sliding_window", 4, window=8))
+    groups = (group(FullSpec, 4), group(WindowSpec, 4, window=8))
     kv = KVCacheManager(groups, (64, 3))
     kv.match("a", ids(*range(20)))
     assert kv.reserve("a", 12) is None
@@ -76,7 +76,7 @@ def test_salt_separates_tenants() -> None:
 
 
 def test_groups_do_not_find_each_others_keys() -> None:
-    kv = manager((group("full", 4), group("compressed", 4)))
+    kv = manager((group(FullSpec, 4), group(CompressedSpec, 4)))
     compute(kv, "a", ids(*range(8)))
     keys = [set(group.pool._by_key) for group in kv.groups]
     assert keys[0] and keys[1] and keys[0].isdisjoint(keys[1])
@@ -92,7 +92,7 @@ def test_release_of_a_preempted_request_lets_it_find_its_own_blocks() -> None:
 
 
 def test_window_blocks_are_given_back_once_out_of_reach() -> None:
-    kv = manager((group("sliding_window", 4, window=6),))
+    kv = manager((group(WindowSpec, 4, window=6),))
     tokens = ids(*range(40))
     kv.match("a", tokens)
     for end in range(4, 41, 4):
@@ -106,12 +106,12 @@ def test_window_blocks_are_given_back_once_out_of_reach() -> None:
 
 def test_a_block_smaller_than_the_compress_ratio_is_refused() -> None:
     with pytest.raises(ConfigError, match="block size 2 must be a multiple of the compress ratio 4"):
-        KVCacheGroupSpec(name="c", kind="compressed", block_size=2, tensors=(tensor(ratio=4),))
+        CompressedSpec(name="c", block_size=2, tensors=(tensor(ratio=4),))
 
 
 def test_a_state_without_a_period_is_refused() -> None:
     with pytest.raises(ConfigError, match="period 0 must be at least 1, and overlap 4 at least 0"):
-        group("rolling_state", 4, period=0, overlap=4)
+        group(StateSpec, 4, period=0, overlap=4)
 
 
 @pytest.mark.parametrize("groups", [deepseek_v4_groups(), in_pages(deepseek_v4_groups(), 128)], ids=["small", "128"])
@@ -130,11 +130,11 @@ def test_deepseek_v4_hit_needs_the_blocks_that_its_caches_need(groups: tuple[KVC
 
 GROUPS = st.lists(
     st.one_of(
-        st.builds(lambda b: group("full", b), st.sampled_from([1, 2, 4, 8])),
-        st.builds(lambda b, m: group("compressed", b * m), st.sampled_from([1, 2]), st.sampled_from([2, 4])),
-        st.builds(lambda b, w: group("sliding_window", b, window=w), st.sampled_from([1, 2, 4]), st.integers(1, 9)),
+        st.builds(lambda b: group(FullSpec, b), st.sampled_from([1, 2, 4, 8])),
+        st.builds(lambda b, m: group(CompressedSpec, b * m), st.sampled_from([1, 2]), st.sampled_from([2, 4])),
+        st.builds(lambda b, w: group(WindowSpec, b, window=w), st.sampled_from([1, 2, 4]), st.integers(1, 9)),
         st.builds(
-            lambda b, p, o: group("rolling_state", b, period=p, overlap=o),
+            lambda b, p, o: group(StateSpec, b, period=p, overlap=o),
             st.sampled_from([1, 2, 4, 6, 8]),
             st.integers(1, 9),
             st.integers(0, 9),

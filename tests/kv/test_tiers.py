@@ -13,7 +13,7 @@ from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.slab import stride_of
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TIERS, TierConfig
 from tests.simulation import Simulation, in_pages, null_config
@@ -29,10 +29,10 @@ def small_groups() -> tuple[KVCacheGroupSpec, ...]:
         return (tensor,)
 
     return (
-        KVCacheGroupSpec(name="full", kind="full", block_size=8, tensors=row()),
-        KVCacheGroupSpec(name="window", kind="sliding_window", block_size=8, window=12, tensors=row(), key_lookahead=5),
-        KVCacheGroupSpec(name="cmp", kind="compressed", block_size=8, tensors=row(4, "state")),
-        KVCacheGroupSpec(name="state", kind="rolling_state", block_size=4, period=4, overlap=4, tensors=row()),
+        FullSpec(name="full", block_size=8, tensors=row()),
+        WindowSpec(name="window", block_size=8, window=12, tensors=row(), key_lookahead=5),
+        CompressedSpec(name="cmp", block_size=8, tensors=row(4, "state")),
+        StateSpec(name="state", block_size=4, period=4, overlap=4, tensors=row()),
     )
 
 

@@ -16,7 +16,7 @@ from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.attention import KVArena, product
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Sequences, compute
 
@@ -46,9 +46,7 @@ def resident_bytes() -> int:
 
 def test_pages_cost_nothing_until_they_are_written() -> None:
     keys = KVTensorSpec(name="k", layers=tuple(range(8)), dtype="bfloat16", row_shape=(8, 128))
-    group = KVCacheGroupSpec(
-        name="kv", kind="full", tensors=(keys, msgspec.structs.replace(keys, name="v")), block_size=16
-    )
+    group = FullSpec(name="kv", tensors=(keys, msgspec.structs.replace(keys, name="v")), block_size=16)
     before = resident_bytes()
     arena = KVArena(group, 16384, torch.bfloat16)
     assert arena.pages.numel() * 2 == 16385 * group.block_bytes > 8 << 30

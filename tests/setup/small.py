@@ -7,29 +7,26 @@ from typing import Any
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import FullSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import GIB
 
 MIB = 1 << 20
 HOST = HostFacts(available_bytes=16 * GIB, num_cpus=4)
 WITH_KERNELS = HostFacts(available_bytes=16 * GIB, num_cpus=4, kernels=("avx2", "portable"))
-FULL = KVCacheGroupSpec(
+FULL = FullSpec(
     name="full",
-    kind="full",
     block_size=16,
     tensors=(KVTensorSpec(name="kv", layers=(0, 1), dtype="bfloat16", row_shape=(2, 64)),),
 )
-WINDOW = KVCacheGroupSpec(
+WINDOW = WindowSpec(
     name="window",
-    kind="sliding_window",
     block_size=32,
     window=100,
     tensors=(KVTensorSpec(name="kv", layers=(2, 3, 4), dtype="bfloat16", row_shape=(96,)),),
 )
-STATE = KVCacheGroupSpec(
+STATE = StateSpec(
     name="state",
-    kind="rolling_state",
     block_size=4,
     period=8,
     overlap=4,

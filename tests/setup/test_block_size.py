@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 from tests.setup.small import FULL, WINDOW, make_model, make_resolved, setting
 
@@ -14,7 +14,7 @@ POOL = "mooncake://a:1"
 def rows(width: int) -> ModelSpec:
     """A model with one group whose rows take `width` * 4 bytes per token, in blocks of 32."""
     tensors = (KVTensorSpec(name="kv", layers=(0, 1), dtype="bfloat16", row_shape=(width,)),)
-    group = KVCacheGroupSpec(name="kv", kind="full", block_size=32, tensors=tensors)
+    group = FullSpec(name="kv", block_size=32, tensors=tensors)
     return make_model((group,), max_position_embeddings=8192)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.types.kv import GroupKind, KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import CompressedSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
 from pypto_serving.util import ceil_div
 
 _MAX_BLOCK, _MAX_STATE_BLOCK = 128, 8
@@ -29,18 +29,18 @@ def kv_groups(model: DeepseekV4Config, dtype: str, block_size: int = 0) -> tuple
     """
     csa, hca, dim, size = model.layers_of("csa"), model.layers_of("hca"), model.head_dim, history_block(model)
     ori = KVTensorSpec(name="kv", layers=tuple(range(model.num_layers)), dtype=dtype, row_shape=(dim,))
-    groups = [_group("ori", "sliding_window", size, ori, window=model.window)]
+    groups: list[KVCacheGroupSpec] = [WindowSpec(name="ori", block_size=size, window=model.window, tensors=(ori,))]
     compressed = []
     if csa:
         compressed.append(_entries("csa", csa, dtype, dim, model.csa_ratio, "csa_state"))
     if hca:
         compressed.append(_entries("hca", hca, dtype, dim, model.hca_ratio, "hca_state"))
     if compressed:
-        groups.append(_group("cmp", "compressed", size, *compressed))
+        groups.append(CompressedSpec(name="cmp", block_size=size, tensors=tuple(compressed)))
     if csa:
         assert model.indexer is not None
         key = _entries("key", csa, dtype, model.indexer.head_dim, model.csa_ratio, "csa_inner_state")
-        groups.append(_group("idx", "compressed", size, key))
+        groups.append(CompressedSpec(name="idx", block_size=size, tensors=(key,)))
     if hca:
         groups.append(_state("hca_state", hca, 2 * dim, model.hca_ratio, 0))
     if csa:
@@ -56,19 +56,13 @@ def history_block(model: DeepseekV4Config) -> int:
     return ceil_div(min(model.window, _MAX_BLOCK), ratios) * ratios
 
 
-def _group(name: str, kind: GroupKind, block_size: int, *tensors: KVTensorSpec, window: int = 0) -> KVCacheGroupSpec:
-    return KVCacheGroupSpec(name=name, kind=kind, block_size=block_size, window=window, tensors=tensors)
-
-
 def _entries(name: str, layers: tuple[int, ...], dtype: str, dim: int, ratio: int, source: str) -> KVTensorSpec:
     """Describe a tensor with one row of `dim` for every `ratio` tokens."""
     return KVTensorSpec(name=name, layers=layers, dtype=dtype, row_shape=(dim,), ratio=ratio, folded_from=source)
 
 
-def _state(name: str, layers: tuple[int, ...], width: int, period: int, overlap: int) -> KVCacheGroupSpec:
+def _state(name: str, layers: tuple[int, ...], width: int, period: int, overlap: int) -> StateSpec:
     """Describe a group of compressor states: tokens of the open window, and `overlap` tokens before it."""
     size = max(n for n in range(1, min(period, _MAX_STATE_BLOCK) + 1) if period % n == 0)
     rows = KVTensorSpec(name="state", layers=layers, dtype="float32", row_shape=(width,))
-    return KVCacheGroupSpec(
-        name=name, kind="rolling_state", block_size=size, period=period, overlap=overlap, tensors=(rows,)
-    )
+    return StateSpec(name=name, block_size=size, period=period, overlap=overlap, tensors=(rows,))

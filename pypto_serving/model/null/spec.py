@@ -6,7 +6,7 @@ from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.released import FLASH
 from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
-from pypto_serving.types.kv import KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
 NULL_MODELS = ("plain", "deepseek_v4")
@@ -16,7 +16,7 @@ NULL_MODELS = ("plain", "deepseek_v4")
 def plain_groups(block_size: int) -> tuple[KVCacheGroupSpec, ...]:
     """Describe one full-history group of 28 layers, with rows as wide as those of Qwen3-0.6B."""
     rows = KVTensorSpec(name="kv", layers=tuple(range(28)), dtype="bfloat16", row_shape=(2048,))
-    return (KVCacheGroupSpec(name="kv", kind="full", block_size=block_size, tensors=(rows,)),)
+    return (FullSpec(name="kv", block_size=block_size, tensors=(rows,)),)
 
 
 def deepseek_v4_groups() -> tuple[KVCacheGroupSpec, ...]:

@@ -7,7 +7,7 @@ import math
 from pypto_serving.kernels.constants import ITEM_ROWS, MAX_DIM
 from pypto_serving.model.family import ModelFamily
 from pypto_serving.model.qwen3.config import Qwen3Config
-from pypto_serving.types.kv import DTYPE_BYTES, KVCacheGroupSpec, KVTensorSpec
+from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
 
@@ -16,7 +16,7 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
     layers = tuple(range(config.num_layers))
     row = (config.num_kv_heads, config.head_dim)
     tensors = tuple(KVTensorSpec(name=n, layers=layers, dtype=dtype, row_shape=row) for n in ("k", "v"))
-    return (KVCacheGroupSpec(name="kv", kind="full", tensors=tensors, block_size=block_size),)
+    return (FullSpec(name="kv", tensors=tensors, block_size=block_size),)
 
 
 def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:

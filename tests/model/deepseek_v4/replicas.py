@@ -25,7 +25,7 @@ from pypto_serving.kv import positions
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import max_live_blocks, resume_step
+from pypto_serving.types.kv import TailSpec, max_live_blocks, resume_step
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import NewRow, StepPlan
@@ -177,10 +177,10 @@ class Oracle:
     def tiers(self, names: Sequence[Tier], disk: Path) -> tuple[TierConfig, ...]:
         """Host memory for some five sequences and twenty checkpoints, a disk for three times as much."""
         whole, groups = self.largest.max_model_len, self.largest.groups
-        tails = [group.tail_blocks(resume_step(groups)) for group in groups]
+        step = resume_step(groups)
         slots = [
-            5 * whole // group.block_size if group.keeps_history else max(1, 20 * tail)
-            for group, tail in zip(groups, tails, strict=True)
+            max(1, 20 * group.tail_blocks(step)) if isinstance(group, TailSpec) else 5 * whole // group.block_size
+            for group in groups
         ]
         known = {
             "host": TierConfig(tier="host", size_bytes=0, num_slots=tuple(slots)),
