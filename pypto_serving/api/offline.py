@@ -56,7 +56,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        chosen = make_options({"model": model, **options})
+        chosen = make_options({"model": model, **options}, as_arguments=True)
         self._open(chosen, model_spec(chosen), DEFAULTS)
 
     @classmethod

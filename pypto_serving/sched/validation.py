@@ -20,7 +20,7 @@ def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...], unsettled:
         if needed > available - 1:
             raise ConfigError(
                 f"KV group {group.name} has {available - 1} blocks, a request of {config.max_model_len} tokens needs "
-                f"{needed}; raise --kv-memory or lower --max-model-len"
+                f"{needed}; raise the option kv-memory or lower the option max-model-len"
             )
 
 

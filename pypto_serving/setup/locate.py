@@ -16,7 +16,7 @@ def locate_model(name: str | None) -> Path:
     """Return the folder of model `name`, fetched from the hub if it is no folder here; None is the bundled model."""
     if name is None:
         if not (BUNDLED / "config.json").exists():
-            raise ModelError("this installation has no bundled model; give MODEL, a folder or a hub name")
+            raise ModelError("this installation has no bundled model; name one: a folder or a hub name")
         return BUNDLED
     path = Path(name).expanduser()
     if path.is_dir():

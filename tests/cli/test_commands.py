@@ -85,7 +85,11 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str], command: str) -> No
 def test_every_option_has_a_flag() -> None:
     from pypto_serving.cli.options import FLAGS
 
-    assert {flag.name for flag in FLAGS} == set(Options.__struct_fields__) - {"config_file", "from_file"}
+    assert {flag.name for flag in FLAGS} == set(Options.__struct_fields__) - {
+        "config_file",
+        "from_file",
+        "as_arguments",
+    }
 
 
 def test_bench_is_mounted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,7 +276,7 @@ def test_mistakes_in_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path:
     [
         ("kv-memory: 1KiB", "kv-memory in c.yaml is 1 KiB, too little for one sequence of 2 tokens"),
         ("max_model_len: 99999", "max-model-len in c.yaml is 99999, but the model's longest sequence is 40960"),
-        ("kv-disk-size: 1GiB", "kv-disk-size in c.yaml needs a folder; give --kv-disk too, or drop it"),
+        ("kv-disk-size: 1GiB", "kv-disk-size in c.yaml needs a folder; give kv-disk in c.yaml too, or drop it"),
     ],
 )
 def test_what_cannot_work_is_named_by_its_key_in_every_command(
