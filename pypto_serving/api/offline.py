@@ -18,8 +18,7 @@ from pypto_serving.api.chat.output import NewParser, TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.prompts import check_token_ids, encode_chat, encode_text
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_prompt
-from pypto_serving.api.generation.stops import check_stop_token_ids
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, check_named_ids, fit_prompt
 from pypto_serving.api.offline_loop import LoopThread, Put
 from pypto_serving.api.offline_outputs import CompletionOutput, GenerationOutput, Logprob, completion_output
 from pypto_serving.api.service import Service
@@ -56,7 +55,7 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        chosen = make_options({"model": model, **options})
+        chosen = make_options({"model": model, **options}, as_arguments=True)
         self._open(chosen, model_spec(chosen), DEFAULTS)
 
     @classmethod
@@ -172,7 +171,7 @@ class LLM:
 
     def _fit(self, ids: list[int], params: SamplingParams, new_parser: NewParser | None = None) -> FittedPrompt:
         config = self._engine.config
-        check_stop_token_ids(params.stop_token_ids, config.vocab_size)
+        check_named_ids(params, config.vocab_size)
         return fit_prompt(ids, params, config.max_model_len, new_parser=new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:

@@ -224,7 +224,7 @@ async def find_model(target: Target) -> ModelCard:
     except TimeoutError:
         raise ServerError(f"GET {url}: no reply within {_MODELS_TIMEOUT_S:g} s; is the server up?") from None
     except OSError as error:
-        raise ServerError(f"GET {url}: {error}; is the server up, and are --host and --port right?") from None
+        raise ServerError(f"GET {url}: {error}; is the server up, and is its address right?") from None
     except msgspec.DecodeError as error:
         raise ServerError(f"GET {url}: not a list of models: {error}; give --model and --vocab-size") from None
     finally:

@@ -103,7 +103,7 @@ def _require_window(source: Source, trace: Trace, card: ModelCard) -> None:
         scale /= 2
     raise ConfigError(
         f"the longest request has {trace.longest} tokens, the server's window is {card.max_model_len}: "
-        f"give --scale {scale}, or a server with a larger --max-model-len"
+        f"give --scale {scale}, or a server with a larger max-model-len"
     )
 
 

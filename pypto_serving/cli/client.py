@@ -69,7 +69,7 @@ class ChatClient:
             connection.request(method, self._prefix + path, body, self._headers)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
-                raise ServerError(_read_error(response))
+                raise ServerError(self._read_error(method, path, response))
         except (http.client.HTTPException, OSError) as error:
             connection.close()
             reason = getattr(error, "strerror", None) or type(error).__name__
@@ -78,6 +78,19 @@ class ChatClient:
             connection.close()
             raise
         return connection, response
+
+    def _read_error(self, method: str, path: str, response: http.client.HTTPResponse) -> str:
+        """Read why the server refused a request. A 404 is about the URL, unless the server has more to say of it."""
+        fallback = f"the server answered {response.status} {response.reason}"
+        try:
+            message = _error_message(json.loads(response.read()), fallback)
+        except ValueError:
+            message = fallback
+        vague = method == "GET" or message in (fallback, http.HTTPStatus.NOT_FOUND.phrase)
+        if response.status == http.HTTPStatus.NOT_FOUND and vague:
+            asked = f"{'https' if self._tls else 'http'}://{self._address}{self._prefix}{path}"
+            return f"{asked} was not found there; --url should end in /v1, or be the server's root"
+        return message
 
 
 def _parts(delta: Mapping[str, Any]) -> Iterator[TextPart]:
@@ -96,14 +109,6 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         if data.strip() == "[DONE]":
             return
         yield json.loads(data)
-
-
-def _read_error(response: http.client.HTTPResponse) -> str:
-    fallback = f"the server answered {response.status} {response.reason}"
-    try:
-        return _error_message(json.loads(response.read()), fallback)
-    except ValueError:
-        return fallback
 
 
 def _error_message(body: Any, fallback: str) -> str:

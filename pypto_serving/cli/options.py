@@ -217,16 +217,35 @@ def read_config(path: Path) -> dict[str, Any]:
 
     text = _read_text(path, "--config")
     try:
-        values = yaml.safe_load(text)
+        node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"--config {path}{place} is neither YAML nor JSON; mend it") from None
+    if isinstance(node, yaml.MappingNode):
+        _refuse_repeats(path, [(key.value, key.start_mark.line + 1) for key, _ in node.value])
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path} holds a {type(values).__name__}, but must hold `option: value` pairs")
     return values
+
+
+def _refuse_repeats(path: Path, keys: Iterable[tuple[object, int]]) -> None:
+    """Raise ConfigError if two of the keys, each with its line, name the same option in any spelling."""
+    seen: dict[str, tuple[object, int]] = {}
+    for key, line in keys:
+        name = str(key).replace("-", "_")
+        if name in seen:
+            first, at = seen[name]
+            again = "again" if first == key else f"{key}, the same option,"
+            raise ConfigError(f"--config {path} gives {first} on line {at} and {again} on line {line}; keep one")
+        seen[name] = key, line
+    if "api_key" in seen and "api_key_file" in seen:
+        (_, first_line), (_, second_line) = sorted((seen["api_key"], seen["api_key_file"]), key=lambda entry: entry[1])
+        raise ConfigError(
+            f"--config {path} gives api-key and api-key-file, on lines {first_line} and {second_line}; drop one"
+        )
 
 
 def _read_text(path: Path, flag: str) -> str:

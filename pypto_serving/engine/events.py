@@ -77,7 +77,9 @@ class EventPublisher:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             reason = os.strerror(error.errno or 0).lower()
-            raise ConfigError(f"--{option} {endpoint} cannot be used: {reason}; give another") from None
+            raise ConfigError(
+                f"the option {option} is {endpoint}, which cannot be used: {reason}; give another"
+            ) from None
         return socket, socket.get_string(zmq.LAST_ENDPOINT)
 
     def publish(self, events: Sequence[KVEvent], now_s: float) -> None:

@@ -152,7 +152,7 @@ class Engine:
         self._handle: Handle | None = lib.open(instruction_set, threads, mask, len(mask)) if lib is not None else None
         if lib is None or self._handle is None:
             if runnable() and instruction_set in ("", *runnable()):
-                raise ConfigError(f"the system does not start {threads} threads; give fewer with --num-threads")
+                raise ConfigError(f"the system does not start {threads} threads; lower the option num-threads")
             has = ", ".join(runnable()) or "none: it was built without a C++ compiler"
             raise ConfigError(f"no kernels for {instruction_set or 'this machine'} here; this installation has {has}")
         self._lib = lib

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.errors import ModelError
+from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.checkpoint import INDEX_FILE, INT8, SINGLE_FILE, Checkpoint
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.fingerprint import fingerprint
@@ -55,7 +55,8 @@ class _Place:
 def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
     """Convert the checkpoint `source` to W8A8 in the folder `target`, or resume an unfinished conversion there.
 
-    Reports `progress("weights", bytes read, bytes in total)`. Raises ModelError in one line.
+    Reports `progress("weights", bytes read, bytes in total)`. Raises ModelError, or ConfigError for a `target` that
+    cannot be used, in one line.
     """
     architecture, model = load_config(source)
     if not isinstance(model, Qwen3Config):
@@ -185,29 +186,33 @@ class _Conversion:
 
 @contextmanager
 def _claim(source: Path, target: Path) -> Iterator[None]:
-    """Own `target` for the conversion of `source`; raises ModelError where it holds anything else."""
+    """Own `target` for the conversion of `source`; raises ConfigError where it holds anything else."""
     state = target / STATE_FILE
     identity = _identity(source)
     what = _as_json({"format": Quantization.name, "source": identity})
     if target.exists() and not target.is_dir():
-        raise ModelError(f"TARGET {target} is a file; give a folder that is empty or not there yet")
+        raise ConfigError(f"TARGET {target} is a file; give a folder that is empty or not there yet")
     if (target / "config.json").exists() and not state.exists():
-        raise ModelError(
+        raise ConfigError(
             f"TARGET {target} is a complete checkpoint already; give a folder that is empty or not there yet"
         )
     if target.exists() and any(target.iterdir()) and not state.exists():
-        raise ModelError(f"TARGET {target} is not empty; give a folder that is empty or not there yet")
-    target.mkdir(parents=True, exist_ok=True)
+        raise ConfigError(f"TARGET {target} is not empty; give a folder that is empty or not there yet")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or "it cannot be made").lower()
+        raise ConfigError(f"TARGET {target} cannot be made: {reason}; give another folder") from None
     with os.fdopen(os.open(state, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ModelError(f"TARGET {target} is being written by another process") from None
+            raise ConfigError(f"TARGET {target} is being written by another process") from None
         if not (state.exists() and os.path.samestat(os.fstat(file.fileno()), state.stat())):
-            raise ModelError(f"TARGET {target} was finished by another process just now")
+            raise ConfigError(f"TARGET {target} was finished by another process just now")
         # What a process that was killed at once left is empty.
         if (found := file.read()) and found != what:
-            raise ModelError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
+            raise ConfigError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
         file.seek(0)
         file.write(what)
         _flush(file)

@@ -115,7 +115,7 @@ class Request:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             bias_ids=pack_ids(params.logit_bias),
             bias_values=array("f", params.logit_bias.values()).tobytes(),
-            allowed_ids=pack_ids(params.allowed_token_ids),
+            allowed_ids=pack_ids(params.allowed_token_ids or ()),
         )
 
     def timeline(self, now_s: float) -> Timeline:

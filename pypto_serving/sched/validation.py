@@ -20,7 +20,7 @@ def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...], unsettled:
         if needed > available - 1:
             raise ConfigError(
                 f"KV group {group.name} has {available - 1} blocks, a request of {config.max_model_len} tokens needs "
-                f"{needed}; raise --kv-memory or lower --max-model-len"
+                f"{needed}; raise the option kv-memory or lower the option max-model-len"
             )
 
 
@@ -46,7 +46,7 @@ def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFaul
         return RequestFault(
             400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
         )
-    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids)):
+    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
         wrong = next((token_id for token_id in ids if token_id >= config.vocab_size), None)
         if wrong is not None:
             message = f"{name} contains {wrong}, but this model has only {config.vocab_size} token ids"

@@ -12,16 +12,18 @@ def choose_events(settings: Settings) -> tuple[str, str]:
     options = settings.options
     endpoint, replay = options.kv_events or "", options.kv_events_replay or ""
     if replay and not endpoint:
-        raise ConfigError(f"{options.label('kv_events_replay')} needs --kv-events; give it, or drop this")
+        events = options.label("kv_events", beside="kv_events_replay")
+        raise ConfigError(f"{options.label('kv_events_replay')} needs {events}; give it, or drop this")
     if endpoint and options.prefix_caching is False:
-        label = options.label("kv_events")
-        raise ConfigError(f"{label} tells what the prefix cache holds, which is off; drop it or --no-prefix-caching")
+        label, off = options.label("kv_events"), options.giving("prefix_caching", False)
+        raise ConfigError(f"{label} tells what the prefix cache holds, which is off; drop it or {off}")
     settings.pick_fixed("kv_events")
     reason = settings.origin_or("kv_events_replay", "beside kv-events" if endpoint else "default")
     if endpoint and not replay:
         replay = _next_port(endpoint)
         if not replay:
-            raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give --kv-events-replay as well")
+            beside = options.label("kv_events_replay", beside="kv_events")
+            raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give {beside} as well")
     settings.record("kv_events_replay", replay or False, reason)
     return endpoint, replay
 

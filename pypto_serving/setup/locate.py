@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
+from http import HTTPStatus
 from pathlib import Path
 
 from pypto_serving.errors import ModelError
@@ -16,7 +18,7 @@ def locate_model(name: str | None) -> Path:
     """Return the folder of model `name`, fetched from the hub if it is no folder here; None is the bundled model."""
     if name is None:
         if not (BUNDLED / "config.json").exists():
-            raise ModelError("this installation has no bundled model; give MODEL, a folder or a hub name")
+            raise ModelError("this installation has no bundled model; name one: a folder or a hub name")
         return BUNDLED
     path = Path(name).expanduser()
     if path.is_dir():
@@ -31,7 +33,7 @@ def locate_model(name: str | None) -> Path:
 def _fetch(name: str) -> Path:
     """Fetch hub model `name` with a progress bar, and return its local copy."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     offline = "give the folder of a local copy instead"
     try:
@@ -39,9 +41,38 @@ def _fetch(name: str) -> Path:
     except GatedRepoError:
         raise ModelError(f"{name} is gated; ask for access and run `hf auth login`, or {offline}") from None
     except RepositoryNotFoundError:
-        raise ModelError(f"{name} is neither a folder here nor a model on the hub; {offline}") from None
+        raise ModelError(
+            f"{name} is neither a folder here nor a model on the hub, unless a private one; correct the name, run "
+            f"`hf auth login` if it is private, or {offline}"
+        ) from None
+    except HFValidationError:
+        raise ModelError(f"{name} is no folder here, and no name that the hub allows; {offline}") from None
     except Exception as error:
         raise ModelError(
-            f"{name} is no folder here, is not in the local cache, and cannot be fetched "
-            f"({type(error).__name__}); without network, {offline}"
+            f"{name} is no folder here, is not in the local cache, and cannot be fetched: {_why_not(error)}; {offline}"
         ) from error
+
+
+def _why_not(error: BaseException) -> str:
+    """Say why fetching failed: what the hub answered, what the system refused, or else the network."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__
+    for each in chain:
+        status = getattr(getattr(each, "response", None), "status_code", None)
+        if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            return f"it is not permitted (the hub answered {status})"
+        if status == HTTPStatus.NOT_FOUND:
+            return "the hub does not have it"
+        if status is not None:
+            return f"the hub answered {status}"
+        if isinstance(each, OfflineModeIsEnabled):
+            return "HF_HUB_OFFLINE is set"
+        if isinstance(each, OSError) and each.strerror and (each.filename is not None or each.errno == errno.ENOSPC):
+            place = "" if each.filename is None else f"{each.filename}: "
+            return place + each.strerror.lower()
+    return "there is no network, or the hub cannot be reached"

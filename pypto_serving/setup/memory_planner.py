@@ -160,9 +160,10 @@ class MemoryPlanner:
         if self.host_bytes:
             return f"lower {self.options.label('kv_host_memory')}"
         if self.weight_bytes < self.available_bytes:
-            return "lower --max-num-batched-tokens or --max-num-seqs, or free memory"
-        smaller = "give --dtype bfloat16, " if self.model.dtype == "float32" else ""
-        return f"{smaller}choose a smaller MODEL, or free memory"
+            budget, rows = map(self.options.label, ("max_num_batched_tokens", "max_num_seqs"))
+            return f"lower {budget} or {rows}, or free memory"
+        smaller = f"give {self.options.giving('dtype', 'bfloat16')}, " if self.model.dtype == "float32" else ""
+        return f"{smaller}choose a smaller {self.options.label('model')}, or free memory"
 
     def _check_given_len(self, given: int) -> None:
         label, limit = self.options.label("max_model_len"), self.model.max_position_embeddings
@@ -170,9 +171,10 @@ class MemoryPlanner:
             raise ConfigError(f"{label} is {given}, but the model's longest sequence is {limit}; give at most {limit}")
         budget = self.options.max_num_batched_tokens
         if not self.chunked and budget is not None and budget < given:
+            chunked = self.options.giving("chunked_prefill", True)
             raise ConfigError(
                 f"{self.options.label('max_num_batched_tokens')} is {budget}, but without chunked prefill a "
-                f"step holds a whole prompt, and {label} is {given}; give at least {given}, or --chunked-prefill"
+                f"step holds a whole prompt, and {label} is {given}; give at least {given}, or {chunked}"
             )
         if not self._fits(given):
             raise self._too_little(given, largest(self._fits, given))
@@ -180,15 +182,17 @@ class MemoryPlanner:
     def _too_little(self, model_len: int, best: int) -> ConfigError:
         """Make the error for a length that does not fit; `best` is one that does, or 0."""
         need, limit = self._kv_needed(model_len), self._kv_limit(model_len)
-        ways = [f"--max-model-len {best} or less"] if best >= 2 else []
+        options = self.options
+        ways = [options.giving("max_model_len", f"{best} or less")] if best >= 2 else []
         if need <= self._room(model_len):
-            ways.append(f"--kv-memory {size_option(need, up=True)} or more")
-        asked = self.options.max_model_len is not None
-        why = f"given by {self.options.label('max_model_len')}" if asked else "the shortest there is"
+            ways.append(options.giving("kv_memory", f"{size_option(need, up=True)} or more"))
+        if not ways:
+            ways = [f"a smaller {options.label('model')}", f"a smaller {options.label('block_size')}, or free memory"]
+        asked = options.max_model_len is not None
+        why = f"given by {options.label('max_model_len')}" if asked else "the shortest there is"
         return ConfigError(
-            f"{self.options.label('kv_memory')} is {format_size(limit)}, too little for one sequence of "
-            f"{model_len} tokens, {why}, which needs {format_size(need)}; "
-            f"give {' or '.join(ways) or 'a smaller MODEL or --block-size, or free memory'}"
+            f"{options.label('kv_memory')} is {format_size(limit)}, too little for one sequence of "
+            f"{model_len} tokens, {why}, which needs {format_size(need)}; give {' or '.join(ways)}"
         )
 
 
@@ -216,7 +220,7 @@ def workspace_bytes(model: ModelSpec, max_num_seqs: int, step_tokens: int) -> in
 
 
 def size_option(num_bytes: int, *, up: bool = False) -> str:
-    """Write a size as `--kv-memory` reads it: at least `num_bytes` when rounded `up`, otherwise at most."""
+    """Write a size as the option kv-memory reads it: at least `num_bytes` when rounded `up`, otherwise at most."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= 100 * factor:
             return f"{-(-num_bytes // factor) if up else num_bytes // factor}{unit}"

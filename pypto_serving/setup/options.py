@@ -15,8 +15,9 @@ from pypto_serving.setup.rules import RULES, Rule
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options that the user gave; None means not given. Values are checked and normalised here.
 
-    `from_file` lists the options that the configuration file `config_file` gave. Raises ConfigError, in one line that
-    names the option, its value and the allowed values.
+    `from_file` lists the options that the configuration file `config_file` gave; the others are flags, or with
+    `as_arguments` arguments of a Python call. Raises ConfigError, in one line that names the option, its value and the
+    allowed values.
     """
 
     model: str | None = None
@@ -53,6 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool | None = None
     config_file: str = ""
     from_file: frozenset[str] = frozenset()
+    as_arguments: bool = False
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
@@ -67,11 +69,32 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             shown = _shorten(str(value)) or "empty"
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}") from None
 
-    def label(self, name: str) -> str:
-        """Name option `name` in a message: by its flag, or by its key in the configuration file."""
-        if name in self.from_file:
+    def label(self, name: str, beside: str = "") -> str:
+        """Name option `name` as it was given: by its flag, its key in the configuration file, or its argument.
+
+        One that was not given is named like option `beside`, or like what the configuration file gave, if anything.
+        """
+        if self._filed(name, beside):
             return f"{flag(name)} in {self.config_file}"
+        if self.as_arguments:
+            return name
         return "MODEL" if name == "model" else "--" + flag(name)
+
+    def giving(self, name: str, value: object, beside: str = "") -> str:
+        """Write option `name` with `value` as the user would, where `label` has it; True and False are of a switch."""
+        if self._filed(name, beside):
+            return f"{flag(name)}: {str(value).lower() if isinstance(value, bool) else value} in {self.config_file}"
+        if self.as_arguments:
+            return f"{name}={value}"
+        if isinstance(value, bool):
+            return f"--{'' if value else 'no-'}{flag(name)}"
+        return f"--{flag(name)} {value}"
+
+    def _filed(self, name: str, beside: str) -> bool:
+        """Return whether the configuration file gave option `name`, or is where to give it."""
+        if getattr(self, name) is not None:
+            return name in self.from_file
+        return beside in self.from_file if beside else bool(self.from_file)
 
     def origin(self, name: str) -> str:
         """Say where the value of option `name` came from, as the reason for a setting."""
@@ -84,25 +107,32 @@ def flag(name: str) -> str:
 
 
 def make_options(
-    given: Mapping[str, Any], file_values: Mapping[str, Any] | None = None, config_file: str = ""
+    given: Mapping[str, Any],
+    file_values: Mapping[str, Any] | None = None,
+    config_file: str = "",
+    *,
+    as_arguments: bool = False,
 ) -> Options:
     """Make options of values `given` directly, which win, and values of a configuration file.
 
-    None counts as not given; names may be written with dashes. Raises ConfigError for a bad value or an unknown name.
+    None counts as not given; names may be written with dashes. Messages name what was `given` as flags, or as arguments
+    of a Python call. Raises ConfigError for a bad value or an unknown name.
     """
-    direct = _known(given, "")
+    direct = _known(given, "", as_arguments)
     filed = _known(file_values or {}, f" in {config_file}")
     from_file = frozenset(filed.keys() - direct.keys())
-    return Options(**{**filed, **direct}, config_file=config_file, from_file=from_file)
+    values = {**filed, **direct}
+    return Options(**values, config_file=config_file, from_file=from_file, as_arguments=as_arguments)
 
 
-def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) -> dict[str, Any]:
+    write = str if as_arguments else flag
     known: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in RULES:
             close = difflib.get_close_matches(name, RULES, n=1)
-            hint = f"did you mean {flag(close[0])}?" if close else "known are: " + ", ".join(map(flag, RULES))
+            hint = f"did you mean {write(close[0])}?" if close else "known are: " + ", ".join(map(write, RULES))
             raise ConfigError(f"unknown option {_shorten(repr(key))}{where}; {hint}")
         if value is not None:
             known[name] = value

@@ -120,7 +120,8 @@ def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, A
     threshold = settings.pick_fixed("long_prefill_token_threshold", "default: off")
     if threshold and not chunked:
         label = settings.options.label("long_prefill_token_threshold")
-        raise ConfigError(f"{label} is {threshold}, but chunked prefill is off; drop it or give --chunked-prefill")
+        on = settings.options.giving("chunked_prefill", True)
+        raise ConfigError(f"{label} is {threshold}, but chunked prefill is off; drop it or give {on}")
     return {
         "enable_chunked_prefill": chunked,
         "max_num_batched_tokens": settings.pick("max_num_batched_tokens", step_tokens, reason),

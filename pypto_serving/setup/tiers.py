@@ -24,7 +24,8 @@ def choose_tiers(
     options = settings.options
     disk_bytes = _record(settings, backend, host_bytes)
     if options.kv_disk_size and not options.kv_disk:
-        raise ConfigError(f"{options.label('kv_disk_size')} needs a folder; give --kv-disk too, or drop it")
+        folder = options.label("kv_disk", beside="kv_disk_size")
+        raise ConfigError(f"{options.label('kv_disk_size')} needs a folder; give {folder} too, or drop it")
     tiers = []
     if host_bytes:
         tiers.append(_tier(settings, model, "host", "kv_host_memory", host_bytes))
@@ -35,7 +36,12 @@ def choose_tiers(
     if options.kv_remote:
         tiers.append(_tier(settings, model, "remote", "kv_remote", REMOTE_BYTES, options.kv_remote))
     if tiers and options.prefix_caching is False:
-        raise ConfigError("tiers of the KV cache find blocks by prefix, but prefix caching is off; drop one of them")
+        given = [options.label(name) for name in ("kv_host_memory", "kv_disk", "kv_remote") if getattr(options, name)]
+        off = options.giving("prefix_caching", False)
+        raise ConfigError(
+            "tiers of the KV cache find blocks by prefix, but prefix caching is off; "
+            f"drop {' and '.join(given)}, or drop {off}"
+        )
     return tuple(tiers)
 
 

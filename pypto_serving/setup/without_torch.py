@@ -27,7 +27,7 @@ def require_torch(options: Options, model: ModelSpec, host: HostFacts) -> None:
         change = "" if model.needs_torch else "drop it, or "
         raise ConfigError(f"{options.label('kernels')} is torch, but torch is not installed; {change}{INSTALL}")
     if model.dtype == "float32":
-        subject, change = "the weights are", "give --dtype bfloat16"
+        subject, change = "the weights are", f"give {options.giving('dtype', 'bfloat16')}"
         if options.dtype == "float32":
             subject, change = f"{options.label('dtype')} is", "give bfloat16"
         raise ConfigError(f"{subject} float32, which needs torch, and torch is not installed; {change}, or {INSTALL}")

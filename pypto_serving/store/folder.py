@@ -75,7 +75,8 @@ class Folder:
             if known or error.errno in FULL or os.path.isfile(self.path / META):  # noqa: PTH113 - raises nothing
                 raise Unusable(f"it cannot be opened: {reason_of(error)}") from None
             raise ConfigError(
-                f"--kv-disk {root} cannot be used: {reason_of(error)}; give a folder that can be written"
+                f"the option kv-disk is {root}, which cannot be used: {reason_of(error)}; give a folder that can be "
+                "written"
             ) from None
         except BaseException:
             self.close()

@@ -59,7 +59,9 @@ def folders_in(root: Path) -> list[Path]:
     try:
         return fingerprint_folders(root)
     except OSError as error:
-        raise ConfigError(f"{root} cannot be read: {reason_of(error)}; give the folder that --kv-disk names") from None
+        raise ConfigError(
+            f"{root} cannot be read: {reason_of(error)}; give the folder that the option kv-disk names"
+        ) from None
 
 
 def facts(path: Path) -> FolderFacts:

@@ -51,7 +51,7 @@ def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> Rem
     """
     address = parse_address(url)
     if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError(f"--kv-remote {url} needs Mooncake; install pypto-serving[mooncake]")
+        raise ConfigError(f"the option kv-remote is {url}, which needs Mooncake; install pypto-serving[mooncake]")
     return RemoteStore(address, fingerprint, block_bytes)
 
 

@@ -25,7 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `seed`: None draws one at admission.
     - `logprobs` k: return log-probabilities of each output token and of the k most likely ones, from the raw logits.
     - `logit_bias`: values added to the logits of token ids.
-    - `allowed_token_ids`: if not empty, only these can be chosen.
+    - `allowed_token_ids`: only these can be chosen; None allows all.
     """
 
     n: int = 1
@@ -41,7 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     logprobs: int | None = None
     logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -82,11 +82,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:
-        bias, allowed = self.logit_bias, self.allowed_token_ids
+        bias, allowed = self.logit_bias, self.allowed_token_ids or ()
         _require(len(bias) <= MAX_BIASES, "logit_bias", f"{len(bias)} entries long", f"at most {MAX_BIASES}")
         _require(all(0 <= i < 2**31 for i in bias), "logit_bias", list(bias)[:8], "a mapping from token ids")
         for token_id, value in bias.items():
             _require(-100 <= value <= 100, f"logit_bias of {token_id}", value, "between -100 and 100")
+        _require(self.allowed_token_ids != (), "allowed_token_ids", "empty", "at least one token id, or None for all")
         _require(len(allowed) <= MAX_BIASES, "allowed_token_ids", f"{len(allowed)} long", f"at most {MAX_BIASES}")
         _require(all(0 <= i < 2**31 for i in allowed), "allowed_token_ids", allowed[:8], "token ids")
 
@@ -104,8 +105,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         stop: object = self.stop
         put("stop", (stop,) if isinstance(stop, str) else tuple(self.stop or ()))
         _require(all(isinstance(text, str) for text in self.stop), "stop", self.stop, "a string or strings")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            put(name, tuple(_whole(name, token_id) for token_id in getattr(self, name) or ()))
+        put("stop_token_ids", tuple(_whole("stop_token_ids", token_id) for token_id in self.stop_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            put(
+                "allowed_token_ids", tuple(_whole("allowed_token_ids", token_id) for token_id in self.allowed_token_ids)
+            )
         if not isinstance(self.logit_bias or {}, Mapping):
             raise RequestError(f"logit_bias is {self.logit_bias!r}, but must be a mapping", param="logit_bias")
         bias = (self.logit_bias or {}).items()

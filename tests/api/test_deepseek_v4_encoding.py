@@ -471,5 +471,5 @@ def test_a_tokenizer_of_another_family_is_refused(folder: Path, tmp_path: Path) 
 
 
 def test_a_template_would_have_no_effect(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--chat-template has no effect"):
+    with pytest.raises(ConfigError, match=r"^the option chat-template has no effect"):
         load(load_serving_config(folder, chat_template="x.jinja"), Tokenizer.load(folder))

@@ -183,6 +183,31 @@ def test_who_waits_when_the_server_ends_is_told(
     assert not [record for record in caplog.records if record.exc_info]
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_drain_that_times_out_counts_every_choice(
+    start: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture, n: int, stream: bool
+) -> None:
+    caplog.set_level("INFO", "pypto_serving.api")
+    server = start(drain_timeout_s=0.01)
+    server.engine.script = lambda request: Script([5], hang=True)
+    body = {"prompt": "hello", "stream": stream, "n": n}
+    client = threading.Thread(target=lambda: server.post(PATH, body))
+    client.start()
+    server.engine.wait_for(lambda: server.engine.played == 1)
+    server.call(server.server.stop)
+    client.join(WAIT_S)
+    server.thread.join(WAIT_S)
+    (line,) = [message for message in caplog.messages if message.startswith("aborted ")]
+    counts = "1 unfinished choice after 1 output token" if n == 1 else "3 unfinished choices after 3 output tokens"
+    assert line.endswith(f": {counts}")
+    assert "ending after 0.01 s, with a 503 for 1 request that did not finish" in caplog.messages
+    assert (
+        f'finished_reason="error",model_name="{server.service.model_name}"}} {n}.0'
+        in server.service.metrics.render().decode()
+    )
+
+
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path

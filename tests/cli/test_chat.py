@@ -103,10 +103,17 @@ class Handler(BaseHTTPRequestHandler):
     """Lists one model and streams the last message back, word by word; those in parentheses are thoughts."""
 
     def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            self._reply(404, {"error": {"message": "Not Found"}})
+            return
         self._reply(200, {"data": [{"id": "small"}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/chat/completions" or body["model"] == "other":
+            known = self.path == "/v1/chat/completions"
+            self._reply(404, {"error": {"message": "the model 'other' does not exist here" if known else "Not Found"}})
+            return
         if self.headers["Authorization"] != "Bearer secret":
             self._reply(401, {"error": {"message": "the API key is wrong"}})
             return
@@ -154,6 +161,22 @@ def test_client_reports_what_the_server_says(url: str) -> None:
         list(ChatClient(url).stream("small", [{"role": "user", "content": "a"}], {}))
     with pytest.raises(ServerError, match="gave up"):
         list(ChatClient(url, "secret").stream("broken", [{"role": "user", "content": "a"}], {}))
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "small"]])
+def test_a_url_that_is_not_the_servers_is_named(
+    url: str, model: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello you\n"))
+    assert main(["chat", "--url", f"{url}/v2", *model]) == 1
+    asked = f"{url}/v2/v1/{'chat/completions' if model else 'models'}"
+    line = f"error: {asked} was not found there; --url should end in /v1, or be the server's root\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_model_that_the_server_lacks_is_not_blamed_on_the_url(url: str) -> None:
+    with pytest.raises(ServerError, match=r"^the model 'other' does not exist here$"):
+        list(ChatClient(url, "secret").stream("other", [{"role": "user", "content": "a"}], {}))
 
 
 def test_client_without_a_server() -> None:

@@ -151,7 +151,7 @@ def test_chats_have_an_encoding_of_their_own(capsys: pytest.CaptureFixture[str],
     assert line.split(maxsplit=3)[1:] == ["its", "own", "DeepSeek V4 has an encoding instead of a template"]
     (path / "x.jinja").touch()
     code, _, err = check(capsys, str(path), *options, "--chat-template", str(path / "x.jinja"))
-    assert code == 2 and "--chat-template has no effect" in err
+    assert code == 2 and "the option chat-template has no effect" in err
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("bfloat16", "BF16"), ("float16", "F16"), ("float32", "F32")])

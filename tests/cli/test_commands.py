@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,11 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str], command: str) -> No
 def test_every_option_has_a_flag() -> None:
     from pypto_serving.cli.options import FLAGS
 
-    assert {flag.name for flag in FLAGS} == set(Options.__struct_fields__) - {"config_file", "from_file"}
+    assert {flag.name for flag in FLAGS} == set(Options.__struct_fields__) - {
+        "config_file",
+        "from_file",
+        "as_arguments",
+    }
 
 
 def test_bench_is_mounted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,6 +261,13 @@ def test_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: s
         ("port: many", "port in c.yaml is many, but must be a whole number"),
         ("- port", "holds a list, but must hold `option: value` pairs"),
         ("port: [", "line 1 is neither YAML nor JSON"),
+        ("port: 1\nseed: 2\nport: 3", "c.yaml gives port on line 1 and again on line 3; keep one"),
+        ('{"port": 1,\n "port": 1}', "c.yaml gives port on line 1 and again on line 2; keep one"),
+        (
+            "max-model-len: 99\n\nmax_model_len: 98",
+            "c.yaml gives max-model-len on line 1 and max_model_len, the same option, on line 3; keep one",
+        ),
+        ("api_key: a\napi-key-file: b", "c.yaml gives api-key and api-key-file, on lines 1 and 2; drop one"),
         ("port: true", "port in c.yaml is True, but must be a whole number"),
     ],
 )
@@ -272,7 +285,7 @@ def test_mistakes_in_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path:
     [
         ("kv-memory: 1KiB", "kv-memory in c.yaml is 1 KiB, too little for one sequence of 2 tokens"),
         ("max_model_len: 99999", "max-model-len in c.yaml is 99999, but the model's longest sequence is 40960"),
-        ("kv-disk-size: 1GiB", "kv-disk-size in c.yaml needs a folder; give --kv-disk too, or drop it"),
+        ("kv-disk-size: 1GiB", "kv-disk-size in c.yaml needs a folder; give kv-disk in c.yaml too, or drop it"),
     ],
 )
 def test_what_cannot_work_is_named_by_its_key_in_every_command(
@@ -290,8 +303,52 @@ def test_hub_name_without_network_names_the_way_out(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pypto_serving", "check", "owner/name"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
     assert result.returncode == 3
-    assert result.stderr.startswith("error: owner/name is no folder here, is not in the local cache")
-    assert "give the folder of a local copy instead" in result.stderr
+    assert result.stderr == (
+        "error: owner/name is no folder here, is not in the local cache, and cannot be fetched: HF_HUB_OFFLINE is set; "
+        "give the folder of a local copy instead\n"
+    )
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Refuses everything, with the status and the code that the owner in the path asks for."""
+
+    def do_GET(self) -> None:
+        owner = self.path.split("/")[3]
+        status, code = {"gone": (404, "RepoNotFound"), "gated": (403, "GatedRepo"), "closed": (403, "")}[owner]
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize(
+    ("owner", "reason"),
+    [
+        ("gone", "neither a folder here nor a model on the hub, unless a private one; correct the name, run `hf auth"),
+        ("gated", "gated; ask for access and run `hf auth login`"),
+        ("closed", "cannot be fetched: it is not permitted (the hub answered 403)"),
+        ("nobody", "cannot be fetched: there is no network, or the hub cannot be reached"),
+    ],
+)
+def test_a_hub_that_refuses_is_explained_in_one_line(tmp_path: Path, owner: str, reason: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
+        thread.start()
+        port = 1 if owner == "nobody" else hub.server_port
+        environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+        environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
+        command = [sys.executable, "-m", "pypto_serving", "check", f"{owner}/name"]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
+        hub.shutdown()
+        thread.join()
+    assert result.returncode == 3
+    assert result.stderr.startswith(f"error: {owner}/name is ") and reason in result.stderr
+    assert "give the folder of a local copy instead" in result.stderr and "Error" not in result.stderr
     assert result.stderr.count("\n") == 1
 
 
@@ -321,6 +378,19 @@ def test_convert_says_what_took_how_long(capsys: pytest.CaptureFixture[str], tmp
     code, out, err = run(capsys, "convert", str(BUNDLED), str(tmp_path / "w8a8"), "--format", "w8a8")
     assert (code, out.count("is complete; serve it with")) == (0, 1)
     assert re.fullmatch(r"converting weights: \d+\.\d\d s\n", err)
+
+
+def test_convert_refuses_a_bad_target_as_bad_usage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for target, reason in (
+        (BUNDLED, "is a complete checkpoint already; give a folder"),
+        (tmp_path, "is not empty; give a folder"),
+        (tmp_path / "file", "is a file; give a folder"),
+        (tmp_path / "file" / "below", "cannot be made: not a directory; give another folder"),
+    ):
+        code, out, err = run(capsys, "convert", str(BUNDLED), str(target), "--format", "w8a8")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"error: TARGET {target} {reason}" in err
 
 
 def test_completion_is_offered() -> None:

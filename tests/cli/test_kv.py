@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_read(capsys: pytest.CaptureFixture[str], comman
         with as_nobody():
             code, out, err = run(capsys, command, root)
         root.chmod(0o755)
-    reason = "permission denied; give the folder that --kv-disk names"
+    reason = "permission denied; give the folder that the option kv-disk names"
     assert (code, out, err) == (2, "", f"error: {root} cannot be read: {reason}\n")
 
 
@@ -116,7 +116,7 @@ def test_a_path_that_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[
     code, out, err = run(capsys, command, path)
     reason = "not a directory" if place == "file" else "no such file or directory"
     assert (code, out) == (2, "")
-    assert err == f"error: {path} cannot be read: {reason}; give the folder that --kv-disk names\n"
+    assert err == f"error: {path} cannot be read: {reason}; give the folder that the option kv-disk names\n"
 
 
 def test_verify_finds_nothing_wrong(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:

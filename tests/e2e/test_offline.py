@@ -13,7 +13,7 @@ from pypto_serving import LLM, SamplingParams
 from pypto_serving.api.chat import ENCODER_OF_ARCHITECTURE
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli import main
-from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError
+from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, RequestFailedError
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint
 
@@ -108,6 +108,10 @@ def test_prompts_that_cannot_work_are_named(llm: LLM) -> None:
         llm.generate([[5] * 2000], progress=False)
     with pytest.raises(RequestError, match="empty"):
         llm.generate([[]], progress=False)
+    for wrong in ({"logit_bias": {99999: 1.0}}, {"allowed_token_ids": [3, 99999]}, {"stop_token_ids": [99999]}):
+        with pytest.raises(RequestError, match=rf"{next(iter(wrong))}.* 99999") as caught:
+            llm.generate("Hello", SamplingParams(**wrong), progress=False)
+        assert not isinstance(caught.value, RequestFailedError) and caught.value.param in wrong
     with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
         llm.generate("Hello", [SamplingParams(), SamplingParams()], progress=False)
     assert llm.generate("Hello", progress=False)[0].outputs[0].token_ids
@@ -127,6 +131,6 @@ def test_shutdown_ends_all_processes() -> None:
 
 def test_bad_options_leave_nothing_behind() -> None:
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(ConfigError, match=r"max_model_length.*did you mean max-model-len"):
+    with pytest.raises(ConfigError, match=r"max_model_length.*did you mean max_model_len"):
         LLM(max_model_length=10)
     assert set(psutil.Process().children(recursive=True)) <= before

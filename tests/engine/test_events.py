@@ -190,7 +190,9 @@ def test_an_endpoint_in_use_is_named() -> None:
     context = zmq.Context()
     taken = context.socket(zmq.PUB)
     port = taken.bind_to_random_port("tcp://127.0.0.1")
-    with pytest.raises(ConfigError, match=rf"--kv-events-replay tcp://127\.0\.0\.1:{port} cannot be used: address"):
+    with pytest.raises(
+        ConfigError, match=rf"^the option kv-events-replay is tcp://127\.0\.0\.1:{port}, which cannot be used: addr"
+    ):
         EventPublisher(plain_groups(4), ANYWHERE, f"tcp://127.0.0.1:{port}")
     context.destroy()
 

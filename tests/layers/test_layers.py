@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -222,3 +223,26 @@ def test_the_package_and_its_command_line_import_little(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'fastapi', 'rich', 'yaml'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def flags_in(source: str) -> list[str]:
+    """The strings that hold a flag, docstrings aside."""
+    tree = ast.parse(source)
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents
+        if re.search(r"(?<!\S)--[a-z]", node.value)
+    ]
+
+
+def test_flags_in_messages_are_found() -> None:
+    assert flags_in('"""Take --a."""\nx = f"{y} needs --b, not -- or a--b"\n') == [" needs --b, not -- or a--b"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_only_commands_speak_of_flags(path: Path) -> None:
+    """An option may come from a file or a Python call too: `setup.options.Options.label` knows; others say "option"."""
+    if layer_of(module_of(path)) not in ("cli", "bench"):
+        assert flags_in(path.read_text()) == []

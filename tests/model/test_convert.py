@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pypto_serving.errors import ModelError
+from pypto_serving.errors import ConfigError, ModelError, PyptoError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from pypto_serving.model.convert import STATE_FILE, convert_to_w8a8
@@ -193,9 +193,11 @@ def test_a_full_disk(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
 
 
 def refused(source: Path, target: Path) -> str:
-    with pytest.raises(ModelError) as caught:
+    """The message; whoever named a bad target gets the exit code of bad usage, any other fault is the model's."""
+    with pytest.raises(PyptoError) as caught:
         convert(source, target)
     assert "\n" not in str(caught.value)
+    assert type(caught.value) is (ConfigError if str(caught.value).startswith("TARGET ") else ModelError)
     return str(caught.value)
 
 

@@ -215,7 +215,7 @@ def test_step_messages_do_not_grow_with_the_context() -> None:
 
 
 def test_a_pool_too_small_for_one_request_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="--kv-memory"):
+    with pytest.raises(ConfigError, match="raise the option kv-memory or lower the option max-model-len"):
         Simulation(null_config(num_blocks=10, max_model_len=1024))
 
 

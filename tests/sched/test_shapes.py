@@ -114,7 +114,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=tuple(some[:2]),
         logprobs=rng.choice((None, None, 0, 3)),
         logit_bias={some[2]: 100.0, some[3]: -100.0} if rng.random() < 0.3 else {},
-        allowed_token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=40)) if rng.random() < 0.2 else (),
+        allowed_token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=40)) if rng.random() < 0.2 else None,
     )
 
 

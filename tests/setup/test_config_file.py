@@ -1,4 +1,4 @@
-"""Messages about values of a configuration file name the file's key, never the flag."""
+"""Messages name an option as the user gave it: by its key in the configuration file, its flag or its argument."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pypto_serving.api.offline import LLM
 from pypto_serving.cli import main
 from pypto_serving.cli.serve import check_address
 from pypto_serving.errors import ConfigError
@@ -93,3 +94,101 @@ def test_what_needs_torch(model: dict[str, Any], values: dict[str, Any], line: s
     with pytest.raises(ConfigError) as caught:
         resolved(NO_TORCH, model, **values)
     assert str(caught.value).startswith(line) and "--" not in str(caught.value)
+
+
+ADVICE: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
+    (
+        {},
+        {"kv_disk_size": "1GiB"},
+        "kv-disk-size in serve.yaml needs a folder; give kv-disk in serve.yaml too, or drop it",
+        "--kv-disk-size needs a folder; give --kv-disk too, or drop it",
+        "kv_disk_size needs a folder; give kv_disk too, or drop it",
+    ),
+    (
+        {},
+        {"kv_events_replay": "tcp://a:1"},
+        "kv-events-replay in serve.yaml needs kv-events in serve.yaml; give it",
+        "--kv-events-replay needs --kv-events; give it",
+        "kv_events_replay needs kv_events; give it",
+    ),
+    (
+        {},
+        {"kv_events": "tcp://a:1", "prefix_caching": False},
+        "kv-events in serve.yaml tells what the prefix cache holds, which is off; drop it or prefix-caching: false in ",
+        "--kv-events tells what the prefix cache holds, which is off; drop it or --no-prefix-caching",
+        "kv_events tells what the prefix cache holds, which is off; drop it or prefix_caching=False",
+    ),
+    (
+        {},
+        {"kv_events": "tcp://a:65535"},
+        "so give kv-events-replay in serve.yaml as well",
+        "so give --kv-events-replay as well",
+        "so give kv_events_replay as well",
+    ),
+    (
+        {},
+        {"kv_host_memory": "1GiB", "prefix_caching": False},
+        "drop kv-host-memory in serve.yaml, or drop prefix-caching: false in serve.yaml",
+        "drop --kv-host-memory, or drop --no-prefix-caching",
+        "drop kv_host_memory, or drop prefix_caching=False",
+    ),
+    (
+        {},
+        {"long_prefill_token_threshold": 8, "chunked_prefill": False},
+        "drop it or give chunked-prefill: true in serve.yaml",
+        "drop it or give --chunked-prefill",
+        "drop it or give chunked_prefill=True",
+    ),
+    (
+        {},
+        {"max_num_batched_tokens": 512, "max_model_len": 600, "chunked_prefill": False},
+        "give at least 600, or chunked-prefill: true in serve.yaml",
+        "give at least 600, or --chunked-prefill",
+        "give at least 600, or chunked_prefill=True",
+    ),
+    (
+        {},
+        {"kv_memory": "1MiB", "max_model_len": 4000},
+        "give max-model-len: 2032 or less in serve.yaml or kv-memory: 2008KiB or more in serve.yaml",
+        "give --max-model-len 2032 or less or --kv-memory 2008KiB or more",
+        "give max_model_len=2032 or less or kv_memory=2008KiB or more",
+    ),
+    (
+        {"weight_bytes": 20 << 30, "dtype": "float32"},
+        {"port": 1},
+        "give dtype: bfloat16 in serve.yaml, choose a smaller model in serve.yaml, or free memory",
+        "give --dtype bfloat16, choose a smaller MODEL, or free memory",
+        "give dtype=bfloat16, choose a smaller model, or free memory",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "values", "in_file", "by_flag", "by_argument"), ADVICE)
+def test_advice_names_options_as_the_user_gives_them(
+    model: dict[str, Any], values: dict[str, Any], in_file: str, by_flag: str, by_argument: str
+) -> None:
+    spec = make_model(**model)
+    for options, message in (
+        (make_options({}, values, "serve.yaml"), in_file),
+        (make_options(values), by_flag),
+        (make_options(values, as_arguments=True), by_argument),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            resolve(options, spec, WITH_KERNELS)
+        assert message in str(caught.value)
+        assert ("--" in str(caught.value)) == (message == by_flag)
+
+
+def test_advice_about_a_flag_beside_a_file_is_a_flag() -> None:
+    options = make_options({"kv_disk_size": "1GiB"}, {"port": 1}, "serve.yaml")
+    with pytest.raises(ConfigError, match=r"^--kv-disk-size needs a folder; give --kv-disk too, or drop it$"):
+        resolve(options, make_model(), WITH_KERNELS)
+
+
+def test_arguments_of_the_offline_api_are_named_as_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"^max_num_seqs is 0, but must be a whole number from 1"):
+        LLM(max_num_seqs=0)
+    with pytest.raises(ConfigError, match=r"^unknown option 'max_num_seq'; did you mean max_num_seqs\?$"):
+        LLM(max_num_seq=1)
+    with pytest.raises(ConfigError, match=r"^kv_disk_size needs a folder; give kv_disk too, or drop it$"):
+        LLM("plain", backend="null", kv_disk_size="1GiB")

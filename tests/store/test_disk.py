@@ -369,7 +369,7 @@ def test_a_file_system_that_becomes_read_only_is_read_on(
         assert all_load(store, HELD)
         assert put(store, HELD) == [False] * 3
         assert len(caplog.records) == 1
-        with pytest.raises(ConfigError, match=r"--kv-disk .* cannot be used: read-only file system"):
+        with pytest.raises(ConfigError, match=r"the option kv-disk is .*, which cannot be used: read-only file system"):
             disk.open(fingerprint=b"another")
         store.close()
 
@@ -379,7 +379,7 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path, place: str) ->
     path = tmp_path / "file"
     path.touch()
     path = path if place == "file" else path / "kv"
-    with pytest.raises(ConfigError, match=f"--kv-disk {path} cannot be used") as caught:
+    with pytest.raises(ConfigError, match=f"the option kv-disk is {path}, which cannot be used") as caught:
         DiskStore(path, FINGERPRINT, BLOCK_BYTES, NUM_SLOTS, 1 << 30)
     assert "\n" not in str(caught.value)
 

@@ -174,7 +174,7 @@ def test_a_full_file_system_is_said_once(server: Open, tmp_path: Path, caplog: p
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--kv-disk"):
+    with pytest.raises(ConfigError, match="the option kv-disk"):
         FileStore(tmp_path / "file", FINGERPRINT, BLOCK_BYTES, NUM_SLOTS)
 
 

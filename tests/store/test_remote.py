@@ -260,5 +260,7 @@ def test_an_address_says_how_to_join() -> None:
 
 def test_mooncake_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^--kv-remote .* needs Mooncake; install pypto-serving\[mooncake\]"):
+    with pytest.raises(
+        ConfigError, match=r"^the option kv-remote is .*, which needs Mooncake; install pypto-serving\[mooncake\]"
+    ):
         open_remote("mooncake://127.0.0.1:1", FINGERPRINT, BLOCK_BYTES)

@@ -23,7 +23,7 @@ def test_numbers_of_numpy_and_lists_become_plain_values() -> None:
 
 def test_none_stands_for_no_adjustment() -> None:
     params = SamplingParams(logit_bias=None, allowed_token_ids=None, stop=None)  # type: ignore[arg-type]
-    assert (params.logit_bias, params.allowed_token_ids, params.stop) == ({}, (), ())
+    assert (params.logit_bias, params.allowed_token_ids, params.stop) == ({}, None, ())
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,7 @@ def test_none_stands_for_no_adjustment() -> None:
         {"n": True},
         {"temperature": "1"},
         {"stop": [5]},
+        {"allowed_token_ids": []},
         {"allowed_token_ids": [5.0]},
         {"allowed_token_ids": [-1]},
         {"allowed_token_ids": range(1025)},

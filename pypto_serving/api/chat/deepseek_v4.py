@@ -126,7 +126,7 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
 def origin(serving: ServingConfig) -> tuple[str, str]:
     """Describe the encoding. Raises ConfigError if a chat template is given, which could not replace it."""
     if serving.chat_template is not None:
-        raise ConfigError("--chat-template has no effect: DeepSeek V4 has an encoding of its own; drop it")
+        raise ConfigError("the option chat-template has no effect: DeepSeek V4 has an encoding of its own; drop it")
     return "its own", "DeepSeek V4 has an encoding instead of a template"
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 
 from pypto_serving.api.generation.choice import Choice, Delta
 from pypto_serving.api.generation.errors import EngineFaultError, TooManyChoicesError
@@ -17,6 +18,7 @@ from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import RequestFailedError
 from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -35,6 +37,7 @@ class Generation:
         "_arrival_s",
         "_choices",
         "_closed",
+        "_given_up",
         "_observe_first",
         "_observe_next",
         "_open",
@@ -59,6 +62,7 @@ class Generation:
             service.admission.leave()
             raise
         self._open = len(requests)
+        self._given_up: list[Choice] = []
         self._closed = False
 
     @property
@@ -70,7 +74,7 @@ class Generation:
         """Hand every delta to `consume` until all choices have finished; deltas that arrive together come together.
 
         Raises EngineFaultError if the engine gave a choice up, RequestFailedError if it ended one without a reason, and
-        whatever `consume` raises.
+        whatever `consume` raises. Choices whose ends arrive together are all counted before one of them raises.
         """
         await self._outputs.deliver_to(partial(self._take, consume))
         if self._open:
@@ -90,6 +94,7 @@ class Generation:
     def _take(self, consume: Consume, outputs: list[RequestOutput]) -> Pause:
         now_s = time.monotonic()
         deltas: list[Delta] = []
+        failure: RequestFailedError | None = None
         for output in outputs:
             choice = self._choices.get(output.request_id)
             if choice is None or choice.finish_reason is not None:
@@ -101,8 +106,11 @@ class Generation:
             if delta is None:
                 continue
             if delta.finish_reason is not None:
-                self._finish(choice, output, now_s)
+                ended = self._finish(choice, output, now_s)
+                failure = failure or ended
             deltas.append(delta)
+        if failure is not None:
+            raise failure
         return consume(deltas) if deltas else None
 
     def close(self) -> None:
@@ -111,8 +119,7 @@ class Generation:
             return
         self._closed = True
         unfinished = [choice for choice in self._choices.values() if choice.finish_reason is None]
-        if unfinished:
-            self._count_aborted(unfinished)
+        self._count_aborted(unfinished)
         self._outputs.close()
         self._service.admission.leave()
 
@@ -120,24 +127,32 @@ class Generation:
         """Count the tokens so far."""
         return count_usage(self.choices)
 
-    def _finish(self, choice: Choice, output: RequestOutput, now_s: float) -> None:
+    def _finish(self, choice: Choice, output: RequestOutput, now_s: float) -> RequestFailedError | None:
+        """Count the end of a choice; return the error if the engine gave it up."""
         service = self._service
         reason = choice.finish_reason if choice.finish_reason and output.fault is None else "error"
         self._open -= 1
         e2e_s = now_s - self._arrival_s
         service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, output.timeline)
         if output.fault is not None:
-            raise EngineFaultError(output.fault)
+            if output.fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                self._given_up.append(choice)
+            return EngineFaultError(output.fault)
         if reason == "error":
-            raise RequestFailedError("the engine failed on this request; send it again")
+            self._given_up.append(choice)
+            return RequestFailedError("the engine failed on this request; send it again")
         if output.finish_reason is None:
             service.engine.abort([choice.request_id])
+        return None
 
     def _count_aborted(self, unfinished: list[Choice]) -> None:
+        """Count `unfinished` choices, and log them with those that the engine gave up."""
         for choice in unfinished:
             self._service.metrics.observe_finish("abort", choice.num_prompt, choice.num_tokens, 0.0, None)
-        tokens = sum(choice.num_tokens for choice in unfinished)
-        logger.info("aborted %s: %d unfinished choices after %d output tokens", self.id, len(unfinished), tokens)
+        if cut := unfinished + self._given_up:
+            tokens = sum(choice.num_tokens for choice in cut)
+            choices = counted(len(cut), "unfinished choice")
+            logger.info("aborted %s: %s after %s", self.id, choices, counted(tokens, "output token"))
 
 
 def _require_queue_space(request: GenerationRequest, limit: int) -> None:

@@ -10,6 +10,8 @@ import msgspec
 from pypto_serving.api.chat.output import NewParser
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.api.generation.stops import check_stop_token_ids
+from pypto_serving.errors import RequestError
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids
@@ -64,6 +66,16 @@ def fit_prompt(
     skip = params.skip_special_tokens and new_parser is None
     params = msgspec.structs.replace(params, max_tokens=max_tokens, skip_special_tokens=skip)
     return FittedPrompt(token_ids, params, new_parser)
+
+
+def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise RequestError if a parameter names a token id outside the vocabulary."""
+    check_stop_token_ids(params.stop_token_ids, vocab_size)
+    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
+        for token_id in ids:
+            if token_id >= vocab_size:
+                message = f"{name} contains {token_id}, but this model has only {vocab_size} token ids"
+                raise RequestError(message, param=name)
 
 
 def engine_requests(

@@ -6,9 +6,9 @@ import pytest
 
 from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Parser
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
-from pypto_serving.api.generation.request import GenerationRequest, engine_requests, fit_prompt
+from pypto_serving.api.generation.request import GenerationRequest, check_named_ids, engine_requests, fit_prompt
 from pypto_serving.api.generation.seeds import SeedSource
-from pypto_serving.errors import ContextLengthError
+from pypto_serving.errors import ContextLengthError, RequestError
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import unpack_ids
 
@@ -33,6 +33,27 @@ def test_a_parser_sees_special_tokens() -> None:
     plain = fit_prompt([1], params, 100)
     parsed = fit_prompt([1], params, 100, new_parser=lambda: DeepseekV4Parser(True, True))
     assert (plain.params.skip_special_tokens, parsed.params.skip_special_tokens) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (
+            SamplingParams(logit_bias={99: 1.0, 100: 1.0}),
+            "logit_bias contains 100, but this model has only 100 token ids",
+        ),
+        (
+            SamplingParams(allowed_token_ids=(3, 500)),
+            "allowed_token_ids contains 500, but this model has only 100 toke",
+        ),
+        (SamplingParams(stop_token_ids=(100,)), "stop_token_ids: 100 is not between 0 and 99"),
+    ],
+)
+def test_ids_beyond_the_vocabulary_are_refused(params: SamplingParams, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        check_named_ids(params, 100)
+    assert caught.value.param == message.split()[0].strip(":")
+    check_named_ids(params, 501)
 
 
 def test_seeds_are_given_or_drawn_and_always_64_unsigned_bits() -> None:
