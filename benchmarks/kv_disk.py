@@ -26,7 +26,8 @@ from pypto_serving.store.checksum import digest
 from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.host import HostStore
 from pypto_serving.store.index import SlotTable
-from pypto_serving.store.slab import PAGE, SEGMENT_BYTES, Slab, stride_of
+from pypto_serving.store.slab import SEGMENT_BYTES, Slab, stride_of
+from pypto_serving.types.tier import ALIGNMENT
 from pypto_serving.util import MonotonicClock
 
 CLOCK = MonotonicClock()
@@ -57,8 +58,8 @@ def main() -> None:
 def make_pieces(size: int, count: int) -> list[Piece]:
     """Make blocks of random content in page-aligned memory."""
     stride = stride_of(size)
-    memory = np.zeros(count * stride + PAGE, np.uint8)
-    memory = memory[-memory.ctypes.data % PAGE :]
+    memory = np.zeros(count * stride + ALIGNMENT, np.uint8)
+    memory = memory[-memory.ctypes.data % ALIGNMENT :]
     memory[:] = np.resize(np.frombuffer(random.Random(0).randbytes(1 << 20), np.uint8), memory.size)
     rows = [memory[i * stride : i * stride + size] for i in range(count)]
     return [Piece(0, i, i.to_bytes(16, "little"), row) for i, row in enumerate(rows)]
@@ -172,7 +173,7 @@ def measure_parts(folder: Path, name: str, size: int, count: int) -> None:
 
 def measure_opening(folder: Path, entries: int, rounds: int) -> None:
     """Measure the time to open a store with a full table; its segments are holes, which nothing reads."""
-    size = PAGE
+    size = ALIGNMENT
     arguments = (folder, FINGERPRINT, (size,), (entries,), entries * size)
     DiskStore(*arguments).close()
     (table_path,) = folder.glob("*/g0.index")
