@@ -1,11 +1,11 @@
-"""CPU time of the API process per streamed token, beside that of a bare uvicorn application which sends the same bytes.
+"""Measure the API process's CPU time per streamed token, beside a bare uvicorn application that sends the same bytes.
 
     python benchmarks/api_cost.py            # from the repository's root
 
-The API process is the real one; its engine core has a null worker that makes a token for every stream each 20 ms.
-The bare application wakes as many streams at the same pace and sends each an event that was recorded from ours, in raw
-ASGI. Both run under uvicorn with uvloop and httptools, both stream to the same client, and rounds take turns. CPU time
-is that of all threads of a process, over the middle half of a round's events, divided by their number.
+The API process is the real one; its engine core has a null worker that gives every stream a token each 20 ms. The bare
+application is raw ASGI: it wakes as many streams at the same pace and sends each an event recorded from ours. Both run
+under uvicorn with uvloop and httptools and stream to the same client, in alternating rounds. CPU time is that of all
+threads of a process over the middle half of a round's events, divided by their number.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMMAND = [sys.executable, "-m", "benchmarks.api_cost"]
 
 
 class PacedRunner:
-    """A runner whose steps end at multiples of PACE_S."""
+    """A runner whose steps end at least PACE_S apart."""
 
     def __init__(self, runner: PlanExecutor) -> None:
         self._runner, self._due_s = runner, 0.0
@@ -68,7 +68,7 @@ class PacedRunner:
 
 
 async def serve_ours() -> None:
-    """The API process with its engine."""
+    """Run the API process and its engine."""
     vocab = Tokenizer.load(BUNDLED).raw.get_vocab_size()
     config = EngineConfig(
         model="",
@@ -92,7 +92,7 @@ async def serve_ours() -> None:
 
 
 class Bare:
-    """An ASGI application: every stream gets `event` at each tick, as many times as its request's body says."""
+    """An ASGI application that sends `event` to every stream at each tick, as often as the request's body says."""
 
     def __init__(self, event: bytes) -> None:
         self._event = event
@@ -134,7 +134,7 @@ def announce(port: int) -> None:
 
 @contextmanager
 def started(*arguments: str) -> Iterator[tuple[int, HttpClient]]:
-    """Process id of a server in its own process, and a client for it."""
+    """Start a server process; yield its id and a client."""
     process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -145,13 +145,13 @@ def started(*arguments: str) -> Iterator[tuple[int, HttpClient]]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process."""
+    """Return the CPU seconds of all threads of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 class Round:
-    """Owns what arrives of `streams` equal requests, and reads the server's clocks on the way."""
+    """The output of concurrent equal requests, with readings of the server's CPU time on the way."""
 
     def __init__(self, pid: int, expected: int) -> None:
         self.pieces: list[bytes] = []
@@ -168,7 +168,7 @@ class Round:
 
     @property
     def us_per_event(self) -> float:
-        """Over the middle half of the events, when all requests are under way."""
+        """Return the CPU time per event over the middle half, when all requests are running."""
         (first, first_s), (last, last_s) = self._marks
         return (last_s - first_s) / (last - first) * 1e6
 

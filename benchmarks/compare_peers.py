@@ -1,4 +1,4 @@
-"""Systems under test: what installs each, the flags it runs with, and the workloads that its API can take."""
+"""Systems under test: how each is installed, its flags, and the workloads that its API accepts."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with weights; `small` is the one of T1."""
+    """A folder with weights; `small` is true for that of T1."""
 
     folder: Path
     small: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
-        """Of config.json."""
+        """Return the content of config.json."""
         return dict(json.loads((self.folder / "config.json").read_text()))
 
     @property
     def vocab_size(self) -> int:
-        """Prompts are random ids below it."""
+        """Return the vocabulary size; prompts are random ids below it."""
         return int(self.config["vocab_size"])
 
     def texts(self, tokens: int, count: int, seed: int) -> str:
-        """Lines of JSON with random prompts of about so many tokens as text: ids that are visible ASCII, joined."""
+        """Return JSON lines with random prompts of about `tokens` tokens as text, joined from visible ASCII tokens."""
         tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
         visible = [text for text in tokenizer.get_vocab() if text.isascii() and text.isalnum()]
         rng = random.Random(seed)
@@ -52,13 +52,13 @@ class Checkpoint:
         return "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in cut)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Keys and values of so many tokens at 2 bytes a number."""
+        """Return the bytes of keys and values for `tokens` tokens at 2 bytes a number."""
         config = self.config
         return 2 * 2 * tokens * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
 
 
 class Peer(Protocol):
-    """One system. `prepare` installs it where needed and returns facts for the report; then `launch` may be asked."""
+    """One system. `prepare` installs it if needed and returns facts for the report. `launch` needs it first."""
 
     name: str
     title: str
@@ -70,18 +70,18 @@ class Peer(Protocol):
 
 
 class Ours:
-    """This repository's server with default options; `checkpoint`, if given, replaces the one of W1 to W5."""
+    """This repository's server with default options. `checkpoint`, if given, replaces that of W1 to W5."""
 
     def __init__(self, name: str = OURS, title: str = "pypto-serving", checkpoint: Path | None = None) -> None:
         self.name, self.title, self._checkpoint = name, title, checkpoint
         self.workloads: Sequence[str] = ALL if checkpoint is None else ("W1", "W2")
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
-        """Nothing to install."""
+        """Return facts; there is nothing to install."""
         return install.own_facts()
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
-        """What a token's keys and values take is what the program itself plans with."""
+        """Return the launch. The KV bytes per token are those of the program's own memory plan."""
         folder = self._checkpoint or checkpoint.folder
         program = [sys.executable, "-m", "pypto_serving"]
         plan = subprocess.run([*program, "check", str(folder), "--json"], capture_output=True, text=True)
@@ -97,18 +97,18 @@ class Ours:
 
 
 class Vllm:
-    """vLLM's CPU build, with all CPUs and the libraries preloaded that it asks for."""
+    """vLLM's CPU build on all CPUs, with the libraries preloaded that its manual names."""
 
     name, workloads = "vllm", ALL
     title = f"vLLM {VLLM} (CPU)"
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
-        """Install it."""
+        """Install it and return facts."""
         self._env = install.vllm(root, say, VLLM)
         return self._env.facts
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
-        """Its arena is as large as it is told, and written at start."""
+        """Return the launch. The KV arena has a fixed size and is written at start."""
         space = 2 if checkpoint.small else 5
         flags = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
         variables = {
@@ -133,7 +133,7 @@ class Vllm:
 
 
 class VllmZen(Vllm):
-    """The same with AMD's zentorch on the path, which vLLM then computes with."""
+    """vLLM with AMD's zentorch on the path, which it then computes with."""
 
     name = "vllm-zen"
     title = f"vLLM {VLLM} (CPU) with zentorch {ZENTORCH}"
@@ -146,26 +146,26 @@ class VllmZen(Vllm):
         return {**facts, "bytes": facts["bytes"] + self._zentorch.facts["bytes"], "versions": versions}
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
-        """With one more folder of packages."""
+        """Return the launch with one more folder of packages."""
         plain = super().launch(checkpoint)
         return replace(plain, environment={**plain.environment, "PYTHONPATH": str(self._zentorch.folder)})
 
 
 class Llama:
-    """llama-server in bf16. A slot holds as much of the context as there are slots to share it."""
+    """llama-server in bf16. The slots share the context equally."""
 
     name, workloads = "llama", ALL
     title = f"llama.cpp (llama-cpp-python {LLAMA}), bf16"
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
-        """Compile it, and install what reads checkpoints."""
+        """Compile it, and install the reader of checkpoints."""
         self._say = say
         self._reader = install.transformers(root, say, TRANSFORMERS)
         self._env = install.llama(root, say, LLAMA)
         return self._env.facts
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
-        """Its arena is written at start."""
+        """Return the launch. The KV arena is written at start."""
         file = install.gguf(checkpoint.folder, self._env, LLAMA, self._reader, self._say)
         slots, context = (64, 16_384) if checkpoint.small else (32, 69_632)
         flags = ["-t", CPUS, "-tb", CPUS, "-c", context, "-np", slots, "--no-kv-unified"]
@@ -179,18 +179,18 @@ class Llama:
 
 
 class Transformers:
-    """transformers serve with continuous batching. Its API takes text, and has no way to go on past an end."""
+    """transformers serve with continuous batching. Its API takes text and cannot ignore an end token."""
 
     name, workloads = "transformers", ("W1", "W2", "W3", "W4", "T1")
     title = f"transformers {TRANSFORMERS} serve"
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
-        """Install it."""
+        """Install it and return facts."""
         self._env = install.transformers(root, say, TRANSFORMERS)
         return self._env.facts
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
-        """Its arena holds as many blocks as it is told."""
+        """Return the launch. The KV arena has a fixed number of blocks."""
         size, count = 32, 900
         flags = f"--continuous-batching --device cpu --dtype bfloat16 --cb-block-size {size} --cb-num-blocks {count}"
         program = self._env.folder / "bin" / "transformers"
@@ -205,7 +205,7 @@ class Transformers:
 
 
 def _silent(programs: Path) -> Mapping[str, str]:
-    """No questions to a model hub, no reports of use, and its own tools found first."""
+    """Return variables that disable the model hub and usage reports and put `programs` first in PATH."""
     path = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"
     return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PATH": path}
 

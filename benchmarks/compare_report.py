@@ -1,6 +1,6 @@
-"""The comparison as tables and a plot, made from recorded runs alone.
+"""Write the comparison as tables and a plot from recorded runs.
 
-A record is {"pairs": {peer: {"about", "systems", "runs"}}}; compare.py says what it puts there.
+A record is {"pairs": {peer: {"about", "systems", "runs"}}}; compare.py fills it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 NOISY = 0.05
-"""Largest share of the machine's CPU time that others may take during a run."""
+"""Largest share of the machine's CPU time that other processes may take during a run."""
 GIB = 1 << 30
 Record = Mapping[str, Any]
 Run = Mapping[str, Any]
@@ -20,7 +20,7 @@ Run = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """A column: how to read it off a run, and whether more is better."""
+    """A column: its key in a run, and whether higher is better."""
 
     name: str
     key: str
@@ -28,7 +28,7 @@ class Metric:
     digits: int = 1
 
     def of(self, run: Run) -> float | None:
-        """The value, None where the server or the client did not tell."""
+        """Return the value, or None if the run has none."""
         if self.key == "prompt_throughput":
             return float(run["total_token_throughput"] - run["output_throughput"])
         value = run.get(self.key)
@@ -55,7 +55,7 @@ SHOWN: dict[str, tuple[Metric, ...]] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """`first` over `second` in one metric: at least `ratio` where more is better, else at most."""
+    """The ratio first / second of a pair in one metric: at least `ratio` if higher is better, else at most."""
 
     workload: str
     metric: Metric
@@ -63,12 +63,12 @@ class Goal:
     ratio: float
 
     def met(self, ratio: float) -> bool:
-        """Whether a measured ratio reaches it."""
+        """Return whether a measured ratio meets the goal."""
         return ratio >= self.ratio if self.metric.higher else ratio <= self.ratio
 
     @property
     def text(self) -> str:
-        """For a table."""
+        """Return the goal as text for a table."""
         return f"{'at least' if self.metric.higher else 'at most'} {self.ratio:g}"
 
 
@@ -92,14 +92,14 @@ GOALS = (
     Goal("W2", OUTPUT, "int8-llmc", 1.5),
 )
 MEMORY_GOAL = 0.5
-"""Our resident memory without keys and values over vLLM's, at most."""
+"""Largest ratio of our resident memory without keys and values to vLLM's."""
 OWN_PAIRS = ("int8", "int8-llmc")
-"""Pairs of two servers of ours: there the other one's figures are over those of the bf16 checkpoint."""
+"""Pairs of two of our servers; ratios are over the bf16 checkpoint."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """First over second: of the medians, and the least and the greatest of the rounds."""
+    """The ratio first / second of medians, with the lowest and highest ratio of the rounds."""
 
     first: float
     second: float
@@ -109,7 +109,7 @@ class Ratio:
 
 
 def kept(runs: Sequence[Run]) -> list[Run]:
-    """Of the attempts at the same round, workload and side: the first calm one, or the calmest."""
+    """Keep one attempt per round, workload and side: the first with little foreign load, else that with the least."""
     attempts: dict[tuple[int, str, str], list[Run]] = {}
     for run in runs:
         attempts.setdefault((run["round"], run["workload"], run["side"]), []).append(run)
@@ -117,7 +117,7 @@ def kept(runs: Sequence[Run]) -> list[Run]:
 
 
 def ratio(runs: Sequence[Run], metric: Metric, first: str, second: str) -> Ratio | None:
-    """Of the kept runs of one workload; None where a side has no values."""
+    """Return the ratio over the kept runs of one workload, or None if a side has no values."""
     seen: dict[str, dict[int, float]] = {first: {}, second: {}}
     for run in runs:
         value = metric.of(run)
@@ -131,12 +131,12 @@ def ratio(runs: Sequence[Run], metric: Metric, first: str, second: str) -> Ratio
 
 
 def sides(pair: str) -> tuple[str, str]:
-    """Which system's figures are over which."""
+    """Return the systems of a pair as (numerator, denominator)."""
     return (pair, "ours") if pair in OWN_PAIRS else ("ours", pair)
 
 
 def comparisons(record: Record) -> Iterator[tuple[str, str, Metric, Ratio]]:
-    """Pair, workload, metric and ratio of everything that was measured, in the order of the tables."""
+    """Yield pair, workload, metric and ratio of everything measured, in the order of the tables."""
     for pair, measured in record["pairs"].items():
         runs = kept(measured["runs"])
         for workload, metrics in SHOWN.items():
@@ -147,7 +147,7 @@ def comparisons(record: Record) -> Iterator[tuple[str, str, Metric, Ratio]]:
 
 
 def goal_cells(pair: str, workload: str, metric: Metric, value: float) -> list[str]:
-    """The goal of a row and whether it is met; empty where there is none."""
+    """Return the cells with the goal of a row and whether it is met; empty if there is none."""
     for goal in GOALS:
         if (goal.pair, goal.workload, goal.metric) == (pair, workload, metric):
             return [goal.text, "yes" if goal.met(value) else "**no**"]
@@ -155,7 +155,7 @@ def goal_cells(pair: str, workload: str, metric: Metric, value: float) -> list[s
 
 
 def result_table(record: Record, pair: str) -> list[list[str]]:
-    """One row per workload and metric of a pair."""
+    """Return one row per workload and metric of a pair."""
     systems = record["pairs"][pair]["systems"]
     first, second = sides(pair)
     rows = [["workload", "metric", systems[first]["title"], systems[second]["title"], "ratio (rounds)", "goal", "met"]]
@@ -168,7 +168,7 @@ def result_table(record: Record, pair: str) -> list[list[str]]:
 
 
 def system_table(record: Record) -> list[list[str]]:
-    """What each system costs its user; ours as measured beside the first peer."""
+    """Return the costs of each system: start, disk, memory. Ours are those measured with the first peer."""
     heading = ["system", "versions", "ready s", "installed GiB"]
     rows = [[*heading, "peak RSS GiB", "resident GiB", "without KV GiB", "client CPU"]]
     for name, (system, runs) in _systems(record).items():
@@ -177,7 +177,7 @@ def system_table(record: Record) -> list[list[str]]:
 
 
 def memory_line(record: Record) -> str | None:
-    """The goal on memory, where vLLM was measured."""
+    """Return the line on the memory goal, if vLLM was measured."""
     measured = record["pairs"].get("vllm")
     if not measured or not all(system["memory"] for system in measured["systems"].values()):
         return None
@@ -188,7 +188,7 @@ def memory_line(record: Record) -> str | None:
 
 
 def notes(record: Record) -> Iterator[str]:
-    """How calm the machine was, what it could read, and where the measurement was made; one line per pair."""
+    """Yield one line per pair: the machine, its load and its read bandwidth."""
     for pair, measured in record["pairs"].items():
         runs, about = kept(measured["runs"]), measured["about"]
         if not runs:
@@ -208,21 +208,21 @@ def notes(record: Record) -> Iterator[str]:
 
 
 def flags(record: Record) -> Iterator[str]:
-    """The flags of each system, and how many of the first answers were ours too."""
+    """Yield the flags of each system, and how many of its first answers agree with ours."""
     for system, _ in _systems(record).values():
         same = system.get("agreement")
-        agreement = "" if same is None else f"; greedy answers begin as ours do in {same} prompts"
+        agreement = "" if same is None else f"; greedy answers begin like ours in {same} prompts"
         yield f"{system['title']}: `{system['flags']}`{agreement}"
 
 
 def markdown(record: Record, plot_name: str) -> str:
-    """The whole section."""
+    """Return the whole section."""
     parts = []
     for pair, measured in record["pairs"].items():
         first, second = (measured["systems"][side]["title"] for side in sides(pair))
         parts.append(f"### {first} over {second}\n\n{_table(result_table(record, pair))}")
     parts.append(f"![ratios of all workloads]({plot_name})")
-    parts.append(f"### What they cost\n\n{_table(system_table(record))}")
+    parts.append(f"### Cost\n\n{_table(system_table(record))}")
     lines = [line for line in (memory_line(record), *notes(record), *flags(record)) if line]
     parts.append("\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts) + "\n"
@@ -232,7 +232,7 @@ BEGIN, END = "<!-- compare.py writes from here -->", "<!-- compare.py writes to 
 
 
 def insert(document: str, section: str) -> str:
-    """`document` with the section between its two marks replaced; raises ValueError without the marks."""
+    """Return `document` with the section between its two marks replaced. Raises ValueError without the marks."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -241,7 +241,7 @@ def insert(document: str, section: str) -> str:
 
 
 def plot(path: Path, record: Record) -> bool:
-    """How many times as fast as each peer, with the span of the rounds; False without matplotlib."""
+    """Plot the speedup over each peer with the range of the rounds. Return False without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -263,7 +263,7 @@ def plot(path: Path, record: Record) -> bool:
         axes.bar(at, heights, width * 0.9, yerr=spans, capsize=2, label=label)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(names)), names)
-    axes.set_ylabel("times as fast")
+    axes.set_ylabel("speedup")
     if bars:
         axes.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(bars), frameon=False)
     figure.savefig(path, metadata={"Date": None})
@@ -271,7 +271,7 @@ def plot(path: Path, record: Record) -> bool:
 
 
 def _systems(record: Record) -> dict[str, tuple[Mapping[str, Any], list[Run]]]:
-    """Each system once, with the runs that it was measured in."""
+    """Return each system once, with its runs."""
     found: dict[str, tuple[Mapping[str, Any], list[Run]]] = {}
     for measured in record["pairs"].values():
         runs = kept(measured["runs"])
@@ -299,7 +299,7 @@ def _median_memory(system: Mapping[str, Any], key: str) -> float:
 
 def _client(runs: Sequence[Run], name: str) -> str:
     shares = [run["client_cpu_share"] for run in runs if run["side"] == name]
-    return f"{statistics.median(shares):.0%} of one" if shares else ""
+    return f"{statistics.median(shares):.0%} of a CPU" if shares else ""
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""A server under test: started, asked until it answers, stopped and continued with its whole process tree."""
+"""Start, pause, resume and stop a server under test with its whole process tree."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ STOP_S = 60.0
 
 
 class PeerError(Exception):
-    """A system under test could not be installed or started, or answers wrongly."""
+    """A system under test could not be installed or started, or its answer is wrong."""
 
 
 @dataclass(frozen=True)
 class Launch:
     """How to start a server: `arguments(port)` is the command line, `environment` is added to ours, `flags` are shown.
 
-    `kv_bytes` are filled with zeros at start to hold keys and values; an arena whose pages come as they are used
-    takes `kv_token_bytes` for a token. `text` prompts go to a server that takes no token ids.
+    A KV arena that is written at start has `kv_bytes`; one whose pages are allocated on first use has `kv_token_bytes`
+    per token. `text` marks a server that takes text prompts only, no token ids.
     """
 
     arguments: Callable[[int], Sequence[str]]
@@ -42,7 +42,7 @@ class Launch:
 
 
 class Server:
-    """One running server; owner of its processes. `kv_tokens`: whose keys and values it has computed, each once."""
+    """One running server. Owns its processes. `kv_tokens` counts the tokens whose KV it has computed, each once."""
 
     def __init__(self, launch: Launch, log: Path) -> None:
         self.launch, self.log = launch, log
@@ -67,11 +67,11 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the first process of the tree."""
+        """Return the id of the first process of the tree."""
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Return when /health says 200 and one token was answered; raises PeerError."""
+        """Wait until /health returns 200 and a request for one token is answered. Raises PeerError."""
         while time.monotonic() - self._started_s < START_S:
             if self._process.poll() is not None:
                 raise PeerError(f"the server ended with status {self._process.returncode}; see {self.log}")
@@ -85,12 +85,12 @@ class Server:
         raise PeerError(f"the server was not ready within {START_S:.0f} s; see {self.log}")
 
     def get(self, path: str) -> bytes:
-        """The body of a reply; raises OSError for another status than 200."""
+        """Return the body of a reply. Raises OSError for a status other than 200."""
         with urllib.request.urlopen(self.url + path, timeout=10) as reply:
             return bytes(reply.read())
 
     def ask(self, text: str, tokens: int) -> str:
-        """The answer to a greedy request that is not streamed; raises OSError."""
+        """Return the answer to a greedy request, not streamed. Raises OSError."""
         body = {"model": self.model(), "prompt": text, "max_tokens": tokens, "temperature": 0}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), headers)
@@ -98,22 +98,22 @@ class Server:
             return str(json.loads(reply.read())["choices"][0]["text"])
 
     def model(self) -> str:
-        """The name to ask for: the first one that the server lists, unless its start says another."""
+        """Return the model name of requests: that of the launch, else the first one that the server lists."""
         return self.launch.model or str(json.loads(self.get("/v1/models"))["data"][0]["id"])
 
     @property
     def alive(self) -> bool:
-        """Whether the first process runs."""
+        """Return whether the first process runs."""
         return self._process.poll() is None
 
     def pause(self) -> None:
-        """Stop all processes, so that they take no CPU time."""
+        """Pause all processes, so that they use no CPU time."""
         self._stopped = True
         self._pids = machine.pids(self.pid)
         machine.pause(self.pid)
 
     def resume(self) -> None:
-        """Continue all processes; raises PeerError where they are not the same ones any more."""
+        """Continue all processes. Raises PeerError if some have ended or are new."""
         if self._stopped:
             machine.resume(self.pid)
             self._stopped = False
@@ -121,17 +121,17 @@ class Server:
                 raise PeerError(f"processes ended while they were stopped; see {self.log}")
 
     def memory(self) -> dict[str, int]:
-        """Bytes: summed peaks, resident now with each page once, and of it what holds no keys and values.
+        """Return bytes: summed peaks, resident now with each page once, and resident without keys and values.
 
-        Of an arena whose pages come as they are used, those of `kv_tokens` are taken off, but no more than the server
-        grew by since it was ready.
+        Of an arena allocated on first use, the bytes of `kv_tokens` are subtracted, but at most the growth since the
+        server was ready.
         """
         seen, used = machine.memory(self.pid), self.launch.kv_token_bytes * self.kv_tokens
         held = min(used, max(0, seen.resident - self._ready_bytes)) + self.launch.kv_bytes
         return {"peak": seen.peak, "resident": seen.resident, "without_kv": seen.resident - held}
 
     def close(self) -> None:
-        """End the tree: asked first, killed if that takes too long."""
+        """Terminate the tree; kill it if that takes too long."""
         with contextlib.suppress(PeerError):
             self.resume()
         self._process.terminate()
@@ -143,7 +143,7 @@ class Server:
 
 @contextlib.contextmanager
 def running(launch: Launch, log: Path) -> Iterator[Server]:
-    """A server that is ready; it ends with the block."""
+    """Start a server and yield it when it is ready; stop it at the end."""
     server = Server(launch, log)
     try:
         server.wait_ready()

@@ -1,13 +1,12 @@
-"""A working set four times the KV memory: our server with and without a disk tier, and vLLM, in turns.
+"""Compare our server with and without a disk tier and vLLM on a working set of four times the KV memory.
 
     python benchmarks/compare_tiers.py --model DIR_06B --disk DIR      # an empty folder; about a quarter of an hour
 
-Every server has 1 GiB for keys and values, 9,362 tokens of Qwen3-0.6B's shape in bf16. 18 prefixes of 2,048 tokens,
-each with 32 tokens of its own, are asked two at a time: first each of them once, which is not counted; then, in every
-round, all of them again in a new random order, the same one for every server. Who is not measured is stopped.
+Every server has 1 GiB for keys and values: 9,362 tokens of Qwen3-0.6B's shape in bf16. The prompts have 18 prefixes of
+2,048 tokens and 32 tokens of their own, and are sent two at a time. A first pass is not counted. Each round then sends
+all prefixes again, in a new random order that is the same for every server. Servers not being measured are stopped.
 
-vLLM keeps what it can on the device: its own offloading to host memory refuses to start on a CPU, and LMCache needs
-CUDA.
+vLLM keeps blocks on the device only: its offloading to host memory refuses to start on a CPU, and LMCache needs CUDA.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ DISK = f"{OURS}, disk tier"
 
 @dataclass(frozen=True)
 class Pass:
-    """All prefixes asked once: seconds on the clock, times to first token, prompt tokens that were cached."""
+    """One request per prefix: wall time, median time to first token, and cached prompt tokens."""
 
     seconds: float
     ttft_s: float
@@ -45,7 +44,7 @@ class Pass:
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord], seconds: float) -> Pass:
-        """Raises PeerError where a request failed."""
+        """Summarize records. Raises PeerError if a request failed."""
         if errors := [record.error for record in records if record.error]:
             raise PeerError(f"a request failed: {errors[0]}")
         ttft_s = statistics.median(record.ttft_s for record in records)
@@ -53,7 +52,7 @@ class Pass:
 
 
 def prompts(vocab_size: int, order: Sequence[int], seed: int) -> list[list[int]]:
-    """One prompt for each prefix in `order`; the prefixes are always the same, what follows them is of the seed."""
+    """Return a prompt for each prefix in `order`. Prefixes are always the same; `seed` determines the other tokens."""
     own = random.Random(seed)
     return [
         random.Random(number).choices(range(vocab_size), k=PREFIX) + own.choices(range(vocab_size), k=OWN)
@@ -62,7 +61,7 @@ def prompts(vocab_size: int, order: Sequence[int], seed: int) -> list[list[int]]
 
 
 async def ask(url: str, contents: Sequence[Sequence[int]]) -> Pass:
-    """Send the prompts in their order, so many at once."""
+    """Send the prompts in order, AT_ONCE at a time."""
     target = Target(base_url=url)
     client = compare_latency.Client(target, (await find_model(target)).id)
     waiting = iter(contents)
@@ -82,7 +81,7 @@ async def ask(url: str, contents: Sequence[Sequence[int]]) -> Pass:
 
 
 def with_flags(launch: Launch, *flags: str, **environment: str) -> Launch:
-    """The same server with more on its command line and in its environment."""
+    """Add flags and environment variables to a launch."""
     return replace(
         launch,
         arguments=lambda port: [*launch.arguments(port), *flags],
@@ -91,7 +90,7 @@ def with_flags(launch: Launch, *flags: str, **environment: str) -> Launch:
 
 
 def launches(checkpoint: Checkpoint, environments: Path, disk: Path) -> dict[str, Launch]:
-    """The servers; vLLM is installed where it is not."""
+    """Return the servers to launch. Install vLLM if it is missing."""
     vllm = Vllm()
     vllm.prepare(environments, typer.echo)
     mine = with_flags(Ours().launch(checkpoint), "--kv-memory", "1GiB")
@@ -100,7 +99,7 @@ def launches(checkpoint: Checkpoint, environments: Path, disk: Path) -> dict[str
 
 
 def table(passes: dict[str, list[Pass]]) -> Iterator[str]:
-    """Medians over the rounds; ratios of the server with the disk tier over each, least and greatest in brackets."""
+    """Yield medians over the rounds, and ratios of the server with the disk tier over each, with their range."""
     yield "| server | output tok/s | prompt tok/s | median TTFT ms | cached | tok/s (rounds) | TTFT (rounds) |"
     yield "|---|---|---|---|---|---|---|"
     prompt_tokens = PREFIXES * (PREFIX + OWN)
@@ -122,7 +121,7 @@ def main(
     model: Annotated[Path, typer.Option(help="Checkpoint in the shape of Qwen3-0.6B.")],
     disk: Annotated[Path, typer.Option(help="Empty folder on the disk of the tier.")],
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    environments: Annotated[Path, typer.Option(help="Where peers are installed.")] = Path("~/.cache/pypto-peers"),
+    environments: Annotated[Path, typer.Option(help="Folder to install peers into.")] = Path("~/.cache/pypto-peers"),
     out: Annotated[Path, typer.Option(help="Folder of logs.")] = Path("runs/compare_tiers"),
 ) -> None:
     """Measure and print the table."""

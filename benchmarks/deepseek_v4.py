@@ -1,10 +1,10 @@
-"""W1 to W3 on a DeepSeek V4 checkpoint, and how far one stream is from the bandwidth of the machine.
+"""Measure W1 to W3 on a DeepSeek V4 checkpoint, and the share of the bandwidth limit that one stream reaches.
 
     python benchmarks/make_checkpoint.py deepseek-v4-1b /tmp/deepseek-v4-1b
     python benchmarks/deepseek_v4.py --model /tmp/deepseek-v4-1b
 
-A token reads every weight but the rows of the embedding and the experts it does not choose: at batch 1, no program can
-give more tokens a second than bandwidth / those bytes. The bandwidth is read before and after each run.
+A token reads all weights except the embedding and the experts that it does not choose. At batch 1, bandwidth divided
+by those bytes is the limit in tokens per second. The bandwidth is measured before and after each run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pypto_serving.model.registry import load_config
 
 
 def active_bytes(model: DeepseekV4Config) -> float:
-    """Bytes of the weights that a token reads, as the kernels hold them: routers and vectors in float32."""
+    """Return the bytes of weights that a token reads in the kernels: routers and vectors in float32."""
     share = model.experts.per_token / model.experts.count
     total = 0.0
     for name, tensor in model_tensors(model).items():
@@ -43,9 +43,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     read_bytes, reader = active_bytes(load_config(str(model))[1]), Reader()
     typer.echo(f"a token reads {read_bytes / 1e6:.0f} MB of weights\n")
-    typer.echo(
-        "| workload | output tok/s | median TTFT ms | median ITL ms | GB/s | of bandwidth / weights of a token |"
-    )
+    typer.echo("| workload | output tok/s | median TTFT ms | median ITL ms | GB/s | share of the bandwidth limit |")
     typer.echo("|---|---|---|---|---|---|")
     with server(model, []) as ready:
         for workload in WORKLOADS[:3]:

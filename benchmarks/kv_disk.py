@@ -2,9 +2,9 @@
 
     python benchmarks/kv_disk.py --folder /path/on/the/disk
 
-Rounds of plain reads and of loads take turns on the same slots, in an order that is new in each round; the table has
-medians. CPU time is the process's, without what the kernel does elsewhere. `parts`: what storing a block in host memory
-and on disk consists of, eight blocks at once.
+Plain reads and loads take turns on the same slots, in a new order each round; the table has medians. CPU time is that
+of the process, without the kernel's work elsewhere. The parts are the steps of storing a block in host memory and on
+disk, eight blocks at once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from pypto_serving.store.checksum import digest
 from pypto_serving.store.disk import DiskStore
 from pypto_serving.store.host import HostStore
 from pypto_serving.store.index import SlotTable
-from pypto_serving.store.slab import PAGE, SEGMENT_BYTES, Slab, stride_of
+from pypto_serving.store.slab import SEGMENT_BYTES, Slab, stride_of
+from pypto_serving.types.tier import ALIGNMENT
 from pypto_serving.util import MonotonicClock
 
 CLOCK = MonotonicClock()
 SIZES = {"3.67 MB": 3_670_016, "256 KiB": 256 << 10}
 THREADS = (1, 4, 8)
 BATCH = 8
-"""Blocks that are stored at once when parts are measured."""
+"""Blocks stored at once when the parts are measured."""
 FINGERPRINT = b"benchmark"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the disk")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder on the disk")
     parser.add_argument("--bytes", type=int, default=256 << 20, help="bytes of blocks in a set")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--entries", type=int, default=200_000, help="entries of the index to open")
@@ -55,17 +56,17 @@ def main() -> None:
 
 
 def make_pieces(size: int, count: int) -> list[Piece]:
-    """Blocks of random content in page-aligned memory."""
+    """Make blocks of random content in page-aligned memory."""
     stride = stride_of(size)
-    memory = np.zeros(count * stride + PAGE, np.uint8)
-    memory = memory[-memory.ctypes.data % PAGE :]
+    memory = np.zeros(count * stride + ALIGNMENT, np.uint8)
+    memory = memory[-memory.ctypes.data % ALIGNMENT :]
     memory[:] = np.resize(np.frombuffer(random.Random(0).randbytes(1 << 20), np.uint8), memory.size)
     rows = [memory[i * stride : i * stride + size] for i in range(count)]
     return [Piece(0, i, i.to_bytes(16, "little"), row) for i, row in enumerate(rows)]
 
 
 def in_threads(pieces: Sequence[Piece], count: int, work: Callable[[Piece], None]) -> tuple[float, float]:
-    """(seconds, CPU seconds) for `count` threads to do all of `pieces`, interleaved."""
+    """Return the seconds and CPU seconds that `count` threads take for all of `pieces`, interleaved."""
 
     def run(first: int) -> None:
         for piece in pieces[first::count]:
@@ -125,7 +126,7 @@ def measure_blocks(folder: Path, name: str, size: int, count: int, rounds: int) 
 
 
 def measure_parts(folder: Path, name: str, size: int, count: int) -> None:
-    """CPU time per block of each thing that storing blocks in host memory and on disk takes."""
+    """Measure the CPU time per block of each part of storing blocks in host memory and on disk."""
     pieces = make_pieces(size, count)
     memory = os.memfd_create("parts")
     host = HostStore(memory, (size,), (count,))
@@ -171,8 +172,8 @@ def measure_parts(folder: Path, name: str, size: int, count: int) -> None:
 
 
 def measure_opening(folder: Path, entries: int, rounds: int) -> None:
-    """Open a store whose table is full; its segments are holes, which nobody reads."""
-    size = PAGE
+    """Measure the time to open a store with a full table; its segments are holes, which nothing reads."""
+    size = ALIGNMENT
     arguments = (folder, FINGERPRINT, (size,), (entries,), entries * size)
     DiskStore(*arguments).close()
     (table_path,) = folder.glob("*/g0.index")

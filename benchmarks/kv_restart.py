@@ -1,11 +1,11 @@
 """Measure how much of the KV cache survives a restart under load: cached prompt tokens before and after.
 
-    python benchmarks/kv_restart.py --model DIR_06B --disk DIR        # an empty folder on the disk to be measured
+    python benchmarks/kv_restart.py --model DIR_06B --disk DIR        # an empty folder on the disk to measure
 
-Clients ask one request after another; each prompt is one of a few shared prefixes and tokens of its own. The prefixes
-do not fit on the device together. After some rounds over all of them the server is killed, or told to stop, while all
-clients have requests in flight, and started again on the same folder. The last round before is compared with the first
-one after it; then the cache is cleared and the same prompts are asked again, which must not change an answer.
+Each client sends one request after another. A prompt is one of a few shared prefixes, then tokens of its own. The
+prefixes do not fit on the device together. After some rounds over all of them the server is killed, or told to stop,
+while all clients have requests in flight, and is started again on the same folder. The last round before is compared
+with the first one after. Then the cache is cleared and the same prompts are sent again; no answer may change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE_S = 240
 
 @dataclass(frozen=True)
 class Shape:
-    """Requests: `prefixes` of `prefix` tokens that are shared, each followed by `own` tokens; `output` tokens come."""
+    """Requests: `prefixes` shared prefixes of `prefix` tokens, then `own` tokens each. Answers have `output` tokens."""
 
     prefixes: int
     prefix: int
@@ -43,24 +43,24 @@ class Shape:
     vocabulary: range
 
     def chosen(self, number: int) -> int:
-        """The prefix of prompt `number`. A round is `prefixes` prompts, from a multiple of it on, and has each once."""
+        """Return the prefix of prompt `number`. A round, `prefixes` prompts from a multiple of that, has each once."""
         turn, place = divmod(number, self.prefixes)
         return random.Random(f"round {turn}").sample(range(self.prefixes), self.prefixes)[place]
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids of prompt `number`."""
+        """Return the token ids of prompt `number`."""
         shared = random.Random(f"prefix {self.chosen(number)}").choices(self.vocabulary, k=self.prefix)
         return shared + random.Random(f"request {number}").choices(self.vocabulary, k=self.own)
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all prefixes."""
+        """Return the number of tokens of all prefixes."""
         return self.prefixes * self.prefix
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for prompt `number`: its text, prompt tokens by tier that were cached, and how long it took."""
+    """The answer to prompt `number`: its text, its cached prompt tokens by tier, and its duration."""
 
     number: int
     text: str
@@ -69,18 +69,18 @@ class Answer:
 
     @property
     def hits(self) -> int:
-        """Prompt tokens that were not computed."""
+        """Return the cached prompt tokens."""
         return sum(self.cached.values())
 
 
 class Clients:
-    """Threads that send the prompts from number `first` on to a server, each the next one when it has its answer.
+    """Threads that send the prompts from number `first` on to a server; each sends the next one after its answer.
 
-    They go on until a request fails, or `join` is called. `answers` are in the order in which they came.
+    They stop when a request fails or `join` is called. `answers` are in order of arrival.
     """
 
     def __init__(self, url: str, shape: Shape, first: int, end: int | None = None) -> None:
-        """Begin to send; no prompts from number `end` on."""
+        """Start sending; stop before prompt number `end`."""
         self.answers: list[Answer] = []
         self._url, self._shape, self._next, self._end = url, shape, first, end
         self._changed = threading.Condition()
@@ -108,7 +108,7 @@ class Clients:
             return self._next - 1
 
     def wait(self, enough: Callable[[Sequence[Answer]], bool]) -> list[Answer]:
-        """The answers so far when there are enough of them; the clients go on. Raises RuntimeError if that fails."""
+        """Return the answers so far once there are enough; the clients continue. Raises RuntimeError if that fails."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._failed or enough(self.answers), PATIENCE_S):
                 raise RuntimeError(f"{len(self.answers)} answers in {PATIENCE_S} s were not enough")
@@ -117,7 +117,7 @@ class Clients:
             return list(self.answers)
 
     def join(self) -> int:
-        """Send nothing more and wait for what is in flight; the number of the next prompt."""
+        """Stop sending and wait for the requests in flight. Return the number of the next prompt."""
         with self._changed:
             self._stopped = True
         for thread in self._threads:
@@ -126,7 +126,7 @@ class Clients:
 
 
 def one_round(url: str, shape: Shape, first: int) -> list[Answer]:
-    """Answers to the round of prompts that begins with number `first`, in order; nothing else is sent."""
+    """Send the round of prompts that begins with number `first`, and return the answers in order."""
     clients = Clients(url, shape, first, first + shape.prefixes)
     answers = clients.wait(lambda answers: len(answers) == shape.prefixes)
     clients.join()
@@ -134,12 +134,12 @@ def one_round(url: str, shape: Shape, first: int) -> list[Answer]:
 
 
 def next_round(number: int, shape: Shape) -> int:
-    """The first prompt of a round that is not before `number`."""
+    """Return the first prompt of the next round, which begins at `number` or later."""
     return -(-number // shape.prefixes) * shape.prefixes
 
 
 def ask(http: httpx.Client, shape: Shape, number: int) -> Answer | None:
-    """One request; None if it fails."""
+    """Send one request. Return None if it fails."""
     body = {"prompt": shape.prompt(number), "max_tokens": shape.output, "temperature": 0, "ignore_eos": True}
     started_s = time.perf_counter()
     try:
@@ -154,11 +154,11 @@ def ask(http: httpx.Client, shape: Shape, number: int) -> Answer | None:
 
 
 def end(pid: int, signum: int) -> None:
-    """End a server, with SIGKILL all of its processes at once, and wait until all are gone."""
+    """Signal a server, for SIGKILL all of its processes, and wait until all have ended."""
     api = psutil.Process(pid)
     family = [api, *api.children(recursive=True)]
     for process in family if signum == signal.SIGKILL else [api]:
-        with suppress(psutil.NoSuchProcess):  # its end follows from that of its parent
+        with suppress(psutil.NoSuchProcess):  # it ended with its parent
             process.send_signal(signum)
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, f"left behind: {alive}"
@@ -166,7 +166,7 @@ def end(pid: int, signum: int) -> None:
 
 @contextmanager
 def server(model: Path, options: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """A server's process id and address; it may be ended within the block."""
+    """Run a server and yield its process id and address. The block may end it."""
     with workloads.server(model, list(options)) as ready:
         yield ready["pid"], ready["url"]
 
@@ -174,7 +174,7 @@ def server(model: Path, options: Sequence[str]) -> Iterator[tuple[int, str]]:
 def restart(
     model: Path, options: Sequence[str], shape: Shape, rounds: int, signum: int
 ) -> tuple[list[Answer], list[Answer], int]:
-    """The last answers before a restart, as many as there are after it, and how many of those were wrong."""
+    """Return one round of answers before a restart, one after it, and how many of the latter were wrong."""
     with server(model, options) as (pid, url):
         clients = Clients(url, shape, 0)
         before = clients.wait(lambda answers: len(answers) >= rounds * shape.prefixes)[-shape.prefixes :]
@@ -188,7 +188,7 @@ def restart(
 
 
 def rows(name: str, shape: Shape, before: Sequence[Answer], after: Sequence[Answer], wrong: int) -> Iterator[str]:
-    """Lines of a table."""
+    """Yield lines of a table."""
     for when, answers, differ in (("before", before, ""), ("after", after, str(wrong))):
         prompts = len(answers) * (shape.prefix + shape.own)
         by_tier = {tier: sum(a.cached[tier] for a in answers) for tier in TIERS}
@@ -199,15 +199,15 @@ def rows(name: str, shape: Shape, before: Sequence[Answer], after: Sequence[Answ
 
 def main(
     model: Annotated[Path, typer.Option(help="Checkpoint in the shape of Qwen3-0.6B.")],
-    disk: Annotated[Path, typer.Option(help="Folder on the disk to be measured.")],
+    disk: Annotated[Path, typer.Option(help="Folder on the disk to measure.")],
     prefixes: Annotated[int, typer.Option(min=1)] = 12,
     clients: Annotated[int, typer.Option(min=1)] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Over all prefixes, before the restart.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds over all prefixes before the restart.")] = 3,
     kv_memory: Annotated[str, typer.Option(help="Device memory for KV.")] = "192MiB",
 ) -> None:
-    """Measure both ways to end and print the table."""
+    """Measure both signals and print the table."""
     shape = Shape(prefixes, prefix=256, own=20, output=8, clients=clients, vocabulary=range(1000))
-    typer.echo("| | requests | prompt tokens cached | from the device | from disk | median ms | wrong answers |")
+    typer.echo("| | requests | prompt tokens cached | from device | from disk | median ms | wrong answers |")
     typer.echo("|---|---|---|---|---|---|---|")
     for signum in (signal.SIGTERM, signal.SIGKILL):
         with tempfile.TemporaryDirectory(dir=disk) as folder:

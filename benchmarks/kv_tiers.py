@@ -1,13 +1,13 @@
-"""Measure gain and cost of KV tiers: restoring a prefix against computing it, and traffic without any reuse.
+"""Measure gain and cost of KV tiers: restoring a prefix instead of computing it, and traffic without reuse.
 
-    python benchmarks/kv_tiers.py --model DIR_06B --disk DIR          # an empty folder on the disk to be measured
+    python benchmarks/kv_tiers.py --model DIR_06B --disk DIR          # an empty folder on the disk to measure
 
-`restore`: time to the first token of a prompt of 2,048 + 1 tokens that is computed, found on the device, in host memory
-and on disk, in turns; how fast blocks were loaded (from the server's metrics), beside a memcpy of as many bytes in
-pieces of a block, and beside plain O_DIRECT reads of the same file in the same pieces by as many threads.
+`restore`: the time to first token of a prompt of 2,048 + 1 tokens that is computed, then found on the device, in host
+memory and on disk. The load speed from the server's metrics stands beside two plain ones in pieces of a block: a memcpy
+of as many bytes, and O_DIRECT reads of the same file by as many threads.
 
-`overhead`: requests that share nothing, on a server without tiers and one that stores every block in host memory and on
-disk, in turns: CPU time per output token and wall time, ratios of each pair, their median.
+`overhead`: requests that share nothing, alternating between a server without tiers and one that stores every block in
+host memory and on disk. The ratios are medians over pairs, of CPU time per output token and of wall time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Server:
         return self.metrics(name)[f"{name} {tier}"]
 
     def settle(self, poll_s: float = 0.1) -> None:
-        """Wait until nothing is on its way to a tier. A look at the metrics takes the server some ms of CPU time."""
+        """Wait until no block is queued for a tier. Reading the metrics costs the server some ms of CPU time."""
         while any(self.metrics("queued_bytes|backlog_blocks").values()):
             time.sleep(poll_s)
 
@@ -86,7 +86,7 @@ class Server:
 
 @contextmanager
 def server(model: Path, *options: str) -> Iterator[Server]:
-    """Our server with these options; it ends with the block."""
+    """Run our server with these options during the block."""
     with workloads.server(model, list(options)) as ready, httpx.Client(base_url=ready["url"], timeout=600) as http:
         yield Server(ready["pid"], http, bool(options))
 
@@ -98,7 +98,7 @@ def gigabytes_per_s(num_bytes: float, work: Callable[[], Any]) -> float:
 
 
 class Copies:
-    """memcpy of blocks between two places of memory."""
+    """memcpy of blocks between two memory regions."""
 
     def __init__(self, block_bytes: int, count: int) -> None:
         size = block_bytes * count
@@ -136,7 +136,7 @@ def largest_file(folder: Path) -> Path:
 
 
 def restore(model: Path, disk: Path, rounds: int) -> Iterator[str]:
-    """Lines of a table."""
+    """Measure and yield lines of a table."""
     rng = random.Random(1)
     times: dict[str, list[float]] = {}
     rates: dict[str, list[float]] = {}
@@ -166,7 +166,7 @@ def restore(model: Path, disk: Path, rounds: int) -> Iterator[str]:
                 reads = Reads(largest_file(disk), block, PREFIX // 32)
             rates.setdefault("memcpy", []).append(gigabytes_per_s(copies.size, copies.run))
             rates.setdefault("O_DIRECT", []).append(gigabytes_per_s(copies.size, reads.run))
-    yield "| prefix of 2,048 tokens | median TTFT ms | computing it takes | loaded at GB/s | plain | part |"
+    yield "| prefix of 2,048 tokens | median TTFT ms | speedup over computing | load GB/s | plain GB/s | of plain |"
     yield "|---|---|---|---|---|---|"
     computed = statistics.median(times["computed"])
     for tier, seconds in times.items():
@@ -176,11 +176,11 @@ def restore(model: Path, disk: Path, rounds: int) -> Iterator[str]:
             mine, theirs = statistics.median(rates[tier]), statistics.median(rates[plain])
             speed = [f"{mine:.2f}", f"{plain} {theirs:.2f}", f"{mine / theirs:.0%}"]
         middle = statistics.median(seconds)
-        yield f"| {tier} | {middle * 1e3:.0f} | {computed / middle:.0f} times | {' | '.join(speed)} |"
+        yield f"| {tier} | {middle * 1e3:.0f} | {computed / middle:.0f}x | {' | '.join(speed)} |"
 
 
 def drive(ours: Server, seed: int, shape: tuple[int, int, int, int], out: Path) -> tuple[float, float]:
-    """CPU seconds of the server per output token, and seconds on the clock, of requests that share nothing."""
+    """Send requests that share nothing. Return the server's CPU seconds per output token and the wall time."""
     requests, concurrency, prompt, output = map(str, shape)
     command = [*PROGRAM, "bench", "serve", "--base-url", str(ours.http.base_url), "--num-prompts", requests]
     command += ["--max-concurrency", concurrency, "--random-input-len", prompt, "--random-output-len", output]
@@ -198,7 +198,7 @@ def drive(ours: Server, seed: int, shape: tuple[int, int, int, int], out: Path) 
 
 
 def overhead(model: Path, disk: Path, pairs: int, shape: tuple[int, int, int, int], out: Path) -> Iterator[str]:
-    """Lines of a table."""
+    """Measure and yield lines of a table."""
     results: dict[str, list[tuple[float, float]]] = {"without": [], "with": []}
     options = ("--kv-host-memory", "1GiB", "--kv-disk", str(disk), "--kv-disk-size", "4GiB")
     with server(model) as without, server(model, *options) as tiered:
@@ -226,7 +226,7 @@ def overhead(model: Path, disk: Path, pairs: int, shape: tuple[int, int, int, in
 
 def main(
     model: Annotated[Path, typer.Option(help="Checkpoint in the shape of Qwen3-0.6B.")],
-    disk: Annotated[Path, typer.Option(help="Empty folder on the disk to be measured.")],
+    disk: Annotated[Path, typer.Option(help="Empty folder on the disk to measure.")],
     rounds: Annotated[int, typer.Option(min=0)] = 3,
     pairs: Annotated[int, typer.Option(min=0)] = 7,
     out: Annotated[Path, typer.Option(help="Folder for result files.")] = Path("runs/kv_tiers"),

@@ -1,11 +1,11 @@
 """Write a checkpoint of random weights in a given shape, with a byte-level BPE tokenizer and tokens for chats.
 
     python benchmarks/make_checkpoint.py 0.6b DIR      596 M parameters, the shape of Qwen3-0.6B, 1.19 GB in bf16
-    python benchmarks/make_checkpoint.py tiny DIR      4.2 M parameters, for what the control plane costs
+    python benchmarks/make_checkpoint.py tiny DIR      4.2 M parameters, to measure the control plane
     python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   954 M parameters, 182 M active, layers of all kinds
 
-Embedding rows of tokens that are not visible ASCII are scaled down, so that greedy output is visible text and does
-not end early.
+Embedding rows of tokens other than visible ASCII are scaled down, so that greedy output is visible text and does not
+end early.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DEEPSEEK_V4_1B: dict[str, Any] = {key: value for key, value in FLASH.items() if 
     "num_hash_layers": 2,
     "num_nextn_predict_layers": 0,
 }
-"""config.json of a small DeepSeek V4, spelled as the release spells it."""
+"""config.json of a small DeepSeek V4, with the keys of the release."""
 QWEN_TOKENS = [AddedToken(token, special=True) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
 DEEPSEEK_TOKENS = [AddedToken(token, special=token in (BOS, EOS)) for token in NEEDED_TOKENS]
 CHAT_TEMPLATE = (
@@ -78,7 +78,7 @@ DEEPSEEK = "deepseek-v4-1b"
 
 
 def make_tokenizer(vocab_size: int, added: Sequence[AddedToken]) -> Tokenizer:
-    """Byte-level BPE whose merges build words of lower-case letters, shortest first, until the vocabulary is full."""
+    """Make a byte-level BPE. Merges build words of lower-case letters, shortest first, until the vocabulary is full."""
     vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges: list[tuple[str, str]] = []
     for length in itertools.count(2):
@@ -99,7 +99,7 @@ def make_tokenizer(vocab_size: int, added: Sequence[AddedToken]) -> Tokenizer:
 
 
 def make_config(shape: dict[str, int], end: int) -> dict[str, Any]:
-    """config.json, spelled as the released Qwen3 checkpoints spell it."""
+    """Return config.json with the keys of the released Qwen3 checkpoints."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -117,7 +117,7 @@ def make_config(shape: dict[str, int], end: int) -> dict[str, Any]:
 
 
 def make_weights(shape: dict[str, int], visible: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Normal weights with variance 1 / fan-in; norms of ones. `visible`: bool [vocab]."""
+    """Draw normal weights with variance 1 / fan-in; norms are ones. `visible`: bool [vocab]."""
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
     generator = torch.Generator().manual_seed(0)
@@ -152,7 +152,7 @@ def make_weights(shape: dict[str, int], visible: torch.Tensor) -> dict[str, torc
 
 
 def make_deepseek_weights(config: dict[str, Any], visible: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Normal weights with variance 1 / fan-in for every tensor of the model; norms and scales of ones."""
+    """Draw normal weights with variance 1 / fan-in for every tensor; norms and scales are ones."""
     generator = torch.Generator().manual_seed(0)
     weights: dict[str, torch.Tensor] = {}
     for name, tensor in tqdm(model_tensors(DeepseekV4Config.from_json(config, "config.json")).items(), desc="tensors"):
@@ -170,7 +170,7 @@ def make_deepseek_weights(config: dict[str, Any], visible: torch.Tensor) -> dict
 
 def main(
     shape: Annotated[str, typer.Argument(help=f"One of {', '.join((*SHAPES, DEEPSEEK))}.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write; made if missing.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; created if missing.")],
 ) -> None:
     """Write a checkpoint of random weights."""
     if shape not in (*SHAPES, DEEPSEEK):

@@ -1,6 +1,6 @@
-"""Milliseconds per row of sampling: the kernels on one thread, and sorting in numpy.
+"""Measure milliseconds per sampled row: the kernels on one thread, and sorting in numpy.
 
-`of limit` is the time that a plain maximum takes to read the logits once, over the kernels' time.
+`of limit` is the time of a plain maximum, which reads the logits once, over the kernels' time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, float]] = {
 
 
 def logits_of(kind: str, rows: int, vocab: int) -> np.ndarray:
-    """Normal; with 300 likely tokens as after training; or all alike."""
+    """Draw logits: normal, peaked with 300 likely tokens as after training, or almost flat."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((rows, vocab)).astype(np.float32) * {"normal": 3, "peaked": 2.5, "flat": 1e-3}[kind]
     if kind == "peaked":
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--instruction-set", default="")
     arguments = parser.parse_args()
     native, rows = NativeSampler(Engine(arguments.instruction_set)), arguments.rows
-    print(f"{'logits':8}{'what':14}{'kernels':>9}{'numpy':>9}{'of limit':>10}")
+    print(f"{'logits':8}{'case':14}{'kernels':>9}{'numpy':>9}{'of limit':>10}")
     for kind in ("normal", "peaked", "flat"):
         logits = logits_of(kind, rows, arguments.vocab)
         limit = milliseconds(lambda logits=logits: logits.max(axis=1), rows, 20)

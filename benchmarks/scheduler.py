@@ -1,11 +1,11 @@
-"""Measure the cost of a step in the scheduler and the KV manager, for our classes and vLLM's, on the same traces.
+"""Measure the time of a step in the scheduler and KV manager, ours and vLLM's, on the same traces.
 
     python benchmarks/scheduler.py                       # ours alone
     python benchmarks/scheduler.py --vllm ENVIRONMENTS   # beside vLLM, in the folder that compare.py installs into
 
-A step is planned and its result taken in, with sampled tokens that cost nothing; one step at a time on both sides. Each
+A step is one plan and one commit of its result; sampled tokens cost nothing. Both sides run one step at a time. Each
 replay of a trace starts from an empty scheduler; replays of both sides take turns. vLLM hashes a prompt's blocks when
-the request is made, ours when it is planned first: so the time of adding requests is shown as well.
+the request is created, ours when it is first planned, so the time to add requests is shown as well.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class VllmProcess:
         self._process = subprocess.Popen([str(python), str(PEER)], stdin=pipe, stdout=pipe, text=True)
 
     def __call__(self, trace: Trace) -> Replay:
-        """One replay there."""
+        """Replay a trace in that process."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(trace.encode() + "\n")
         self._process.stdin.flush()
@@ -129,14 +129,14 @@ class VllmProcess:
 
 
 def ours(trace: Trace) -> Replay:
-    """One replay on our side."""
+    """Replay a trace in our scheduler."""
     return replay(trace, Ours(trace))
 
 
 def measure(
     traces: Sequence[Trace], sides: Sequence[Side], rounds: int, tell: Callable[[str], None]
 ) -> list[list[Replay]]:
-    """Medians over the rounds, per trace and side; in a round the traces take turns, and in each of them the sides."""
+    """Return medians over the rounds by trace and side. In a round traces take turns, and for each trace the sides."""
     seen: list[list[list[Replay]]] = [[[] for _ in sides] for _ in traces]
     for number in range(rounds):
         for trace, of_trace in zip(traces, seen, strict=True):
@@ -154,7 +154,7 @@ def median(replays: Sequence[Replay]) -> Replay:
 
 
 def row(trace: Trace, replays: Replays) -> list[str]:
-    """Microseconds per step of each side: mean, median, and adding; then ours over vLLM's."""
+    """Return microseconds per step of each side (mean, median, adding) and the ratios of ours to vLLM's."""
     cells = [trace.name]
     for one in replays:
         cells += [f"{one.step_us:.0f}", f"{one.median_step_us:.0f}", f"{one.add_us:.0f}"]

@@ -1,4 +1,4 @@
-"""Request traces for schedulers, and their replay. Imports nothing of any engine: every environment can run it."""
+"""Request traces for schedulers, and their replay. Imports no engine, so that it runs in every environment."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Arrival:
     prefix: int = -1
 
     def token_ids(self, index: int) -> list[int]:
-        """The prompt: the shared prefix, then ids that depend on `index` alone."""
+        """Return the prompt: the shared prefix, then ids that depend on `index` alone."""
         shared = _draw((1, self.prefix), PREFIX_TOKENS) if self.prefix >= 0 else []
         return shared + _draw((2, index), self.prompt)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Arrivals in order of `step`, and the limits that every engine gets; `warm` steps come before `steps` timed ones.
+    """Arrivals in order of `step`, and limits for every engine. `warm` steps come before `steps` timed ones.
 
-    `blocks`: of `block_size` tokens each, one of which may be set aside.
+    `blocks` have `block_size` tokens each; an engine may reserve one of them.
     """
 
     name: str
@@ -48,21 +48,21 @@ class Trace:
     block_size: int = 32
 
     def encode(self) -> str:
-        """One line of JSON."""
+        """Return the trace as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def decode(line: str) -> Trace:
-        """The trace that `encode` wrote."""
+        """Return the trace that `encode` wrote."""
         values = json.loads(line)
         return Trace(**values | {"arrivals": tuple(Arrival(**one) for one in values["arrivals"])})
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What one replay took, in microseconds per timed step: plan and commit, and adding the requests that arrived.
+    """Microseconds per timed step of one replay: plan and commit (mean, median), and adding requests.
 
-    `tokens` were sampled by all steps together; equal work shows in equal numbers.
+    `tokens` counts the tokens sampled by all steps; equal work gives equal counts.
     """
 
     step_us: float
@@ -72,17 +72,17 @@ class Replay:
 
 
 class Engine(Protocol):
-    """A scheduler under test. Both calls return the seconds that it took, without what surrounds it."""
+    """A scheduler under test. Both calls return the seconds spent in it alone."""
 
     def add(self, name: str, token_ids: list[int], output: int) -> float: ...
 
     def step(self) -> tuple[float, int]:
-        """Plan a step and take in its result; also the number of sampled tokens."""
+        """Plan a step and commit its result. Also return the number of sampled tokens."""
         ...
 
 
 def replay(trace: Trace, engine: Engine) -> Replay:
-    """Drive `engine`, which must be new, through the whole trace."""
+    """Run the whole trace on `engine`, which must be new."""
     arrivals, added, steps, tokens = _prepared(trace), 0.0, [], 0
     ahead = next(arrivals, None)
     gc.collect()
@@ -100,9 +100,9 @@ def replay(trace: Trace, engine: Engine) -> Replay:
 
 
 def steady(running: int) -> Trace:
-    """`running` requests at all times: a few more arrive than end, so that every row is always taken.
+    """Make a trace with `running` requests at all times: slightly more arrive than end, so no row is ever free.
 
-    A prompt has 16 to 256 tokens of its own, half of them behind one of PREFIXES shared prefixes.
+    A prompt has 16 to 256 tokens of its own; half of the prompts begin with one of PREFIXES shared prefixes.
     """
     rng = np.random.default_rng(running)
     warm, steps, mean = 100, 400, 128
@@ -119,7 +119,7 @@ def steady(running: int) -> Trace:
 
 
 def at_context(tokens: int) -> Trace:
-    """8 requests of `tokens` prompt tokens decode; nobody else comes. A tenth of the blocks stays free."""
+    """Make a trace of 8 decoding requests with `tokens` prompt tokens each. A tenth of the blocks stays free."""
     output = 400
     arrivals = tuple(Arrival(0, tokens, output) for _ in range(8))
     length = tokens + output + 1
@@ -129,14 +129,14 @@ def at_context(tokens: int) -> Trace:
 
 
 def with_waiting(waiting: int) -> Trace:
-    """64 requests decode while `waiting` others wait for their rows."""
+    """Make a trace of 64 decoding requests while `waiting` others wait for rows."""
     running = tuple(Arrival(0, 64, 500) for _ in range(64))
     others = tuple(Arrival(5, 64, 500) for _ in range(waiting))
     return Trace(f"{waiting} waiting", 64, 4096, 1024, 64 * 32, 20, 320, running + others)
 
 
 def _prepared(trace: Trace) -> Iterator[tuple[Arrival, str, list[int]]]:
-    """Arrivals with names and prompts, all made beforehand."""
+    """Iterate over arrivals with names and prompts, all made in advance."""
     return iter([(one, f"request-{i}", one.token_ids(i)) for i, one in enumerate(trace.arrivals)])
 
 

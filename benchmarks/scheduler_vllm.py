@@ -1,6 +1,6 @@
-"""vLLM's scheduler and KV cache manager under traces from stdin; runs in vLLM's environment, started by scheduler.py.
+"""Replay traces from stdin in vLLM's scheduler and KV cache manager. scheduler.py starts this in vLLM's environment.
 
-Reads a trace per line and answers each with a line of JSON.
+Reads one trace per line and answers each with a line of JSON.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Theirs:
         self._missing: dict[str, int] = {}
 
     def add(self, name: str, token_ids: list[int], output: int) -> float:
-        """Seconds of making the request, which hashes its blocks, and of adding it."""
+        """Return the seconds to create the request, which hashes its blocks, and to add it."""
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         start = time.perf_counter()
         request = Request(
@@ -92,7 +92,7 @@ class Theirs:
         return seconds
 
     def step(self) -> tuple[float, int]:
-        """Seconds of schedule and update_from_output, and the number of sampled tokens."""
+        """Return the seconds of schedule and update_from_output, and the number of sampled tokens."""
         start = time.perf_counter()
         plan = self._scheduler.schedule()
         planned = time.perf_counter()
@@ -102,7 +102,7 @@ class Theirs:
         return time.perf_counter() - resumed + planned - start, sampled
 
     def _run(self, plan: Any) -> tuple[ModelRunnerOutput, int]:
-        """What a worker answers: each request whose last known token is computed samples one."""
+        """Return a worker's result: each request whose last known token is computed samples one."""
         for new in plan.scheduled_new_reqs:
             self._missing[new.req_id] = len(new.prompt_token_ids) - new.num_computed_tokens
         names, tokens = list(plan.num_scheduled_tokens), []
@@ -116,7 +116,7 @@ class Theirs:
 
 
 def main() -> None:
-    """Answer until stdin ends. What vLLM prints goes to stderr."""
+    """Answer until stdin ends. vLLM's output goes to stderr."""
     answers, sys.stdout = sys.stdout, sys.stderr
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))

@@ -3,8 +3,7 @@
     python benchmarks/step_cost.py
 
 Scheduler, KV manager, core, rows, loop, messages and the calls into the kernels' library are the real ones, in one
-thread; the recorded step has no operations, and the vocabulary 32 tokens, so that what is left of a step is its cost
-outside kernels.
+thread. The recorded step has no operations and the vocabulary 32 tokens: what remains is the cost outside kernels.
 
 - worker: the time from one step's logits to the next step's kernels: sample, send the result, receive the next plan,
   lay it out and call. It delays every step.
@@ -115,7 +114,7 @@ class InlineWorker:
 
 
 class Replica:
-    """A core, its worker and a client that hears nothing, in one thread."""
+    """A core, its worker and a client that drops all messages, in one thread."""
 
     def __init__(self, case: Case, steps: int) -> None:
         config = case.config(steps)
@@ -150,7 +149,7 @@ class Replica:
 
 
 def measure(cases: Sequence[Case], steps: int) -> list[tuple[float, float]]:
-    """Median seconds per step of core and worker in each case; cases take turns, as machines change their speed."""
+    """Return median seconds per step of core and worker by case. Cases take turns, since machine speed varies."""
     replicas = [Replica(case, steps) for case in cases]
     times: list[list[tuple[float, float]]] = [[] for _ in cases]
     for _ in range(steps // TURN):

@@ -1,16 +1,16 @@
-"""The hit rates that an LRU cache of 512-token blocks reaches on a trace in Mooncake's format; no code of the engine.
+"""Compute the hit rates of an LRU cache of 512-token blocks on a trace in Mooncake's format, without engine code.
 
     python benchmarks/trace_lru.py mooncake_conversation.jsonl 1M 4M 16M
 
-Requests come one after the other, in the order of the file; N tokens are N // 512 blocks. A request hits its blocks
-from the first one up to the first that is not cached; then all of its blocks become the most recent ones, in order.
-Outputs take no room, and nothing is pinned while it is used.
+Requests run one after the other, in the order of the file; N tokens are N // 512 blocks. A request hits its blocks up
+to the first one that is not cached; then all of its blocks become the most recent ones, in order. Outputs take no room,
+and nothing is pinned.
 
-| column | hits are                                           | of                                   |
+| column | hits                                               | divided by                           |
 |--------|----------------------------------------------------|--------------------------------------|
 | blocks | blocks; a partial last one counts like a whole one | all blocks                           |
-| tokens | tokens of whole blocks, but for a prompt's last    | all prompt tokens: what an engine    |
-|        | token, which must be computed for its logits       | with blocks of 512 tokens can reach  |
+| tokens | tokens of whole blocks, except a prompt's last     | all prompt tokens; the upper bound   |
+|        | token, which must be computed for its logits       | for an engine with 512-token blocks  |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
 
 def hit_rates(requests: list[dict[str, Any]], capacity: float) -> tuple[float, float]:
-    """Shares of blocks and of tokens that hit in a cache of `capacity` tokens, which may be infinite."""
+    """Return the shares of blocks and tokens that hit in a cache of `capacity` tokens, which may be infinite."""
     cache: OrderedDict[int, None] = OrderedDict()
     hit_blocks = hit_tokens = 0
     for request in requests:
@@ -47,7 +47,7 @@ def hit_rates(requests: list[dict[str, Any]], capacity: float) -> tuple[float, f
 
 
 def main(path: str, *sizes: str) -> None:
-    """Print a table with a line for each size and one for an infinite cache."""
+    """Print a table with a line per size and one for an infinite cache."""
     requests = [json.loads(line) for line in Path(path).read_text().splitlines()]
     print(f"{'cache':>8}  {'blocks':>6}  {'tokens':>6}")
     for size in (*sizes, "infinite"):

@@ -44,11 +44,11 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of all prompts and answers of a run, its warm-up included; the shared ones count once."""
+        """Return the tokens of all prompts and answers of a run with its warm-up. Shared ones count once."""
         return self.shared + (self.requests + 1) * (self.prompt + self.output)
 
     def arguments(self, seed: int, prompts: Path | None = None) -> list[str]:
-        """What follows `bench serve`; `prompts` is a JSONL file to take them from instead of drawing them."""
+        """Return the arguments of `bench serve`. `prompts` is a JSONL file that replaces random prompts."""
         common = ["--num-prompts", self.requests, "--max-concurrency", self.concurrency, "--num-warmups", 1]
         if prompts:
             shape = ["--dataset-name", "custom", "--dataset-path", prompts, "--custom-output-len", self.output]
@@ -73,7 +73,7 @@ CONTROL_PLANE = Workload("T1", 64, 64, 128, 128)
 
 @contextmanager
 def server(model: Path, options: list[str]) -> Iterator[dict[str, Any]]:
-    """A running server's ready line."""
+    """Run a server and yield its ready line."""
     command = [*PROGRAM, "serve", str(model), "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
@@ -87,7 +87,7 @@ def server(model: Path, options: list[str]) -> Iterator[dict[str, Any]]:
 def measure(
     url: str, workload: Workload, seed: int, out: Path, options: Sequence[str] = (), prompts: Path | None = None
 ) -> dict[str, Any]:
-    """One run; returns the result file's content. `options` of `bench serve` are added."""
+    """Run a workload once, with further `options` of `bench serve`, and return the result file's content."""
     file = f"{workload.name}-{seed}.json"
     command = [*PROGRAM, "bench", "serve", "--base-url", url, *workload.arguments(seed, prompts), *options]
     command += ["--save-result", "--result-dir", str(out), "--result-filename", file]
@@ -99,7 +99,7 @@ def measure(
 
 
 def row(workload: Workload, results: list[dict[str, Any]]) -> str:
-    """Medians over the runs, as a line of a Markdown table."""
+    """Return medians over the runs as a line of a Markdown table."""
 
     def median(key: str) -> float:
         return statistics.median(result[key] for result in results)

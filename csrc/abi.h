@@ -1,5 +1,5 @@
-// Exports functions together with a description of their types, from which pypto_serving/kernels/abi.py binds them. The
-// compiler deduces the types, and the preprocessor keeps the names of the arguments.
+// Exports functions with a description of their types; pypto_serving/kernels/abi.py binds them from it. The compiler
+// deduces the types, the preprocessor keeps the names of the arguments.
 #pragma once
 
 #include <cxxabi.h>
@@ -22,19 +22,23 @@
   static const pypto::description::Function described_##name(#name, #__VA_ARGS__, &pypto_##name);                     \
   result pypto_##name(__VA_ARGS__)
 
-// Exports a constant of the layouts, which Python has too: CONSTANT(kPanel)
+// Describes a constant of the layouts, which Python has too: CONSTANT(kPanel)
 #define CONSTANT(name) static const pypto::description::Constant described_##name(#name, pypto::name);
 
 namespace pypto::description {
 
-// Functions, and structs with FIELDS that functions take, by name; a line each:
+// Functions, and what their arguments need: structs with FIELDS, enums and constants. By name, one line each:
 //   function <name> <result>; <type> <argument>; ...
 //   struct <name> <bytes>; <type> <field> <offset>; ...
 //   enum <name> <type>; <enumerator>; ...
 //   constant <name> <value>
-// Enumerators count from 0. A struct within a struct is described by its fields. A type is `void`, `text` (const
-// char*), numpy's name of a number (f4, i8, u2), the name of a class or enum, or a pointer to one of these: `const
-// f4*`, `Engine*`. `?` follows the name of a NULLABLE pointer.
+// Enumerators count from 0. A nested struct is described by its fields. A type is one of
+//   void
+//   text: const char*
+//   numpy's name of a number: f4, i8, u2
+//   the name of a class or enum
+//   a pointer to one of these: `const f4*`, `Engine*`
+// `?` follows the name of a NULLABLE pointer.
 using Lines = std::map<std::string, std::string>;
 
 inline Lines& lines() {
@@ -42,8 +46,8 @@ inline Lines& lines() {
   return all;
 }
 
-// The names of `text`, which commas separate: a comma within a type counts too, and does not compile where this is
-// compared with the number of arguments or fields.
+// The number of names in `text`, separated by commas. A comma within a type counts too; the comparison with the number
+// of arguments or fields then fails to compile.
 constexpr size_t count_names(std::string_view text) {
   return text.empty() ? 0 : 1 + std::count(text.begin(), text.end(), ',');
 }
@@ -53,7 +57,7 @@ constexpr size_t count_arguments(Result (*)(Arguments...)) {
   return sizeof...(Arguments);
 }
 
-// Takes the next argument or field off the front of `text`. Returns its name: `x` of "const float* x, int n", `x?` of
+// Removes the first argument or field from `text` and returns its name: `x` of "const float* x, int n", `x?` of
 // "NULLABLE x".
 inline std::string next_name(std::string& text) {
   const size_t end = std::min(text.find(','), text.size());
@@ -98,7 +102,7 @@ std::string type_name() {
     return class_name(typeid(T));
   } else {
     static_assert(std::is_arithmetic_v<T>, "the binding does not know such a type");
-    const bool is_unsigned = std::is_unsigned_v<T> || std::is_same_v<T, char>;  // char is a byte, whatever the machine
+    const bool is_unsigned = std::is_unsigned_v<T> || std::is_same_v<T, char>;  // char is a byte on every machine
     const std::string kind = std::is_floating_point_v<T> ? "f" : is_unsigned ? "u" : "i";
     return kind + std::to_string(sizeof(T));
   }
@@ -114,7 +118,7 @@ void describe_enum() {
   lines()[name] = line.str();
 }
 
-// Adds the fields of `values`, which lies in a struct at `base`, to the struct's line.
+// Adds the fields of `values`, part of a struct at `base`, to the struct's line.
 template <HasFields T>
 void describe_fields(T& values, const char* base, std::ostream& line) {
   std::string names = T::kFields;

@@ -1,4 +1,4 @@
-// Which kernels this machine can run.
+// Finds the kernels that this machine can run.
 #include <cstring>
 
 #include "ops.h"

@@ -1,4 +1,4 @@
-// Files of packed weights: hashes that find any damage, and reading by all threads into the memory that is served.
+// Files of packed weights: hashes that detect damage, and a read by all threads into the memory of the weights.
 #pragma once
 
 #include <unistd.h>
@@ -13,21 +13,21 @@
 
 namespace pypto {
 
-// A file is read and hashed in pieces: large enough for one system call each, small enough that a piece is still in the
-// second-level cache when it is hashed.
+// A file is read and hashed in pieces: large enough for one system call each, small enough to be still in the L2 cache
+// when hashed.
 constexpr int64_t kPieceBytes = 256 << 10;
 constexpr int kLanes64 = 8;
 
 inline int64_t pieces_of(int64_t bytes) { return (bytes + kPieceBytes - 1) / kPieceBytes; }
 
-// One to one in `state` for a given word and in `word` for a given state. A change within one word is therefore never
-// lost again; changes of several words cancel out with a probability of 2^-64.
+// For a fixed word one to one in `state`, and vice versa: a change of one word always changes the hash. Changes of
+// several words cancel out with a probability of 2^-64.
 inline uint64_t mix(uint64_t state, uint64_t word) {
   const uint64_t product = (state ^ word) * 0x9e3779b97f4a7c15u;
   return product << 29 | product >> 35;
 }
 
-// Words go to eight lanes in turn, because one lane would wait for its products. The end is filled up with zeros.
+// Words go to eight lanes in turn: a single lane would wait for each product. The end is padded with zeros.
 inline uint64_t hash_piece(const char* data, int64_t bytes) {
   uint64_t lanes[kLanes64], words[kLanes64], total = static_cast<uint64_t>(bytes);
   for (int i = 0; i < kLanes64; i++) lanes[i] = static_cast<uint64_t>(i);
@@ -45,7 +45,7 @@ inline void hash_pieces(const char* data, int64_t bytes, uint64_t* hashes) {
     hashes[piece] = hash_piece(data + piece * kPieceBytes, std::min(kPieceBytes, bytes - piece * kPieceBytes));
 }
 
-// Reads bytes [offset, offset + bytes) of an open file into `out`, and hashes what has been read.
+// Reads bytes [offset, offset + bytes) of an open file into `out` and hashes each piece.
 class Reading final : public Job {
  public:
   Reading(int file, int64_t offset, char* out, int64_t bytes, uint64_t* hashes)
@@ -61,7 +61,7 @@ class Reading final : public Job {
     }
   }
 
-  // 0, or errno of a read that failed; EIO where the file is too short.
+  // 0, or the errno of a failed read; EIO if the file is too short.
   int error() const { return error_.load(std::memory_order_relaxed); }
 
  private:

@@ -28,10 +28,11 @@ INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips
       store(y + kLanes, load(y + kLanes) + load(op.bias + column + kLanes));
     }
     if (op.epilogue == Epilogue::kSwiglu) {
+      static_assert(kGateHalf == kLanes);
       int64_t stride;
       Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
-      const Floats most = set1(op.limit), up = larger(-most, smaller(most, load(y + kLanes)));
-      store_pairs(out + panel * (kLanes / 2) * stride, stride, silu(smaller(most, load(y))) * up);
+      const Floats most = set1(op.limit), up = larger(-most, smaller(most, load(y + kGateHalf)));
+      store_pairs(out + panel * (kGateHalf / 2) * stride, stride, silu(smaller(most, load(y))) * up);
       continue;
     }
     if (op.epilogue == Epilogue::kStrips) {

@@ -1,11 +1,11 @@
 // Sampling (temperature, top-k, top-p, min-p) without sorting the vocabulary. One thread samples a row, so its result
 // does not depend on other rows.
 //
-// Scores are at most 0, so the bits of their magnitudes order them, best first, as whole numbers: their keys. Without
-// top-k and top-p, weights are summed by chunks in order of id, and a draw walks through one chunk. With them, it goes
-// through the ranking: a histogram over the upper bits of the keys, of how many there are and what they weigh, says in
-// which bucket a count or a weight is reached. Only that bucket is looked at again, by its middle bits, then by its low
-// ones; what is left are equals, in order of id.
+// A score is at most 0; the bits of its magnitude, read as an integer, are its key. Ascending keys rank scores best
+// first. Without top-k and top-p, weights are summed chunk by chunk in order of id, and a draw walks through one chunk.
+// With them, a draw goes through the ranking: a histogram over the upper bits of the keys, with count and weight of
+// each bucket, gives the bucket in which a count or a weight is reached. Only that bucket is refined, by the middle
+// bits and then by the low ones. The entries left are equal and in order of id.
 #pragma once
 
 #include <bit>
@@ -16,7 +16,7 @@
 namespace ISA {
 
 constexpr int64_t kChunk = 1024;
-constexpr float kReach = 87.0f;  // lower scores weigh nothing
+constexpr float kReach = 87.0f;  // lower scores have no weight
 constexpr int kUpper = 20, kMiddle = 10;  // shifts of the upper and the middle part of a key
 constexpr int kUpperBuckets = (std::bit_cast<int32_t>(kReach) >> kUpper) + 1, kLowerBuckets = 1 << kMiddle;
 
@@ -44,8 +44,8 @@ struct Histogram {
     return sum;
   }
 
-  // The bucket in which `reached` becomes true of the sum so far, or else the last one; `sum` takes in those before it.
-  // Empty buckets change nothing, and asking which are would take longer.
+  // Returns the first bucket with which `reached` holds for the sum so far, else the last one in use; `sum` becomes the
+  // sum before it. Empty buckets are not skipped: the test would take longer.
   template <typename Reached>
   int32_t pass(Sum& sum, Reached reached) const {
     Sum before = sum;
@@ -66,8 +66,8 @@ struct Entry {
   float weight;
 };
 
-// Memory that only grows. A container of the library, for a plain type, would be linked from whichever instruction set
-// comes first; this one is our own.
+// Memory that only grows. A standard container of a plain type would be linked from whichever instruction set comes
+// first.
 template <typename Value>
 struct Buffer {
   Value* data = nullptr;
@@ -85,10 +85,10 @@ struct Buffer {
   }
 };
 
-// What a thread needs for one row.
+// Buffers of a thread for one row.
 struct SamplingScratch {
-  Buffer<float> tops;      // of each chunk the largest logit
-  Buffer<double> weights;  // of each chunk and those before it
+  Buffer<float> tops;      // the largest logit of each chunk
+  Buffer<double> weights;  // cumulative, by chunk
   Buffer<int32_t> best;    // chunks with the largest tops
   Buffer<Entry> entries;
   Histogram<kUpperBuckets> upper;
@@ -106,15 +106,15 @@ INLINE Floats logits_at(const float* logits, int64_t i, int64_t vocab) {
   return load(lane);
 }
 
-// The largest logit of a row and the lowest id that has it; the id is -1 where it is infinite, or any is not a number.
+// The largest logit of a row and the lowest id that has it; the id is -1 if it is infinite or any logit is NaN.
 struct Peak {
   float value;
   int64_t id;
 };
 
-// The largest logit of a chunk; lanes of `ordinary` become false where a logit is not a number.
+// The largest logit of a chunk. Lanes of `ordinary` become false for NaN.
 INLINE float chunk_top(const float* logits, int64_t begin, int64_t vocab, Ints& ordinary) {
-  constexpr int64_t kAtOnce = 4;  // so many comparisons need not wait for each other
+  constexpr int64_t kAtOnce = 4;  // independent chains of comparisons
   const int64_t end = min(begin + kChunk, vocab);
   Floats top[kAtOnce];
   for (Floats& one : top) one = set1(-INFINITY);
@@ -158,7 +158,7 @@ INLINE Ints spread(int32_t key) { return Ints{} + key; }
 
 INLINE Ints keys_of(Floats scores) { return (Ints)scores & 0x7fffffff; }
 
-// A row seen as scores, of which those with keys up to `limit` have a weight.
+// A row as scores (logit - peak) / temperature. Those with keys up to `limit` have a weight.
 struct Scores {
   const float* logits;
   int64_t vocab;
@@ -174,7 +174,7 @@ INLINE void drop_below(Scores& s, float score) {
   if (key_of(score) < s.limit) s.limit = key_of(score);
 }
 
-// Calls take(id, key, weight) for ids [begin, end), in order, whose keys lie in [lowest, highest], until it says true.
+// Calls take(id, key, weight) for the ids of [begin, end) with keys in [lowest, highest], in order, until it is true.
 template <typename Take>
 INLINE void visit(const Scores& s, int64_t begin, int64_t end, int32_t lowest, int32_t highest, Take take) {
   for (int64_t i = begin; i < end; i += kLanes) {
@@ -207,7 +207,7 @@ static double weigh(const Scores& s, SamplingScratch& scratch) {
   return total;
 }
 
-// The first id with which the weights exceed `random` of their total, in order of id.
+// The first id, in order of id, at which the cumulative weight exceeds `random` of the total.
 static int64_t draw_in_order(const Scores& s, double random, SamplingScratch& scratch) {
   const double total = weigh(s, scratch), target = random * total;
   const double* weights = scratch.weights.data;
@@ -222,13 +222,13 @@ static int64_t draw_in_order(const Scores& s, double random, SamplingScratch& sc
 }
 
 struct Found {
-  Sum sum;  // with the entry itself
+  Sum sum;  // up to and with the entry
   int64_t id;
 };
 
 INLINE int32_t bucket_of(const Entry& entry, int shift) { return entry.key >> shift & (kLowerBuckets - 1); }
 
-// The first entry of the ranking with which `reached` becomes true of the sum, or else the last. `upper` is filled.
+// The first entry of the ranking with which `reached` holds for the sum, else the last. `upper` is already filled.
 template <typename Reached>
 INLINE Found find(const Scores& s, SamplingScratch& scratch, Reached reached) {
   Sum sum;
@@ -257,8 +257,8 @@ INLINE Found find(const Scores& s, SamplingScratch& scratch, Reached reached) {
   }
 }
 
-// The ids of the `count` largest logits, best first, ties to the lowest id. An id that comes later must be larger than
-// the least of those held.
+// The ids of the `count` largest logits, best first, ties to the lowest id. A later id replaces the last one held only
+// if its logit is larger.
 static void find_best(const float* logits, int64_t vocab, int64_t count, int32_t* best) {
   int64_t held = 0;
   for (int64_t i = 0; i < vocab && count > 0; i += kLanes) {
@@ -283,7 +283,7 @@ static void fill_upper(const Scores& s, SamplingScratch& scratch) {
   });
 }
 
-// What the best k come to. At least k logits are no smaller than the k-th largest of the chunks' tops.
+// The sum of the best k. At least k logits are no smaller than the k-th largest chunk maximum; lower ones are dropped.
 static Sum keep_top_k(Scores& s, int64_t k, SamplingScratch& scratch) {
   const int64_t chunks = chunks_of(s.vocab);
   if (k <= chunks) {
@@ -296,7 +296,7 @@ static Sum keep_top_k(Scores& s, int64_t k, SamplingScratch& scratch) {
   return k < all.count ? find(s, scratch, [&](Sum sum) { return sum.count >= k; }).sum : all;
 }
 
-// What all come to. The entries that weigh less than an equal share of half of what top-p leaves out are left out.
+// The sum of all. Entries below an equal share of half of the weight that top-p excludes are dropped.
 static Sum keep_for_top_p(Scores& s, double top_p, SamplingScratch& scratch) {
   const double total = weigh(s, scratch), share = (1 - top_p) * total / static_cast<double>(2 * s.vocab);
   drop_below(s, static_cast<float>(std::log(share)));
@@ -304,8 +304,8 @@ static Sum keep_for_top_p(Scores& s, double top_p, SamplingScratch& scratch) {
   return {s.vocab, total};
 }
 
-// Best first: the first of the best `top_k`, up to `top_p` of their weight, with which the weights exceed `random` of
-// what is left.
+// Keeps the best `top_k`, and of these, best first, `top_p` of the weight. Returns the first at which the cumulative
+// weight exceeds `random` of what is kept.
 static int64_t draw_ranked(Scores& s, const Draw& draw, SamplingScratch& scratch) {
   Sum kept = draw.top_k > 0 ? keep_top_k(s, draw.top_k, scratch) : keep_for_top_p(s, draw.top_p, scratch);
   if (draw.top_p < 1) {
@@ -341,7 +341,7 @@ static void sample(const Sample& op, Member& member) {
   }
 }
 
-// As many logits as are larger than that of `token`, and one.
+// 1 + the number of logits larger than that of `token`.
 static int32_t rank_of(const float* logits, int64_t vocab, int32_t token) {
   int32_t rank = 1;
   for (int64_t i = 0; i < vocab; i += kLanes)

@@ -1,4 +1,4 @@
-// Sixteen lanes, whatever the machine: one AVX-512 register, two of AVX2, or what the compiler makes of it.
+// Vectors of 16 lanes on every machine: one AVX-512 register, two of AVX2, or what the compiler makes of it.
 //
 // All vector arithmetic of the kernels goes through these functions. Contraction is off (-ffp-contract=off), so a fused
 // multiply-add happens exactly where `fma` is written, and one source gives one result in every place it is inlined.
@@ -56,8 +56,8 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Comparisons, -1 in the lanes that hold. Where AVX2 needs two registers for a vector, compilers would compare lane by
-// lane, so it is cut in half here.
+// Comparisons: -1 in the lanes that hold. A vector of two AVX2 registers is cut in half, because compilers would
+// compare it lane by lane.
 #if defined(__AVX2__) && !defined(__AVX512F__)
 typedef float HalfFloats __attribute__((vector_size(32), may_alias));
 typedef int32_t HalfInts __attribute__((vector_size(32), may_alias));
@@ -78,7 +78,7 @@ COMPARE(equal, Floats, HalfFloats, ==)
 COMPARE(at_most, Ints, HalfInts, <=)
 #undef COMPARE
 
-// `a` where the comparison holds, else `b`.
+// Each lane: `a` where the comparison holds, else `b`.
 INLINE Floats select(Ints holds, Floats a, Floats b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   union { Ints all; __m256 half[2]; } h{holds};
@@ -95,7 +95,7 @@ INLINE Floats larger(Floats a, Floats b) { return select(above(a, b), a, b); }
 
 INLINE Floats smaller(Floats a, Floats b) { return select(above(b, a), a, b); }
 
-// Prefetch into the L2 cache: what is prefetched exceeds the L1 cache.
+// Prefetches into the L2 cache, since the data exceed the L1 cache.
 INLINE void fetch(const char* p) { __builtin_prefetch(p, 0, 2); }
 
 // Lane i is lane order[i] of x.
@@ -109,7 +109,7 @@ INLINE Floats permute(Floats x, Ints order) {
 #endif
 }
 
-// Sum and largest of all lanes, in the order of a binary tree: lane i and i + 8, then i + 4, ...
+// Sum and maximum of all lanes in the order of a binary tree: lanes i and i + 8, then i + 4, ...
 template <int kWidth>
 struct Part {
   typedef float Type __attribute__((vector_size(4 * kWidth), may_alias));
@@ -150,7 +150,7 @@ INLINE Doubles add_halves(Floats x) {
   return __builtin_convertvector(half[0], Doubles) + __builtin_convertvector(half[1], Doubles);
 }
 
-// Bit i says that lane i of a comparison holds.
+// Bit i is set if lane i of a comparison holds.
 INLINE uint32_t bits(Ints holds) {
 #if defined(__AVX512DQ__)
   return _mm512_movepi32_mask((__m512i)holds);
@@ -164,7 +164,7 @@ INLINE uint32_t bits(Ints holds) {
 #endif
 }
 
-// The first `count` of 16 lanes, at least 1; the others are zero.
+// Loads the first `count` >= 1 lanes; the others are zero.
 INLINE Ints load_some(const void* p, int64_t count) {
 #if defined(__AVX512F__)
   return (Ints)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), p);
@@ -194,7 +194,7 @@ INLINE float widen(bf16 x) {
   return y;
 }
 
-// Rounded to the nearest, ties to even; not a number stays so.
+// Rounds to nearest, ties to even; NaN stays NaN.
 INLINE bf16 narrow(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -202,7 +202,7 @@ INLINE bf16 narrow(float x) {
   return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Sixteen floats as bfloat16 in memory.
+// Stores 16 floats as bfloat16.
 INLINE void store_narrow(bf16* p, Floats x) {
 #if defined(__AVX512BF16__)
   const __m256bh y = _mm512_cvtneps_pbh((__m512)x);
@@ -226,7 +226,7 @@ INLINE Floats load_widen(const bf16* p) {
 #endif
 }
 
-// Stores as bfloat16, and returns what is then in memory.
+// Stores as bfloat16 and returns the rounded values.
 INLINE Floats store_rounded(bf16* p, Floats x) {
 #if defined(__AVX512BF16__)
   const __m256bh y = _mm512_cvtneps_pbh((__m512)x);
@@ -238,8 +238,8 @@ INLINE Floats store_rounded(bf16* p, Floats x) {
 #endif
 }
 
-// One register as the machine has it, for sums that must stay there: compilers keep vectors of several registers in
-// memory. 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere.
+// One machine register, for sums that must stay in it: compilers keep vectors of several registers in memory. 16 lanes
+// with AVX-512, 8 with AVX2, 4 elsewhere.
 #if defined(__AVX512F__)
 constexpr int kRegisterLanes = 16;
 #elif defined(__AVX2__)
@@ -266,10 +266,10 @@ INLINE PairRegister broadcast(Pair x) { return PairRegister{} + static_cast<int3
 
 INLINE void store_sums(float* p, Register x) { std::memcpy(p, &x, sizeof x); }
 
-// Whole numbers in float32, to the nearest, ties to even.
+// Converts integers to float32, rounded to nearest, ties to even.
 INLINE Register as_floats(PairRegister x) { return __builtin_convertvector(x, Register); }
 
-// Has x computed although nobody reads it.
+// Forces x to be computed although nothing reads it.
 INLINE void keep(Register x) { asm volatile("" : : "m"(x)); }
 
 INLINE Register fma_register(Register a, Register b, Register c) {
@@ -282,7 +282,7 @@ INLINE Register fma_register(Register a, Register b, Register c) {
 #endif
 }
 
-// total + a.low * b.low + a.high * b.high in every lane: one vdpbf16ps where there is one.
+// total + a.low * b.low + a.high * b.high in every lane; one vdpbf16ps where the machine has it.
 INLINE Register dot(Register total, PairRegister a, PairRegister b) {
 #if defined(__AVX512BF16__)
   return (Register)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
@@ -293,7 +293,7 @@ INLINE Register dot(Register total, PairRegister a, PairRegister b) {
 #endif
 }
 
-// The sum of two products of 16-bit numbers in every lane.
+// The sum of two products of 16-bit integers in every lane.
 INLINE PairRegister multiply_shorts(PairRegister a, PairRegister b) {
 #if defined(__AVX512BW__)
   return (PairRegister)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -306,8 +306,8 @@ INLINE PairRegister multiply_shorts(PairRegister a, PairRegister b) {
 #endif
 }
 
-// total + the sum of four products of a signed byte of a and an unsigned one of b in every lane: one vpdpbusd where
-// there is one. Elsewhere even and odd bytes become 16-bit numbers, because vpmaddubsw saturates.
+// total + the sum of four products of a signed byte of a and an unsigned byte of b in every lane; one vpdpbusd where
+// the machine has it. Elsewhere even and odd bytes become 16-bit integers, because vpmaddubsw saturates.
 INLINE PairRegister dot_bytes(PairRegister total, PairRegister a, PairRegister b) {
 #if defined(__AVX512VNNI__)
   return (PairRegister)_mm512_dpbusd_epi32((__m512i)total, (__m512i)b, (__m512i)a);
@@ -320,10 +320,10 @@ INLINE PairRegister dot_bytes(PairRegister total, PairRegister a, PairRegister b
 #endif
 }
 
-// 2^x for x in [-126, 126]; 0 below, exactly 1 at 0; not a number stays so. The remainder in [-1/2, 1/2] goes through
-// the Taylor series of 2^f to the 7th power: relative error below 2e-8 before rounding.
+// 2^x for x in [-126, 126]; 0 below, exactly 1 at 0; NaN stays NaN. The remainder f in [-1/2, 1/2] goes through the
+// Taylor series of 2^f to the 7th power: relative error below 2e-8 before rounding.
 INLINE Floats exp2_to_126(Floats x) {
-  const Floats magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number in the low bits
+  const Floats magic = set1(12582912.0f);  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
   const Floats shifted = x + magic;
   const Floats f = x - (shifted - magic);
   Floats y = set1(1.5252734e-5f);
@@ -338,7 +338,7 @@ INLINE Floats exp2_to_126(Floats x) {
   return select(equal(x, x), select(above(set1(-126.0f), x), Floats{}, scaled), x);
 }
 
-// The same for any x; above 126, 2^126.
+// exp2_to_126 for any x; 2^126 above 126.
 INLINE Floats exp2(Floats x) { return exp2_to_126(select(above(x, set1(126.0f)), set1(126.0f), x)); }
 
 // 2^x of one number.
@@ -350,8 +350,8 @@ INLINE float power(float x) {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// e^x for x in [-87, 87]; 0 below, exactly 1 at 0; not a number stays so. The multiple of ln 2 is taken off in two
-// parts, the first of few bits (Cody and Waite 1980), so that the remainder is exact to the last bits for large x too.
+// e^x for x in [-87, 87]; 0 below, exactly 1 at 0; NaN stays NaN. The multiple of ln 2 is subtracted in two parts, the
+// first of few bits (Cody and Waite 1980), which keeps the remainder exact to the last bits for large x too.
 INLINE Floats exp(Floats x) {
   const Floats clamped = smaller(larger(x, set1(-87.0f)), set1(87.0f));
   const Floats magic = set1(12582912.0f);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -35,6 +35,7 @@ _DATASET_OPTIONS = {
     "prefix_repetition": ("prefix_repetition_",),
     "custom": ("dataset_path", "custom_"),
 }
+_PREFIX_REPETITION: dict[str, Any] = {"metavar": "N", "rich_help_panel": "Prefix repetition"}
 
 
 @bench_app.command()
@@ -83,10 +84,12 @@ def serve(
     random_output_len: Annotated[int, typer.Option(help="Mean output tokens.")] = 128,
     random_range_ratio: Annotated[float, typer.Option(help="Lengths vary by up to this fraction, in [0, 1).")] = 0.0,
     random_prefix_len: Annotated[int, typer.Option(help="Tokens that all prompts share.")] = 0,
-    prefix_repetition_prefix_len: Annotated[int, typer.Option(help="Tokens per prefix.")] = 256,
-    prefix_repetition_suffix_len: Annotated[int, typer.Option(help="Tokens per prompt after its prefix.")] = 256,
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(help="Number of prefixes.")] = 10,
-    prefix_repetition_output_len: Annotated[int, typer.Option(help="Output tokens.")] = 128,
+    prefix_repetition_prefix_len: Annotated[int, typer.Option(**_PREFIX_REPETITION, help="Tokens per prefix.")] = 256,
+    prefix_repetition_suffix_len: Annotated[
+        int, typer.Option(**_PREFIX_REPETITION, help="Tokens per prompt after its prefix.")
+    ] = 256,
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(**_PREFIX_REPETITION, help="Number of prefixes.")] = 10,
+    prefix_repetition_output_len: Annotated[int, typer.Option(**_PREFIX_REPETITION, help="Output tokens.")] = 128,
     custom_output_len: Annotated[int, typer.Option(help="Output tokens of rows that set none.")] = 256,
 ) -> None:
     """Load a server with requests and report latencies and throughput, as `vllm bench serve` does.

@@ -10,6 +10,7 @@ import typer
 
 from pypto_serving.api.chat.output import TextPart
 from pypto_serving.cli.client import ChatClient
+from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP, given_sampling, sampling_params
@@ -25,7 +26,7 @@ Answer = Callable[[Sequence[Message]], Generator[TextPart]]
 HELP = "/clear forgets the conversation, /exit leaves; Ctrl-C stops an answer, Ctrl-D leaves"
 
 
-@app.command()
+@app.command(cls=HelpCommand)
 @takes_options(*ENGINE_PANELS)
 def chat(
     options: Options,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ALL_PANELS, takes_options
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options
@@ -13,7 +14,7 @@ from pypto_serving.setup.options import Options
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=HelpCommand)
 @takes_options(*ALL_PANELS)
 def check(
     options: Options,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec import to_builtins
 
+from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
 from pypto_serving.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP, given_sampling, sampling_params
@@ -23,7 +24,7 @@ app = typer.Typer(add_completion=False)
 DEFAULT_MAX_TOKENS = 128
 
 
-@app.command()
+@app.command(cls=HelpCommand)
 @takes_options(*ENGINE_PANELS, model_argument=False)
 def generate(
     options: Options,

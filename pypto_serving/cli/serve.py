@@ -21,6 +21,7 @@ import msgspec
 import typer
 
 from pypto_serving.cli import STARTED_S
+from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ALL_PANELS, takes_options
 from pypto_serving.errors import EXIT_OK, ConfigError
 from pypto_serving.setup.options import Options
@@ -38,7 +39,7 @@ LAST_REPLIES_S = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@app.command()
+@app.command(cls=HelpCommand)
 @takes_options(*ALL_PANELS)
 def serve(options: Options) -> None:
     """Serve MODEL over an OpenAI-compatible API; without MODEL, the bundled one."""

@@ -1,7 +1,7 @@
-"""A checkpoint's safetensors files: headers and what they must hold. Torch-free.
+"""A checkpoint's safetensors files: their headers, and the tensors that they must hold. Torch-free.
 
-Format: https://github.com/huggingface/safetensors#format: 8 bytes little-endian header length n, n bytes of JSON
-{name: {dtype, shape, data_offsets [begin, end)}}, then the data that the offsets count from.
+Format, https://github.com/huggingface/safetensors#format: the header length n in 8 little-endian bytes; n bytes of JSON
+{name: {dtype, shape, data_offsets [begin, end)}}; the data, from whose start the offsets count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import read_json_file
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Stored dtypes that can be served, with their item size in bytes."""
+"""Bytes per item of the stored dtypes that can be served."""
 INT8, INT64 = "I8", "I64"
 """Stored dtypes of quantised weights, and of tables of ids."""
 
@@ -27,7 +27,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies: bytes [begin, end) of `file`."""
+    """The location of a tensor: bytes [begin, end) of `file`."""
 
     name: str
     file: Path
@@ -43,7 +43,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a checkpoint directory, by name. Reads headers only."""
+    """The tensors of a checkpoint directory, by name. Only headers are read."""
 
     directory: Path
     files: tuple[Path, ...]
@@ -51,7 +51,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, model_dir: str | Path) -> Checkpoint:
-        """Read the headers of all files; raises ModelError naming a missing, damaged or truncated file."""
+        """Read the headers of all files. Raises ModelError naming a missing, damaged or truncated file."""
         directory = Path(model_dir)
         files = weight_files(directory)
         for file in files:
@@ -72,9 +72,9 @@ class Checkpoint:
         ignores: Callable[[str], bool],
         integers: Mapping[str, str] | None = None,
     ) -> None:
-        """Check that exactly the tensors of `inventory` (name to shape) are here, and the dtypes of `integers`.
+        """Raise ModelError naming a tensor that is missing, surplus, or of another shape or dtype.
 
-        Raises ModelError naming one.
+        `inventory` has shapes by name, `integers` the dtypes of integer tensors.
         """
         integers = integers or {}
         for name, shape in inventory.items():
@@ -95,7 +95,7 @@ class Checkpoint:
 
 
 def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
-    """The file of every tensor that the index of a checkpoint names, and its total_size; None without an index.
+    """Return the file of every tensor in the index of a checkpoint, and its total_size; None without an index.
 
     Raises ModelError for a damaged index.
     """
@@ -114,7 +114,7 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
-    """The files that the index of a checkpoint names, or the only one; raises ModelError for a damaged index."""
+    """Return the files in the index of a checkpoint, or the only file. Raises ModelError for a damaged index."""
     index = read_index(directory)
     if index is None:
         return (directory / SINGLE_FILE,)

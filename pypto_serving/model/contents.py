@@ -1,4 +1,4 @@
-"""Contents of a checkpoint, from the headers of its files, else from its index, else from config.json. Torch-free."""
+"""Contents of a checkpoint: from file headers, else from its index, else from config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pypto_serving.types.model import Contents, IndexFacts, Source, StoredTensor
 
 Shape = tuple[int, ...]
 STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""Names that safetensors has for the dtypes of config.json."""
+"""The dtypes of config.json by their safetensors names."""
 
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
 
@@ -33,26 +33,26 @@ class Stored:
 
 
 class Inventory(Protocol):
-    """The tensors of a checkpoint, as its config.json implies them. `mtp` stands for draft layers."""
+    """The tensors of a checkpoint that its config.json implies. `mtp` includes draft layers."""
 
     def tensors(self) -> dict[str, Shape]:
-        """List name and shape of every tensor that a checkpoint must have."""
+        """Return the shape of every required tensor by name."""
 
     def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
-        """List every tensor of a checkpoint whose weights are of `dtype`, a key of STORED_DTYPES, unless quantised."""
+        """Return every tensor as files hold it. Weights have `dtype`, a key of STORED_DTYPES, unless quantised."""
 
     def num_parameters(self, mtp: bool) -> int:
         """Count the elements of all float tensors before quantisation."""
 
     def ignores(self, name: str) -> bool:
-        """Return True for tensors that may be there and nothing needs, draft layers among them."""
+        """Return True for optional tensors that nothing reads, such as draft layers."""
 
 
 def read_contents(model_dir: str | Path, inventory: Inventory, dtype: str) -> Contents:
-    """Read the best source that is here, and compare all sources with `inventory`, one line per finding.
+    """Read the best source present and compare all sources with `inventory`, one line per finding.
 
-    Without headers a tensor is what `inventory` and `dtype` make of it. Draft layers count where the source lists them;
-    config.json alone lists as many as it names.
+    Without headers, dtypes and shapes come from `inventory` and `dtype`. Draft layers count if the source lists them;
+    config.json alone lists all that it names.
     """
     required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
     index, names = _read_index(Path(model_dir))
@@ -82,7 +82,7 @@ def read_contents(model_dir: str | Path, inventory: Inventory, dtype: str) -> Co
 
 
 def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
-    """Read the facts in the index and the names that it lists; None without one. Raises ModelError if damaged."""
+    """Read the index: its facts, None without an index, and its tensor names. Raises ModelError if it is damaged."""
     found = read_index(directory)
     if found is None:
         return None, ()
@@ -93,7 +93,7 @@ def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
 
 
 def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
-    """Read the tensors in the files, or the error in them; neither unless all files are here."""
+    """Read the tensors in the files, or the error found in them; neither unless all files are present."""
     if not all(file.is_file() for file in weight_files(directory)):
         return {}, ""
     try:
@@ -105,7 +105,7 @@ def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
 def _differences(
     source: str, names: Collection[str], required: Collection[str], whole: Collection[str], inventory: Inventory
 ) -> Iterator[str]:
-    """Yield one line each for tensors that `source` lacks, that the model lacks, and that nothing needs."""
+    """Yield one line each for missing tensors, for tensors that the model lacks, and for ignored ones."""
     surplus = sorted(name for name in names if name not in whole)
     for verdict, odd in (
         ("missing", sorted(name for name in required if name not in names)),
@@ -117,7 +117,7 @@ def _differences(
 
 
 def _shapes(found: Mapping[str, StoredTensor], required: Mapping[str, Stored]) -> Iterator[str]:
-    """Yield a line for the first tensor whose shape differs from that of config.json."""
+    """Yield a line for the first tensor whose shape differs from that in config.json."""
     for name, tensor in required.items():
         if name in found and found[name].shape != tensor.shape:
             yield f"files: {name} has shape {list(found[name].shape)}, but config.json makes it {list(tensor.shape)}"
@@ -135,7 +135,7 @@ def _compare_size(index: IndexFacts, num_bytes: int) -> str:
 
 
 def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[StoredTensors, ...]:
-    """Count tensors and bytes of each dtype, the largest first."""
+    """Count the tensors and bytes of each dtype, most bytes first."""
     counts, sizes = Counter(tensor.dtype for tensor in tensors), Counter[str]()
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.num_bytes

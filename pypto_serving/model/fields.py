@@ -1,4 +1,4 @@
-"""Typed access to a checkpoint's config.json, with errors that name the key and its value. Torch-free."""
+"""Typed access to a checkpoint's config.json; errors name key and value. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pypto_serving.errors import ModelError
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; raises ModelError in one line when it cannot be read."""
+    """Return the JSON object in `path`. Raises ModelError in one line if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -27,43 +27,43 @@ def read_json_file(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """Reads one JSON object. A key may have older spellings; a null counts as absent, as transformers has it."""
+    """Reads one JSON object. A key may have older spellings; null counts as absent, as in transformers."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
         self.source = source
 
     def get(self, *keys: str) -> Any:
-        """The value of the first of `keys` that is present, or None."""
+        """Return the value of the first of `keys` present, or None."""
         return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
 
     def section(self, *keys: str) -> Fields:
-        """The nested object under one of `keys`, empty when absent."""
+        """Return the nested object under one of `keys`, empty if absent."""
         value = self.get(*keys)
         self.require(value is None or isinstance(value, dict), keys[0], value, "an object")
         return Fields(value or {}, self.source)
 
     def positive_int(self, *keys: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """Return an integer >= 1."""
         return self._number(keys, default, lambda v: isinstance(v, int) and v >= 1, "a positive whole number")
 
     def natural(self, *keys: str, default: int | None = None) -> int:
-        """A whole number of at least 0."""
+        """Return an integer >= 0."""
         return self._number(keys, default, lambda v: isinstance(v, int) and v >= 0, "a whole number, 0 or more")
 
     def positive_float(self, *keys: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number > 0."""
         value = self._number(keys, default, lambda v: math.isfinite(v) and v > 0, "a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """A boolean."""
+        """Return a boolean."""
         value = self.get(key)
         self.require(value is None or isinstance(value, bool), key, value, "true or false")
         return default if value is None else bool(value)
 
     def int_list(self, key: str) -> tuple[int, ...]:
-        """A list of whole numbers, empty when absent; a single number is a list of one."""
+        """Return a list of integers, empty if absent; a single number is a list of one."""
         value = self.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         self.require(all(isinstance(i, int) and not isinstance(i, bool) for i in items), key, value, "whole numbers")

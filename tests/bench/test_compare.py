@@ -136,7 +136,7 @@ def test_tables() -> None:
     assert rows[0][2:4] == ["the ours", "the vllm"]
     assert rows[1] == ["W1", "output tok/s", "30.0", "30.0", "1.00 (0.75 to 1.50)", "at least 1", "yes"]
     systems = report.system_table(made)
-    assert systems[2] == ["the vllm", "vllm 1", "4.0", "1.00", "4.00", "3.00", "2.00", "5% of one"]
+    assert systems[2] == ["the vllm", "vllm 1", "4.0", "1.00", "4.00", "3.00", "2.00", "5% of a CPU"]
     assert "0.50 (at most 0.5: met)" in str(report.memory_line(made))
     text = report.markdown(made, "compare.svg")
     assert "in 7 of 8 prompts" in text and "33 to 55 GB/s" in text and "compare.svg" in text

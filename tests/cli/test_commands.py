@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from pypto_serving import __version__
 from pypto_serving.cli import main
+from pypto_serving.cli.app import app
 from pypto_serving.setup import locate
 from pypto_serving.setup.locate import BUNDLED, locate_model
 from pypto_serving.setup.options import Options
@@ -82,6 +85,24 @@ def test_help_is_grouped(capsys: pytest.CaptureFixture[str], command: str) -> No
     assert code == 0
     for panel in ("Model", "Server", "Batching", "KV cache", "Device and process"):
         assert f"─ {panel} ─" in out
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command with its path, groups included."""
+    group = group or typer.main.get_command(app)
+    yield path, group
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+def test_help_cuts_no_option_at_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for path, command in commands():
+        code, out, _ = run(capsys, *path, "--help")
+        names = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        shown = set(re.findall(r"--[\w-]+", out))
+        assert code == 0
+        assert {name for name in names if name.startswith("--")} <= shown, path
 
 
 def test_every_option_has_a_flag() -> None:

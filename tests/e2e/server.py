@@ -79,3 +79,11 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def complete(server: Server, prompt: list[int], max_tokens: int = 8) -> tuple[str, dict[str, Any]]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]["prompt_tokens_details"]
+    return answer.json()["choices"][0]["text"], usage["cached_tokens_by_tier"]

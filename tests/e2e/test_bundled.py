@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pypto_serving.kernels import runnable
+from tests.e2e.questions import ask_all, is_correct, share_correct, user
 from tests.e2e.server import Server
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-from bundled_model.arithmetic import held_out_problems, is_correct  # noqa: E402
-
 pytestmark = pytest.mark.e2e
-
-Message = dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with Server() as running:
         yield running
-
-
-def ask_all(server: Server, chats: list[list[Message]]) -> list[str]:
-    """Greedy replies to all chats, many at once."""
-
-    async def main() -> list[str]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
-            gate = asyncio.Semaphore(48)
-
-            async def one(messages: list[Message]) -> str:
-                async with gate:
-                    body = {"messages": messages, "temperature": 0, "max_tokens": 40}
-                    reply = await client.post("/v1/chat/completions", json=body)
-                    reply.raise_for_status()
-                    return str(reply.json()["choices"][0]["message"]["content"])
-
-            return list(await asyncio.gather(*map(one, chats)))
-
-    return asyncio.run(main())
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def share_correct(server: Server, earlier: list[Message], count: int) -> float:
-    problems = held_out_problems(count, seed=1)
-    replies = ask_all(server, [[*earlier, user(question)] for question, _ in problems])
-    return sum(is_correct(reply, result) for reply, (_, result) in zip(replies, problems, strict=True)) / count
 
 
 def test_sums_and_differences_it_has_never_seen(server: Server) -> None:

@@ -13,8 +13,8 @@ from pypto_serving.kernels import runnable
 from pypto_serving.setup.locate import BUNDLED
 from tests.checkpoints import make_checkpoint
 from tests.compressed import compress
+from tests.e2e.questions import share_correct
 from tests.e2e.server import Server
-from tests.e2e.test_bundled import share_correct
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.server import Server
-from tests.e2e.test_tiers import complete
+from tests.e2e.server import Server, complete
 from tests.store.pool import Pool, missing, wait_until
 
 NO_POOL = missing()

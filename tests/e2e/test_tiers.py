@@ -6,24 +6,15 @@ import random
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pypto_serving.store.inspect import facts, folders_in
 from tests.checkpoints import make_checkpoint
-from tests.e2e.server import Server
+from tests.e2e.server import Server, complete
 from tests.store.pool import wait_until
 
 pytestmark = pytest.mark.e2e
-
-
-def complete(server: Server, prompt: list[int], max_tokens: int = 8) -> tuple[str, dict[str, Any]]:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    answer = server.http.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    usage = answer.json()["usage"]["prompt_tokens_details"]
-    return answer.json()["choices"][0]["text"], usage["cached_tokens_by_tier"]
 
 
 def test_a_prefix_comes_back_from_host_memory_even_after_a_worker_died() -> None:

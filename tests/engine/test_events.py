@@ -19,8 +19,8 @@ from pypto_serving.types.events import AllBlocksCleared, BlockRemoved, BlockStor
 from pypto_serving.types.kv import FullSpec, WindowSpec
 from pypto_serving.types.tier import Tier, TierConfig
 from tests.engine.event_reader import EventReader
-from tests.kv.test_manager import group
-from tests.kv.test_tiers import GROUP_SETS, prompt
+from tests.kv.groups import group
+from tests.kv.tiered import GROUP_SETS, prompt
 from tests.simulation import Simulation, null_config
 
 ANYWHERE = "tcp://127.0.0.1:*"

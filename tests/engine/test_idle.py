@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pypto_serving.types.request import ClearCache
-from tests.kv.test_tiers import tiered
+from tests.kv.tiered import tiered
 from tests.simulation import Simulation
 
 

@@ -74,3 +74,12 @@ def assert_close(found: Array, wanted: Array, error: Array | float) -> None:
         raise AssertionError(
             f"{wrong.sum()} of {wrong.size} differ, first {where}: {found[where]}, not {wanted[where]}"
         )
+
+
+def assert_gated(found: Array, x: Array, gate: Array, up: Array, bias: Array | None = None) -> None:
+    """`found` is silu(x G^T) * (x U^T); `bias` is that of the interleaved rows."""
+    g_bias, u_bias = (0, 0) if bias is None else (bias.reshape(-1, 2, 16)[:, i].ravel() for i in (0, 1))
+    g, u = product(x, gate) + g_bias, product(x, up) + u_bias
+    g_error, u_error = product_error(x, gate) + np.abs(g) * 2e-7, product_error(x, up) + np.abs(u) * 2e-7
+    error = 1.1 * np.abs(u) * g_error + np.abs(silu(g)) * u_error + 1e-30
+    assert_close(found, silu(g) * u, 1.01 * BFLOAT16 * np.abs(silu(g) * u) + error)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from pypto_serving.kernels import Engine, Matrix, Scoring
 from tests.kernels import references
 from tests.kernels.layouts import Array, interleaved, random_bf16, to_panels, to_strips
-from tests.kernels.references import assert_close, double, product, product_error
+from tests.kernels.references import assert_close, assert_gated, double, product, product_error
 from tests.kernels.stage import Stage, engine_of
-from tests.kernels.test_linear import assert_gated
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pypto_serving.kernels import Engine, Rows
 from tests.kernels import references
 from tests.kernels.layouts import Array, interleaved, random_bf16
-from tests.kernels.references import BFLOAT16, assert_close, product, product_error, silu
+from tests.kernels.references import BFLOAT16, assert_close, assert_gated, product, product_error, silu
 from tests.kernels.stage import Stage, engine_of, matrix_of
 
 SIZES = [(1, 2), (16, 34), (31, 64), (33, 34), (100, 1024), (320, 96)]
@@ -31,15 +31,6 @@ def linear_swiglu(engine: Engine, x: Array, gate: Array, up: Array, bias: Array 
     stage.record.linear_swiglu(stage.strips(x), matrix_of(interleaved(gate, up), bias), out)
     stage.play(len(x))
     return stage.rows(out, len(x), len(gate))
-
-
-def assert_gated(found: Array, x: Array, gate: Array, up: Array, bias: Array | None = None) -> None:
-    """`found` is silu(x G^T) * (x U^T); `bias` is that of the interleaved rows."""
-    g_bias, u_bias = (0, 0) if bias is None else (bias.reshape(-1, 2, 16)[:, i].ravel() for i in (0, 1))
-    g, u = product(x, gate) + g_bias, product(x, up) + u_bias
-    g_error, u_error = product_error(x, gate) + np.abs(g) * 2e-7, product_error(x, up) + np.abs(u) * 2e-7
-    error = 1.1 * np.abs(u) * g_error + np.abs(silu(g)) * u_error + 1e-30
-    assert_close(found, silu(g) * u, 1.01 * BFLOAT16 * np.abs(silu(g) * u) + error)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import KVCacheLayer
+from tests.kernels.attention_rows import LAYER, Row, assert_attends, attend, attend_to, cache_of, random_row
 from tests.kernels.layouts import Array, narrow
 from tests.kernels.stage import Stage, engine_of, int32
-from tests.kernels.test_attention import LAYER, Row, assert_attends, attend, attend_to, cache_of, random_row
 
 THREADS = (1, 2, 3)
 Shape = tuple[int, int, int]

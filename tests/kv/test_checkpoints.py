@@ -30,7 +30,7 @@ from pypto_serving.types.kv import (
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TierConfig, TransferDone
 from pypto_serving.util import ceil_div
-from tests.kv.test_manager import GROUPS, group
+from tests.kv.groups import GROUPS, group
 from tests.simulation import Simulation, in_pages, null_config
 
 GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {

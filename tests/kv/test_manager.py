@@ -11,20 +11,13 @@ from hypothesis import strategies as st
 from pypto_serving.errors import ConfigError
 from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
-from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
+from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, StateSpec, WindowSpec
+from tests.kv.groups import GROUPS, group, tensor
 from tests.simulation import in_pages
 
 
 def ids(*values: int) -> array[int]:
     return array("i", values)
-
-
-def tensor(ratio: int = 1) -> KVTensorSpec:
-    return KVTensorSpec(name="t", layers=(0,), dtype="float32", row_shape=(1,), ratio=ratio)
-
-
-def group(kind: type[KVCacheGroupSpec], block_size: int, **values: int) -> KVCacheGroupSpec:
-    return kind(name=kind.__name__, block_size=block_size, tensors=(tensor(),), **values)
 
 
 def manager(groups: tuple[KVCacheGroupSpec, ...], num_blocks: int = 64) -> KVCacheManager:
@@ -126,27 +119,6 @@ def test_deepseek_v4_hit_needs_the_blocks_that_its_caches_need(groups: tuple[KVC
     assert blocks is not None
     live = {g.name: sum(1 for b in table if b) for g, table in zip(groups, blocks, strict=True)}
     assert live == {"ori": 1, "cmp": 2, "idx": 2, "hca_state": 0, "csa_state": 1, "csa_inner_state": 1}
-
-
-GROUPS = st.lists(
-    st.one_of(
-        st.builds(lambda b: group(FullSpec, b), st.sampled_from([1, 2, 4, 8])),
-        st.builds(lambda b, m: group(CompressedSpec, b * m), st.sampled_from([1, 2]), st.sampled_from([2, 4])),
-        st.builds(lambda b, w: group(WindowSpec, b, window=w), st.sampled_from([1, 2, 4]), st.integers(1, 9)),
-        st.builds(
-            lambda b, p, o: group(StateSpec, b, period=p, overlap=o),
-            st.sampled_from([1, 2, 4, 6, 8]),
-            st.integers(1, 9),
-            st.integers(0, 9),
-        ),
-    ),
-    min_size=1,
-    max_size=4,
-).map(lambda groups: tuple(g.__class__(**{**_fields(g), "name": f"g{i}"}) for i, g in enumerate(groups)))
-
-
-def _fields(g: KVCacheGroupSpec) -> dict[str, object]:
-    return {name: getattr(g, name) for name in g.__struct_fields__}
 
 
 def longest_accepted_by_all(kv: KVCacheManager, request_id: str, num_tokens: int) -> int:

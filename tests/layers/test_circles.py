@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers.test_layers import FILES, imports_of, layer_of, module_of
+from tests.layers.modules import FILES, imports_of, layer_of, module_of
 
 Graph = dict[str, set[str]]
 

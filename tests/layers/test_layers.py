@@ -6,14 +6,12 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "pypto_serving"
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.layers.modules import FILES, PACKAGE, ROOT, imports_of, layer_of, module_of
+
 MAX_LINES = 500
 WRITTEN = ("pypto_serving", "tests", "benchmarks", "scripts", "csrc")
 SOURCES = {".cpp", ".h", ".py"}
@@ -81,17 +79,6 @@ DEFAULTS_READERS = {"cli", "setup"}
 """Layers that may read the defaults of backends, which import no backend."""
 
 
-def layer_of(module: str) -> str:
-    """The folder or file under the package that `module` belongs to; the package itself is its own layer."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def is_torch_free_model(module: str) -> bool:
     parts = module.split(".")
     return layer_of(module) == "model" and not TORCH_FREE_MODEL.isdisjoint(parts[2:])
@@ -107,16 +94,6 @@ def is_torch_free(module: str) -> bool:
     if layer == "backend":
         return module.split(".")[-1] not in TORCH_BACKENDS
     return layer in TORCH_FREE or is_torch_free_model(module)
-
-
-def imports_of(source: str) -> Iterator[str]:
-    """Full names of all imported modules and, for `from a import b`, of `a.b`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"line {node.lineno}: import {node.module} by its full name"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def resolve_ours(name: str) -> str:
@@ -201,6 +178,14 @@ def test_every_allowance_is_used() -> None:
 )
 def test_the_rules_themselves(module: str, source: str, allowed: bool) -> None:
     assert (violations(module, source) == []) is allowed
+
+
+def test_no_test_imports_another() -> None:
+    """Shared helpers have modules of their own."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not [name for name in imports_of(path.read_text()) if name.startswith("tests.") and ".test_" in name], (
+            path
+        )
 
 
 @pytest.mark.parametrize("folder", WRITTEN)

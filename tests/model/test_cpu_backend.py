@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,33 +14,10 @@ from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.attention import KVArena, product
 from pypto_serving.model.registry import load_spec
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from tests.model.conftest import MakeCheckpoint
+from tests.model.cpu_backend import config_for, prepare, resident_bytes
 from tests.model.sequences import Sequences, compute
-
-
-def config_for(path: Path, dtype: str = "float32", **changes: Any) -> EngineConfig:
-    spec = load_spec(path, dtype)
-    config = EngineConfig(
-        model=str(path),
-        backend="cpu",
-        dtype=dtype,
-        vocab_size=spec.vocab_size,
-        groups=spec.kv_groups,
-        num_blocks=(40,),
-        max_model_len=512,
-        num_threads=1,
-    )
-    return msgspec.structs.replace(config, **changes)
-
-
-def prepare(config: EngineConfig) -> Any:
-    return CpuBackend(config).prepare(lambda *_: None)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def test_pages_cost_nothing_until_they_are_written() -> None:

@@ -11,31 +11,12 @@ import torch
 from tests.checkpoints import random_model, with_dtype
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
+from tests.model.variants import EXPERT_VARIANTS, VARIANTS
 
 pytestmark = pytest.mark.golden
 
 LENGTH = 300
 TOLERANCE = 1e-4
-VARIANTS: dict[str, dict[str, Any]] = {
-    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-    "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": 128,
-        },
-        "max_position_embeddings": 160,
-    },
-    "untied-biased": {"tie_word_embeddings": False, "attention_bias": True},
-    "one-query-per-key": {"num_key_value_heads": 4, "head_dim": 16},
-    "three-queries-per-key": {"num_key_value_heads": 1, "num_attention_heads": 3},
-}
-EXPERT_VARIANTS: list[dict[str, Any]] = [
-    {"norm_topk_prob": False},
-    {"decoder_sparse_step": 2, "mlp_only_layers": []},
-]
 
 
 def random_tokens(seed: int = 0, length: int = LENGTH) -> Array:

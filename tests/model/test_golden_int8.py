@@ -12,9 +12,9 @@ import torch
 from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint
 from tests.compressed import compress, reference
+from tests.model.golden_chunks import CHUNKS, ENDS, ROOM, random_tokens
 from tests.model.sequences import Array, Sequences, load_program
-from tests.model.test_golden_kernels import CHUNKS, ENDS, ROOM, random_tokens
-from tests.model.test_row_independence import WIDE
+from tests.model.variants import WIDE
 
 pytestmark = [
     pytest.mark.golden,

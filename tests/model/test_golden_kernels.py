@@ -11,23 +11,14 @@ import torch
 from pypto_serving.kernels import runnable
 from tests.checkpoints import random_model, with_dtype
 from tests.model.conftest import MakeCheckpoint
+from tests.model.golden_chunks import CHUNKS, ENDS, LENGTH, ROOM, random_tokens
 from tests.model.sequences import Array, Sequences, load_program
-from tests.model.test_golden import EXPERT_VARIANTS, VARIANTS
-from tests.model.test_row_independence import WIDE
+from tests.model.variants import EXPERT_VARIANTS, VARIANTS, WIDE
 
 pytestmark = [
     pytest.mark.golden,
     pytest.mark.skipif(not runnable(), reason="built without a C++ compiler"),
 ]
-
-ROOM = 1.1
-CHUNKS = [100, 37, 128, *[1] * 35]
-LENGTH = sum(CHUNKS)
-ENDS = np.cumsum(CHUNKS) - 1
-
-
-def random_tokens(seed: int) -> Array:
-    return np.random.default_rng(seed).integers(0, 256, LENGTH)
 
 
 def transformers_logits(kind: str, seed: int, **overrides: Any) -> tuple[Array, Array]:

@@ -16,8 +16,8 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from tests.model.conftest import MakeCheckpoint
+from tests.model.cpu_backend import config_for, prepare, resident_bytes
 from tests.model.sequences import Sequences, compute
-from tests.model.test_cpu_backend import config_for, prepare, resident_bytes
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 

@@ -22,8 +22,8 @@ from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import resolve
 from tests.checkpoints import make_checkpoint
 from tests.compressed import compress, quantization_config
+from tests.model.configs import MOE, RELEASED, write
 from tests.model.sequences import load_program
-from tests.model.test_spec import MOE, RELEASED, write
 
 IGNORED = ["lm_head"]
 

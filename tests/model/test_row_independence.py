@@ -5,29 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from pypto_serving.kernels import runnable
 from tests.model.conftest import MakeCheckpoint
+from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
+from tests.model.variants import WIDE
 
-BUNDLED = Path(__file__).resolve().parents[2] / "pypto_serving" / "assets" / "bundled"
-WIDE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
-PROMPT, OUTPUT = 275, 5
 NATIVE = [f"bfloat16 {name}" for name in runnable()]
 """What the kernels compute in, best first; empty without a C++ compiler."""
-
-
-def random_tokens(seed: int, length: int) -> Array:
-    return np.random.default_rng(seed).integers(0, 256, length)
-
-
-TOKENS = random_tokens(0, PROMPT + OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -77,12 +67,6 @@ def subject(subjects: Subjects, model: str, arithmetic: str) -> Subject:
     return subjects(model, arithmetic)
 
 
-def assert_same(found: dict[int, Array], wanted: dict[int, Array]) -> None:
-    for position, row in wanted.items():
-        assert np.isfinite(row).all()
-        assert np.array_equal(found[position], row), f"position {position} differs"
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64, 256])
 def test_chunk_sizes(subject: Subject, chunk: int) -> None:
     sequence = (sequences := Sequences(subject.program, seed=1)).add(TOKENS)
@@ -90,21 +74,6 @@ def test_chunk_sizes(subject: Subject, chunk: int) -> None:
     sequences.run(sequence, [PROMPT - sequence.computed] if sequence.computed < PROMPT else [])
     sequences.run(sequence, [1] * OUTPUT)
     assert_same(sequence.logits, subject.alone)
-
-
-def run_among_others(program: Any, others: int, chunks: list[int], seed: int) -> dict[int, Array]:
-    """The target in chunks, among decoding rows of all lengths and prefills of all sizes that come and go."""
-    rng = np.random.default_rng(seed)
-    sequences = Sequences(program, seed)
-    rows = [sequences.add(random_tokens(i, 1000)) for i in range(1, 1 + others)]
-    sequences.step([(s, int(rng.integers(1, 40))) for s in rows])
-    target = sequences.add(TOKENS)
-    for chunk in chunks:
-        work = [(s, int(rng.choice([1, 1, 1, 2, 9, 33]))) for s in rows]
-        work.insert(int(rng.integers(len(work))), (target, chunk))
-        sequences.step(work)
-        sequences.free(rows[int(rng.integers(len(rows)))])
-    return target.logits
 
 
 def test_a_mixed_batch_of_37(subject: Subject) -> None:

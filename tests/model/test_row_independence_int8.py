@@ -14,16 +14,9 @@ from pypto_serving.kernels import runnable
 from pypto_serving.model.convert import convert_to_w8a8
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
+from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
-from tests.model.test_row_independence import (
-    BUNDLED,
-    OUTPUT,
-    PROMPT,
-    TOKENS,
-    WIDE,
-    assert_same,
-    run_among_others,
-)
+from tests.model.variants import WIDE
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 

@@ -24,7 +24,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.types.tokens import unpack_ids
-from tests.kv.test_tiers import GROUP_SETS, hits, prompt
+from tests.kv.tiered import GROUP_SETS, hits, prompt
 from tests.simulation import VOCAB_SIZE, Simulation, null_config
 
 FACTORS: dict[str, tuple[Any, ...]] = {

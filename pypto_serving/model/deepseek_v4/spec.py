@@ -6,7 +6,7 @@ from pypto_serving.kernels.constants import MAX_DIM, MAX_LATENT, MAX_LATENT_HEAD
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.family import ModelFamily
+from pypto_serving.model.family import ModelFamily, refused_dtype
 from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
 
@@ -16,6 +16,7 @@ _QUANTISED = "its weights are {}, which is not served yet: it needs a checkpoint
 def model_spec(config: DeepseekV4Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
     """Describe the checkpoint to the engine. `block_size` is ignored: the KV groups have their own."""
     inventory, quantised = DeepseekV4Inventory(config), config.storage.name
+    option, reason = refused_dtype(dtype)
     return ModelSpec(
         path=path,
         architecture=architecture,
@@ -27,8 +28,8 @@ def model_spec(config: DeepseekV4Config, path: str, architecture: str, dtype: st
         weight_bytes=_weight_bytes(inventory, quantised, dtype),
         packed_bytes=_packed_bytes(inventory),
         position_bytes=sum(rope.position_bytes for rope in set(config.ropes().values())),
-        needs_torch=_needs_torch(config, dtype),
-        needs_torch_option="dtype" if dtype != "bfloat16" else "",
+        needs_torch=reason or _needs_torch(config),
+        needs_torch_option=option,
         quantization=quantised,
         obstacle=_QUANTISED.format(quantised) if quantised else "",
         own_blocks=True,
@@ -53,13 +54,11 @@ def _packed_bytes(inventory: DeepseekV4Inventory) -> int:
     )
 
 
-def _needs_torch(config: DeepseekV4Config, dtype: str) -> str:
+def _needs_torch(config: DeepseekV4Config) -> str:
     """Say why the CPU kernels cannot serve the model, or nothing if they can.
 
     The bounds follow from the layouts in csrc/ops.h.
     """
-    if dtype != "bfloat16":
-        return f"the kernels serve bfloat16 only, not {dtype}"
     for name, (size, unit, most) in _kernel_sizes(config).items():
         if size % unit or size > most > 0:
             bound = f" up to {most}" if most else ""

@@ -1,4 +1,4 @@
-"""A Qwen3 or Qwen3-MoE model as its config.json describes it, with its tensors. Torch-free."""
+"""The configuration and tensors of a Qwen3 or Qwen3-MoE model, from its config.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The mixture-of-experts part: which layers have it, and its sizes."""
+    """The mixture of experts: its layers and sizes."""
 
     layers: tuple[int, ...]
     count: int
@@ -50,7 +50,7 @@ class Qwen3Config:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], source: str) -> Self:
-        """Parse a config.json object; raises ModelError naming the key and value that cannot be served."""
+        """Parse a config.json object. Raises ModelError naming an unsupported key and value."""
         config = Fields(raw, source)
         _refuse_unsupported(config)
         hidden, heads = config.positive_int("hidden_size"), config.positive_int("num_attention_heads")
@@ -81,7 +81,7 @@ class Qwen3Config:
         return model
 
     def _check_quantization(self, config: Fields) -> None:
-        """Raise ModelError where one product has int8 weights in part, or the embedding would have to be int8."""
+        """Raise ModelError if a product is int8 in part, or a tied embedding would be int8."""
         if self.quantization is None:
             return
         key, ignore = f"{SECTION}.ignore", list(self.quantization.ignore)
@@ -93,12 +93,12 @@ class Qwen3Config:
         config.require(not tied, key, ignore, "a list with lm_head, which is the embedding (tie_word_embeddings)")
 
     def tensors(self) -> dict[str, Shape]:
-        """List name and shape of every tensor that the checkpoint must have."""
+        """Return the shape of every required tensor by name."""
         weights, int8 = self.weights(), self.int8_weights()
         return weights | {scale_name(name): (shape[0], 1) for name, shape in weights.items() if name in int8}
 
     def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
-        """List every tensor as files hold it: int8 weights, and all else in `dtype`. There are no draft layers."""
+        """Return every tensor as files hold it: int8 weights, others in `dtype`. There are no draft layers."""
         int8 = self.int8_weights()
         return {
             name: Stored(INT8 if name in int8 else STORED_DTYPES[dtype], shape)
@@ -106,11 +106,11 @@ class Qwen3Config:
         }
 
     def num_parameters(self, mtp: bool = False) -> int:
-        """Count the elements of all tensors but the scales of int8 weights."""
+        """Count the elements of all tensors except scales of int8 weights."""
         return sum(math.prod(shape) for shape in self.weights().values())
 
     def int8_weights(self) -> frozenset[str]:
-        """List the tensors that are int8; each has a tensor of scales."""
+        """Return the names of the int8 weights; each has a tensor of scales."""
         quantization = self.quantization
         if quantization is None:
             return frozenset()
@@ -118,7 +118,7 @@ class Qwen3Config:
         return frozenset(f"{module}.weight" for module in modules if quantization.covers(module))
 
     def _products(self) -> Iterator[tuple[str, ...]]:
-        """List the linear layers, in tuples that are multiplied as one product."""
+        """Yield the linear layers in tuples that are computed as one product."""
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
             yield tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
@@ -135,7 +135,7 @@ class Qwen3Config:
             yield ("lm_head",)
 
     def weights(self) -> dict[str, Shape]:
-        """List name and shape of every tensor but the scales of int8 weights."""
+        """Return the shape of every tensor by name, except scales of int8 weights."""
         hidden = self.hidden_size
         tensors: dict[str, Shape] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
@@ -164,7 +164,7 @@ class Qwen3Config:
         return tensors
 
     def ignores(self, name: str) -> bool:
-        """Return True for tensors that some checkpoints carry and nothing needs."""
+        """Return True for tensors in some checkpoints that nothing reads."""
         return bool(_IGNORED.fullmatch(name)) or (self.tied_embeddings and name == "lm_head.weight")
 
 
@@ -186,7 +186,7 @@ def _refuse_unsupported(config: Fields) -> None:
 
 
 def _read_experts(config: Fields, num_layers: int) -> Experts | None:
-    """Read the expert layers, placed as transformers places them; None if there are none."""
+    """Read the experts, in the layers that transformers gives them; None if there are none."""
     if config.get("model_type") != "qwen3_moe":
         return None
     count = config.natural("num_experts", "num_local_experts")

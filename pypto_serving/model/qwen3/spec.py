@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pypto_serving.kernels.constants import ITEM_ROWS, MAX_DIM
-from pypto_serving.model.family import ModelFamily
+from pypto_serving.model.family import ModelFamily, refused_dtype
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
@@ -56,11 +56,10 @@ def _packed_bytes(config: Qwen3Config, dtype: str) -> int:
 
 def _refused_option(dtype: str, block_size: int) -> tuple[str, str]:
     """Name the option whose value the CPU kernels refuse, and say why; both are empty if they take all."""
-    if dtype != "bfloat16":
-        return "dtype", f"the kernels serve bfloat16 only, not {dtype}"
-    if block_size % 32:
+    option, reason = refused_dtype(dtype)
+    if not option and block_size % 32:
         return "block_size", f"the kernels need blocks of a multiple of 32 tokens, not {block_size}"
-    return "", ""
+    return option, reason
 
 
 def _needs_torch(config: Qwen3Config) -> str:

@@ -1,0 +1,36 @@
+"""KV groups of one small tensor, and a strategy that draws some of any kinds."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
+
+
+def tensor(ratio: int = 1) -> KVTensorSpec:
+    return KVTensorSpec(name="t", layers=(0,), dtype="float32", row_shape=(1,), ratio=ratio)
+
+
+def group(kind: type[KVCacheGroupSpec], block_size: int, **values: int) -> KVCacheGroupSpec:
+    return kind(name=kind.__name__, block_size=block_size, tensors=(tensor(),), **values)
+
+
+GROUPS = st.lists(
+    st.one_of(
+        st.builds(lambda b: group(FullSpec, b), st.sampled_from([1, 2, 4, 8])),
+        st.builds(lambda b, m: group(CompressedSpec, b * m), st.sampled_from([1, 2]), st.sampled_from([2, 4])),
+        st.builds(lambda b, w: group(WindowSpec, b, window=w), st.sampled_from([1, 2, 4]), st.integers(1, 9)),
+        st.builds(
+            lambda b, p, o: group(StateSpec, b, period=p, overlap=o),
+            st.sampled_from([1, 2, 4, 6, 8]),
+            st.integers(1, 9),
+            st.integers(0, 9),
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+).map(lambda groups: tuple(g.__class__(**{**_fields(g), "name": f"g{i}"}) for i, g in enumerate(groups)))
+
+
+def _fields(g: KVCacheGroupSpec) -> dict[str, object]:
+    return {name: getattr(g, name) for name in g.__struct_fields__}

@@ -1,0 +1,35 @@
+"""Programs that the CPU backend prepares, and the memory they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.model.registry import load_spec
+from pypto_serving.types.config import EngineConfig
+
+
+def config_for(path: Path, dtype: str = "float32", **changes: Any) -> EngineConfig:
+    spec = load_spec(path, dtype)
+    config = EngineConfig(
+        model=str(path),
+        backend="cpu",
+        dtype=dtype,
+        vocab_size=spec.vocab_size,
+        groups=spec.kv_groups,
+        num_blocks=(40,),
+        max_model_len=512,
+        num_threads=1,
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+def prepare(config: EngineConfig) -> Any:
+    return CpuBackend(config).prepare(lambda *_: None)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
