@@ -17,6 +17,7 @@ RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 BUILT_FROM := pyproject.toml constraints.txt $(wildcard csrc/*)
 FAST := not e2e and not golden and not soak
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help serve lint check test soak bench wheel clean
@@ -33,10 +34,10 @@ lint: $(DEV) ## Format, lint and types, changing nothing
 	@$(BIN)/mypy --no-error-summary
 
 check: lint ## Everything that is quick: lint, layers, fast tests
-	@$(BIN)/pytest -m "$(FAST)" $(ARGS)
+	@$(BIN)/pytest $(PARALLEL) -m "$(FAST)" $(ARGS)
 
 test: $(DEV) ## All tests but the soak tests; ARGS="-k name"
-	@$(BIN)/pytest -m "not soak" $(ARGS)
+	@$(BIN)/pytest $(PARALLEL) -m "not soak" $(ARGS)
 
 soak: $(DEV) ## The long tests, at full counts
 	@$(BIN)/pytest -m soak $(ARGS)

@@ -86,7 +86,7 @@ def test_a_window_that_is_too_small_names_a_scale_that_fits(server, path):
     assert result.exit_code == 2 and not server.bodies
     assert result.stderr == (
         "error: the longest request has 545 tokens, the server's window is 300: give --scale 1/4, or a server with a "
-        "larger --max-model-len\n"
+        "larger max-model-len\n"
     )
     assert replay(server, path, "ok", "--scale", "1/4").exit_code == 0
 
