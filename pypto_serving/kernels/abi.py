@@ -22,21 +22,21 @@ class Arguments:
         self.owner, self.types, self.nullable = line.name, line.types, line.nullable
         self._takes = tuple(take(kind, structs, enums, name in line.nullable) for name, kind in line.types.items())
 
-    def convert(self, values: Sequence[Any]) -> list[Any]:
-        """Convert values to ctypes arguments.
+    def convert(self, values: Sequence[Any], but: int = 0) -> list[Any]:
+        """Convert values to ctypes arguments, all but the last `but` of them.
 
         Raises TypeError or ValueError that names the first value of a wrong type.
         """
-        if len(values) != len(self._takes):
-            raise TypeError(f"{self.owner} takes {len(self._takes)} arguments, not {len(values)}")
+        if len(values) != len(self._takes) - but:
+            raise TypeError(f"{self.owner} takes {len(self._takes) - but} arguments, not {len(values)}")
         try:
-            return [convert(value) for convert, value in zip(self._takes, values, strict=True)]
+            return [convert(value) for convert, value in zip(self._takes, values, strict=False)]
         except (TypeError, ValueError):
             self._refuse(values)
             raise
 
     def _refuse(self, values: Sequence[Any]) -> None:
-        for (name, type_name), convert, value in zip(self.types.items(), self._takes, values, strict=True):
+        for (name, type_name), convert, value in zip(self.types.items(), self._takes, values, strict=False):
             try:
                 convert(value)
             except (TypeError, ValueError) as error:
@@ -57,13 +57,13 @@ class Struct:
         convert, pack = self.arguments.convert, self._pack
         return np.frombuffer(bytearray(b"".join([pack(*convert(fields)) for fields in structs])), self.dtype)
 
-    def ordered(self, fields: Mapping[str, Any]) -> list[Any]:
-        """Order fields given by name. Raises TypeError where one is missing or unknown."""
+    def pack(self, fields: Mapping[str, Any]) -> bytes:
+        """Pack one struct. Raises TypeError or ValueError where a field is missing, unknown or of another type."""
         names = self.arguments.types
         if fields.keys() != names.keys():
             differ = ", ".join(sorted(fields.keys() ^ names.keys()))
             raise TypeError(f"{self.arguments.owner} needs all of its fields and no others: {differ}")
-        return [fields[name] for name in names]
+        return self._pack(*self.arguments.convert([fields[name] for name in names]))
 
 
 class Function:
@@ -81,8 +81,9 @@ class Function:
         if fields:
             if self._struct is None:
                 raise TypeError(f"{self.arguments.owner} takes no struct")
-            values = (*values, self._struct.array([self._struct.ordered(fields)]))
-        result = self._symbol(*self.arguments.convert(values))
+            result = self._symbol(*self.arguments.convert(values, but=1), self._struct.pack(fields))
+        else:
+            result = self._symbol(*self.arguments.convert(values))
         if self._kind:
             return Handle(self._kind, result) if result else None
         return result.decode() if isinstance(result, bytes) else result

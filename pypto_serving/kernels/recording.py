@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels.arguments import Handle, Pointer
+from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import Engine, Int8Strips, Matrix, Strips
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray
@@ -54,7 +54,7 @@ class KVCacheLayer:
         if not self.pages.flags.c_contiguous:
             raise ValueError("KV cache pages must be contiguous")
         _, layers, _, kv_heads, elements = self.pages.shape
-        keys, values = (Pointer(self.pages[:1, self.layer, half]) for half in (0, 1))
+        keys, values = (self.pages[:1, self.layer, half] for half in (0, 1))
         sizes = {"kv_heads": kv_heads, "dim": self.dim, "size": elements // self.dim}
         return {"keys": keys, "values": values, "block_stride": layers * 2 * kv_heads * elements, **sizes}
 
@@ -134,15 +134,15 @@ def _product(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array) -> dict[
     return {**_factors(x, matrix), "n": matrix.n, "k": matrix.k, "epilogue": epilogue, "out": out}
 
 
-def _columns(x: Array) -> tuple[Array | Pointer, int]:
-    """Point to x [rows, width], which may be columns of an array. Also return the row stride in elements.
+def _columns(x: Array) -> tuple[Array, int]:
+    """Return the first row of x [rows, width], which may be columns of an array, and the row stride in elements.
 
     Raises ValueError where the elements of a row are not contiguous.
     """
     stride, step = x.strides
     if step != x.itemsize:
         raise ValueError(f"rows of {list(x.shape)} are not contiguous")
-    return x if x.flags.c_contiguous else Pointer(x), stride // step
+    return x[:1], stride // step
 
 
 class Recording:
@@ -170,7 +170,7 @@ class Recording:
         return handle
 
     def _keep(self, fields: Mapping[str, Any]) -> None:
-        self._kept.extend(value for value in fields.values() if isinstance(value, np.ndarray | Pointer))
+        self._kept.extend(value for value in fields.values() if isinstance(value, np.ndarray))
 
     def embed(self, table: BFloat16Array, x: Float32Array) -> None:
         """Look up token embeddings: x [tokens, width] = rows of `table` [vocab, width].
@@ -362,7 +362,7 @@ class Recording:
         if not 0 <= offset <= arena.shape[1] - size // ratio * row_bytes:
             raise ValueError(f"{size // ratio} rows from byte {offset} on are not within blocks of {arena.shape[1]}")
         strides = {"block_stride": arena.strides[0], "row_bytes": row_bytes}
-        fields = {"data": Pointer(arena[:, offset:]), **strides, "group": group, "size": size, "ratio": ratio}
+        fields = {"data": arena[:1, offset:], **strides, "group": group, "size": size, "ratio": ratio}
         self._keep(fields)
         return Pages(self._lib.pages(self._handle, **fields))
 

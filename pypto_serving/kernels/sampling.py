@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels.arguments import Pointer
 from pypto_serving.kernels.engine import Engine
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import DRAW, Logprobs
@@ -24,7 +23,7 @@ class NativeSampler:
             raise ValueError(f"{rows} rows of logits need as many draws, not {draws.dtype} {draws.shape}")
         draws, tokens = np.ascontiguousarray(draws), np.empty(rows, np.int32)
         sizes = {"stride": stride, "vocab": vocab, "rows": rows}
-        self._lib.sample(self._engine._handle, logits=Pointer(logits), **sizes, draws=draws, tokens=tokens)
+        self._lib.sample(self._engine._handle, logits=logits[:1], **sizes, draws=draws, tokens=tokens)
         return tokens
 
     def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
@@ -36,7 +35,7 @@ class NativeSampler:
         rows, tokens = (np.ascontiguousarray(array, np.int32) for array in (rows, tokens))
         width = min(width, vocab)
         found = Logprobs.empty(count, width)
-        inputs = {"logits": Pointer(logits), "rows": rows, "tokens": tokens}
+        inputs = {"logits": logits[:1], "rows": rows, "tokens": tokens}
         sizes = {"stride": stride, "vocab": vocab, "count": count, "width": width}
         best = {"best": found.best_ids, "best_values": found.best_values}
         self._lib.logprobs(self._engine._handle, **inputs, **sizes, values=found.values, ranks=found.ranks, **best)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,14 +11,13 @@ from pypto_serving.backend.base import DispatchKind, Drafter, StepBuffers, StepI
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.tokens import pack_ids, unpack_ids
 from pypto_serving.worker.layout import NONE, Layout, Part
 from pypto_serving.worker.sampler import RowSamplers
 from pypto_serving.worker.tables import RowTables
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """StepInputs over some rows of a plan, and the n rows that sample.
 
     rows [n]: the rows that sample; owners [n]: their indices in the dispatch.
@@ -69,6 +68,7 @@ class RowBatch:
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
         self.samplers = RowSamplers(rows, traits.max_drafts)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
+        self._ones = pack_ids([1] * rows)
         self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
         self._next_layout = 0
         copies = zip(*(layout.copies for layout in self._layouts), strict=True)
@@ -90,8 +90,8 @@ class RowBatch:
                 ids.append(pairs[:, 1])
         blocks = tuple(np.concatenate(ids) if ids else NONE for ids in fresh)
         dispatches = []
-        for kind, rows, counts, drafts in self._parts(plan):
-            dispatches.append(self._dispatch(kind, rows, counts, drafts, blocks))
+        for part in self._parts(plan):
+            dispatches.append(self._dispatch(*part, blocks))
             blocks = (NONE,) * len(blocks)
         return dispatches
 
@@ -113,7 +113,8 @@ class RowBatch:
         rows, counts = unpack_ids(plan.rows), unpack_ids(plan.num_tokens)
         drafts = unpack_ids(plan.num_drafts) if plan.num_drafts else None
         if self._mixed_steps or not len(rows):
-            yield ("decode" if counts.max(initial=0) == 1 else "mixed"), rows, counts, drafts
+            is_decode = len(rows) > 0 and plan.num_tokens == self._ones[: len(plan.num_tokens)]
+            yield ("decode" if is_decode else "mixed"), rows, counts, drafts
             return
         decodes = counts == 1
         kinds: tuple[tuple[DispatchKind, Int32Array], ...] = (("decode", decodes), ("prefill", ~decodes))
@@ -144,8 +145,9 @@ class RowBatch:
         self._next_layout = (self._next_layout + 1) % len(self._layouts)
         inputs = layout.fill(part, self.tokens, self._tables, fresh)
         self.num_computed[rows] = inputs.context_lens[: len(rows)]
-        sampling, positions = rows[samples], known[samples]
-        own = None if drafts is None else drafts[samples]
+        sampling, positions, own = rows, known, drafts
+        if len(samples) < len(rows):
+            sampling, positions, own = rows[samples], known[samples], None if drafts is None else drafts[samples]
         if self._holds_steps:
             self.ahead[sampling] += 1 if own is None else 1 + own
         lives = self._lives[sampling] if self._holds_steps else None

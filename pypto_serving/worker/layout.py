@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,7 @@ from pypto_serving.worker.tables import PackedTable, RowTables
 NONE: Int32Array = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """The rows of a plan that go into one dispatch, all int32 [r].
 
     counts: tokens to compute, the drafts included; computed: the position of the first.
@@ -48,9 +47,10 @@ class Layout:
     ) -> StepInputs:
         """Lay out `part`. `tokens` [R, max_model_len] has the tokens of all rows."""
         buffers, rows, counts = self._buffers, part.rows, part.counts
-        num_rows, num_tokens = len(rows), int(counts.sum())
+        num_rows = len(rows)
         starts = buffers.query_start[: num_rows + 1]
         counts.cumsum(out=starts[1:])
+        num_tokens = int(starts[-1])
         positions, token_ids = buffers.positions[:num_tokens], buffers.token_ids[:num_tokens]
         if num_tokens == num_rows:
             owner = rows
@@ -103,7 +103,9 @@ class Layout:
 
     def _logits_rows(self, part: Part, starts: Int32Array) -> Int32Array:
         """Return the indices of tokens whose logits are needed: the last `1 + drafts` of each sampling row."""
-        ends = starts[1:][part.samples]
+        ends = starts[1:]
+        if len(part.samples) < len(ends):
+            ends = ends[part.samples]
         if part.drafts is None:
             found = self._buffers.logits_rows[: len(ends)]
             np.subtract(ends, 1, out=found)
@@ -118,5 +120,6 @@ def _padded(buffer: Int32Array, values: Int32Array, padded: int, filler: int) ->
     """Write `values` to `buffer`, then `filler` up to length `padded`. Return that view."""
     found = buffer[:padded]
     found[: len(values)] = values
-    found[len(values) :] = filler
+    if len(values) < padded:
+        found[len(values) :] = filler
     return found

@@ -130,12 +130,12 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float)
     """Join the results of a step's dispatches."""
     counts = b""
     if any(chosen.counts is not None for _, chosen in found):
-        counts = b"".join(pack_ids(chosen.each(len(dispatch.rows))) for dispatch, chosen in found)
+        counts = b"".join([pack_ids(chosen.each(len(dispatch.rows))) for dispatch, chosen in found])
     return StepResult(
         step_id=step.plan.step_id,
         epoch=step.plan.epoch,
-        rows=b"".join(pack_ids(dispatch.rows) for dispatch, _ in found),
-        token_ids=b"".join(pack_ids(chosen.token_ids) for _, chosen in found),
+        rows=b"".join([pack_ids(dispatch.rows) for dispatch, _ in found]),
+        token_ids=b"".join([pack_ids(chosen.token_ids) for _, chosen in found]),
         logprobs=[entry for _, chosen in found for entry in chosen.logprobs],
         elapsed_s=elapsed_s,
         counts=counts,

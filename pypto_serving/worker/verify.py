@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
 _NOT_FINITE = "the model's logits are not finite for this request; the prompt or the weights may be corrupt"
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The result of a dispatch: `counts[i]` of `token_ids` for the i-th sampling row, None for one each."""
 
     token_ids: Int32Array
@@ -86,9 +85,9 @@ def from_device(dispatch: Dispatch, sampled: SampledTokens) -> Chosen:
 
 def _chosen(dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, logprobs: list[RowLogprobs]) -> Chosen:
     """Build the result. Turn a token of -1, which is always the last of its row, into a fault."""
-    failed = tokens < 0
-    if not failed.any():
+    if -1 not in tokens.tolist():
         return Chosen(tokens, counts, logprobs, [])
+    failed = tokens < 0
     counts = np.ones(len(dispatch.rows), np.int32) if counts is None else counts.copy()
     owners = np.arange(len(counts)).repeat(counts)[failed]
     counts[owners] -= 1
