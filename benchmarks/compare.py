@@ -36,7 +36,7 @@ from compare_servers import PeerError, Server, running
 from workloads import CONTROL_PLANE, WORKLOADS, Workload, measure
 
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.limits import Memory
+from pypto_serving.kernels.roofline import Memory
 
 ATTEMPTS = 3
 READ_BYTES = 256 << 20

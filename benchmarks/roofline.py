@@ -28,7 +28,7 @@ from roofline_steps import Steps, batches
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.limits import Memory
+from pypto_serving.kernels.roofline import Memory
 from pypto_serving.setup.host import read_host_facts
 
 CASE_S, QUICK_CASE_S = 0.5, 0.1

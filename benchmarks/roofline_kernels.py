@@ -17,7 +17,7 @@ from roofline_work import BLOCK, Batch, Work
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.kernels import Engine, Int8Strips, KVCacheLayer, Matrix, Recording, Scoring, Strips, zeros
 from pypto_serving.kernels.constants import PANEL
-from pypto_serving.kernels.limits import Memory, peak
+from pypto_serving.kernels.roofline import Memory, peak
 
 Array = NDArray[Any]
 Call = Callable[[], object]

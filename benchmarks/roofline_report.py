@@ -14,7 +14,7 @@ from roofline_kernels import Result
 from roofline_steps import REST, STEP
 
 from pypto_serving.kernels import Engine
-from pypto_serving.kernels.limits import Memory, peak
+from pypto_serving.kernels.roofline import Memory, peak
 
 
 @dataclass

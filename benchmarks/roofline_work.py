@@ -15,6 +15,7 @@ import numpy as np
 
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.util import ceil_div
 
 INT8, BF16, F32 = 1, 2, 4
@@ -169,7 +170,7 @@ def operations(model: Qwen3Config, batch: Batch) -> Iterator[Operation]:
     tokens, width, rows = batch.tokens, model.hidden_size, len(batch.queries)
     split = (model.num_heads, model.num_kv_heads, model.head_dim)
     queries, projected = split[0] * split[2], (split[0] + 2 * split[1]) * split[2]
-    int8 = model.int8_weights()
+    int8 = Qwen3Inventory(model).int8_weights()
     yield Operation("embed", "embed", embed(tokens, width))
     for layer in range(model.num_layers):
         prefix = f"model.layers.{layer}."

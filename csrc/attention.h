@@ -7,7 +7,7 @@
 // prefix). Scores are in base 2: queries include the factor log2(e) / sqrt(dim).
 #pragma once
 
-#include "tile.h"
+#include "gemm_tile.h"
 
 namespace ISA {
 

@@ -1,7 +1,7 @@
 // Mixture of experts: router top-k, sorting tokens by expert, and combining expert outputs.
 #pragma once
 
-#include "tile.h"
+#include "gemm_tile.h"
 
 namespace ISA {
 

@@ -1,7 +1,7 @@
 // Packs weights of every stored type into the panels that GEMMs read.
 #pragma once
 
-#include "tile.h"
+#include "gemm_tile.h"
 
 namespace ISA {
 

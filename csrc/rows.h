@@ -1,7 +1,7 @@
 // Row-wise operations: embedding, RMSNorm, int8 quantization, QK-norm and RoPE.
 #pragma once
 
-#include "tile.h"
+#include "gemm_tile.h"
 
 namespace ISA {
 

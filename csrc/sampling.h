@@ -11,7 +11,7 @@
 #include <bit>
 #include <cstdlib>
 
-#include "tile.h"
+#include "gemm_tile.h"
 
 namespace ISA {
 

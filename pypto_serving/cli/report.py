@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import typer
 
-from pypto_serving.setup.memory import GroupPlan, MemoryPlan
+from pypto_serving.setup.kv_shares import GroupPlan, MemoryPlan
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import Contents, ModelSpec

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import Find, GroupKey, KVGroup
+from pypto_serving.kv.keys import KeyChain, root_key
 from pypto_serving.kv.lease import Wanted
 from pypto_serving.kv.pool import NULL_BLOCK
-from pypto_serving.kv.prefix import KeyChain, root_key
 from pypto_serving.types.tier import Tier
 
 FindIn = Callable[[KVGroup], Find]

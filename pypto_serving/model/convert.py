@@ -27,6 +27,7 @@ from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.fingerprint import fingerprint
 from pypto_serving.model.quantization import SECTION, Quantization, scale_name
 from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
 from pypto_serving.util import hash128
@@ -63,12 +64,13 @@ def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
         raise ModelError(f"{source} is a {architecture}, which cannot be converted; Qwen3 can")
     if model.quantization is not None:
         raise ModelError(f"{source} is quantised already; give the checkpoint that it was made from")
-    Checkpoint.open(source).require(model.tensors(), model.ignores)
+    inventory = Qwen3Inventory(model)
+    Checkpoint.open(source).require(inventory.tensors(), inventory.ignores)
     wanted = replace(model, tied_embeddings=False, quantization=Quantization((_ROUTERS,) if model.experts else ()))
     try:
         with _claim(source, target):
             tensors = StoredTensors(source, progress)
-            tensors.require(model.tensors(), model.ignores)
+            tensors.require(inventory.tensors(), inventory.ignores)
             _Conversion(source, target, tensors, wanted, model.tied_embeddings).run()
     except OSError as error:
         reason = f"{error.filename or target}: {error.strerror}"
@@ -80,14 +82,15 @@ def convert_to_w8a8(source: Path, target: Path, progress: Progress) -> None:
 class _Conversion:
     """Owns the files of `target`, which will hold `model`."""
 
-    def __init__(self, source: Path, target: Path, tensors: StoredTensors, model: Any, tied: bool) -> None:
-        self._source, self._target, self._tensors, self._model, self._tied = source, target, tensors, model, tied
-        self._int8 = model.int8_weights()
+    def __init__(self, source: Path, target: Path, tensors: StoredTensors, model: Qwen3Config, tied: bool) -> None:
+        self._source, self._target, self._tensors, self._tied = source, target, tensors, tied
+        self._quantization, inventory = model.quantization, Qwen3Inventory(model)
+        self._shapes, self._int8 = inventory.weights(), inventory.int8_weights()
 
     def run(self) -> None:
         stored = Checkpoint.open(self._source)
         files: dict[str, list[str]] = {file.name: [] for file in stored.files}
-        for name in self._model.weights():
+        for name in self._shapes:
             files[stored.tensors[self._source_of(name)].file.name].append(name)
         files = {file: names for file, names in files.items() if names}
         for file, names in files.items():
@@ -102,7 +105,7 @@ class _Conversion:
 
     def _places(self, names: Sequence[str]) -> dict[str, _Place]:
         """Widest elements first, as safetensors has it, so that all are aligned."""
-        shapes, kinds = self._model.weights(), {}
+        shapes, kinds = self._shapes, {}
         for name in names:
             kinds[name] = (INT8, shapes[name]) if name in self._int8 else ("BF16", shapes[name])
             if name in self._int8:
@@ -180,7 +183,8 @@ class _Conversion:
         config = read_json_file(self._source / "config.json")
         for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
             config[key] = "bfloat16"
-        ignore = list(self._model.quantization.ignore)
+        assert self._quantization is not None
+        ignore = list(self._quantization.ignore)
         return config | {"tie_word_embeddings": False, SECTION: Quantization.to_json(ignore)}
 
 

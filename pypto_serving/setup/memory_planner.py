@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.host import HostFacts
-from pypto_serving.setup.memory import MemoryPlan, max_sequence_bytes, plan_groups, tail_bytes
+from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.rules import MAX_KV_BYTES
 from pypto_serving.types.kv import publication_lag

@@ -15,7 +15,7 @@ from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.events import choose_events
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads
-from pypto_serving.setup.memory import MemoryPlan, plan_tier
+from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Setting, Settings

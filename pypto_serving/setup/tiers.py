@@ -5,7 +5,7 @@ from __future__ import annotations
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.host import DiskFacts, HostFacts
-from pypto_serving.setup.memory import tier_slots
+from pypto_serving.setup.kv_shares import tier_slots
 from pypto_serving.setup.settings import Settings
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.tier import INDEX_BYTES, Tier, TierConfig

@@ -16,7 +16,7 @@ from pypto_serving.types.step import StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
-from pypto_serving.worker.verify import Chosen, from_device, from_logits
+from pypto_serving.worker.choose import Chosen, from_device, from_logits
 
 
 class PlanExecutor(Protocol):

@@ -15,7 +15,7 @@ from roofline_steps import REST, STEP, Steps
 from roofline_work import Batch, Work
 
 from pypto_serving.kernels import Engine, runnable
-from pypto_serving.kernels.limits import Memory, peak
+from pypto_serving.kernels.roofline import Memory, peak
 from tests.checkpoints import make_checkpoint
 from tests.compressed import compress
 

@@ -15,6 +15,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from pypto_serving.model.fingerprint import fingerprint
 from pypto_serving.model.loader import Weights
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
 from tests.model.conftest import MakeCheckpoint
 
@@ -41,7 +42,8 @@ def change(path: Path, edit: Callable[[Tensors], object]) -> None:
 def open_checked(path: Path, dtype: str = "float32") -> Weights:
     _, config = load_config(path)
     weights = Weights(path, dtype, lambda *_: None)
-    weights.require(config.tensors(), config.ignores)
+    inventory = Qwen3Inventory(config)
+    weights.require(inventory.tensors(), inventory.ignores)
     return weights
 
 
@@ -58,7 +60,7 @@ def test_both_layouts_hold_the_same(checkpoint: MakeCheckpoint, kind: str) -> No
     assert not (single / INDEX_FILE).exists()
     assert (sharded / INDEX_FILE).exists() and len(Checkpoint.open(sharded).files) > 1
     first, second = open_checked(single), open_checked(sharded)
-    for name in load_config(single)[1].tensors():
+    for name in Qwen3Inventory(load_config(single)[1]).tensors():
         assert torch.equal(first.read(name), second.read(name))
 
 
@@ -67,12 +69,13 @@ def test_reading_joins_converts_and_reports(checkpoint: MakeCheckpoint) -> None:
     seen: list[tuple[str, int, int]] = []
     weights = Weights(path, "bfloat16", lambda *state: seen.append(state))
     _, config = load_config(path)
-    weights.require(config.tensors(), config.ignores)
+    inventory = Qwen3Inventory(config)
+    weights.require(inventory.tensors(), inventory.ignores)
     names = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkv"]
     joined = weights.read(*names)
     stored = load_file(path / SINGLE_FILE)
     assert torch.equal(joined, torch.cat([stored[name] for name in names]).bfloat16())
-    for name in config.tensors():
+    for name in inventory.tensors():
         if name not in names:
             weights.read(name)
     assert seen[0] == ("weights", 0, seen[0][2])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.setup.options import make_options
@@ -42,7 +43,7 @@ def with_section(path: Path, model: dict[str, Any], keys: str, value: Any, ignor
 def test_what_llm_compressor_writes(tmp_path: Path) -> None:
     path = write(tmp_path, RELEASED, quantization_config=quantization_config(IGNORED))
     _, config = load_config(path)
-    int8, tensors = config.int8_weights(), config.tensors()
+    int8, tensors = Qwen3Inventory(config).int8_weights(), Qwen3Inventory(config).tensors()
     assert len(int8) == 28 * 7 and all(name.endswith("_proj.weight") for name in int8)
     assert tensors["model.layers.3.mlp.down_proj.weight_scale"] == (1024, 1)
     assert "lm_head.weight_scale" not in tensors
@@ -56,7 +57,7 @@ def test_what_llm_compressor_writes(tmp_path: Path) -> None:
 def test_patterns_and_names_are_ignored(tmp_path: Path) -> None:
     ignore = ["lm_head", "re:.*mlp.gate$", "model.layers.0.self_attn.o_proj", r"re:model\.layers\.1\.mlp\.experts"]
     _, config = load_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
-    int8 = config.int8_weights()
+    int8 = Qwen3Inventory(config).int8_weights()
     assert "model.layers.5.mlp.experts.7.down_proj.weight" in int8
     assert "model.layers.0.mlp.gate_proj.weight" in int8 and "model.layers.1.self_attn.o_proj.weight" in int8
     assert not {"model.layers.5.mlp.gate.weight", "model.layers.0.self_attn.o_proj.weight"} & int8

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from tests.model.configs import MOE, RELEASED, write
 
@@ -48,7 +49,7 @@ def test_both_spellings_mean_the_same(tmp_path: Path) -> None:
 def test_expert_layers(tmp_path: Path) -> None:
     _, config = load_config(write(tmp_path, MOE, num_hidden_layers=6))
     assert config.experts.layers == (1, 5), "every second layer, but not layer 3"
-    tensors = config.tensors()
+    tensors = Qwen3Inventory(config).tensors()
     assert tensors["model.layers.1.mlp.gate.weight"] == (8, 1024)
     assert tensors["model.layers.1.mlp.experts.7.down_proj.weight"] == (1024, 768)
     assert tensors["model.layers.0.mlp.gate_proj.weight"] == (3072, 1024)

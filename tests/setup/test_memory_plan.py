@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.setup.host import HostFacts
-from pypto_serving.setup.memory import max_sequence_bytes, plan_groups, tail_bytes
+from pypto_serving.setup.kv_shares import max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.memory_planner import largest, size_option
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks

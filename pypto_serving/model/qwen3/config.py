@@ -1,21 +1,15 @@
-"""The configuration and tensors of a Qwen3 or Qwen3-MoE model, from its config.json. Torch-free."""
+"""The configuration of a Qwen3 or Qwen3-MoE model, from its config.json. Torch-free."""
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import INT8
-from pypto_serving.model.contents import STORED_DTYPES, Shape, Stored
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.quantization import SECTION, Quantization, scale_name
+from pypto_serving.model.quantization import SECTION, Quantization
 from pypto_serving.model.rope import Rope
-
-_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +25,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config:
-    """The values of config.json that programs need. Implements Inventory. `experts` is None for a dense model."""
+    """The values of config.json that programs need. `experts` is None for a dense model."""
 
     vocab_size: int
     hidden_size: int
@@ -85,39 +79,14 @@ class Qwen3Config:
         if self.quantization is None:
             return
         key, ignore = f"{SECTION}.ignore", list(self.quantization.ignore)
-        for modules in self._products():
+        for modules in self.products():
             covered = [self.quantization.covers(module) for module in modules]
             odd = modules[covered.index(not covered[0])] if len(set(covered)) > 1 else ""
             config.require(not odd, key, ignore, f"the same for {odd} and {modules[0]}, which are one product here")
         tied = self.tied_embeddings and self.quantization.covers("lm_head")
         config.require(not tied, key, ignore, "a list with lm_head, which is the embedding (tie_word_embeddings)")
 
-    def tensors(self) -> dict[str, Shape]:
-        """Return the shape of every required tensor by name."""
-        weights, int8 = self.weights(), self.int8_weights()
-        return weights | {scale_name(name): (shape[0], 1) for name, shape in weights.items() if name in int8}
-
-    def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
-        """Return every tensor as files hold it: int8 weights, others in `dtype`. There are no draft layers."""
-        int8 = self.int8_weights()
-        return {
-            name: Stored(INT8 if name in int8 else STORED_DTYPES[dtype], shape)
-            for name, shape in self.tensors().items()
-        }
-
-    def num_parameters(self, mtp: bool = False) -> int:
-        """Count the elements of all tensors except scales of int8 weights."""
-        return sum(math.prod(shape) for shape in self.weights().values())
-
-    def int8_weights(self) -> frozenset[str]:
-        """Return the names of the int8 weights; each has a tensor of scales."""
-        quantization = self.quantization
-        if quantization is None:
-            return frozenset()
-        modules = (module for product in self._products() for module in product)
-        return frozenset(f"{module}.weight" for module in modules if quantization.covers(module))
-
-    def _products(self) -> Iterator[tuple[str, ...]]:
+    def products(self) -> Iterator[tuple[str, ...]]:
         """Yield the linear layers in tuples that are computed as one product."""
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
@@ -133,47 +102,6 @@ class Qwen3Config:
             yield tuple(f"{expert}down_proj" for expert in experts)
         if not self.tied_embeddings:
             yield ("lm_head",)
-
-    def weights(self) -> dict[str, Shape]:
-        """Return the shape of every tensor by name, except scales of int8 weights."""
-        hidden = self.hidden_size
-        tensors: dict[str, Shape] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for layer in range(self.num_layers):
-            prefix = f"model.layers.{layer}."
-            tensors |= {prefix + name: shape for name, shape in self._layer_tensors(layer).items()}
-        tensors["model.norm.weight"] = (hidden,)
-        if not self.tied_embeddings:
-            tensors["lm_head.weight"] = (self.vocab_size, hidden)
-        return tensors
-
-    def _layer_tensors(self, layer: int) -> dict[str, Shape]:
-        hidden, queries = self.hidden_size, self.num_heads * self.head_dim
-        keys = self.num_kv_heads * self.head_dim
-        rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
-        tensors: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        tensors |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
-        for name, size in rows.items():
-            tensors[f"self_attn.{name}.weight"] = (size, queries if name == "o_proj" else hidden)
-            if self.attention_bias:
-                tensors[f"self_attn.{name}.bias"] = (size,)
-        if self.experts is None or layer not in self.experts.layers:
-            return tensors | _mlp_tensors("mlp.", hidden, self.intermediate_size)
-        tensors["mlp.gate.weight"] = (self.experts.count, hidden)
-        for expert in range(self.experts.count):
-            tensors |= _mlp_tensors(f"mlp.experts.{expert}.", hidden, self.experts.intermediate_size)
-        return tensors
-
-    def ignores(self, name: str) -> bool:
-        """Return True for tensors in some checkpoints that nothing reads."""
-        return bool(_IGNORED.fullmatch(name)) or (self.tied_embeddings and name == "lm_head.weight")
-
-
-def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
-    return {
-        f"{prefix}gate_proj.weight": (intermediate, hidden),
-        f"{prefix}up_proj.weight": (intermediate, hidden),
-        f"{prefix}down_proj.weight": (hidden, intermediate),
-    }
 
 
 def _refuse_unsupported(config: Fields) -> None:

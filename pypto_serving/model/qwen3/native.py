@@ -22,6 +22,7 @@ from pypto_serving.kernels import (
 from pypto_serving.model.checkpoint import INT8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 
@@ -44,7 +45,8 @@ class NativeQwen3:
         return f"qwen3-native-2 {model.quantization.name}" if model.quantization else "qwen3-native-2"
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
-        weights.require(model.tensors(), model.ignores, dict.fromkeys(model.int8_weights(), INT8))
+        inventory = Qwen3Inventory(model)
+        weights.require(inventory.tensors(), inventory.ignores, dict.fromkeys(inventory.int8_weights(), INT8))
         self.model = model
         self.pages = _pages(config.groups[0], config.num_blocks[0], model)
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)

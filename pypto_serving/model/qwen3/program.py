@@ -11,6 +11,7 @@ from pypto_serving.model.attention import KVArena, StepAttention, settle_query_r
 from pypto_serving.model.layers import GatedMLP, Linear, MoE, apply_rope_, rms_norm, settle_rows
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.config import EngineConfig
 
@@ -77,7 +78,8 @@ class Qwen3Program:
     name = "qwen3-torch-2"
 
     def __init__(self, model: Qwen3Config, weights: Weights, config: EngineConfig) -> None:
-        weights.require(model.tensors(), model.ignores)
+        inventory = Qwen3Inventory(model)
+        weights.require(inventory.tensors(), inventory.ignores)
         self.model = model
         self.arena = KVArena(config.groups[0], config.num_blocks[0], weights.dtype)
         self.pages = (self.arena.pages,)

@@ -7,6 +7,7 @@ import math
 from pypto_serving.kernels.constants import ITEM_ROWS, MAX_DIM
 from pypto_serving.model.family import ModelFamily, refused_dtype
 from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
@@ -21,7 +22,7 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
 
 def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
-    num_parameters = config.num_parameters()
+    num_parameters = Qwen3Inventory(config).num_parameters()
     option, reason = _refused_option(dtype, block_size)
     resident = num_parameters + (config.vocab_size * config.hidden_size if config.tied_embeddings else 0)
     return ModelSpec(
@@ -47,10 +48,11 @@ def _packed_bytes(config: Qwen3Config, dtype: str) -> int:
 
     Int8 weights have a scale and a compensation, 4 bytes each, for every output.
     """
-    int8 = config.int8_weights()
+    inventory = Qwen3Inventory(config)
+    int8 = inventory.int8_weights()
     return sum(
         shape[0] * (shape[1] + 8) if name in int8 else math.prod(shape) * DTYPE_BYTES[dtype]
-        for name, shape in config.weights().items()
+        for name, shape in inventory.weights().items()
     )
 
 
@@ -85,14 +87,9 @@ def _needs_torch(config: Qwen3Config) -> str:
     return ""
 
 
-def _own_inventory(config: Qwen3Config) -> Qwen3Config:
-    """Return `config`, which lists its tensors itself."""
-    return config
-
-
 FAMILY = ModelFamily(
     parse=Qwen3Config.from_json,
-    inventory=_own_inventory,
+    inventory=Qwen3Inventory,
     kv_groups=kv_groups,
     spec=model_spec,
     torch_program="pypto_serving.model.qwen3.program:Qwen3Program",

@@ -1,7 +1,7 @@
 // GEMMs with packed weights, for all rows of a step and for the rows of each expert.
 #pragma once
 
-#include "tile.h"
+#include "gemm_tile.h"
 
 namespace ISA {
 

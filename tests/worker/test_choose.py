@@ -12,8 +12,8 @@ from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.batch import Dispatch
+from pypto_serving.worker.choose import Chosen, accepted, from_device, from_logits
 from pypto_serving.worker.sampler import RowSamplers
-from pypto_serving.worker.verify import Chosen, accepted, from_device, from_logits
 
 VOCAB = 50
 

@@ -1,7 +1,7 @@
 // Roofline of the machine: memory bandwidth and peak arithmetic of bfloat16 and int8. For benchmarks.
 #pragma once
 
-#include "tile.h"
+#include "gemm_tile.h"
 
 namespace ISA {
 
