@@ -282,7 +282,7 @@ class KVCacheManager:
     def discard(self, request_id: str) -> None:
         """Forget in all tiers the cached blocks of a request, which may be corrupt. Requests that share them keep them.
 
-        A copy that a lower tier has stored is not erased, and is found again by the next process.
+        A copy that a lower tier has stored is not erased, and is found again by another process.
         """
         blocks = [(part.group, key) for part in self._sequences[request_id].parts for key in part.keys]
         self._tiers.discard(blocks)

@@ -106,6 +106,7 @@ class TierManager:
         """Forget what a tier holds. If the worker dies before its store has, its next inventory is forgotten too."""
         tier.clearing = True
         tier.backlog.clear()
+        tier.discarded.clear()
         for pool in tier.pools.values():
             pool.drop_all()
         self._leases.begin("clear", tier, [])
