@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pypto_serving.backend.null.chooser import SAMPLER, logits_of
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.program import NullBackend
+from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.events import EventPublisher
