@@ -1,4 +1,4 @@
-"""Hold what is asked of a backend's programs against what they can do, before anything starts."""
+"""Check, before anything starts, that a backend's programs can do what the options ask for."""
 
 from __future__ import annotations
 
