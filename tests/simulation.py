@@ -38,9 +38,9 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
-from pypto_serving.util import VirtualClock
 from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
+from tests.clock import VirtualClock
 
 VOCAB_SIZE = 1000
 
