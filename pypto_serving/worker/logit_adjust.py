@@ -46,7 +46,7 @@ class Adjustment:
         )
 
     def is_due(self, position: int) -> bool:
-        """Whether anything changes for the token at `position`."""
+        """Return whether `apply` changes the logits for the token at `position`."""
         return bool(self.bias_ids.size or self.allowed_ids.size or position < self.banned_until)
 
     def apply(self, logits: Float32Array, position: int) -> Float32Array:

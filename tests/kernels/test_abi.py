@@ -84,6 +84,10 @@ def wrong(type_name: str, nullable: bool) -> Iterator[Any]:
                 "kTokens",
                 next(member for name, kind in ENUMS.items() if name != type_name for member in kind),
             )
+        elif type_name == "text":
+            yield "a\0b"
+        elif type_name.startswith("f"):
+            yield 10**400
         elif type_name.startswith(("i", "u")):
             yield from (1.0, 1 << 80, -(1 << 80), np.zeros(4, type_name))
         return

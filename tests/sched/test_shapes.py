@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pypto_serving.backend.null.chooser import SAMPLER, logits_of
 from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.types.kv import max_live_blocks, publication_lag
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
