@@ -278,8 +278,8 @@ class Recording:
         """Route each token to its top `per_token` experts by router logits [tokens, experts].
 
         Expert weights are multiplied by `scale`. With Scoring.SQRT_SOFTPLUS, `bias` [experts] is added to the scores
-        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing). Raises ValueError
-        for more experts per token than there are.
+        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing).
+        Raises ValueError for more experts per token than there are.
         """
         tokens, experts = logits.shape
         if not 1 <= per_token <= experts:

@@ -255,6 +255,11 @@ def test_pages_outside_of_their_arena_are_refused(stage: Stage) -> None:
         KVCacheLayer(np.zeros((2, 2, 2, 2, 64), np.uint16)[:, :, :, ::2], 0, 32).fields()
 
 
+def test_more_experts_per_token_than_there_are(stage: Stage) -> None:
+    with pytest.raises(ValueError, match="per_token is 9, but must be between 1 and the 8 experts"):
+        stage.record.route(np.zeros((4, 8), np.float32), 9, Scoring.SOFTMAX)
+
+
 def test_packing_refuses_what_is_too_short(stage: Stage) -> None:
     with pytest.raises(ValueError, match=r"62 bytes hold no \[1, 32\]"):
         stage.engine.pack(np.zeros(512, np.uint32), np.zeros(31, np.uint16), Stored.BF16, 1, 32)
