@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -70,6 +71,7 @@ class LLM:
         resolved = prepare(options, model, defaults)
         serving = serving_config(resolved.server, model)
         self._ids = itertools.count()
+        self._ending = threading.Lock()
         self._loop = LoopThread("pypto-llm")
         self._engine = AsyncEngine(resolved.engine)
         try:
@@ -84,10 +86,11 @@ class LLM:
         await self._engine.wait_ready()
 
     def shutdown(self) -> None:
-        """End the engine and its worker. May be called more than once."""
-        if not self._loop.stopped:
-            self._loop.call(self._engine.stop)
-            self._loop.stop()
+        """End the engine and its worker. May be called again and from any thread; returns when both have ended."""
+        with self._ending:
+            if not self._loop.stopped:
+                self._loop.call(self._engine.stop)
+                self._loop.stop()
 
     def __enter__(self) -> LLM:
         return self

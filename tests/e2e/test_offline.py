@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,6 +128,24 @@ def test_shutdown_ends_all_processes() -> None:
     assert not [child for child in children if child.is_running()]
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate("Hello", progress=False)
+
+
+def test_shutdown_from_two_threads_returns_in_both_at_the_end() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    llm = LLM(max_model_len=64, log_level="warning")
+    children = set(psutil.Process().children(recursive=True)) - before
+    left: list[int] = []
+
+    def end() -> None:
+        llm.shutdown()
+        left.append(sum(child.is_running() for child in children))
+
+    threads = [threading.Thread(target=end, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert left == [0, 0]
 
 
 def test_bad_options_leave_nothing_behind() -> None:
