@@ -49,6 +49,6 @@ def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFaul
     for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
         wrong = next((token_id for token_id in ids if token_id >= config.vocab_size), None)
         if wrong is not None:
-            message = f"{name} contains {wrong}, but this model has only {config.vocab_size} token ids"
+            message = f"{name}: {wrong} is not between 0 and {config.vocab_size - 1}"
             return RequestFault(400, "invalid_token_id", message)
     return None

@@ -44,7 +44,7 @@ BAD = [
     ({"prompt": [5] * 512}, "prompt", "512 tokens"),
     ({"prompt": [5] * 600}, "prompt", "600 tokens"),
     ({"prompt": "a" * 100, "max_tokens": 1000}, "max_tokens", "1000"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "between 1 and 2147483647"),
     ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
     ({"prompt": "a", "temperature": -1}, "temperature", "between 0 and 100"),
     ({"prompt": "a", "temperature": "hot"}, "temperature", "number"),

@@ -74,7 +74,7 @@ def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
     for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
         for token_id in ids:
             if token_id >= vocab_size:
-                message = f"{name} contains {token_id}, but this model has only {vocab_size} token ids"
+                message = f"{name}: {token_id} is not between 0 and {vocab_size - 1}"
                 raise RequestError(message, param=name)
 
 
