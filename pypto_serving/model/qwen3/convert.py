@@ -1,4 +1,4 @@
-"""Convert checkpoints of bf16, f16 or f32 to W8A8, file by file; a killed conversion resumes. Torch-free.
+"""Convert Qwen3 checkpoints of bf16, f16 or f32 to W8A8, file by file; a killed conversion resumes. Torch-free.
 
 The result follows `quantization.py`: int8 weights in all linear layers but routers, bfloat16 elsewhere. The output
 layer is int8 too; a tied one becomes a tensor of its own. A file gets its name when it is complete and on disk, and
