@@ -104,11 +104,11 @@ class LLM:
     ) -> list[GenerationOutput]:
         """Continue each prompt, a text or a list of token ids; return results in the order of the prompts.
 
-        Give one SamplingParams for all prompts or one for each; None means the model's defaults with 16 tokens. Raises
-        RequestError if a prompt does not fit, RequestFailedError if the engine gives one up.
+        Give one SamplingParams for all prompts or one for each; None means the model's defaults, and at most 16 tokens.
+        Raises RequestError if a prompt does not fit, RequestFailedError if the engine gives one up.
         """
         entries = _as_list(prompts)
-        params = self._params_of(sampling_params, len(entries), max_tokens=16)
+        params = self._params_of(sampling_params, len(entries))
         return self._loop.call(lambda: self._run(map(self._encode, entries, params), progress))
 
     def chat(
@@ -144,10 +144,10 @@ class LLM:
         yield from self._loop.iterate(stream)
 
     def _params_of(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, max_tokens: int | None
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, **defaults: Any
     ) -> list[SamplingParams]:
         if given is None:
-            given = SamplingParams(**self._service.serving.default_sampling.given(), max_tokens=max_tokens)
+            given = SamplingParams(**self._service.serving.default_sampling.given(), **defaults)
         params = [given] * count if isinstance(given, SamplingParams) else list(given)
         if len(params) != count:
             raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")

@@ -21,8 +21,10 @@ from pypto_serving.api.openai.respond import respond, submit
 from pypto_serving.api.openai.schemas import CompletionBody
 from pypto_serving.api.openai.sse import EventFormat, Head, encode
 from pypto_serving.api.service import Service
+from pypto_serving.types.config import default_of
+from pypto_serving.types.sampling import SamplingParams
 
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = default_of(SamplingParams, "max_tokens")
 
 
 async def create_completion(request: Request) -> Response:
