@@ -18,7 +18,7 @@ from pypto_serving.api.chat.output import NewParser, TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.prompts import check_token_ids, encode_chat, encode_text
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, check_named_ids, fit_prompt
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_prompt
 from pypto_serving.api.offline_loop import LoopThread, Put
 from pypto_serving.api.offline_outputs import CompletionOutput, GenerationOutput, Logprob, completion_output
 from pypto_serving.api.service import Service
@@ -170,9 +170,7 @@ class LLM:
         return _Job(chat.prompt if isinstance(chat.prompt, str) else None, self._fit(ids, params, chat.new_parser))
 
     def _fit(self, ids: list[int], params: SamplingParams, new_parser: NewParser | None = None) -> FittedPrompt:
-        config = self._engine.config
-        check_named_ids(params, config.vocab_size)
-        return fit_prompt(ids, params, config.max_model_len, new_parser=new_parser)
+        return fit_prompt(ids, params, self._engine.config, new_parser=new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
         """Generate for all prompts, as many at once as the queue holds."""

@@ -10,6 +10,7 @@ from typing import SupportsFloat
 import msgspec
 
 from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
 
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -73,12 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
         _require(len(self.stop) <= 16, "stop", len(self.stop), "at most 16 strings")
         _require(all(self.stop), "stop", "''", "a string or strings that are not empty")
-        _require(
-            all(0 <= i < 2**31 for i in self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids,
-            "token ids",
-        )
+        wrong = [i for i in self.stop_token_ids if not 0 <= i < 2**31]
+        _require(not wrong, "stop_token_ids", brief(wrong), "token ids")
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:
@@ -114,6 +111,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(f"logit_bias is {self.logit_bias!r}, but must be a mapping", param="logit_bias")
         bias = (self.logit_bias or {}).items()
         put("logit_bias", {_whole("logit_bias", i): _number("logit_bias", value) for i, value in bias})
+
+
+def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise RequestError if a parameter names a token id outside the vocabulary."""
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if token_id >= vocab_size:
+                message = f"{name} contains {token_id}, but this model has only {vocab_size} token ids"
+                raise RequestError(message, param=name)
 
 
 def _whole(name: str, value: object) -> int:

@@ -39,11 +39,10 @@ async def create_completion(request: Request) -> Response:
 
 
 async def _generation_request(service: Service, body: CompletionBody) -> GenerationRequest:
-    config = service.engine.config
-    params = sampling_params(body, service.serving.default_sampling, config.vocab_size, body.max_tokens, body.logprobs)
+    params = sampling_params(body, service.serving.default_sampling, body.max_tokens, body.logprobs)
     priority, cache_salt = priority_of(body), cache_salt_of(body)
     prompts = [
-        fit_prompt(ids, params, config.max_model_len, default_max_tokens=DEFAULT_MAX_TOKENS)
+        fit_prompt(ids, params, service.engine.config, default_max_tokens=DEFAULT_MAX_TOKENS)
         for ids in await encode_prompts(service, body.prompt, body.add_special_tokens is not False)
     ]
     return GenerationRequest(f"cmpl-{uuid.uuid4().hex}", prompts, priority, cache_salt)
