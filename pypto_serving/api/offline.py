@@ -19,7 +19,7 @@ from pypto_serving.api.chat.output import NewParser, TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.prompts import check_token_ids, encode_chat, encode_text
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, check_named_ids, fit_prompt
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_prompt
 from pypto_serving.api.offline_inputs import (
     Messages,
     Prompt,
@@ -120,7 +120,7 @@ class LLM:
         one up.
         """
         entries = read_prompts(prompts)
-        params = self._params_of(sampling_params, len(entries), max_tokens=16)
+        params = self._params_of(sampling_params, len(entries))
         return self._loop.call(lambda: self._run(map(self._encode, entries, params), progress))
 
     def chat(
@@ -157,10 +157,10 @@ class LLM:
         yield from self._loop.iterate(stream)
 
     def _params_of(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, max_tokens: int | None
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, **defaults: Any
     ) -> list[SamplingParams]:
         if given is None:
-            given = SamplingParams(**self._service.serving.default_sampling.given(), max_tokens=max_tokens)
+            given = SamplingParams(**self._service.serving.default_sampling.given(), **defaults)
         return read_params(given, count)
 
     async def _encode(self, prompt: str | list[int], params: SamplingParams) -> _Job:
@@ -177,9 +177,7 @@ class LLM:
         return _Job(chat.prompt if isinstance(chat.prompt, str) else None, self._fit(ids, params, chat.new_parser))
 
     def _fit(self, ids: list[int], params: SamplingParams, new_parser: NewParser | None = None) -> FittedPrompt:
-        config = self._engine.config
-        check_named_ids(params, config.vocab_size)
-        return fit_prompt(ids, params, config.max_model_len, new_parser=new_parser)
+        return fit_prompt(ids, params, self._engine.config, new_parser=new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
         """Generate for all prompts, as many at once as the queue holds."""

@@ -122,6 +122,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         put("logit_bias", _biases("logit_bias", self.logit_bias))
 
 
+def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise RequestError if a parameter names a token id outside the vocabulary."""
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if token_id >= vocab_size:
+                raise RequestError(f"{name}: {token_id} is not between 0 and {vocab_size - 1}", param=name)
+
+
 class _Words(str):
     """Words for a message, which stand in it without quotes."""
 

@@ -59,6 +59,8 @@ BAD = [
     ({"prompt": "a", "stop": ""}, "stop", "not empty"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
     ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "-1"),
+    ({"prompt": "a", "stop_token_ids": [10**4000]}, "stop_token_ids", "token ids"),
     ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
     ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
