@@ -10,6 +10,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.rules import RULES, Rule
+from pypto_serving.util import brief
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +67,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return rule.parse(value)
         except (ValueError, OverflowError):
-            shown = _shorten(str(value)) or "empty"
+            shown = _shorten(_text(value)) or "empty"
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}") from None
 
     def label(self, name: str, beside: str = "") -> str:
@@ -137,6 +138,13 @@ def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) ->
         if value is not None:
             known[name] = value
     return known
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
+        return brief(value)
 
 
 def _shorten(text: str) -> str:
