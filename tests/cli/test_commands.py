@@ -140,8 +140,18 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["convert", "a", "b", "--format", "x"], 2, "Invalid value for '--format': 'x' is not one of 'w8a8'."),
     (["bench", "serve", "--backend", "x"], 2, "Invalid value for '--backend': 'x' is not one of 'openai', 'openai-"),
     (["check", "--backend", "gpu"], 2, "--backend is gpu, but must be one of cpu, null"),
-    ([*NULL, "--kv-disk", "/dev/null"], 2, "--kv-disk /dev/null cannot be used: not a directory; give a folder that"),
-    (["serve", *NULL[1:], "--kv-disk", "/dev/null/kv"], 2, "--kv-disk /dev/null/kv cannot be used: not a directory"),
+    (
+        [*NULL, "--kv-disk", "/dev/null"],
+        2,
+        "--kv-disk is /dev/null, which cannot be used: not a directory; give a folder that",
+    ),
+    (
+        ["serve", *NULL[1:], "--kv-disk", "/dev/null/kv"],
+        2,
+        "--kv-disk is /dev/null/kv, which cannot be used: not a dir",
+    ),
+    ([*NULL, "--kv-disk", "n" * 300], 2, "nnn, which cannot be used: file name too long; give a folder that can"),
+    ([*NULL, "--kv-disk-size", "1.5"], 2, "--kv-disk-size is 1.5, but must be a size with a unit such as 20GiB"),
     (["check", "./no/such/model"], 3, "./no/such/model does not exist; give an existing folder or a hub name"),
     (["check", "n" * 300], 3, "file name too long; give an existing folder or a hub name"),
     (["check", "~no-such-user/model"], 3, "~no-such-user/model does not exist; give an existing folder or a hub name"),
@@ -259,6 +269,21 @@ def test_api_key_file_must_hold_a_key(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("api-key: 12345", "api-key in c.yaml is not text, but must be; put it in quotes"),
+        ("api-key: [12345]", "api-key in c.yaml is not text, but must be; put it in quotes"),
+        ('api-key: "12345\\n6"', "api-key in c.yaml is not one line of characters that can be printed, but must be"),
+    ],
+)
+def test_a_refused_key_is_not_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    assert run(capsys, *NULL, "--config", str(tmp_path / "c.yaml")) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("c.yaml", "max-num-seqs: 7\nport: 1234\nchunked_prefill: false\nserved-model-name: [a, b]\n"),
@@ -302,6 +327,13 @@ def test_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: s
         ("seed: !!timestamp zz", "c.yaml is neither YAML nor JSON; mend it"),
         ("[" * 3000, "c.yaml is neither YAML nor JSON; mend it"),
         ('api-key-file: "a\\0b"', "api-key-file in c.yaml must be the path of a file that holds the API key"),
+        ("kv-disk: /dev/null", "kv-disk in c.yaml is /dev/null, which cannot be used: not a directory"),
+        ("device: cpu\nbackend: cpu", "device and backend in c.yaml are the same option; keep one"),
+        (
+            "no-prefix-caching: true",
+            "unknown option 'no-prefix-caching' in c.yaml; did you mean prefix-caching: false?",
+        ),
+        ('model: "a\\0b"', "model in c.yaml is a\\x00b, but must be text on one line, not empty"),
         ("api-key-file: ~", "api-key-file in c.yaml must be the path of a file that holds the API key"),
     ],
 )
@@ -317,7 +349,7 @@ def test_plain_values_of_a_config_file_are_what_they_look_like(tmp_path: Path) -
     path = tmp_path / "c.yaml"
     path.write_text(
         "served-model-name: 2024-99-99\nport: 8_000\nseed: 0x10\nmax-num-seqs: 017\nkv-memory: 0.5\n"
-        "prefix-caching: off\nhost: ~\nstep-timeout: 1e3\ndrain-timeout: 1.5e+1\n"
+        "device: cpu\nprefix-caching: off\nhost: ~\nstep-timeout: 1e3\ndrain-timeout: 1.5e+1\n"
     )
     assert read_config(path) == {
         "served-model-name": "2024-99-99",
@@ -325,6 +357,7 @@ def test_plain_values_of_a_config_file_are_what_they_look_like(tmp_path: Path) -
         "seed": 16,
         "max-num-seqs": "017",
         "kv-memory": 0.5,
+        "device": "cpu",
         "prefix-caching": False,
         "host": None,
         "step-timeout": "1e3",
