@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from pypto_serving.cli.options import read_text
+from pypto_serving.cli.text_file import read_text
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.rules import Text
 

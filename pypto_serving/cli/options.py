@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
+from pypto_serving.cli.text_file import read_text
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.blocks import REMOTE_BLOCK_BYTES
 from pypto_serving.setup.defaults import DEFAULTS, shown_default
@@ -204,12 +205,3 @@ def _with_file(given: dict[str, Any], config: Path) -> Any:
     from pypto_serving.cli.config_file import read_config  # yaml takes time to import
 
     return make_options(given, read_config(config), config.name)
-
-
-def read_text(path: Path, flag: str) -> str:
-    """Read the file at `path`, which `flag` names; raise ConfigError in one line."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"{flag} {path} cannot be read: {reason}") from None
