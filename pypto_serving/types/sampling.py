@@ -12,6 +12,9 @@ import msgspec
 from pypto_serving.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+"""Stop strings of a request, and characters of each."""
+MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 """Token ids that one request may bias or allow."""
 
@@ -71,14 +74,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             self.logprobs,
             f"between 0 and {MAX_LOGPROBS}",
         )
-        _require(len(self.stop) <= 16, "stop", len(self.stop), "at most 16 strings")
+        _require(len(self.stop) <= MAX_STOPS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS}")
+        longest = max(map(len, self.stop), default=0)
+        _require(longest <= MAX_STOP_CHARS, "stop", f"{longest} characters long", f"at most {MAX_STOP_CHARS}")
         _require(all(self.stop), "stop", "''", "a string or strings that are not empty")
         _require(
             all(0 <= i < 2**31 for i in self.stop_token_ids),
             "stop_token_ids",
-            self.stop_token_ids,
+            self.stop_token_ids[:8],
             "token ids",
         )
+        num_ids = len(self.stop_token_ids)
+        _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", f"{num_ids} ids", f"at most {MAX_STOP_IDS}")
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:
