@@ -53,7 +53,6 @@ struct Item {
         length(position(queries[item.queries - 1]) + 1), rows{item.queries * shared, kMaxRows} {}
 
   int64_t heads() const { return item.head_end - item.head_begin; }
-  int64_t all_rows() const { return heads() * rows.rows; }
   int64_t head_pairs() const { return op.cache.size * dim / 2; }  // from one head of a block to the next
   int64_t position(const AttentionQuery& query) const { return step.positions[query.token]; }
   KvTile tile(int64_t number) const { return locate(op.cache, table, item.head_begin, number * kTile, length); }
@@ -111,7 +110,7 @@ INLINE void score(const Item& it, const KvTile& h, const Pair* next, AttentionSc
 // Softmax numerators of a row over positions [0, seen) of a tile: 2^(score - row_max) in bfloat16, zeros up to the end
 // of the last panel. row_sum adds up the rounded numbers.
 INLINE void softmax(const float* scores, int64_t seen, int64_t panels, Pair* out, float& row_max, float& row_sum) {
-  const int64_t whole = seen / kLanes * kLanes;  // positions of which no lane is left out
+  const int64_t whole = seen / kLanes * kLanes;  // positions [0, whole) fill all lanes
   const auto inside = [&](int64_t i) { return lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(seen); };
   Floats top = set1(-INFINITY);
   for (int64_t i = 0; i < whole; i += kLanes) top = larger(top, load(scores + i));

@@ -37,7 +37,7 @@ class AttentionPlan {
   Prefixes prefixes_;
   std::vector<AttentionQuery> queries_;
   std::vector<AttentionItem> items_, last_, pieces_;  // `last_` are those of the last phase
-  std::vector<int64_t> phases_, ends_;
+  std::vector<int64_t> phases_;
   std::vector<Row> rows_;
   std::vector<float> partials_;
   int64_t partial_floats_ = 0;

@@ -1,4 +1,5 @@
-// Hyper-connections, and the float32 GEMM that their coefficients and routers come from; see kStreams in ops.h.
+// Hyper-connections, and the float32 GEMM that their coefficients and routers come from; see kHyperConnectionStreams
+// in ops.h, which is `n` in the functions.
 #pragma once
 
 #include "rows.h"
@@ -57,8 +58,7 @@ static void rms_norm_linear(const RmsNormLinear& op, const Step& step, Member& m
   }
 }
 
-// Sums over a row or column of a kStreams x kStreams matrix in 16 lanes: lanes whose numbers differ only in bits a and
-// b.
+// Sums over a row or column of an n x n matrix in 16 lanes: lanes whose numbers differ only in bits a and b.
 INLINE Floats sum_lanes(Floats x, int a, int b) {
   const Floats pairs = x + permute(x, lane_numbers() ^ a);
   return pairs + permute(pairs, lane_numbers() ^ b);
@@ -85,7 +85,8 @@ INLINE Floats sinkhorn(Floats x, int32_t iterations, float eps) {
 
 // Writes post and comb of a row; returns pre in the first lanes.
 INLINE Floats split_sinkhorn(const HyperConnectionPre& op, int64_t row, float* post_comb) {
-  const int64_t outputs = op.post_comb ? kMixes : kStreams, ends = op.post_comb ? 2 * kStreams : kStreams;
+  constexpr int n = kHyperConnectionStreams;
+  const int64_t outputs = op.post_comb ? kMixes : n, ends = op.post_comb ? 2 * n : n;
   const float* mixes = op.mixes + row * outputs;
   const auto scaled = [&](int64_t first, int64_t count) __attribute__((always_inline)) {
     const auto some = [&](const float* p) { return (Floats)load_some(p + first, count); };
@@ -93,13 +94,14 @@ INLINE Floats split_sinkhorn(const HyperConnectionPre& op, int64_t row, float* p
   };
   const Floats gates = sigmoid(scaled(0, ends));
   if (op.post_comb) {
-    for (int i = 0; i < kStreams; i++) post_comb[i] = 2.0f * gates[kStreams + i];
-    store(post_comb + kStreams, sinkhorn(scaled(2 * kStreams, kStreams * kStreams), op.iterations, op.eps));
+    for (int i = 0; i < n; i++) post_comb[i] = 2.0f * gates[n + i];
+    store(post_comb + n, sinkhorn(scaled(2 * n, n * n), op.iterations, op.eps));
   }
   return gates + set1(op.eps);
 }
 
 static void hyper_connection_pre(const HyperConnectionPre& op, const Step& step, Member& member) {
+  constexpr int n = kHyperConnectionStreams;
   const int64_t rows = count(step, op.rows);
   if (rows == 0) return;
   const Parts parts(rows, op.width, kLanes, member);
@@ -107,34 +109,35 @@ static void hyper_connection_pre(const HyperConnectionPre& op, const Step& step,
   while (share.next()) {
     const int64_t row = share.begin / parts.count, part = share.begin % parts.count;
     const int64_t token = token_of(step, op.rows, row);
-    const float* x = op.x + token * kStreams * op.width;
+    const float* x = op.x + token * n * op.width;
     float post_comb[kMixes];
     const Floats pre = split_sinkhorn(op, row, post_comb);
     if (op.post_comb && part == 0)
-      std::memcpy(op.post_comb + row * (kMixes - kStreams), post_comb, sizeof post_comb - 4 * kStreams);
+      std::memcpy(op.post_comb + row * (kMixes - n), post_comb, sizeof post_comb - 4 * n);
     for (int64_t i = parts.begin(part); i < parts.end(part); i += kLanes) {
       Floats y = load(x + i) * set1(pre[0]);
-      for (int j = 1; j < kStreams; j++) y = fma(load(x + j * op.width + i), set1(pre[j]), y);
+      for (int j = 1; j < n; j++) y = fma(load(x + j * op.width + i), set1(pre[j]), y);
       store(op.out + token * op.width + i, y);
     }
   }
 }
 
 static void hyper_connection_post(const HyperConnectionPost& op, const Step& step, Member& member) {
+  constexpr int n = kHyperConnectionStreams;
   if (step.tokens == 0) return;
   const Parts parts(step.tokens, op.width, kLanes, member);
   Share share(member, step.tokens * parts.count, 1);
   while (share.next()) {
     const int64_t t = share.begin / parts.count, part = share.begin % parts.count;
-    const float *post_comb = op.post_comb + t * (kMixes - kStreams), *comb = post_comb + kStreams;
+    const float *post_comb = op.post_comb + t * (kMixes - n), *comb = post_comb + n;
     const float* y = op.y + t * op.width;
-    float* x = op.x + t * kStreams * op.width;
+    float* x = op.x + t * n * op.width;
     for (int64_t i = parts.begin(part); i < parts.end(part); i += kLanes) {
-      Floats streams[kStreams];
-      for (int j = 0; j < kStreams; j++) streams[j] = load(x + j * op.width + i);
-      for (int k = 0; k < kStreams; k++) {
+      Floats streams[n];
+      for (int j = 0; j < n; j++) streams[j] = load(x + j * op.width + i);
+      for (int k = 0; k < n; k++) {
         Floats out = load(y + i) * set1(post_comb[k]);
-        for (int j = 0; j < kStreams; j++) out = fma(streams[j], set1(comb[j * kStreams + k]), out);
+        for (int j = 0; j < n; j++) out = fma(streams[j], set1(comb[j * n + k]), out);
         store(x + k * op.width + i, out);
       }
     }

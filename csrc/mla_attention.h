@@ -12,9 +12,8 @@
 
 namespace ISA {
 
-constexpr int kKeyRow = kMaxLatent / 2;           // pairs from one gathered key to the next
-constexpr int kValueRows = kTile / 2 * kPanel;    // pairs of 32 dimensions of all values of a tile
-constexpr int kHeadPanels = kMaxLatentHeads / kPanel;
+constexpr int kKeyRow = kMaxLatent / 2;         // pairs from one gathered key to the next
+constexpr int kValueRows = kTile / 2 * kPanel;  // pairs of 32 dimensions of all values of a tile
 
 struct alignas(64) MlaScratch {
   Pair keys[kTile * kKeyRow];

@@ -11,7 +11,7 @@ CONSTANT(kMaxDim)
 CONSTANT(kMaxLatent)
 CONSTANT(kMaxLatentHeads)
 CONSTANT(kItemRows)
-CONSTANT(kStreams)
+CONSTANT(kHyperConnectionStreams)
 
 API(Recording*, record, Engine* engine) { return new Recording(engine); }
 

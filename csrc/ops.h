@@ -246,11 +246,11 @@ struct MoeCombine {
   FIELDS(routing, y, width, x)
 };
 
-// Manifold-constrained hyper-connections (arXiv:2512.24880): a token has kStreams residual streams of `width`.
-// Attention and MLP read a weighted sum of them (pre); their output is added to each stream (post), and the streams are
-// mixed with each other (comb). The coefficients of a token are projections of its streams, `mixes`.
-constexpr int kStreams = 4;
-constexpr int kMixes = (2 + kStreams) * kStreams;  // pre, post, comb
+// Manifold-constrained hyper-connections (arXiv:2512.24880): a token has n = kHyperConnectionStreams residual streams of
+// `width`. Attention and MLP read a weighted sum of them (pre); their output is added to each stream (post), and the
+// streams are mixed with each other (comb). The coefficients of a token are projections of its streams, `mixes`.
+constexpr int kHyperConnectionStreams = 4;
+constexpr int kMixes = (2 + kHyperConnectionStreams) * kHyperConnectionStreams;  // pre, post, comb
 
 // Unweighted RMSNorm and float32 GEMM: out[row, i] = x / rms(x) . weight[i], x [tokens, width].
 struct RmsNormLinear {
@@ -271,7 +271,7 @@ struct HyperConnectionPre {
   float eps;
   int32_t iterations;  // of Sinkhorn, which makes comb doubly stochastic
   Rows rows;
-  float* post_comb;  // [rows, kStreams + kStreams * kStreams]: post, and comb from stream j to k
+  float* post_comb;  // [rows, n + n * n]: post, and comb from stream j to k
   float* out;        // [tokens, width]
   FIELDS(x, mixes, scale, base, width, eps, iterations, rows, NULLABLE post_comb, out)
 };

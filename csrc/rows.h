@@ -21,7 +21,7 @@ INLINE float inverse_rms(const float* x, int64_t width, float eps) {
   return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
 }
 
-// The larger of magnitudes given as the bits of floats, of which not-a-number is the largest.
+// Returns the larger of two magnitudes, which are the bits of floats. Not-a-number is the largest.
 INLINE Ints larger_bits(Ints a, Ints b) { return (Ints)select(at_most(a, b), (Floats)b, (Floats)a); }
 
 INLINE Ints magnitude_bits(Floats x) { return (Ints)x & 0x7fffffff; }

@@ -304,8 +304,8 @@ static Sum keep_for_top_p(Scores& s, double top_p, SamplingScratch& scratch) {
   return {s.vocab, total};
 }
 
-// Keeps the best `top_k`, and of these, best first, `top_p` of the weight. Returns the first at which the cumulative
-// weight exceeds `random` of what is kept.
+// Keeps the `top_k` best ids, then the best of these up to a share `top_p` of their weight. Walks the kept ids from the
+// best on. Returns the first at which the cumulative weight exceeds the share `random` of the kept weight.
 static int64_t draw_ranked(Scores& s, const Draw& draw, SamplingScratch& scratch) {
   Sum kept = draw.top_k > 0 ? keep_top_k(s, draw.top_k, scratch) : keep_for_top_p(s, draw.top_p, scratch);
   if (draw.top_p < 1) {

@@ -1,10 +1,8 @@
-"""The error tree. Each class has a scope, an HTTP status and a process exit code."""
+"""The error tree. Each class has an HTTP status, a code for clients and a process exit code."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
-Scope = Literal["request", "replica", "process"]
+from typing import ClassVar
 
 EXIT_OK = 0
 EXIT_CRASH = 1
@@ -16,7 +14,6 @@ EXIT_ENGINE = 4
 class PyptoError(Exception):
     """Base of every error we raise on purpose; `str(error)` is one line for the user."""
 
-    scope: ClassVar[Scope] = "process"
     status: int = 500
     code: ClassVar[str] = "internal_error"
     exit_code: int = EXIT_CRASH
@@ -39,7 +36,6 @@ class ModelError(PyptoError):
 class RequestError(PyptoError):
     """A request that cannot be served as sent. `param` names the offending field."""
 
-    scope: ClassVar[Scope] = "request"
     status = 400
     code = "invalid_request_error"
 
@@ -83,7 +79,6 @@ class RequestFailedError(RequestError):
 class UnavailableError(RequestError):
     """The engine cannot take requests now: loading, draining, or without a worker."""
 
-    scope = "replica"
     status = 503
     code = "unavailable"
 
@@ -91,7 +86,6 @@ class UnavailableError(RequestError):
 class EngineDeadError(PyptoError):
     """The engine gave up because its worker or core kept failing."""
 
-    scope = "replica"
     status = 503
     code = "engine_dead"
 

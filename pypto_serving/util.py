@@ -41,22 +41,6 @@ class MonotonicClock:
         return time.monotonic()
 
 
-class VirtualClock:
-    """A clock that moves only when advanced; drives schedulers and tests in simulated time."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def now(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        """Move forward; raise ValueError for a negative step."""
-        if seconds < 0:
-            raise ValueError(f"a clock cannot go back by {-seconds} s")
-        self._now_s += seconds
-
-
 def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes of `data` from `offset` on; raise OSError."""
     left = memoryview(data)

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pypto_serving.backend.null.chooser import SAMPLER, logits_of
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.program import NullBackend
+from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.events import EventPublisher
@@ -38,9 +38,9 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
-from pypto_serving.util import VirtualClock
 from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
+from tests.clock import VirtualClock
 
 VOCAB_SIZE = 1000
 
@@ -167,7 +167,9 @@ class InlineExecutor:
         self.epoch += 1
         program = self._make_program(self.config)
         self.programs.append(program)
-        self._runner = Runner(program, NullBackend(self.config).allocate(), self.config.vocab_size)
+        self._runner = Runner(
+            program, NullBackend(self.config).allocate(), self.config.vocab_size, self.config.num_drafts
+        )
         self._completed_step = 0
         sizes = program.memory.block_bytes
         for tier in self.config.tiers:

@@ -1,10 +1,16 @@
 """Serve clients: translate their requests for the engine and its outputs for them. Never imports torch.
 
-- `server`, `run`, `middleware`, `admission`, `disconnect`, `errors`: the HTTP server
-- `service`, `settings`: what its handlers share
+Listed from the top down: modules import only their own line and those below. One exception: `service` imports
+`generation.seeds`, which imports nothing of this folder, so modules form no circle.
+
+- `run`: run the HTTP server in this process
+- `server`: route HTTP requests to handlers
 - `openai`: the endpoints of the OpenAI API
-- `offline*`: the offline API, without HTTP
-- `generation`: one generation, in the form that endpoints and offline API share
-- `chat`: chat messages to prompts, outputs to messages, by model family
-- `text`: tokenizer and detokenizer
+- `offline`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
+- `generation`: run one generation, in the form that endpoints and offline API share
+- `service`: hold what all generations share: engine, tokenizer, chat encoder
+- `chat`: turn chat messages into prompts and outputs into messages, by model family
+- `settings`: hold the options of the server and the sampling defaults of the checkpoint
+- `text`: encode and decode text
+- `disconnect`, `drain`, `errors`, `middleware`: the parts of HTTP that know no endpoint
 """

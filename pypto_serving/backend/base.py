@@ -122,7 +122,7 @@ class StepInputs:
 class LogitAdjustments:
     """Changes to the logits of the n rows that sample, before a token is chosen. Apply biases, then masks and bans.
 
-    If masks and bans leave a row no token, they are ignored.
+    Bans that leave a row no token are ignored, and so is a mask that leaves none.
 
     bias_starts [n + 1], bias_ids, bias_values: float32 added to logits; row i owns [starts[i], starts[i + 1]).
     masks [m, ceil(vocab / 32)] uint32: bit v % 32 of word v // 32 allows token v; mask_rows [n]: row of `masks`, or -1.

@@ -223,10 +223,9 @@ class AsyncEngine:
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         """Admit all of `requests` or none. Raises QueueFullError or UnavailableError."""
         self._require_admission(len(requests))
-        stream = OutputStream([request.request_id for request in requests], self.abort)
-        for request in requests:
-            self._streams[request.request_id] = stream
         self._send(AddRequests(list(requests)))
+        stream = OutputStream([request.request_id for request in requests], self.abort)
+        self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
         return stream
 
     def _require_admission(self, count: int) -> None:

@@ -143,12 +143,17 @@ def _take_integer(limits: np.iinfo[Any]) -> Take:
 
 
 def _take_real(value: Any) -> float:
-    if isinstance(value, Real):
+    if not isinstance(value, Real):
+        raise TypeError
+    try:
         return float(value)
-    raise TypeError
+    except OverflowError:
+        raise ValueError("within its range") from None
 
 
 def _take_text(value: Any) -> bytes:
-    if isinstance(value, str):
-        return value.encode()
-    raise TypeError
+    if not isinstance(value, str):
+        raise TypeError
+    if "\0" in value:
+        raise ValueError("without a null character")
+    return value.encode()

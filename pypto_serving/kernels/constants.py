@@ -25,7 +25,7 @@ MAX_LATENT_HEADS = 128
 ITEM_ROWS = 96
 """Most query heads that share a kv head."""
 
-STREAMS = 4
+HYPER_CONNECTION_STREAMS = 4
 """Residual streams of hyper-connections."""
 
 _IN_LIBRARY = {
@@ -36,7 +36,7 @@ _IN_LIBRARY = {
     "kMaxLatent": MAX_LATENT,
     "kMaxLatentHeads": MAX_LATENT_HEADS,
     "kItemRows": ITEM_ROWS,
-    "kStreams": STREAMS,
+    "kHyperConnectionStreams": HYPER_CONNECTION_STREAMS,
 }
 
 

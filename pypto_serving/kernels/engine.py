@@ -185,7 +185,7 @@ class Engine:
         Int8 weights also fill `compensation`. Raises ValueError where the rows are not whole half panels of `out`,
         where k is not whole pairs or quads, or where `source` is too short.
         """
-        if offset % GATE_HALF or not _has_room(out, stored, offset + n, k, compensation):
+        if offset % GATE_HALF or offset < 0 or min(n, k) < 1 or not _has_room(out, stored, offset + n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
         self._pack(out, source, stored, n, k, offset, compensation, False)
 
@@ -200,7 +200,9 @@ class Engine:
         compensation: Int32Array | None = None,
     ) -> None:
         """Pack rows of a stored matrix [n, k] into half 0 (gate) or 1 (up) of each panel of `out`; see `pack`."""
-        if n % GATE_HALF or not _has_room(out, stored, 2 * n, k, compensation):
+        if half not in (0, 1):
+            raise ValueError(f"half is {half}, but must be 0 or 1")
+        if n % GATE_HALF or min(n, k) < 1 or not _has_room(out, stored, 2 * n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into half of {out.size} words")
         self._pack(out, source, stored, n, k, half * GATE_HALF, compensation, True)
 

@@ -279,8 +279,11 @@ class Recording:
 
         Expert weights are multiplied by `scale`. With Scoring.SQRT_SOFTPLUS, `bias` [experts] is added to the scores
         for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing).
+        Raises ValueError for more experts per token than there are.
         """
         tokens, experts = logits.shape
+        if not 1 <= per_token <= experts:
+            raise ValueError(f"per_token is {per_token}, but must be between 1 and the {experts} experts")
         sizes = {"experts": experts, "per_token": per_token, "scoring": scoring, "scale": scale}
         scores = np.zeros((tokens, 2, experts), np.float32) if scoring == Scoring.SQRT_SOFTPLUS else None
         inputs = {"logits": logits, "scores": scores, "bias": bias, "tid2eid": tid2eid}

@@ -108,7 +108,7 @@ class Demotions:
         The block at the front
 
         1. was evicted from the device: it is lost;
-        2. is in the tier, or on its way there: nothing to do;
+        2. is in the tier, on its way there, or discarded: nothing to do;
         3. does not fit, since the job is large enough, the tier has no free slot, or no more blocks of its group may be
            pinned: it stays at the front, and the job is complete;
         4. joins the job, in all other cases.
@@ -121,7 +121,7 @@ class Demotions:
             if block is None:
                 tier.counters.lost_blocks += 1
                 continue
-            if pool.find(key) is not None or (group, key) in tier.storing:
+            if pool.find(key) is not None or (group, key) in tier.storing or (group, key) in tier.discarded:
                 continue
             too_large = moved and num_bytes + group.block_bytes > MAX_STORE_BYTES
             if too_large or not pool.num_free or room[group] <= 0:

@@ -128,7 +128,11 @@ class TailGroup(KVGroup):
             first = max(first, needed.stop)
 
     def next_change(self, num_tokens: int) -> int:
-        """A block is complete, or the last token that reads the first needed block is computed: what comes first."""
+        """Return the earlier of two token counts.
+
+        - The next block is complete.
+        - The last token that reads the first needed block is computed.
+        """
         complete = (num_tokens // self.block_size + 1) * self.block_size
         end_of_first = (self.needed(num_tokens).start + 1) * self.block_size
         return min(complete, self.spec.last_reader(end_of_first - 1) + 1)

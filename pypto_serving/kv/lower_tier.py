@@ -15,6 +15,8 @@ from pypto_serving.types.tier import KEY_BYTES, TierConfig, TierInventory, Trans
 from pypto_serving.types.tokens import unpack_ids
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
+MAX_DISCARDED = 1 << 16
+"""Discarded blocks that a shared tier is known to hold; of more, the oldest are forgotten."""
 
 
 @dataclass(slots=True)
@@ -56,6 +58,7 @@ class LowerTier:
     - `backlog`: blocks to store, the next one first. `storing`: blocks on their way down.
     - After a store that failed as a whole the tier is left alone for a second, then two, up to a minute.
     - Loads that took `spent_s` spared computing `spared_tokens`; `saved_s` does not count them yet.
+    - `discarded`: blocks that a shared store may hold and that are neither loaded nor stored, the oldest first.
     - `stuck`: a transfer is overdue. `clearing`: its store has not forgotten everything yet.
     """
 
@@ -68,6 +71,7 @@ class LowerTier:
         self.spared_tokens = self.spent_s = 0.0
         self.backlog: OrderedDict[GroupKey, None] = OrderedDict()
         self.storing: set[GroupKey] = set()
+        self.discarded: OrderedDict[GroupKey, None] = OrderedDict()
         self.storing_bytes = self.loading_bytes = 0
         self.num_stores = 0
         self.retry_s = 0.0
@@ -123,14 +127,18 @@ class LowerTier:
         """Hold blocks that others have stored, as far as there are free slots to stand for them."""
         for group, key in found:
             pool = self.pools[group]
-            if pool.find(key) is None and pool.num_free:
+            if pool.find(key) is None and pool.num_free and (group, key) not in self.discarded:
                 block_ids = pool.allocate(1)
                 pool.publish(block_ids[0], key)
                 pool.free(block_ids)
 
     def discard(self, group: KVGroup, key: bytes) -> None:
-        """Forget a block, and do not store it."""
+        """Forget a block, and do not store it. A shared store may hold it too, and is not believed."""
         self.backlog.pop((group, key), None)
+        if self.shared:
+            self.discarded[group, key] = None
+            if len(self.discarded) > MAX_DISCARDED:
+                self.discarded.popitem(last=False)
         place = self.find(group, key)
         if place is not None:
             self.pools[group].drop(place)

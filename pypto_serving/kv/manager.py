@@ -117,14 +117,14 @@ class KVCacheManager:
         self.release(request_id)
 
     def expire_fills(self, now_s: float) -> list[str]:
-        """Give up the fills from tiers that are stuck. Returns the requests that need not wait any longer."""
+        """Give up the fills from tiers that are stuck. Returns the requests that can be scheduled again."""
         overdue = self._tiers.overdue(now_s)
         for request_id in overdue:
             self.give_up_fill(request_id)
         return overdue
 
     def transferred(self, done: TransferDone, now_s: float) -> list[str]:
-        """Take in the blocks of a transfer that ended. Returns the requests that need not wait any longer."""
+        """Publish the blocks of a transfer that ended. Returns the requests that can be scheduled again."""
         ended = self._tiers.take_done(done, now_s)
         for request_id, complete in ended:
             if not complete:
@@ -282,7 +282,7 @@ class KVCacheManager:
     def discard(self, request_id: str) -> None:
         """Forget in all tiers the cached blocks of a request, which may be corrupt. Requests that share them keep them.
 
-        A copy that a lower tier has stored is not erased, and is found again by the next process.
+        A copy that a lower tier has stored is not erased, and is found again by another process.
         """
         blocks = [(part.group, key) for part in self._sequences[request_id].parts for key in part.keys]
         self._tiers.discard(blocks)
@@ -334,10 +334,6 @@ class KVCacheManager:
         """Return the share of each group's blocks that requests hold, in [0, 1], without those only being stored."""
         pools = zip((group.pool for group in self.groups), self._tiers.demotions.coming_free(), strict=True)
         return tuple([1 - (pool.num_free + coming) / pool.num_blocks for pool, coming in pools])
-
-    def num_blocks_in_use(self) -> tuple[int, ...]:
-        """Return how many blocks of each group are referred to."""
-        return tuple(group.pool.num_blocks - group.pool.num_free for group in self.groups)
 
     def table(self, request_id: str) -> BlockIds:
         """Return a copy of a request's block table."""

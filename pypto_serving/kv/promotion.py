@@ -27,7 +27,7 @@ class Promotions:
         self._filling: dict[GroupKey, Fill] = {}
 
     def forget_all(self) -> None:
-        """Know of no fill: the worker is gone."""
+        """Forget every fill, because the worker is gone."""
         self._fills.clear()
         self._filling.clear()
 

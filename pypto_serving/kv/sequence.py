@@ -107,15 +107,15 @@ class SequencePart:
 class SequenceState:
     """The blocks of one request in all groups. Changed by the KVCacheManager alone.
 
-    - `settled`: so many tokens are computed for certain, and the keys of their blocks known. Their complete blocks are
-      published, and the blocks that resuming there does not need are freed.
-    - `capacity`: up to so many tokens nothing needs to be reserved.
-    - `due`: a commit of fewer computed tokens has nothing to do.
-    - `held`: the last settled resume point, whose tails the parts hold.
-    - `filled`: so many tokens were, or are being, loaded into the tables before the request runs.
+    - `settled`: the number of tokens that are certainly computed and whose block keys are known. Their complete blocks
+      are published; blocks not needed to resume there are freed.
+    - `capacity`: the number of tokens that fit the reserved blocks.
+    - `due`: the number of computed tokens from which a commit has work to do.
+    - `held`: the last settled resume point. The parts hold its tails.
+    - `filled`: the number of tokens that are loaded, or being loaded, into the tables before the request runs.
     - `origins`: the tiers from which blocks were loaded for this request at any time.
     - `asked`: shared tiers were asked for its blocks.
-    - `salted`: its blocks are not told to those who follow the cache.
+    - `salted`: its blocks are not reported in KV events.
 
     `tails` are the parts of windows and states. `history_first` are all parts, in the order in which they match.
     """

@@ -78,7 +78,7 @@ class TierManager:
         return []
 
     def overdue(self, now_s: float) -> list[str]:
-        """Mark the tiers that are stuck now. Returns the requests that wait for them, which had better compute."""
+        """Mark the tiers that are stuck now. Returns the requests that wait for them; they should compute instead."""
         late = [lease for lease in self._leases if now_s > lease.due_s]
         for tier in self.tiers:
             tier.stuck = any(lease.tier is tier for lease in late)
@@ -94,7 +94,7 @@ class TierManager:
                 self._clear(tier)
 
     def discard(self, blocks: Sequence[GroupKey]) -> None:
-        """Forget these blocks in every lower tier. What moves with them will not be published."""
+        """Forget these blocks in every lower tier. Transfers that contain one will publish nothing."""
         unwanted = set(blocks)
         for lease in self._leases.moving():
             lease.void |= any((piece.group, piece.key) in unwanted for piece in lease.moved)
@@ -106,6 +106,7 @@ class TierManager:
         """Forget what a tier holds. If the worker dies before its store has, its next inventory is forgotten too."""
         tier.clearing = True
         tier.backlog.clear()
+        tier.discarded.clear()
         for pool in tier.pools.values():
             pool.drop_all()
         self._leases.begin("clear", tier, [])

@@ -104,7 +104,7 @@ class _Conversion:
         return _EMBEDDING if self._tied and name == _LM_HEAD else name
 
     def _places(self, names: Sequence[str]) -> dict[str, _Place]:
-        """Widest elements first, as safetensors has it, so that all are aligned."""
+        """Place tensors with the widest elements first, as safetensors does, so that all are aligned."""
         shapes, kinds = self._shapes, {}
         for name in names:
             kinds[name] = (INT8, shapes[name]) if name in self._int8 else ("BF16", shapes[name])
@@ -117,7 +117,7 @@ class _Conversion:
         return places
 
     def _write_file(self, path: Path, names: Sequence[str]) -> None:
-        """The tensors `names` and their scales; nothing to do where the file has its name already."""
+        """Write the tensors `names` and their scales to `path`, unless the file exists: then it is complete."""
         places = self._places(names)
         header = _header(places)
         if path.exists():
@@ -139,7 +139,7 @@ class _Conversion:
             file.write(bfloat16(values).data)
 
     def _write_int8(self, file: BinaryIO, start: int, name: str, places: Mapping[str, _Place]) -> None:
-        """Each output's largest magnitude becomes 127; ties go to the even number."""
+        """Quantize `name`: the largest magnitude of each output becomes 127, and ties round to even."""
         place, scales = places[name], np.empty(places[name].shape[0], np.float32)
         file.seek(start + place.begin)
         for first, values in self._chunks(name):
@@ -156,7 +156,7 @@ class _Conversion:
         file.write(scales.data)
 
     def _chunks(self, name: str) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """(first row, whole rows in float32) of the source of `name`, in order."""
+        """Yield (first row, values of whole rows in float32) of the source of `name`, in order."""
         tensor = self._tensors[self._source_of(name)]
         rows, width = tensor.shape[0], math.prod(tensor.shape[1:])
         step = max(1, _CHUNK // width)
@@ -168,7 +168,7 @@ class _Conversion:
             self._tensors.forget(self._tensors[name])
 
     def _copy_other_files(self) -> None:
-        """Tokenizer, generation config, chat template and whatever else there is beside weights."""
+        """Copy all files but the weights: tokenizer, generation config, chat template and others."""
         for file in sorted(self._source.iterdir()):
             if file.is_file() and file.name not in ("config.json", STATE_FILE) and not file.name.endswith(_WEIGHTS):
                 _write(self._target / file.name, file.read_bytes())
@@ -190,7 +190,7 @@ class _Conversion:
 
 @contextmanager
 def _claim(source: Path, target: Path) -> Iterator[None]:
-    """Own `target` for the conversion of `source`; raises ConfigError where it holds anything else."""
+    """Own `target` for the conversion of `source`. Raises ConfigError if `target` holds anything else."""
     state = target / STATE_FILE
     identity = _identity(source)
     what = _as_json({"format": Quantization.name, "source": identity})
@@ -214,7 +214,7 @@ def _claim(source: Path, target: Path) -> Iterator[None]:
             raise ConfigError(f"TARGET {target} is being written by another process") from None
         if not (state.exists() and os.path.samestat(os.fstat(file.fileno()), state.stat())):
             raise ConfigError(f"TARGET {target} was finished by another process just now")
-        # What a process that was killed at once left is empty.
+        # The file is empty if its process was killed before the write below.
         if (found := file.read()) and found != what:
             raise ConfigError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
         file.seek(0)
@@ -228,7 +228,7 @@ def _claim(source: Path, target: Path) -> Iterator[None]:
 
 
 def _identity(source: Path) -> str:
-    """The fingerprint samples the weights, so the times of their files' last changes are part of it."""
+    """Return the identity of a checkpoint: its fingerprint, which only samples the weights, and their files' times."""
     times = [f"{file.name} {file.stat().st_mtime_ns}" for file in Checkpoint.open(source).files]
     return hash128(fingerprint(source), *(time.encode() for time in times)).hex()
 
@@ -245,7 +245,7 @@ def _header(places: Mapping[str, _Place]) -> bytes:
 
 @contextmanager
 def _new_file(path: Path, size: int) -> Iterator[BinaryIO]:
-    """A file of `size` bytes that gets its name when all is written and on disk. Room for it is taken first."""
+    """Open a new file, allocate its `size` bytes, and name it `path` once all is written and on disk."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:

@@ -1,4 +1,4 @@
-"""How torch's threads wait for work. Import before torch: OpenMP reads this once, when torch loads it.
+"""Set how torch's threads wait for work. Import before torch: OpenMP reads the setting once, when torch loads it.
 
 By default idle threads spin for milliseconds. Where another process wants the same cores, spinning threads eat each
 other's time slices, and a step that takes 100 ms takes seconds. Threads that sleep at once wake too late for the

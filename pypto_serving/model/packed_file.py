@@ -162,7 +162,7 @@ def _write(path: Path, key: str, arrays: Mapping[str, NDArray[Any]]) -> None:
 
 
 def _header(key: str, arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """All that comes before the arrays, up to a whole page."""
+    """Return the bytes before the arrays, filled up to a whole page."""
     entries = [_Entry(name, array.nbytes, _digest(hashes(array))) for name, array in arrays.items()]
     text = msgspec.json.encode(_Header(key, entries))
     text = text.ljust(ceil_div(_PREFIX + len(text), _ALIGNMENT) * _ALIGNMENT - _PREFIX)
@@ -170,7 +170,7 @@ def _header(key: str, arrays: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def _fill(file: BinaryIO, header: bytes, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Room for everything is taken first, so that a full disk is known before it is full."""
+    """Write `header` and `arrays`, and sync. Allocate all bytes first: a disk without room fails before any write."""
     file.truncate(0)
     os.posix_fallocate(file.fileno(), 0, len(header) + sum(array.nbytes for array in arrays.values()))
     for data in (memoryview(header), *(memoryview(array.data).cast("B") for array in arrays.values())):

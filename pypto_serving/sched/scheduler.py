@@ -297,7 +297,6 @@ class Scheduler:
     def _schedule_alone(self, step: Step, now_s: float) -> None:
         """Schedule one suspect, with no other request in the step."""
         suspect = min((self._requests[i] for i in self._strikes.suspects), key=by_order)
-        self.counters.num_solo_steps += 1
         if suspect.status is Status.RUNNING:
             self._schedule(step, suspect, suspect.num_uncomputed_tokens, anyone=True)
             return

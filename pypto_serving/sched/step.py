@@ -128,7 +128,6 @@ class Counters:
     step_rows: int = 0
     max_step_rows: int = 0
     num_preemptions: int = 0
-    num_solo_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_drafts: int = 0

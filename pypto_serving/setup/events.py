@@ -1,4 +1,4 @@
-"""Where KV events go, and where readers ask for those that they missed."""
+"""Choose the endpoints for KV events and for replaying events that a reader missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes on the CPU: kernels or torch, the folder of packed weights, and the number of threads."""
+"""Choose how the CPU computes: kernels or torch, the folder of packed weights, and the number of threads."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
-from pypto_serving.setup.traits import check_traits
+from pypto_serving.setup.traits import options_named
 from pypto_serving.setup.without_torch import require_torch
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig
 from pypto_serving.types.model import ModelSpec, default_model_name
@@ -54,24 +54,24 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
     planner = MemoryPlanner(options, model, host, backend, max_num_seqs)
     memory, model_len = _plan_memory(settings, planner)
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
-    engine = EngineConfig(
-        backend=name,
-        max_num_seqs=max_num_seqs,
-        max_model_len=model_len,
-        num_blocks=tuple(group.num_blocks for group in memory.groups),
-        depth=backend.depth,
-        traits=backend.traits,
-        kernels=kernels,
-        packed_cache=choose_packed_cache(settings, host, kernels),
-        num_threads=choose_threads(settings, model, host),
-        tiers=tiers,
-        kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
-        **_model(settings, model),
-        **_batching(settings, name, planner.step_tokens(model_len)),
-        **_events(settings),
-        **_process(settings),
-    )
-    check_traits(options, engine)
+    with options_named(options):
+        engine = EngineConfig(
+            backend=name,
+            max_num_seqs=max_num_seqs,
+            max_model_len=model_len,
+            num_blocks=tuple(group.num_blocks for group in memory.groups),
+            depth=backend.depth,
+            traits=backend.traits,
+            kernels=kernels,
+            packed_cache=choose_packed_cache(settings, host, kernels),
+            num_threads=choose_threads(settings, model, host),
+            tiers=tiers,
+            kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
+            **_model(settings, model),
+            **_batching(settings, name, planner.step_tokens(model_len)),
+            **_events(settings),
+            **_process(settings),
+        )
     return Resolved(
         engine=engine,
         server=_server(settings, model),

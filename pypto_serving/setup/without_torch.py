@@ -1,4 +1,4 @@
-"""Where torch would have to compute and is not installed: which command helps."""
+"""Refuse a start that needs torch where it is not installed, and name the command that helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `cli kv` shows and does: facts about folders of blocks, verification, deletion. No server needs any of it."""
+"""Inspect, verify and delete folders of blocks for `cli kv`. Servers do not use this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file system a path lies on, and whether other hosts may write to it."""
+"""Find the file system of a path, and whether other hosts may write to it."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class _Buffers:
 
 
 class _Borrowed:
-    """A buffer that is given back at the end of a `with`."""
+    """Lend a buffer for the duration of a `with`."""
 
     def __init__(self, buffers: _Buffers, buffer: BlockBytes) -> None:
         self._buffers, self._buffer = buffers, buffer

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.errors import ConfigError
+from pypto_serving.types.kv import KVCacheGroupSpec, resume_step
 from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
 
@@ -39,8 +40,16 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     respawn_delay_s: float = 0.1
 
 
+class UnmetError(ConfigError):
+    """A value that the backend's programs cannot serve: the field `name`, and the rest of the sentence."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name, self.problem = name, problem
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configure an engine core and its worker. Sizes in bytes, lengths in tokens.
+    """Configure an engine core and its worker. Sizes in bytes, lengths in tokens. Raises UnmetError.
 
     num_blocks: blocks of each group, the null block 0 included.
     kernels: instruction set of the CPU kernels, or torch.
@@ -80,6 +89,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     faults: FaultConfig = FaultConfig()
     worker_module: str = "pypto_serving.worker"
     backend_options: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """Refuse what programs with these traits cannot do."""
+        traits, chunk, programs = self.traits, self.traits.chunk_tokens, f"the {self.backend} backend"
+        rows = max(traits.padded_rows, default=self.max_num_seqs)
+        if self.max_num_seqs > rows:
+            problem = f"is {self.max_num_seqs}, but {programs} computes at most {rows} sequences at once"
+            raise UnmetError("max_num_seqs", f"{problem}; give at most {rows}")
+        beside_decodes = chunk + 1 if chunk > 1 else 1
+        for name, least in (("max_num_batched_tokens", beside_decodes), ("long_prefill_token_threshold", chunk)):
+            value = getattr(self, name)
+            if self.enable_chunked_prefill and 0 < value < least:
+                problem = f"is {value}, but {programs} computes prompts in chunks of {chunk} tokens"
+                raise UnmetError(name, f"{problem}; give at least {least}")
+        if chunk > 1 and (step := resume_step(self.groups)) % chunk:
+            problem = f"lets prompts be resumed every {step} tokens, but {programs} computes them in chunks of {chunk}"
+            raise UnmetError("block_size", f"{problem}; give a multiple of {chunk}")
+        if self.num_drafts > traits.max_drafts:
+            problem = f"is {self.num_drafts}, but {programs} verifies at most {traits.max_drafts}; ask for fewer"
+            raise UnmetError("num_drafts", problem)
 
     @property
     def limits(self) -> BackendLimits:

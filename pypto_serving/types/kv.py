@@ -141,11 +141,11 @@ class TailSpec(GroupSpec, frozen=True, kw_only=True):
         raise NotImplementedError
 
     def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks that `step_tokens` successive tokens, and what they read, lie in."""
+        """Return the most blocks over which `step_tokens` successive tokens and the rows they read can extend."""
         raise NotImplementedError
 
     def tail_blocks(self, step: int) -> int:
-        """Return the most blocks that resuming at a multiple of `step` tokens needs. A block ends at each multiple."""
+        """Return the most blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple."""
         raise NotImplementedError
 
     def min_live_blocks(self, num_tokens: int) -> int:
@@ -153,12 +153,12 @@ class TailSpec(GroupSpec, frozen=True, kw_only=True):
         return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
 
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
-        """Count the blocks that the tokens read, and the tail of the last multiple of `step`."""
+        """Return the blocks read by the unsettled tokens, plus the tail at the last multiple of `step`."""
         total = ceil_div(num_tokens, self.block_size)
         return min(total, self.read_blocks(step_tokens)) + min(total, self.tail_blocks(step))
 
     def blocks_per_token(self, step: int) -> Fraction:
-        """Only tails of checkpoints are kept. They count twice: prompts and turns end with one too."""
+        """Return the share of checkpoint tails. They count twice: prompts and turns end with one too."""
         return Fraction(2 * self.tail_blocks(step), CHECKPOINT_TOKENS)
 
 
@@ -183,7 +183,7 @@ class WindowSpec(TailSpec, frozen=True, kw_only=True, tag="sliding_window"):
         return position + self.window - 1
 
     def read_blocks(self, step_tokens: int) -> int:
-        """What they read begins anywhere in a block."""
+        """Return the most blocks; the rows that the tokens read can begin anywhere in a block."""
         return ceil_div(self.block_size - 1 + self.window - 1 + step_tokens, self.block_size)
 
     def tail_blocks(self, step: int) -> int:
@@ -224,13 +224,17 @@ class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
         return (position + self.overlap) // self.period * self.period + self.period - 1
 
     def read_blocks(self, step_tokens: int) -> int:
-        """What they read begins `overlap` tokens before a period: at -overlap modulo gcd(period, block_size)."""
+        """Return the most blocks.
+
+        The rows that the tokens read begin `overlap` tokens before a period, at -overlap modulo
+        gcd(period, block_size).
+        """
         shared = math.gcd(self.period, self.block_size)
         start = self.block_size - shared + -self.overlap % shared
         return ceil_div(start + self.overlap + self.period - 1 + step_tokens, self.block_size)
 
     def tail_blocks(self, step: int) -> int:
-        """The multiple lies at most `period - gcd(period, step)` tokens into a period."""
+        """Return the most blocks; a multiple lies at most `period - gcd(period, step)` tokens into its period."""
         return ceil_div(self.period - math.gcd(self.period, step) + self.overlap, self.block_size)
 
 

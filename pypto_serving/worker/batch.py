@@ -158,9 +158,8 @@ class RowBatch:
         """Return how many drafts each row gets, at most `most`. Write drafts of the host behind the known tokens."""
         if self._samples_on_device:
             return most
+        assert self._drafter is not None, "the Runner refuses drafts of the host without a drafter"
         drafts = np.zeros(len(rows), dtype=np.int32)
-        if self._drafter is None:
-            return drafts
         for i in most.nonzero()[0].tolist():
             row, end = int(rows[i]), int(known[i])
             proposed = self._drafter.propose(self.tokens[row, :end], int(most[i]))

@@ -23,7 +23,7 @@ class Adjustment:
     - `banned_ids` cannot be chosen at positions below `banned_until`.
     - Only `allowed_ids` can be chosen, unless that is empty.
 
-    If bans and masks leave no token, they are ignored.
+    Bans that leave no token are ignored, and so is a list of allowed ids that leaves none.
     """
 
     banned_ids: Int32Array
@@ -46,7 +46,7 @@ class Adjustment:
         )
 
     def is_due(self, position: int) -> bool:
-        """Whether anything changes for the token at `position`."""
+        """Return whether `apply` changes the logits for the token at `position`."""
         return bool(self.bias_ids.size or self.allowed_ids.size or position < self.banned_until)
 
     def apply(self, logits: Float32Array, position: int) -> Float32Array:
@@ -57,10 +57,14 @@ class Adjustment:
         if self.allowed_ids.size:
             scores = np.full_like(biased, -np.inf)
             scores[self.allowed_ids] = biased[self.allowed_ids]
+            if not np.isfinite(scores.max()):
+                scores = biased
         if position < self.banned_until:
-            scores = scores.copy()
+            allowed, scores = scores, scores.copy()
             scores[self.banned_ids[self.banned_ids < len(logits)]] = -np.inf
-        return scores if np.isfinite(scores.max()) else biased
+            if not np.isfinite(scores.max()):
+                scores = allowed
+        return scores
 
     def mask(self, vocab_size: int) -> NDArray[np.uint32]:
         """Return `allowed_ids` as bits: bit v % 32 of word v // 32 allows token v."""

@@ -65,7 +65,7 @@ class Runner:
     - If the host samples, each dispatch is collected and sampled before the next is submitted.
     """
 
-    def __init__(self, program: Program, buffers: Sequence[StepBuffers], vocab_size: int) -> None:
+    def __init__(self, program: Program, buffers: Sequence[StepBuffers], vocab_size: int, num_drafts: int = 0) -> None:
         self.program = program
         self._sampler = program.sampler or PlainSampler()
         self._vocab_size = vocab_size
@@ -73,9 +73,8 @@ class Runner:
         self._held_steps = program.limits.held_steps
         self._steps: deque[_Step] = deque()
         self._collected_s = 0.0
-        traits = program.limits.traits
-        if traits.max_drafts and not traits.samples_on_device and program.drafter is None:
-            raise ConfigError("the program verifies drafts of the host, but brings no drafter")
+        if num_drafts and not self._on_device and program.drafter is None:
+            raise ConfigError(f"num_drafts is {num_drafts}, but the program brings no drafter; set it to 0")
         self.batch = RowBatch(program.groups, program.limits, buffers, program.drafter)
 
     @property

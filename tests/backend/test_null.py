@@ -24,7 +24,7 @@ def int32(*values: int) -> Any:
 
 
 def program(**traits: Any) -> NullProgram:
-    return NullProgram(null_config(plain_groups(16), traits=BackendTraits(**traits)))
+    return NullProgram(null_config(plain_groups(16), traits=BackendTraits(**traits), max_num_seqs=4))
 
 
 def dispatch(*counts: int, **changes: Any) -> StepInputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,16 @@ import typer
 from pypto_serving.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
-PATH_NAMERS = ("README.md", "CONTRIBUTING.md", "docs/design.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
 FLAG_NAMERS = ("README.md", "docs/guide.md")
-LINKERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/guide.md")
+FOREIGN_PATHS = {"dist/", "encoding/encoding_dsv4.py"}
+"""Paths that are made by a build, or are in a checkpoint."""
+
+CODE_FOLDERS = ("pypto_serving", "benchmarks")
 OTHER_FLAGS = {"--help", "--protocol"}
 """Flags that every program has, and those of other programs; so are all with an underscore."""
+
+INITS = sorted((ROOT / "pypto_serving").rglob("__init__.py"))
 
 _PATH = re.compile(r"[\w.][\w./-]*(?:\.(?:py|h|cpp|md|txt)|/)")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -33,13 +39,13 @@ def named_paths(text: str) -> set[str]:
 
 
 def files_of(path: str) -> list[Path]:
-    """Files meant by a path below the root or the package, a folder, or the bare name of a file of the package."""
+    """Files meant by a path below the root or the package, a folder, or the bare name of a file in the code folders."""
     for base in (ROOT, ROOT / "pypto_serving"):
         if (base / path).is_dir():
             return sorted((base / path).rglob("*.py")) or sorted((base / path).iterdir())
         if (base / path).is_file():
             return [base / path]
-    return [] if "/" in path else sorted((ROOT / "pypto_serving").rglob(path))
+    return [] if "/" in path else [file for folder in CODE_FOLDERS for file in sorted((ROOT / folder).rglob(path))]
 
 
 def exists(path: str) -> bool:
@@ -52,6 +58,12 @@ def headings(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in plain}
 
 
+def listed_modules(docstring: str) -> list[str]:
+    """Names in backticks before the colon of a list's lines: modules and sub-packages of the package described."""
+    heads = [line.split(":")[0] for line in docstring.splitlines() if re.match(r"\s*- `", line)]
+    return [name for head in heads for name in re.findall(r"`([^`]+)`", head)]
+
+
 def flags_of(command: Any) -> Iterator[str]:
     """Flags of a command and of those below it."""
     for parameter in command.params:
@@ -60,12 +72,12 @@ def flags_of(command: Any) -> Iterator[str]:
         yield from flags_of(child)
 
 
-@pytest.mark.parametrize("name", PATH_NAMERS)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_paths_exist(name: str) -> None:
-    assert sorted(path for path in named_paths(text_of(name)) if not exists(path)) == []
+    assert sorted(path for path in named_paths(text_of(name)) - FOREIGN_PATHS if not exists(path)) == []
 
 
-@pytest.mark.parametrize("name", LINKERS)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
     broken = []
     for target, heading in _LINK.findall(text_of(name)):
@@ -100,7 +112,18 @@ def test_every_folder_of_the_package_is_in_the_overview() -> None:
     assert {f for f in folders if not re.search(rf"\b{f}/", overview)} == set()
 
 
+@pytest.mark.parametrize("init", INITS, ids=lambda init: init.parent.name)
+def test_modules_in_the_list_of_a_package_exist(init: Path) -> None:
+    names = listed_modules(ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or "")
+    folder = init.parent
+    here = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    here -= {"__init__"}
+    assert sorted(set(names) - here) == []
+    assert not names or sorted(here - set(names)) == [], "a list that begins must be complete"
+
+
 def test_the_rules_themselves() -> None:
+    assert listed_modules("Text `a`.\n\n- `b`, `c_d`: the `e`\n- `f*`: g") == ["b", "c_d", "f*"]
     assert named_paths("`kv/pool.py`, `no file`, `csrc/`, `a.b.c`, `model/<x>/y.py`") == {"kv/pool.py", "csrc/"}
     assert exists("kv/pool.py") and exists("pool.py") and exists("csrc/") and not exists("kv/nothing.py")
     assert headings("# A, `b` c\n```\n# no heading\n```\n## D-e") == {"a-b-c", "d-e"}

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
+from pypto_serving.sched.step import Step
 from pypto_serving.types.step import StepPlan
 from pypto_serving.types.tokens import unpack_ids
 from tests.simulation import Simulation, null_config
@@ -40,6 +41,19 @@ def test_requests_continue_after_many_deaths(groups, depth) -> None:  # type: ig
         assert len(simulation.tokens[request_id]) == 40
 
 
+def count_solo_steps(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets the suspects of each step that the scheduler gives to one of them alone."""
+    scheduler, found = simulation.core.scheduler, list[str]()
+    schedule_alone = scheduler._schedule_alone
+
+    def counted(step: Step, now_s: float) -> None:
+        found.append(",".join(sorted(scheduler._strikes.suspects)))
+        schedule_alone(step, now_s)
+
+    monkeypatch.setattr(scheduler, "_schedule_alone", counted)
+    return found
+
+
 def kills(simulation: Simulation, poison: int) -> None:
     """Make every step die that computes the token `poison`."""
     holders: dict[int, list[int]] = {}
@@ -57,8 +71,9 @@ def kills(simulation: Simulation, poison: int) -> None:
     simulation.executor.die_if = dies
 
 
-def test_a_request_that_crashes_every_step_it_is_in_fails_alone() -> None:
+def test_a_request_that_crashes_every_step_it_is_in_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = Simulation(null_config())
+    solo_steps = count_solo_steps(simulation, monkeypatch)
     kills(simulation, poison=5000)
     good = [simulation.add(prompt(10, i), max_tokens=30) for i in range(6)]
     bad = simulation.add([*prompt(4), 5000], max_tokens=30)
@@ -68,15 +83,16 @@ def test_a_request_that_crashes_every_step_it_is_in_fails_alone() -> None:
     assert fault is not None and fault.status == 500
     assert not simulation.tokens[bad]
     assert simulation.executor.num_deaths == 3
-    assert simulation.counters.num_solo_steps > 0
+    assert solo_steps
     for request_id in good + more:
         assert simulation.last[request_id].fault is None
         assert len(simulation.tokens[request_id]) == 30
         simulation.assert_correct(request_id)
 
 
-def test_a_strike_is_forgiven_once_the_request_gets_past_the_crash() -> None:
+def test_a_strike_is_forgiven_once_the_request_gets_past_the_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = Simulation(null_config())
+    solo_steps = count_solo_steps(simulation, monkeypatch)
     deaths_due_at = [20, 19, 18, 8]
 
     def dies(plan: StepPlan) -> bool:
@@ -89,7 +105,7 @@ def test_a_strike_is_forgiven_once_the_request_gets_past_the_crash() -> None:
     request_id = simulation.add(prompt(10), max_tokens=40)
     simulation.run()
     assert simulation.executor.num_deaths == 4
-    assert simulation.counters.num_solo_steps == 0
+    assert not solo_steps
     simulation.assert_correct(request_id)
 
 

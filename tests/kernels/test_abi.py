@@ -84,6 +84,10 @@ def wrong(type_name: str, nullable: bool) -> Iterator[Any]:
                 "kTokens",
                 next(member for name, kind in ENUMS.items() if name != type_name for member in kind),
             )
+        elif type_name == "text":
+            yield "a\0b"
+        elif type_name.startswith("f"):
+            yield 10**400
         elif type_name.startswith(("i", "u")):
             yield from (1.0, 1 << 80, -(1 << 80), np.zeros(4, type_name))
         return
@@ -249,6 +253,11 @@ def test_pages_outside_of_their_arena_are_refused(stage: Stage) -> None:
         stage.record.pages(np.zeros((2, 256), np.uint8), 192, 16, 0, 16, 2)
     with pytest.raises(ValueError, match="contiguous"):
         KVCacheLayer(np.zeros((2, 2, 2, 2, 64), np.uint16)[:, :, :, ::2], 0, 32).fields()
+
+
+def test_more_experts_per_token_than_there_are(stage: Stage) -> None:
+    with pytest.raises(ValueError, match="per_token is 9, but must be between 1 and the 8 experts"):
+        stage.record.route(np.zeros((4, 8), np.float32), 9, Scoring.SOFTMAX)
 
 
 def test_packing_refuses_what_is_too_short(stage: Stage) -> None:

@@ -85,7 +85,16 @@ def test_not_a_number_stays_so(engine: Engine, stored: Stored) -> None:
 
 @pytest.mark.parametrize(
     ("n", "k", "offset", "pairs"),
-    [(32, 3, 0, 64), (32, 2, 8, 64), (33, 2, 0, 32), (32, 2, 32, 32), (1, 2, 16, 31), (1, 2, 0, 0)],
+    [
+        (32, 3, 0, 64),
+        (32, 2, 8, 64),
+        (33, 2, 0, 32),
+        (32, 2, 32, 32),
+        (1, 2, 16, 31),
+        (1, 2, 0, 0),
+        (32, 2, -32, 64),
+        (-32, 2, 32, 64),
+    ],
 )
 def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: int, pairs: int) -> None:
     source = np.zeros(256, np.uint16)
@@ -98,3 +107,5 @@ def test_gates_that_do_not_fit_are_refused(engine: Engine, n: int, k: int, pairs
     source = np.zeros(256, np.uint16)
     with pytest.raises(ValueError, match=rf"\[{n}, {k}\]"):
         engine.pack_gate_up(room(pairs), source, Stored.BF16, n, k, 0)
+    with pytest.raises(ValueError, match="half is 5"):
+        engine.pack_gate_up(room(256), source, Stored.BF16, 16, 2, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.types.kv import CompressedSpec, FullSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
 
 
@@ -13,6 +14,11 @@ def tensor(ratio: int = 1) -> KVTensorSpec:
 
 def group(kind: type[KVCacheGroupSpec], block_size: int, **values: int) -> KVCacheGroupSpec:
     return kind(name=kind.__name__, block_size=block_size, tensors=(tensor(),), **values)
+
+
+def blocks_in_use(kv: KVCacheManager) -> tuple[int, ...]:
+    """Return how many blocks of each group are referred to."""
+    return tuple(group.pool.num_blocks - group.pool.num_free for group in kv.groups)
 
 
 GROUPS = st.lists(

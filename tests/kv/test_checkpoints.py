@@ -30,7 +30,7 @@ from pypto_serving.types.kv import (
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.tier import TierConfig, TransferDone
 from pypto_serving.util import ceil_div
-from tests.kv.groups import GROUPS, group
+from tests.kv.groups import GROUPS, blocks_in_use, group
 from tests.simulation import Simulation, in_pages, null_config
 
 GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {
@@ -127,7 +127,7 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     for spec, one, blocks_of_g in zip(groups, kv.groups, stored(kv, "a"), strict=True):
         tails = {i for n in marks for i in one.needed(n)}
         assert blocks_of_g == (set(range((total - 1 - lag) // spec.block_size)) if spec.keeps_history else tails)
-    assert kv.num_blocks_in_use() == (0,) * len(groups)
+    assert blocks_in_use(kv) == (0,) * len(groups)
 
 
 @settings(max_examples=40, deadline=None)
@@ -271,7 +271,7 @@ def test_tails_on_the_device_are_cached_blocks_like_others() -> None:
     simulation.add(PROMPT)
     simulation.run()
     kv = simulation.core.scheduler.kv
-    assert kv.num_blocks_in_use() == (0,) * len(kv.groups)
+    assert blocks_in_use(kv) == (0,) * len(kv.groups)
     assert cached(simulation, 2100) == {"device": 2048}
     for i in range(3):
         simulation.add([i + 1, *PROMPT])

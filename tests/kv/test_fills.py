@@ -9,7 +9,15 @@ import pytest
 
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.model.null.spec import plain_groups
-from pypto_serving.types.tier import TIERS, Tier, TierConfig, TransferDone, TransferJob
+from pypto_serving.types.tier import (
+    KEY_BYTES,
+    TIERS,
+    Tier,
+    TierConfig,
+    TierInventory,
+    TransferDone,
+    TransferJob,
+)
 
 BLOCK = 16
 TOKENS = array("i", range(10 * BLOCK + 1))
@@ -117,3 +125,41 @@ def test_discarded_blocks_are_found_nowhere() -> None:
     assert kv.match("d", TOKENS).num_tokens == 0
     assert not kv.fetch("d", len(TOKENS), kv.match("d", TOKENS))
     assert not kv.take_jobs(4.0)
+
+
+def test_what_a_shared_store_still_holds_of_discarded_blocks_is_not_loaded() -> None:
+    kv = KVCacheManager(plain_groups(BLOCK), (64,), tiers=[TierConfig(tier="remote", size_bytes=0, num_slots=(32,))])
+    kv.open((64,), b"", [TierInventory("remote", b"", b"", b"", writable=True, shared=True)])
+    stored: set[bytes] = set()
+
+    def transfer() -> set[str]:
+        """Do all transfers as a store does that forgets nothing; the kinds that there were."""
+        kinds = set()
+        while jobs := kv.take_jobs(1.0):
+            for job in jobs:
+                keys = [job.keys[i : i + KEY_BYTES] for i in range(0, len(job.keys), KEY_BYTES)]
+                stored.update(keys if job.kind == "store" else ())
+                kv.transferred(TransferDone(job.job_id, bytes(key in stored for key in keys), 0.1), 1.0)
+                kinds.add(job.kind)
+        return kinds
+
+    def compute(request_id: str) -> int:
+        """The tokens that a request found."""
+        while kv.fetch(request_id, len(TOKENS), kv.match(request_id, TOKENS)):
+            assert transfer()
+        match = kv.match(request_id, TOKENS)
+        kv.reserve(request_id, len(TOKENS), match)
+        kv.commit(request_id, TOKENS, len(TOKENS), len(TOKENS))
+        return match.num_tokens
+
+    assert compute("a") == 0
+    kv.forget("a")
+    assert transfer() == {"store"} and stored
+    kv.clear(("device",))
+    assert compute("b") == 10 * BLOCK
+    kv.discard("b")
+    kv.forget("b")
+    assert compute("c") == 0
+    kv.forget("c")
+    assert "store" not in transfer(), "the store keeps what it has, so it would be corrupt again"
+    kv.check()

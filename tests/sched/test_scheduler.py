@@ -16,6 +16,7 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tokens import unpack_ids
+from tests.kv.groups import blocks_in_use
 from tests.simulation import Simulation, null_config
 
 
@@ -229,7 +230,7 @@ def test_aborts_in_queue_prefill_and_decode_free_everything_at_once() -> None:
     simulation.abort(decoding, prefilling, queued, "unknown")
     simulation.turn()
     assert not scheduler.has_work
-    assert scheduler.kv.num_blocks_in_use() == (0,)
+    assert blocks_in_use(scheduler.kv) == (0,)
     assert {o.finish_reason for o in simulation.last.values()} == {"abort"}
     simulation.run()
 

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pypto_serving.backend.null.chooser import SAMPLER, logits_of
 from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.types.kv import max_live_blocks, publication_lag
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
@@ -35,6 +35,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "chunk_tokens": (1, 8),
     "page_tokens": (0, 128),
     "num_drafts": (0, 1, 3),
+    "spare_drafts": (0, 2),
     "depth": (1, 2, 3),
     "device_memory": (False, True),
     "disk": (False, True),
@@ -80,6 +81,7 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
     if shape["disk"]:
         slots = tuple(4 * count for count in num_slots)
         tiers.append(TierConfig(tier="disk", size_bytes=1 << 30, num_slots=slots, place=str(disk)))
+    max_drafts = shape["num_drafts"] + shape["spare_drafts"]
     names = ("samples_on_device", "mixed_steps", "padded_rows", "chunk_tokens", "page_tokens")
     config = null_config(
         groups,
@@ -87,7 +89,7 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
         tiers=tuple(tiers),
         max_num_seqs=6,
         max_num_batched_tokens=shape["budget"],
-        traits=BackendTraits(**{name: shape[name] for name in names}, max_drafts=shape["num_drafts"]),
+        traits=BackendTraits(**{name: shape[name] for name in names}, max_drafts=max_drafts),
         num_drafts=shape["num_drafts"],
         depth=shape["depth"],
         kv_store=shape["kv_store"],

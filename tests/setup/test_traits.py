@@ -14,7 +14,6 @@ from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.resolver import Resolved, resolve
-from pypto_serving.setup.traits import check_traits
 from pypto_serving.types.kv import StateSpec
 from pypto_serving.types.step import BackendTraits
 
@@ -74,9 +73,15 @@ def test_what_it_can_do_is_not_refused(resolved_on: Any) -> None:
 
 def test_more_drafts_than_are_verified(resolved_on: Any) -> None:
     engine = resolved_on(BackendTraits(max_drafts=1)).engine
-    check_traits(make_options({}), msgspec.structs.replace(engine, num_drafts=1))
-    with pytest.raises(ConfigError, match="2 draft tokens"):
-        check_traits(make_options({}), msgspec.structs.replace(engine, num_drafts=2))
+    assert msgspec.structs.replace(engine, num_drafts=1).num_drafts == 1
+    with pytest.raises(ConfigError, match="num_drafts is 2, but the null backend verifies at most 1"):
+        msgspec.structs.replace(engine, num_drafts=2)
+
+
+def test_a_config_that_no_option_made_is_refused_too(resolved_on: Any) -> None:
+    engine = resolved_on(BackendTraits()).engine
+    with pytest.raises(ConfigError, match="max_num_seqs is 16, but the null backend computes at most 4 sequences"):
+        msgspec.structs.replace(engine, traits=BackendTraits(padded_rows=(4,)))
 
 
 @pytest.mark.parametrize("wrong", [{"padded_rows": (4, 2)}, {"padded_rows": (0, 2)}, {"chunk_tokens": 0}])

@@ -17,7 +17,7 @@ from pypto_serving.store.disk import DiskStore, open_disk
 from pypto_serving.store.files import FileStore
 from pypto_serving.store.folder import IN_USE
 from pypto_serving.store.mounts import file_system, is_shared
-from pypto_serving.util import VirtualClock
+from tests.clock import VirtualClock
 from tests.store.blocks import (
     BLOCK_BYTES,
     FINGERPRINT,

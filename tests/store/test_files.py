@@ -12,7 +12,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.store.files import HEADER_BYTES, UNUSED_S, FileStore
-from pypto_serving.util import VirtualClock
+from tests.clock import VirtualClock
 from tests.store.blocks import (
     BLOCK_BYTES,
     FINGERPRINT,

@@ -24,7 +24,7 @@ from pypto_serving.store.remote import (
     own_address,
     parse_address,
 )
-from pypto_serving.util import VirtualClock
+from tests.clock import VirtualClock
 from tests.store.pool import Pool, free_port, missing, wait_until
 
 FINGERPRINT = bytes(range(16))

@@ -107,6 +107,12 @@ def test_banning_everything_bans_nothing(chooser: Sampler) -> None:
         assert 0 <= sample(chooser, logits, all_banned) < 50
 
 
+def test_bans_do_not_lift_what_is_allowed(chooser: Sampler) -> None:
+    """An end token that is allowed alone comes before min_tokens: nothing else may be chosen."""
+    row = RowSampling(temperature=1.0, min_tokens=3, banned_ids=pack_ids([7]), allowed_ids=pack_ids([7]))
+    assert sample(chooser, random_logits(50), row) == 7
+
+
 def plain_distribution(logits: np.ndarray, row: RowSampling) -> np.ndarray:
     """Probabilities by the definition: temperature, min_p, top_k, top_p, full sorts everywhere."""
     scores = logits.astype(np.float64) / row.temperature

@@ -10,8 +10,8 @@ import numpy as np
 
 from pypto_serving.backend.base import Backend, Drafter, Progress, SampledTokens, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import BlockMemory, HostBlocks
-from pypto_serving.backend.null.chooser import DeviceSampler, guess, logits_of
 from pypto_serving.backend.null.pages import Pages, Tokens, next_digest
+from pypto_serving.backend.null.sampler import DeviceSampler, guess, logits_of
 from pypto_serving.types.arrays import BlockBytes, Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import Sampler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.constants import MAX_DIM, MAX_LATENT, MAX_LATENT_HEADS, STREAMS
+from pypto_serving.kernels.constants import HYPER_CONNECTION_STREAMS, MAX_DIM, MAX_LATENT, MAX_LATENT_HEADS
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
@@ -63,8 +63,8 @@ def _needs_torch(config: DeepseekV4Config) -> str:
         if size % unit or size > most > 0:
             bound = f" up to {most}" if most else ""
             return f"the kernels need a {name} that is a multiple of {unit}{bound}, not {size}"
-    streams = config.hyper.streams
-    return "" if streams == STREAMS else f"the kernels mix {STREAMS} streams, not {streams}"
+    streams, wanted = config.hyper.streams, HYPER_CONNECTION_STREAMS
+    return "" if streams == wanted else f"the kernels mix {wanted} streams, not {streams}"
 
 
 def _kernel_sizes(config: DeepseekV4Config) -> dict[str, tuple[int, int, int]]:

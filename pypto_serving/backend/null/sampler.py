@@ -80,10 +80,12 @@ class DeviceSampler:
         if given.mask_rows[i] >= 0:
             bits = np.unpackbits(given.masks[given.mask_rows[i]].view(np.uint8), bitorder="little")
             scores[bits[: len(scores)] == 0] = -np.inf
+        masked = scores if np.isfinite(scores.max()) else biased
+        scores = masked.copy()
         if position < given.banned_until[i]:
             banned = given.banned_ids[given.banned_starts[i] : given.banned_starts[i + 1]]
             scores[banned[banned < len(scores)]] = -np.inf
-        return scores if np.isfinite(scores.max()) else biased
+        return scores if np.isfinite(scores.max()) else masked
 
     def logprobs(self, logits: Iterable[Float32Array], tokens: Int32Array) -> Logprobs | None:
         """Return log-probabilities of `tokens` [n], as wide as the largest `num_logprobs`, or None if no row asks."""
