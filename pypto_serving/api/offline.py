@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +19,16 @@ from pypto_serving.api.chat.output import NewParser, TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.prompts import check_token_ids, encode_chat, encode_text
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, check_named_ids, fit_prompt
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_prompt
+from pypto_serving.api.offline_inputs import (
+    Messages,
+    Prompt,
+    read_conversation,
+    read_conversations,
+    read_params,
+    read_prompts,
+    read_template_kwargs,
+)
 from pypto_serving.api.offline_loop import LoopThread, Put
 from pypto_serving.api.offline_outputs import CompletionOutput, GenerationOutput, Logprob, completion_output
 from pypto_serving.api.service import Service
@@ -33,8 +43,6 @@ from pypto_serving.types.sampling import SamplingParams
 
 __all__ = ["LLM", "CompletionOutput", "GenerationOutput", "Logprob", "Messages", "Prompt"]
 
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 
@@ -70,6 +78,7 @@ class LLM:
         resolved = prepare(options, model, defaults)
         serving = serving_config(resolved.server, model)
         self._ids = itertools.count()
+        self._ending = threading.Lock()
         self._loop = LoopThread("pypto-llm")
         self._engine = AsyncEngine(resolved.engine)
         try:
@@ -84,10 +93,11 @@ class LLM:
         await self._engine.wait_ready()
 
     def shutdown(self) -> None:
-        """End the engine and its worker. May be called more than once."""
-        if not self._loop.stopped:
-            self._loop.call(self._engine.stop)
-            self._loop.stop()
+        """End the engine and its worker. May be called again and from any thread; returns when both have ended."""
+        with self._ending:
+            if not self._loop.stopped:
+                self._loop.call(self._engine.stop)
+                self._loop.stop()
 
     def __enter__(self) -> LLM:
         return self
@@ -102,13 +112,15 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Continue each prompt, a text or a list of token ids; return results in the order of the prompts.
+        """Continue each prompt; return results in the order of the prompts.
 
+        A prompt is a text, a list or array of token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`.
         Give one SamplingParams for all prompts or one for each; None means the model's defaults with 16 tokens. Raises
-        RequestError if a prompt does not fit, RequestFailedError if the engine gives one up.
+        RequestError if an argument is of a wrong type or a prompt does not fit, RequestFailedError if the engine gives
+        one up.
         """
-        entries = _as_list(prompts)
-        params = self._params_of(sampling_params, len(entries), max_tokens=16)
+        entries = read_prompts(prompts)
+        params = self._params_of(sampling_params, len(entries))
         return self._loop.call(lambda: self._run(map(self._encode, entries, params), progress))
 
     def chat(
@@ -123,9 +135,9 @@ class LLM:
 
         None as parameters means the model's defaults without a limit of tokens but the context. Raises like `generate`.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        conversations = read_conversations(messages)
         params = self._params_of(sampling_params, len(conversations), max_tokens=None)
-        encode = partial(self._encode_chat, kwargs=chat_template_kwargs)
+        encode = partial(self._encode_chat, kwargs=read_template_kwargs(chat_template_kwargs))
         return self._loop.call(lambda: self._run(map(encode, conversations, params), progress))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[TextPart]:
@@ -133,34 +145,29 @@ class LLM:
 
         Pieces are reasoning or content; tool calls are left out. Raises like `chat`, and RequestError unless n is 1.
         """
+        conversation = read_conversation(messages)
         (params,) = self._params_of(sampling_params, 1, max_tokens=None)
         if params.n != 1:
             raise RequestError(f"n is {params.n}, but stream_chat makes one answer; set n to 1", param="n")
 
         async def stream(put: Put[TextPart]) -> None:
-            job = await self._encode_chat(messages, params)
+            job = await self._encode_chat(conversation, params)
             await self._stream(job.prompt, put)
 
         yield from self._loop.iterate(stream)
 
     def _params_of(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, max_tokens: int | None
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, **defaults: Any
     ) -> list[SamplingParams]:
         if given is None:
-            given = SamplingParams(**self._service.serving.default_sampling.given(), max_tokens=max_tokens)
-        params = [given] * count if isinstance(given, SamplingParams) else list(given)
-        if len(params) != count:
-            raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one for each")
-        return params
+            given = SamplingParams(**self._service.serving.default_sampling.given(), **defaults)
+        return read_params(given, count)
 
-    async def _encode(self, prompt: Prompt, params: SamplingParams) -> _Job:
+    async def _encode(self, prompt: str | list[int], params: SamplingParams) -> _Job:
         if isinstance(prompt, str):
             ids = await encode_text(self._service, prompt, "prompt", add_special_tokens=True)
             return _Job(prompt, self._fit(ids, params))
-        ids = [int(i) for i in prompt]
-        if not ids:
-            raise RequestError("a prompt is an empty list; give at least one token id", param="prompt")
-        return _Job(None, self._fit(check_token_ids(self._service, ids, "prompt"), params))
+        return _Job(None, self._fit(check_token_ids(self._service, prompt, "prompt"), params))
 
     async def _encode_chat(
         self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
@@ -170,9 +177,7 @@ class LLM:
         return _Job(chat.prompt if isinstance(chat.prompt, str) else None, self._fit(ids, params, chat.new_parser))
 
     def _fit(self, ids: list[int], params: SamplingParams, new_parser: NewParser | None = None) -> FittedPrompt:
-        config = self._engine.config
-        check_named_ids(params, config.vocab_size)
-        return fit_prompt(ids, params, config.max_model_len, new_parser=new_parser)
+        return fit_prompt(ids, params, self._engine.config, new_parser=new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
         """Generate for all prompts, as many at once as the queue holds."""
@@ -229,14 +234,6 @@ async def _all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """List the prompts; a list that starts with an integer is one prompt of token ids."""
-    if isinstance(prompts, str):
-        return [prompts]
-    entries = list(prompts)
-    return [entries] if entries and isinstance(entries[0], int) else entries  # type: ignore[list-item, return-value]
 
 
 def _progress_bar(total: int, shown: bool) -> Progress:

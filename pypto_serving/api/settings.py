@@ -9,7 +9,7 @@ import msgspec
 
 from pypto_serving.api.text.files import read_optional_json
 from pypto_serving.errors import ConfigError, ModelError, RequestError
-from pypto_serving.types.config import ServerConfig
+from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
 
@@ -61,10 +61,10 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     served_model_names: tuple[str, ...]
     architecture: str = ""
-    api_key: str | None = None
+    api_key: str | None = default_of(ServerConfig, "api_key")
     default_sampling: DefaultSampling = DefaultSampling()
-    chat_template: str | None = None
-    log_requests: bool = False
+    chat_template: str | None = default_of(ServerConfig, "chat_template")
+    log_requests: bool = default_of(ServerConfig, "log_requests")
     max_body_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ def convert(
 ) -> None:
     """Write a checkpoint of bf16, f16 or f32 in another format. After an interruption, run the same command again."""
     from pypto_serving.cli.progress import LoadProgress
-    from pypto_serving.model.convert import convert_to_w8a8
+    from pypto_serving.model.qwen3.convert import convert_to_w8a8
     from pypto_serving.setup.locate import locate_model
 
     progress = LoadProgress()

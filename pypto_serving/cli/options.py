@@ -195,60 +195,19 @@ def _make(values: dict[str, Any]) -> Any:
     if key_file is not None:
         if values.get("api_key") is not None:
             raise ConfigError("--api-key and --api-key-file are both given; drop one")
-        values["api_key"] = _read_text(key_file, "--api-key-file").strip()
+        values["api_key"] = read_text(key_file, "--api-key-file").strip()
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    return make_options(given, _read_config_values(config), config.name if config else "")
+    return _with_file(given, config) if config else make_options(given)
 
 
-def _read_config_values(config: Path | None) -> dict[str, Any] | None:
-    """Read a configuration file, and the key in the file that its `api-key-file` names."""
-    if config is None:
-        return None
-    values = read_config(config)
-    for name in ("api-key-file", "api_key_file"):
-        if name in values:
-            values["api-key"] = _read_text(Path(str(values.pop(name))), f"{name} in {config.name}").strip()
-    return values
+def _with_file(given: dict[str, Any], config: Path) -> Any:
+    from pypto_serving.cli.config_file import read_config  # yaml takes time to import
+
+    return make_options(given, read_config(config), config.name)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML or JSON file; raise ConfigError in one line."""
-    import yaml
-
-    text = _read_text(path, "--config")
-    try:
-        node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"--config {path}{place} is neither YAML nor JSON; mend it") from None
-    if isinstance(node, yaml.MappingNode):
-        _refuse_repeats(path, [(key.value, key.start_mark.line + 1) for key, _ in node.value])
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path} holds a {type(values).__name__}, but must hold `option: value` pairs")
-    return values
-
-
-def _refuse_repeats(path: Path, keys: Iterable[tuple[object, int]]) -> None:
-    """Raise ConfigError if two of the keys, each with its line, name the same option in any spelling."""
-    seen: dict[str, tuple[object, int]] = {}
-    for key, line in keys:
-        name = str(key).replace("-", "_")
-        if name in seen:
-            first, at = seen[name]
-            again = "again" if first == key else f"{key}, the same option,"
-            raise ConfigError(f"--config {path} gives {first} on line {at} and {again} on line {line}; keep one")
-        seen[name] = key, line
-    if "api_key" in seen and "api_key_file" in seen:
-        (_, first_line), (_, second_line) = sorted((seen["api_key"], seen["api_key_file"]), key=lambda entry: entry[1])
-        raise ConfigError(
-            f"--config {path} gives api-key and api-key-file, on lines {first_line} and {second_line}; drop one"
-        )
-
-
-def _read_text(path: Path, flag: str) -> str:
+def read_text(path: Path, flag: str) -> str:
+    """Read the file at `path`, which `flag` names; raise ConfigError in one line."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

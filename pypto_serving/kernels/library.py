@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import sys
 from pathlib import Path
 
 from pypto_serving.errors import ConfigError
@@ -22,9 +23,7 @@ def library() -> Library | None:
 
     Raises ConfigError if it cannot be loaded, or was built from other sources than this checkout's.
     """
-    import pypto_serving.kernels
-
-    for folder in pypto_serving.kernels.__path__:
+    for folder in sys.modules[__name__.rpartition(".")[0]].__path__:  # an editable install has two
         if (path := Path(folder) / FILE).is_file():
             try:
                 lib = ctypes.CDLL(str(path))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pypto_serving.errors import ConfigError
+from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import max_live_blocks
 from pypto_serving.types.request import EngineRequest, RequestFault
-from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.sampling import SamplingParams, check_named_ids
 
 
 def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...], unsettled: int) -> None:
@@ -46,9 +46,8 @@ def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFaul
         return RequestFault(
             400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
         )
-    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
-        wrong = next((token_id for token_id in ids if token_id >= config.vocab_size), None)
-        if wrong is not None:
-            message = f"{name} contains {wrong}, but this model has only {config.vocab_size} token ids"
-            return RequestFault(400, "invalid_token_id", message)
+    try:
+        check_named_ids(params, config.vocab_size)
+    except RequestError as error:
+        return RequestFault(error.status, "invalid_token_id", str(error))
     return None

@@ -24,8 +24,16 @@ def choose_events(settings: Settings) -> tuple[str, str]:
         if not replay:
             beside = options.label("kv_events_replay", beside="kv_events")
             raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give {beside} as well")
+    elif replay and replay == endpoint and not _is_free_port(endpoint):
+        label = options.label("kv_events_replay")
+        raise ConfigError(f"{label} is {replay}, and so is {options.label('kv_events')}; give another, or drop this")
     settings.record("kv_events_replay", replay or False, reason)
     return endpoint, replay
+
+
+def _is_free_port(endpoint: str) -> bool:
+    """Return whether `endpoint` takes any free port."""
+    return endpoint.startswith("tcp:") and endpoint.rpartition(":")[2] in ("*", "0")
 
 
 def _next_port(endpoint: str) -> str:
@@ -33,6 +41,6 @@ def _next_port(endpoint: str) -> str:
     address, _, port = endpoint.rpartition(":")
     if endpoint.startswith("ipc:"):
         return endpoint + ".replay"
-    if port in ("*", "0"):
+    if _is_free_port(endpoint):
         return endpoint
     return "" if int(port) == MAX_PORT else f"{address}:{int(port) + 1}"

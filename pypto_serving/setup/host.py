@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -69,6 +70,8 @@ def read_disk_facts(folder: Path) -> DiskFacts:
     while not os.path.lexists(existing):
         existing = existing.parent
     try:
+        with contextlib.suppress(FileNotFoundError):
+            folder.lstat()  # raises for a name that is too long
         if existing == folder.absolute():
             parts = [path for path in existing.iterdir() if PART_NAME.fullmatch(path.name)]
             read_only = os.statvfs(existing).f_flag & os.ST_RDONLY

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import re
 from http import HTTPStatus
 from pathlib import Path
@@ -20,11 +22,17 @@ def locate_model(name: str | None) -> Path:
         if not (BUNDLED / "config.json").exists():
             raise ModelError("this installation has no bundled model; name one: a folder or a hub name")
         return BUNDLED
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.exists():
-        raise ModelError(f"{name} is a file; give the folder that holds config.json")
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # ~NAME, where nobody here is called NAME
+        path = path.expanduser()
+    try:
+        if path.is_dir():
+            return path.resolve()
+        if path.exists():
+            raise ModelError(f"{name} is a file; give the folder that holds config.json")
+    except OSError as error:
+        reason = os.strerror(error.errno or 0).lower()
+        raise ModelError(f"{name} cannot be opened: {reason}; give an existing folder or a hub name") from None
     if not HUB_NAME.fullmatch(name):
         raise ModelError(f"{name} does not exist; give an existing folder or a hub name such as owner/name")
     return _fetch(name)

@@ -9,7 +9,11 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.setup.rules import RULES, Rule
+from pypto_serving.setup.rules import RULES, Rule, Switch
+from pypto_serving.util import brief
+
+ALIASES = {"device": "backend"}
+"""Other names of options, in configuration files and arguments."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +70,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return rule.parse(value)
         except (ValueError, OverflowError):
-            shown = _shorten(str(value)) or "empty"
+            shown = _shorten(_text(value)) or "empty"
+            if name == "api_key" and shown != "empty":
+                raise ConfigError(f"{self.label(name)} {_what_is_wrong(value)}") from None
             raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}") from None
 
     def label(self, name: str, beside: str = "") -> str:
@@ -116,7 +122,7 @@ def make_options(
     """Make options of values `given` directly, which win, and values of a configuration file.
 
     None counts as not given; names may be written with dashes. Messages name what was `given` as flags, or as arguments
-    of a Python call. Raises ConfigError for a bad value or an unknown name.
+    of a Python call. Raises ConfigError for a bad value, an unknown name, or an option given twice.
     """
     direct = _known(given, "", as_arguments)
     filed = _known(file_values or {}, f" in {config_file}")
@@ -126,19 +132,45 @@ def make_options(
 
 
 def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) -> dict[str, Any]:
-    write = str if as_arguments else flag
     known: dict[str, Any] = {}
+    written: dict[str, object] = {}
     for key, value in values.items():
-        name = str(key).replace("-", "_")
+        name = _text(key).replace("-", "_")
+        name = ALIASES.get(name, name)
         if name not in RULES:
-            close = difflib.get_close_matches(name, RULES, n=1)
-            hint = f"did you mean {write(close[0])}?" if close else "known are: " + ", ".join(map(write, RULES))
-            raise ConfigError(f"unknown option {_shorten(repr(key))}{where}; {hint}")
-        if value is not None:
-            known[name] = value
+            raise ConfigError(f"unknown option {_shorten(brief(key))}{where}; {_hint(name, as_arguments)}")
+        if value is None:
+            continue
+        if name in known:
+            raise ConfigError(f"{written[name]} and {key}{where} are the same option; keep one")
+        known[name], written[name] = value, key
     return known
 
 
+def _hint(name: str, as_arguments: bool) -> str:
+    """Guess which option was meant by unknown `name`, or list them all."""
+    write = str if as_arguments else flag
+    switch = name.removeprefix("no_")
+    if switch != name and isinstance(RULES.get(switch), Switch):
+        return f"did you mean {switch}=False?" if as_arguments else f"did you mean {flag(switch)}: false?"
+    close = difflib.get_close_matches(name, RULES, n=1)
+    return f"did you mean {write(close[0])}?" if close else "known are: " + ", ".join(map(write, RULES))
+
+
+def _what_is_wrong(key: object) -> str:
+    """Say what is wrong with a key without showing it."""
+    if not isinstance(key, str):
+        return "is not text, but must be; put it in quotes"
+    return "is not one line of characters that can be printed, but must be"
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
+        return brief(value)
+
+
 def _shorten(text: str) -> str:
-    line = " ".join(text.split())
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     return line if len(line) <= 80 else line[:77] + "..."

@@ -31,7 +31,7 @@ def prepare(options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DE
     `defaults` are those of setup/defaults.py, perhaps with changes. Raises ConfigError or ModelError.
     """
     template = options.chat_template
-    if template is not None and not Path(template).is_file():
+    if template is not None and not _is_file(template):
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
     kernels, torch = runnable(), importlib.util.find_spec("torch") is not None
     backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
@@ -47,6 +47,13 @@ def prepare(options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DE
     for warning in resolved.warnings:
         logger.warning(warning)
     return resolved
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).is_file()
+    except OSError:  # a name that is too long, a folder that may not be entered
+        return False
 
 
 def model_spec(options: Options) -> ModelSpec:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, SupportsIndex, get_args
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.types.model import SERVING_DTYPES
@@ -42,9 +43,7 @@ class Whole:
         return f"a whole number from {self.low} to {self.high}"
 
     def parse(self, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError
-        number = int(value)
+        number = int(value) if isinstance(value, str) else _integer(value)
         if not self.low <= number <= self.high:
             raise ValueError
         return number
@@ -77,9 +76,7 @@ class Seconds:
         return f"a number of seconds {'from 0' if self.zero else 'above 0'} to {self.high:g}"
 
     def parse(self, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            raise ValueError
-        number = float(value)
+        number = float(value if isinstance(value, float | str) else _integer(value))
         if not (0 < number <= self.high or (self.zero and number == 0)):
             raise ValueError
         return number
@@ -173,42 +170,56 @@ class Memory:
     """A size, kept as int bytes, or a fraction in (0, 1), kept as float."""
 
     allowed: str = (
-        "a size such as 2GiB, a number of bytes, or a fraction of the free memory between 0 and 1 such as 0.3"
+        "a size with a unit such as 2GiB, a whole number of bytes, or a fraction of the free memory, below 1, "
+        "such as 0.3"
     )
 
     def parse(self, value: object) -> int | float:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
+        number = _bytes_or_fraction(value)
+        if not 0 < number <= MAX_KV_BYTES:
             raise ValueError
-        number = _number(value)
-        if 0 < number < 1:
-            return float(number)
-        if not 1 <= number <= MAX_KV_BYTES:
-            raise ValueError
-        return int(number)
+        return number
 
 
 @dataclass(frozen=True)
 class Size:
     """A size, kept as int bytes."""
 
-    allowed: str = "a size such as 20GiB, or a number of bytes"
+    allowed: str = "a size with a unit such as 20GiB, or a whole number of bytes"
 
     def parse(self, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError
-        number = int(_number(value))
-        if not 1 <= number <= MAX_KV_BYTES:
+        number = _bytes_or_fraction(value)
+        if isinstance(number, float) or not 1 <= number <= MAX_KV_BYTES:
             raise ValueError
         return number
 
 
-def _number(value: int | float | str) -> float:
-    if not isinstance(value, str):
-        return value
+def _integer(value: object) -> int:
+    """Return an integer of any kind, NumPy's too, as int; raise ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError
     try:
-        return float(value)
+        return operator.index(value)
+    except TypeError:  # an array
+        raise ValueError from None
+
+
+def _bytes_or_fraction(value: object) -> int | float:
+    """Return bytes as int, or a fraction in (0, 1) as float; raise ValueError for other numbers such as 1.5 or 1.0."""
+    number = _number(value) if isinstance(value, str) else value
+    if not isinstance(number, float):
+        return _integer(number)
+    if not 0 < number < 1:
+        raise ValueError
+    return float(number)
+
+
+def _number(text: str) -> int | float:
+    """Return the number or the size with a unit that `text` is; float if it has a point or an exponent and no unit."""
+    try:
+        return float(text) if "." in text or "e" in text.lower() else int(text)
     except ValueError:
-        return parse_size(value)
+        return parse_size(text)
 
 
 RULES: dict[str, Rule] = {

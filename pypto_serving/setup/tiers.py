@@ -77,7 +77,7 @@ def _check_disk(settings: Settings, model: ModelSpec, disk: DiskFacts, tier: Tie
 
     Blocks that are there already are part of the tier, so a used folder is bounded by the disk, not by its free space.
     """
-    options, label = settings.options, f"{settings.options.label('kv_disk')} {tier.place}"
+    options, label = settings.options, f"{settings.options.label('kv_disk')} is {tier.place}"
     size = options.label("kv_disk_size")
     room_bytes, part = (disk.disk_bytes, "in all") if disk.used else (disk.free_bytes, "left")
     if room_bytes and tier.size_bytes > room_bytes:
@@ -88,10 +88,10 @@ def _check_disk(settings: Settings, model: ModelSpec, disk: DiskFacts, tier: Tie
     if disk.used:
         return
     if disk.obstacle:
-        raise ConfigError(f"{label} cannot be used: {disk.obstacle}; give a folder that can be written")
+        raise ConfigError(f"{label}, which cannot be used: {disk.obstacle}; give a folder that can be written")
     needed = sum(group.block_bytes for group in model.kv_groups) + INDEX_BYTES * sum(tier.num_slots)
     if disk.free_bytes < needed:
         raise ConfigError(
-            f"{label} has {format_size(disk.free_bytes)} left on its disk, but one block and the index take "
+            f"{label}, whose disk has {format_size(disk.free_bytes)} left, but one block and the index take "
             f"{format_size(needed)}; free some, lower {size}, or give another folder"
         )

@@ -30,6 +30,7 @@ from pypto_serving.store.folder import (
 from pypto_serving.store.index import RECORD_BYTES, SlotTable
 from pypto_serving.store.slab import Slab, stride_of
 from pypto_serving.types.arrays import BlockBytes
+from pypto_serving.types.tier import ALIGNMENT
 
 Report = Callable[[int, int], None]
 """Called with the blocks done so far and the number of all."""
@@ -162,9 +163,9 @@ def _verify_slots(path: Path, meta: Meta, report: Report) -> tuple[int, Damaged]
 
 
 def _memory(size: int) -> BlockBytes:
-    """Return memory that begins at a page."""
-    memory = np.empty(stride_of(size) + 4096, np.uint8)
-    start = -memory.ctypes.data % 4096
+    """Return memory that direct I/O can fill."""
+    memory = np.empty(stride_of(size) + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
 
 

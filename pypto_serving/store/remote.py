@@ -25,7 +25,7 @@ from pypto_serving.store.checksum import DIGEST_BYTES, digest
 from pypto_serving.store.mooncake import PoolAddress, PoolReply, PoolRequest, PoolStart, await_message
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.pool_url import parse_pool_url
-from pypto_serving.types.tier import TierInventory
+from pypto_serving.types.tier import ALIGNMENT, TierInventory
 from pypto_serving.util import Clock, MonotonicClock, ceil_div, parse_size
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ DEFAULT_PORT = 50051
 LANE_BYTES = 8 << 20
 """Most bytes that one request moves, unless a single block is larger."""
 MAX_NAMES = 4096
-ALIGNMENT = 4096
 REQUEST_TIMEOUT_S = 2.0
 JOIN_TIMEOUT_S = 10.0
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0

@@ -52,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configure an engine core and its worker. Sizes in bytes, lengths in tokens. Raises UnmetError.
 
     num_blocks: blocks of each group, the null block 0 included.
-    kernels: instruction set of the CPU kernels, or torch.
+    kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
     packed_cache: folder for weights packed for the CPU kernels; empty for none.
     tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
     kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
@@ -79,7 +79,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     seed: int = 0
     num_threads: int = 0
-    kernels: str = "torch"
+    kernels: str = ""
     packed_cache: str = ""
     tiers: tuple[TierConfig, ...] = ()
     kv_store: StorePolicy = "through"

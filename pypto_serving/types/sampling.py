@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
-from typing import SupportsFloat
+from collections.abc import Iterable, Mapping
+from typing import Any, SupportsFloat
 
 import msgspec
+import numpy as np
 
 from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
 
+INT32_MAX = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 """Stop strings of a request, and characters of each."""
@@ -57,13 +60,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "between 0 and 100",
         )
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(-1 <= self.top_k < 2**31, "top_k", self.top_k, "0 or -1 (off) or a positive number")
+        _require(-1 <= self.top_k <= INT32_MAX, "top_k", self.top_k, f"0 or -1 (off), or between 1 and {INT32_MAX}")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(
-            self.max_tokens is None or 1 <= self.max_tokens < 2**31,
+            self.max_tokens is None or 1 <= self.max_tokens <= INT32_MAX,
             "max_tokens",
             self.max_tokens,
-            "at least 1",
+            f"between 1 and {INT32_MAX}",
         )
         limit = self.max_tokens if self.max_tokens is not None else 2**31
         _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
@@ -74,29 +77,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             self.logprobs,
             f"between 0 and {MAX_LOGPROBS}",
         )
-        _require(len(self.stop) <= MAX_STOPS, "stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS}")
-        longest = max(map(len, self.stop), default=0)
-        _require(longest <= MAX_STOP_CHARS, "stop", f"{longest} characters long", f"at most {MAX_STOP_CHARS}")
-        _require(all(self.stop), "stop", "''", "a string or strings that are not empty")
-        _require(
-            all(0 <= i < 2**31 for i in self.stop_token_ids),
-            "stop_token_ids",
-            self.stop_token_ids[:8],
-            "token ids",
-        )
+        if self.stop:
+            _require(
+                len(self.stop) <= MAX_STOPS, "stop", _Words(f"{len(self.stop)} strings"), f"at most {MAX_STOPS} strings"
+            )
+            _require(all(self.stop), "stop", "", "a string or strings that are not empty")
+            longest = max(map(len, self.stop))
+            _require(
+                longest <= MAX_STOP_CHARS, "stop", _Words(f"{longest} characters long"), f"at most {MAX_STOP_CHARS}"
+            )
+        _check_ids("stop_token_ids", self.stop_token_ids)
         num_ids = len(self.stop_token_ids)
-        _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", f"{num_ids} ids", f"at most {MAX_STOP_IDS}")
+        _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:
-        bias, allowed = self.logit_bias, self.allowed_token_ids or ()
-        _require(len(bias) <= MAX_BIASES, "logit_bias", f"{len(bias)} entries long", f"at most {MAX_BIASES}")
-        _require(all(0 <= i < 2**31 for i in bias), "logit_bias", list(bias)[:8], "a mapping from token ids")
-        for token_id, value in bias.items():
-            _require(-100 <= value <= 100, f"logit_bias of {token_id}", value, "between -100 and 100")
-        _require(self.allowed_token_ids != (), "allowed_token_ids", "empty", "at least one token id, or None for all")
-        _require(len(allowed) <= MAX_BIASES, "allowed_token_ids", f"{len(allowed)} long", f"at most {MAX_BIASES}")
-        _require(all(0 <= i < 2**31 for i in allowed), "allowed_token_ids", allowed[:8], "token ids")
+        bias, allowed = self.logit_bias, self.allowed_token_ids
+        if bias:
+            length = _Words(f"{len(bias)} entries long")
+            _require(len(bias) <= MAX_BIASES, "logit_bias", length, f"at most {MAX_BIASES}")
+            _check_ids("logit_bias", bias)
+            for token_id, value in bias.items():
+                if not -100 <= value <= 100:
+                    raise _refusal(f"logit_bias of {token_id}", value, "between -100 and 100")
+        if allowed is not None:
+            name = "allowed_token_ids"
+            _require(allowed != (), name, _Words("empty"), "at least one token id, or None for all")
+            _require(len(allowed) <= MAX_BIASES, name, _Words(f"{len(allowed)} long"), f"at most {MAX_BIASES}")
+            _check_ids(name, allowed)
 
     def _coerce(self) -> None:
         """Make plain values of what users may write: lists, numbers of numpy, one string. Raises RequestError."""
@@ -104,47 +112,127 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         def put(name: str, value: object) -> None:
             msgspec.structs.force_setattr(self, name, value)
 
-        for name in ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
-            if getattr(self, name) is not None:
-                put(name, _whole(name, getattr(self, name)))
+        for name in ("n", "top_k", "min_tokens"):
+            if type(value := getattr(self, name)) is not int:
+                put(name, _whole(name, value))
+        for name in ("max_tokens", "seed", "logprobs"):
+            if (value := getattr(self, name)) is not None and type(value) is not int:
+                put(name, _whole(name, value))
         for name in ("temperature", "top_p", "min_p"):
-            put(name, _number(name, getattr(self, name)))
-        stop: object = self.stop
-        put("stop", (stop,) if isinstance(stop, str) else tuple(self.stop or ()))
-        _require(all(isinstance(text, str) for text in self.stop), "stop", self.stop, "a string or strings")
-        put("stop_token_ids", tuple(_whole("stop_token_ids", token_id) for token_id in self.stop_token_ids or ()))
+            if type(value := getattr(self, name)) is not float:
+                put(name, _number(name, value))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if type(value := getattr(self, name)) is not bool:
+                put(name, _switch(name, value))
+        if type(self.stop) is not tuple or self.stop:
+            put("stop", _strings("stop", self.stop))
+        if type(self.stop_token_ids) is not tuple or self.stop_token_ids:
+            put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
-            put(
-                "allowed_token_ids", tuple(_whole("allowed_token_ids", token_id) for token_id in self.allowed_token_ids)
-            )
-        if not isinstance(self.logit_bias or {}, Mapping):
-            raise RequestError(f"logit_bias is {self.logit_bias!r}, but must be a mapping", param="logit_bias")
-        bias = (self.logit_bias or {}).items()
-        put("logit_bias", {_whole("logit_bias", i): _number("logit_bias", value) for i, value in bias})
+            put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        put("logit_bias", _biases("logit_bias", self.logit_bias))
 
 
-def _whole(name: str, value: object) -> int:
-    if type(value) is int:
-        return value
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise RequestError(f"{name} has {value!r}, but must have whole numbers", param=name) from None
+def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise RequestError if a parameter names a token id outside the vocabulary."""
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token_id in getattr(params, name) or ():
+            if token_id >= vocab_size:
+                raise RequestError(f"{name}: {token_id} is not between 0 and {vocab_size - 1}", param=name)
 
 
-def _number(name: str, value: object) -> float:
-    if type(value) is float:
-        return value
-    if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
-        raise RequestError(f"{name} has {value!r}, but must have numbers", param=name)
-    return float(value)
+class _Words(str):
+    """Words for a message, which stand in it without quotes."""
+
+    __slots__ = ()
+
+
+def _refusal(name: str, value: object, allowed: str) -> RequestError:
+    """Make the error for a field, or for a place in it such as `stop_token_ids[2]` or `logit_bias of 5`."""
+    shown = value if isinstance(value, _Words) else brief(value)
+    return RequestError(f"{name} is {shown}, but must be {allowed}", param=name.split(" ")[0].split("[")[0])
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:
-        raise RequestError(f"{name} is {value}, but must be {allowed}", param=name)
+        raise _refusal(name, value, allowed)
+
+
+def _check_ids(name: str, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id <= INT32_MAX:
+            message = f"{name} contains {brief(token_id)}, but must have token ids from 0 to {INT32_MAX}"
+            raise RequestError(message, param=name)
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise _refusal(name, value, "a whole number") from None
+
+
+def _number(name: str, value: object) -> float:
+    if (
+        isinstance(value, bool | str | np.bool_)
+        or getattr(value, "ndim", 0) > 0
+        or not isinstance(value, SupportsFloat)
+    ):
+        raise _refusal(name, value, "a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise _refusal(name, value, "a number that a float can hold") from None
+    except (TypeError, ValueError):
+        raise _refusal(name, value, "a number") from None
+
+
+def _switch(name: str, value: object) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise _refusal(name, value, "True or False")
+
+
+def _entries(name: str, value: Any, allowed: str) -> list[Any]:
+    """List what `value` holds, nothing for None. Raises RequestError for one string, bytes or a mapping."""
+    if value is None:
+        return []
+    try:
+        if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+            raise TypeError
+        return list(value)
+    except TypeError:
+        raise _refusal(name, value, allowed) from None
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else _entries(name, value, "a string or a list of strings")
+    for text in texts:
+        _require(isinstance(text, str), name, value, "a string or a list of strings")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _refusal(name, value, "valid Unicode, without lone surrogates") from None
+    return tuple(map(str, texts))
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    entries = _entries(name, value, "a list of token ids")
+    return tuple(i if type(i) is int else _whole(f"{name}[{at}]", i) for at, i in enumerate(entries))
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _refusal(name, value, "a mapping from token ids to numbers")
+    made: dict[int, float] = {}
+    for key, number in value.items():
+        token_id = key if type(key) is int else _whole(f"{name} key", key)
+        made[token_id] = number if type(number) is float else _number(f"{name} of {brief(key)}", number)
+    return made
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):

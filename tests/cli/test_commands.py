@@ -20,6 +20,7 @@ import typer
 from pypto_serving import __version__
 from pypto_serving.cli import main
 from pypto_serving.cli.app import app
+from pypto_serving.cli.config_file import read_config
 from pypto_serving.setup import locate
 from pypto_serving.setup.locate import BUNDLED, locate_model
 from pypto_serving.setup.options import Options
@@ -139,9 +140,22 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["convert", "a", "b", "--format", "x"], 2, "Invalid value for '--format': 'x' is not one of 'w8a8'."),
     (["bench", "serve", "--backend", "x"], 2, "Invalid value for '--backend': 'x' is not one of 'openai', 'openai-"),
     (["check", "--backend", "gpu"], 2, "--backend is gpu, but must be one of cpu, null"),
-    ([*NULL, "--kv-disk", "/dev/null"], 2, "--kv-disk /dev/null cannot be used: not a directory; give a folder that"),
-    (["serve", *NULL[1:], "--kv-disk", "/dev/null/kv"], 2, "--kv-disk /dev/null/kv cannot be used: not a directory"),
+    (
+        [*NULL, "--kv-disk", "/dev/null"],
+        2,
+        "--kv-disk is /dev/null, which cannot be used: not a directory; give a folder that",
+    ),
+    (
+        ["serve", *NULL[1:], "--kv-disk", "/dev/null/kv"],
+        2,
+        "--kv-disk is /dev/null/kv, which cannot be used: not a dir",
+    ),
+    ([*NULL, "--kv-disk", "n" * 300], 2, "nnn, which cannot be used: file name too long; give a folder that can"),
+    ([*NULL, "--kv-disk-size", "1.5"], 2, "--kv-disk-size is 1.5, but must be a size with a unit such as 20GiB"),
     (["check", "./no/such/model"], 3, "./no/such/model does not exist; give an existing folder or a hub name"),
+    (["check", "n" * 300], 3, "file name too long; give an existing folder or a hub name"),
+    (["check", "~no-such-user/model"], 3, "~no-such-user/model does not exist; give an existing folder or a hub name"),
+    ([*NULL, "--chat-template", "n" * 300], 2, "nnn, which is no file; give a Jinja file"),
     (["serve", "--backend", "null", "--host", "256.0.0.1"], 2, "--host 256.0.0.1 is no address of this machine"),
     (["generate", "--temperature", "-1", "x"], 2, "--temperature is -1.0, but must be between 0 and 100"),
     (["generate", "--top-k", "x", "x"], 2, "Invalid value for '--top-k'"),
@@ -255,6 +269,21 @@ def test_api_key_file_must_hold_a_key(capsys: pytest.CaptureFixture[str], tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("api-key: 12345", "api-key in c.yaml is not text, but must be; put it in quotes"),
+        ("api-key: [12345]", "api-key in c.yaml is not text, but must be; put it in quotes"),
+        ('api-key: "12345\\n6"', "api-key in c.yaml is not one line of characters that can be printed, but must be"),
+    ],
+)
+def test_a_refused_key_is_not_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    assert run(capsys, *NULL, "--config", str(tmp_path / "c.yaml")) == (2, "", f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("c.yaml", "max-num-seqs: 7\nport: 1234\nchunked_prefill: false\nserved-model-name: [a, b]\n"),
@@ -290,6 +319,22 @@ def test_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: s
         ),
         ("api_key: a\napi-key-file: b", "c.yaml gives api-key and api-key-file, on lines 1 and 2; drop one"),
         ("port: true", "port in c.yaml is True, but must be a whole number"),
+        ("port: 80:00", "port in c.yaml is 80:00, but must be a whole number"),
+        ("step-timeout: 1:30.5", "step-timeout in c.yaml is 1:30.5, but must be a number of seconds"),
+        ("port: 0o17", "port in c.yaml is 0o17, but must be a whole number"),
+        (f"port: {'9' * 5000}", "999..., but must be a whole number"),
+        ('port: !!int "zz"', "c.yaml is neither YAML nor JSON; mend it"),
+        ("seed: !!timestamp zz", "c.yaml is neither YAML nor JSON; mend it"),
+        ("[" * 3000, "c.yaml is neither YAML nor JSON; mend it"),
+        ('api-key-file: "a\\0b"', "api-key-file in c.yaml must be the path of a file that holds the API key"),
+        ("kv-disk: /dev/null", "kv-disk in c.yaml is /dev/null, which cannot be used: not a directory"),
+        ("device: cpu\nbackend: cpu", "device and backend in c.yaml are the same option; keep one"),
+        (
+            "no-prefix-caching: true",
+            "unknown option 'no-prefix-caching' in c.yaml; did you mean prefix-caching: false?",
+        ),
+        ('model: "a\\0b"', "model in c.yaml is a\\x00b, but must be text on one line, not empty"),
+        ("api-key-file: ~", "api-key-file in c.yaml must be the path of a file that holds the API key"),
     ],
 )
 def test_mistakes_in_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str) -> None:
@@ -298,6 +343,26 @@ def test_mistakes_in_a_config_file(capsys: pytest.CaptureFixture[str], tmp_path:
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_plain_values_of_a_config_file_are_what_they_look_like(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "served-model-name: 2024-99-99\nport: 8_000\nseed: 0x10\nmax-num-seqs: 017\nkv-memory: 0.5\n"
+        "device: cpu\nprefix-caching: off\nhost: ~\nstep-timeout: 1e3\ndrain-timeout: 1.5e+1\n"
+    )
+    assert read_config(path) == {
+        "served-model-name": "2024-99-99",
+        "port": 8000,
+        "seed": 16,
+        "max-num-seqs": "017",
+        "kv-memory": 0.5,
+        "device": "cpu",
+        "prefix-caching": False,
+        "host": None,
+        "step-timeout": "1e3",
+        "drain-timeout": 15.0,
+    }
 
 
 @pytest.mark.parametrize("command", [["check"], ["generate", "hello"], ["chat"]], ids=lambda argv: argv[0])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -117,6 +121,104 @@ def test_prompts_that_cannot_work_are_named(llm: LLM) -> None:
     assert llm.generate("Hello", progress=False)[0].outputs[0].token_ids
 
 
+def test_prompts_of_numpy_and_of_vllm(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    forms: list[Any] = [
+        np.array([5, 6]),
+        [np.int64(5), 6],
+        [[5, np.int32(6)]],
+        np.array([[5, 6]]),
+        (5, 6),
+        {"prompt_token_ids": [5, 6]},
+        [{"prompt_token_ids": np.array([5, 6]), "prompt": "the text of both"}],
+    ]
+    (expected,) = llm.generate([5, 6], params, progress=False)
+    for form in forms:
+        (made,) = llm.generate(form, params, progress=False)
+        assert (made.prompt, made.prompt_token_ids) == (None, [5, 6]) and made.outputs == expected.outputs
+    texts = llm.generate([{"prompt": "Hello"}, "Hello"], params, progress=False)
+    assert texts[0].prompt == "Hello" and texts[0].outputs == texts[1].outputs
+    assert llm.generate({"prompt": "Hello"}, params, progress=False)[0].outputs == texts[0].outputs
+    assert llm.generate([], params, progress=False) == []
+
+
+A_PROMPT = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"a": 1}, f"prompts is {{'a': 1}}, but must be {A_PROMPT}"),
+        ({"prompt": 5}, f"prompts is {{'prompt': 5}}, but must be {A_PROMPT}"),
+        (b"ab", f"prompts is b'ab', but must be a prompt or a list of prompts; a prompt is {A_PROMPT}"),
+        (17, "prompts is 17, but must be a prompt or a list"),
+        (None, "prompts is None, but must be a prompt or a list"),
+        ([None], f"prompts[0] is None, but must be {A_PROMPT}"),
+        (["a", b"ab"], "prompts[1] is b'ab', but must be a text"),
+        ([1.9, 2.9], "prompts[0] is 1.9, but must be a text"),
+        (np.array([1.9]), "but must be a text, a list of token ids"),
+        ([True], "prompts[0] is True, but must be a text"),
+        ([1, "a"], "prompts[1] is 'a', but must be a token id"),
+        ([[1.5]], "prompts[0][0] is 1.5, but must be a token id, a whole number; a prompt is a text"),
+        ([[True]], "prompts[0][0] is True, but must be a token id"),
+        ([["a"]], "prompts[0][0] is 'a', but must be a token id"),
+        ([{"prompt": "a", "multi_modal_data": {}}], "prompts[0] is {'prompt': 'a', 'multi_modal_data': {}}, but must"),
+        ([{"prompt_token_ids": 5}], "prompts[0]['prompt_token_ids'] is 5, but must be a list of token ids"),
+        ([{"prompt_token_ids": []}], "prompts[0]['prompt_token_ids'] is an empty list"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        llm.generate(prompts, progress=False)
+    assert caught.value.param == "prompts"
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"n": 1}, "sampling_params is {'n': 1}, but must be a SamplingParams or a list of them"),
+        (5, "sampling_params is 5, but must be"),
+        ([None], "sampling_params[0] is None, but must be a SamplingParams"),
+    ],
+)
+def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any, message: str) -> None:
+    for call in (llm.generate, llm.chat):
+        given: Any = "a" if call == llm.generate else [{"role": "user", "content": "a"}]
+        with pytest.raises(RequestError, match=re.escape(message)) as caught:
+            call(given, params, progress=False)
+        assert caught.value.param == "sampling_params"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hi", "messages is 'hi', but must be a list of messages such as {'role': 'user', 'content': 'Hello'}"),
+        ({"role": "user", "content": "hi"}, "messages is {'role': 'user', 'content': 'hi'}, but must be a list"),
+        (None, "messages is None, but must be a list of messages"),
+        ([], "messages is an empty list; send at least one message"),
+        ([[]], "messages[0] is an empty list; send at least one message"),
+        (["hi"], "messages[0] is 'hi', but must be a list of messages"),
+        ([{"role": "user", "content": "hi"}, "hi"], "messages[1] is 'hi', but must be a message with role and content"),
+        ([{"role": "user"}], "messages[0].content is missing; a message has role and content"),
+        ([{"content": "hi"}], "messages[0].role is missing; a message has role and content"),
+        ([{"role": "user", "content": 5}], "messages[0].content is 5, but must be text; a message has role and"),
+        ([[{"role": 5, "content": "hi"}]], "messages[0][0].role is 5, but must be text"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)) as caught:
+        llm.chat(messages, progress=False)
+    assert caught.value.param == "messages"
+    with pytest.raises(RequestError, match="messages"):
+        next(llm.stream_chat(messages))
+
+
+def test_template_arguments_are_a_mapping(llm: LLM) -> None:
+    wrong: Any = "x"
+    with pytest.raises(RequestError, match="chat_template_kwargs is 'x', but must be a mapping"):
+        llm.chat([{"role": "user", "content": "a"}], chat_template_kwargs=wrong, progress=False)
+
+
 def test_shutdown_ends_all_processes() -> None:
     before = set(psutil.Process().children(recursive=True))
     llm = LLM(max_model_len=256, log_level="warning")
@@ -127,6 +229,24 @@ def test_shutdown_ends_all_processes() -> None:
     assert not [child for child in children if child.is_running()]
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate("Hello", progress=False)
+
+
+def test_shutdown_from_two_threads_returns_in_both_at_the_end() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    llm = LLM(max_model_len=64, log_level="warning")
+    children = set(psutil.Process().children(recursive=True)) - before
+    left: list[int] = []
+
+    def end() -> None:
+        llm.shutdown()
+        left.append(sum(child.is_running() for child in children))
+
+    threads = [threading.Thread(target=end, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert left == [0, 0]
 
 
 def test_bad_options_leave_nothing_behind() -> None:

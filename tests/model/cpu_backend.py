@@ -23,6 +23,7 @@ def config_for(path: Path, dtype: str = "float32", **changes: Any) -> EngineConf
         num_blocks=(40,),
         max_model_len=512,
         num_threads=1,
+        kernels="torch",
     )
     return msgspec.structs.replace(config, **changes)
 

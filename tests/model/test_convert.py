@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.errors import ConfigError, ModelError, PyptoError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from pypto_serving.model.convert import STATE_FILE, convert_to_w8a8
+from pypto_serving.model.qwen3.convert import STATE_FILE, convert_to_w8a8
 from pypto_serving.model.registry import load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
@@ -32,7 +32,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pypto_serving.model.checkpoint import Checkpoint, INDEX_FILE, SINGLE_FILE
-from pypto_serving.model.convert import convert_to_w8a8
+from pypto_serving.model.qwen3.convert import convert_to_w8a8
 source, target, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def progress(*_):
     global calls

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.kernels import runnable
-from pypto_serving.model.convert import convert_to_w8a8
+from pypto_serving.model.qwen3.convert import convert_to_w8a8
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, assert_same, run_among_others

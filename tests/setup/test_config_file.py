@@ -188,7 +188,15 @@ def test_advice_about_a_flag_beside_a_file_is_a_flag() -> None:
 def test_arguments_of_the_offline_api_are_named_as_arguments() -> None:
     with pytest.raises(ConfigError, match=r"^max_num_seqs is 0, but must be a whole number from 1"):
         LLM(max_num_seqs=0)
+    with pytest.raises(ConfigError, match=r"^max_model_len is a value of type int, but must be a whole number from 2"):
+        LLM(max_model_len=10**5000)
     with pytest.raises(ConfigError, match=r"^unknown option 'max_num_seq'; did you mean max_num_seqs\?$"):
         LLM(max_num_seq=1)
+    with pytest.raises(ConfigError, match=r"^max-model-len and max_model_len are the same option; keep one$"):
+        LLM(**{"max-model-len": 64, "max_model_len": 128})
+    with pytest.raises(ConfigError, match=r"did you mean prefix_caching=False\?$"):
+        LLM(no_prefix_caching=True)
+    with pytest.raises(ConfigError, match=r"^api_key is not text, but must be; put it in quotes$"):
+        LLM(api_key=12345)
     with pytest.raises(ConfigError, match=r"^kv_disk_size needs a folder; give kv_disk too, or drop it$"):
         LLM("plain", backend="null", kv_disk_size="1GiB")

@@ -83,9 +83,13 @@ def test_a_folder_of_blocks_that_cannot_work_is_refused() -> None:
     needed = FULL.block_bytes + 64 * slots
     assert resolved(DiskFacts(free_bytes=needed)).engine.tiers
     assert resolved(DiskFacts(used=True)).engine.tiers
-    with pytest.raises(ConfigError, match=r"^--kv-disk /kv has 128 MiB left on its disk, .* lower --kv-disk-size, or"):
+    with pytest.raises(
+        ConfigError, match=r"^--kv-disk is /kv, whose disk has 128 MiB left, .* lower --kv-disk-size, or"
+    ):
         resolved(DiskFacts(free_bytes=needed - 1))
-    with pytest.raises(ConfigError, match=r"^--kv-disk /kv cannot be used: permission denied; give a folder that can"):
+    with pytest.raises(
+        ConfigError, match=r"^--kv-disk is /kv, which cannot be used: permission denied; give a folder that can"
+    ):
         resolved(DiskFacts(free_bytes=GIB, obstacle="permission denied"))
 
 

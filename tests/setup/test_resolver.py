@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from pypto_serving.errors import ConfigError
@@ -59,8 +60,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"host": ""}, "--host is empty, but must be text on one line"),
     ({"dtype": "int8"}, "--dtype is int8, but must be one of auto, float32, bfloat16"),
     ({"backend": "tpu"}, "--backend is tpu, but must be one of cpu, null"),
-    ({"kv_memory": "0"}, "--kv-memory is 0, but must be a size such as 2GiB"),
+    ({"kv_memory": "0"}, "--kv-memory is 0, but must be a size with a unit such as 2GiB"),
     ({"kv_memory": "-1GiB"}, "--kv-memory is -1GiB, but must be a size"),
+    (
+        {"kv_memory": 1.5},
+        "--kv-memory is 1.5, but must be a size with a unit such as 2GiB, a whole number of bytes, or",
+    ),
+    ({"kv_memory": 1.0}, "--kv-memory is 1.0, but must be a size with a unit"),
+    ({"kv_memory": "1.0"}, "or a fraction of the free memory, below 1, such as 0.3"),
     ({"kv_memory": "nan"}, "--kv-memory is nan, but must be a size"),
     ({"kv_memory": "9" * 400 + "GiB"}, "--kv-memory is 999"),
     ({"kv_memory": "40GiB"}, "--kv-memory is 40 GiB, but weights take"),
@@ -102,6 +109,20 @@ def test_a_value_of_the_file_is_refused_by_its_key() -> None:
 
 def test_a_path_is_as_good_as_its_text(tmp_path: Path) -> None:
     assert Options(kv_disk=tmp_path).kv_disk == str(tmp_path)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    options = Options(max_num_seqs=np.int64(4), kv_memory=np.uint64(1 << 30), step_timeout=np.int32(5))
+    assert (options.max_num_seqs, options.kv_memory, options.step_timeout) == (4, 1 << 30, 5.0)
+    assert type(options.max_num_seqs) is type(options.kv_memory) is int
+    for value in (np.float64(4), np.bool_(True), np.array([4, 5])):
+        with pytest.raises(ConfigError, match=r"^--max-num-seqs is .*, but must be a whole number"):
+            Options(max_num_seqs=value)
+
+
+def test_device_is_another_name_of_backend() -> None:
+    assert make_options({}, {"device": "null"}, "a.yaml").backend == "null"
+    assert make_options({"device": "null"}, as_arguments=True).backend == "null"
 
 
 def test_unknown_options_get_the_closest_name() -> None:
@@ -206,6 +227,9 @@ def test_kv_events_that_make_no_sense_are_refused() -> None:
         make_resolved(kv_events_replay="tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match="--kv-events tells what the prefix cache holds, which is off"):
         make_resolved(kv_events="tcp://127.0.0.1:1", prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"^--kv-events-replay is ipc://a, and so is --kv-events; give another, or"):
+        make_resolved(kv_events="ipc://a", kv_events_replay="ipc://a")
+    assert make_resolved(kv_events="tcp://a:0", kv_events_replay="tcp://a:0").engine.kv_events_replay == "tcp://a:0"
     with pytest.raises(ConfigError, match="so give --kv-events-replay as well"):
         make_resolved(kv_events="tcp://127.0.0.1:65535")
 

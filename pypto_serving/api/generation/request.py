@@ -10,10 +10,9 @@ import msgspec
 from pypto_serving.api.chat.output import NewParser
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.seeds import SeedSource
-from pypto_serving.api.generation.stops import check_stop_token_ids
-from pypto_serving.errors import RequestError
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
-from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.sampling import SamplingParams, check_named_ids
 from pypto_serving.types.tokens import pack_ids
 
 
@@ -52,7 +51,7 @@ class GenerationRequest:
 def fit_prompt(
     token_ids: Sequence[int],
     params: SamplingParams,
-    max_model_len: int,
+    config: EngineConfig,
     *,
     default_max_tokens: int | None = None,
     max_tokens_field: str = "max_tokens",
@@ -60,22 +59,16 @@ def fit_prompt(
 ) -> FittedPrompt:
     """Make a FittedPrompt whose max_tokens fits the context; see `fit_max_tokens` for the cases and errors.
 
-    A parser needs to see special tokens, so with `new_parser` they stay in the text.
+    Raises RequestError if `params` names a token id outside the vocabulary. A parser needs to see special tokens, so
+    with `new_parser` they stay in the text.
     """
-    max_tokens = fit_max_tokens(len(token_ids), params.max_tokens, default_max_tokens, max_model_len, max_tokens_field)
+    check_named_ids(params, config.vocab_size)
+    max_tokens = fit_max_tokens(
+        len(token_ids), params.max_tokens, default_max_tokens, config.max_model_len, max_tokens_field
+    )
     skip = params.skip_special_tokens and new_parser is None
     params = msgspec.structs.replace(params, max_tokens=max_tokens, skip_special_tokens=skip)
     return FittedPrompt(token_ids, params, new_parser)
-
-
-def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raise RequestError if a parameter names a token id outside the vocabulary."""
-    check_stop_token_ids(params.stop_token_ids, vocab_size)
-    for name, ids in (("logit_bias", params.logit_bias), ("allowed_token_ids", params.allowed_token_ids or ())):
-        for token_id in ids:
-            if token_id >= vocab_size:
-                message = f"{name} contains {token_id}, but this model has only {vocab_size} token ids"
-                raise RequestError(message, param=name)
 
 
 def engine_requests(

@@ -1,20 +1,8 @@
-"""Stop an output: find stop strings, check stop tokens."""
+"""Find stop strings in an output."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from pypto_serving.errors import RequestError
-from pypto_serving.util import brief
-
-
-def check_stop_token_ids(token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """Return the stop tokens. Raises RequestError if one is outside the vocabulary."""
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            message = f"stop_token_ids: {brief(token_id)} is not between 0 and {vocab_size - 1}"
-            raise RequestError(message, param="stop_token_ids")
-    return tuple(token_ids)
 
 
 class StopPatterns:

@@ -41,13 +41,13 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def _generation_request(service: Service, body: ChatBody) -> GenerationRequest:
-    config, encoder = service.engine.config, service.chat_encoder
+    encoder = service.chat_encoder
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked, defaults = getattr(body, field), service.serving.default_sampling
-    params = sampling_params(body, defaults, config.vocab_size, asked, _num_logprobs(body))
+    params = sampling_params(body, defaults, asked, _num_logprobs(body))
     chat = encoder.encode(_messages(body), _encoder_kwargs(body, encoder.request_fields))
     ids = await encode_chat(service, chat, bool(body.add_special_tokens))
-    prompt = fit_prompt(ids, params, config.max_model_len, max_tokens_field=field, new_parser=chat.new_parser)
+    prompt = fit_prompt(ids, params, service.engine.config, max_tokens_field=field, new_parser=chat.new_parser)
     return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", [prompt], priority_of(body), cache_salt_of(body))
 
 

@@ -21,8 +21,10 @@ from pypto_serving.api.openai.respond import respond, submit
 from pypto_serving.api.openai.schemas import CompletionBody
 from pypto_serving.api.openai.sse import EventFormat, Head, encode
 from pypto_serving.api.service import Service
+from pypto_serving.types.config import default_of
+from pypto_serving.types.sampling import SamplingParams
 
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = default_of(SamplingParams, "max_tokens")
 
 
 async def create_completion(request: Request) -> Response:
@@ -37,11 +39,10 @@ async def create_completion(request: Request) -> Response:
 
 
 async def _generation_request(service: Service, body: CompletionBody) -> GenerationRequest:
-    config = service.engine.config
-    params = sampling_params(body, service.serving.default_sampling, config.vocab_size, body.max_tokens, body.logprobs)
+    params = sampling_params(body, service.serving.default_sampling, body.max_tokens, body.logprobs)
     priority, cache_salt = priority_of(body), cache_salt_of(body)
     prompts = [
-        fit_prompt(ids, params, config.max_model_len, default_max_tokens=DEFAULT_MAX_TOKENS)
+        fit_prompt(ids, params, service.engine.config, default_max_tokens=DEFAULT_MAX_TOKENS)
         for ids in await encode_prompts(service, body.prompt, body.add_special_tokens is not False)
     ]
     return GenerationRequest(f"cmpl-{uuid.uuid4().hex}", prompts, priority, cache_salt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pypto_serving.api.generation.stops import check_stop_token_ids
 from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.settings import DefaultSampling
 from pypto_serving.errors import RequestError
@@ -29,7 +28,6 @@ _PLAIN = (
 def sampling_params(
     body: GenerationBody,
     defaults: DefaultSampling,
-    vocab_size: int,
     max_tokens: int | None,
     logprobs: int | None,
 ) -> SamplingParams:
@@ -38,7 +36,7 @@ def sampling_params(
     values |= {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
     return SamplingParams(
         **values,
-        stop_token_ids=check_stop_token_ids(body.stop_token_ids or (), vocab_size),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         stop=_stop_strings(body.stop),
         max_tokens=max_tokens,
         logprobs=logprobs,

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.convert import convert_to_w8a8
 from pypto_serving.model.deepseek_v4.layers import apply_rope
+from pypto_serving.model.qwen3.convert import convert_to_w8a8
 from pypto_serving.model.registry import load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Sequences, load_program

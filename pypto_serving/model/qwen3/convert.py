@@ -1,4 +1,4 @@
-"""Convert checkpoints of bf16, f16 or f32 to W8A8, file by file; a killed conversion resumes. Torch-free.
+"""Convert Qwen3 checkpoints of bf16, f16 or f32 to W8A8, file by file; a killed conversion resumes. Torch-free.
 
 The result follows `quantization.py`: int8 weights in all linear layers but routers, bfloat16 elsewhere. The output
 layer is int8 too; a tied one becomes a tensor of its own. A file gets its name when it is complete and on disk, and
@@ -190,31 +190,12 @@ class _Conversion:
 
 @contextmanager
 def _claim(source: Path, target: Path) -> Iterator[None]:
-    """Own `target` for the conversion of `source`. Raises ConfigError if `target` holds anything else."""
-    state = target / STATE_FILE
-    identity = _identity(source)
-    what = _as_json({"format": Quantization.name, "source": identity})
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"TARGET {target} is a file; give a folder that is empty or not there yet")
-    if (target / "config.json").exists() and not state.exists():
-        raise ConfigError(
-            f"TARGET {target} is a complete checkpoint already; give a folder that is empty or not there yet"
-        )
-    if target.exists() and any(target.iterdir()) and not state.exists():
-        raise ConfigError(f"TARGET {target} is not empty; give a folder that is empty or not there yet")
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = (error.strerror or "it cannot be made").lower()
-        raise ConfigError(f"TARGET {target} cannot be made: {reason}; give another folder") from None
-    with os.fdopen(os.open(state, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"TARGET {target} is being written by another process") from None
-        if not (state.exists() and os.path.samestat(os.fstat(file.fileno()), state.stat())):
-            raise ConfigError(f"TARGET {target} was finished by another process just now")
-        # The file is empty if its process was killed before the write below.
+    """Own `target` for the conversion of `source`; raises ConfigError where it holds anything else."""
+    identity, state = _identity(source), target / STATE_FILE
+    _make_target(target)
+    with _locked(target) as file:
+        what = _as_json({"format": Quantization.name, "source": identity})
+        # What a process that was killed at once left is empty.
         if (found := file.read()) and found != what:
             raise ConfigError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
         file.seek(0)
@@ -225,6 +206,37 @@ def _claim(source: Path, target: Path) -> Iterator[None]:
             (target / "config.json").unlink()
             raise ModelError(f"{source} changed meanwhile; delete {target} and convert again")
         state.unlink()
+
+
+def _make_target(target: Path) -> None:
+    """Make the folder `target`. Raises ConfigError if it holds anything but an unfinished conversion."""
+    advice = "give a folder that is empty or not there yet"
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"TARGET {target} is a file; {advice}")
+    if target.exists() and not (target / STATE_FILE).exists():
+        if (target / "config.json").exists():
+            raise ConfigError(f"TARGET {target} is a complete checkpoint already; {advice}")
+        if any(target.iterdir()):
+            raise ConfigError(f"TARGET {target} is not empty; {advice}")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or "it cannot be made").lower()
+        raise ConfigError(f"TARGET {target} cannot be made: {reason}; give another folder") from None
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[BinaryIO]:
+    """Open and lock the state file, which is made if missing. Raises ConfigError if another process has `target`."""
+    state = target / STATE_FILE
+    with os.fdopen(os.open(state, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"TARGET {target} is being written by another process") from None
+        if not (state.exists() and os.path.samestat(os.fstat(file.fileno()), state.stat())):
+            raise ConfigError(f"TARGET {target} was finished by another process just now")
+        yield file
 
 
 def _identity(source: Path) -> str:
