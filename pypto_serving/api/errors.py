@@ -22,6 +22,20 @@ class AuthenticationError(RequestError):
     code = "invalid_api_key"
 
 
+class OriginError(RequestError):
+    """A web page of another site sent the request through its reader's browser."""
+
+    status = 403
+    code = "origin_not_allowed"
+
+
+class ContentTypeError(RequestError):
+    """The request body is not declared as JSON."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
 class BodyTooLargeError(RequestError):
     """The request body exceeds the limit."""
 

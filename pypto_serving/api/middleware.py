@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pypto_serving.api.errors import AuthenticationError, describe
+from pypto_serving.api.errors import AuthenticationError, OriginError, describe
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -52,6 +53,42 @@ class RequestScope:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class OriginGuard:
+    """Refuse requests that web pages of other sites send through a reader's browser. For a server without an API key.
+
+    A browser names the page's site in `Origin`. It must be this server under a name that no other site can take, that
+    is an address or localhost, or one of `allowed`. Other clients send no `Origin`.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        self.app = app
+        self._allowed = frozenset(origin.encode() for origin in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._allows(scope):
+            await self.app(scope, receive, send)
+            return
+        message = "web pages of this origin may not call this server; its option allowed-origins names those that may"
+        await describe(OriginError(message)).response()(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        headers = dict(scope["headers"])
+        origin, host = headers.get(b"origin"), headers.get(b"host", b"")
+        if origin is None or origin in self._allowed or b"*" in self._allowed:
+            return True
+        return origin in (b"http://" + host, b"https://" + host) and _is_own_name(host.decode("latin-1"))
+
+
+def _is_own_name(host: str) -> bool:
+    """Return whether `host`, perhaps with a port, is an address or localhost, which no other site can point here."""
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+    return True
 
 
 class ApiKeyGuard:

@@ -8,10 +8,12 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from pypto_serving.api.connection import BoundedProtocol, max_connections
 from pypto_serving.api.service import Service
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.util import counted
@@ -35,9 +37,12 @@ class ApiServer:
         self._socket = bind(host, port)
         self._drain_timeout_s = drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
+        self._max_connections = max_connections()
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
+                http=self._new_protocol,  # type: ignore[arg-type]
+                ws="none",
                 access_log=False,
                 lifespan="off",
                 log_config=None,
@@ -45,6 +50,10 @@ class ApiServer:
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
             )
         )
+
+    def _new_protocol(self, **uvicorns: Any) -> BoundedProtocol:
+        count = self._service.metrics.count_response
+        return BoundedProtocol(max_connections=self._max_connections, count_refusal=count, **uvicorns)
 
     @property
     def port(self) -> int:

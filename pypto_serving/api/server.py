@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,9 +16,10 @@ from starlette.types import Receive, Scope, Send
 from pypto_serving import __version__
 from pypto_serving.api.disconnect import nobody_listens
 from pypto_serving.api.errors import describe
-from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, RequestScope
+from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, OriginGuard, RequestScope
 from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
+from pypto_serving.api.openai.fields import IGNORED_HEADER
 from pypto_serving.api.openai.models import list_models, retrieve_model
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from pypto_serving.api.service import Service
@@ -47,6 +49,16 @@ def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
     if serving.api_key is not None:
         app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip())
+    else:
+        app.add_middleware(OriginGuard, allowed=serving.allowed_origins)
+    if serving.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=serving.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", IGNORED_HEADER),
+        )
     app.add_middleware(RequestScope, count=service.metrics.count_response, log_requests=serving.log_requests)
     return app
 

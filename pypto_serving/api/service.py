@@ -18,7 +18,7 @@ from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 
-MAX_REMEMBERED_FIELDS = 1000
+MAX_REMEMBERED_FIELDS, MAX_FIELD_CHARS = 1000, 64
 
 
 class Service:
@@ -52,10 +52,11 @@ class Service:
 
     def warn_ignored(self, fields: list[str]) -> None:
         """Log each unknown request field once."""
-        for field in fields:
-            if field not in self._warned_fields and len(self._warned_fields) < MAX_REMEMBERED_FIELDS:
-                self._warned_fields.add(field)
-                logger.warning("ignoring the unknown request field %r (said once per field)", field[:200])
+        for field in fields[:MAX_REMEMBERED_FIELDS]:
+            name = field[:MAX_FIELD_CHARS]
+            if name not in self._warned_fields and len(self._warned_fields) < MAX_REMEMBERED_FIELDS:
+                self._warned_fields.add(name)
+                logger.warning("ignoring the unknown request field %r (said once per field)", name)
 
     def health(self) -> Health:
         """Return the engine's health; while draining, report that instead."""

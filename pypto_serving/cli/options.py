@@ -64,6 +64,13 @@ FLAGS = (
     Flag(
         "api_key", SERVER, "KEY", "Key that clients must send; --api-key-file keeps it out of the process list.", "none"
     ),
+    Flag(
+        "allowed_origins",
+        SERVER,
+        "URL",
+        "Origin whose web pages may call the server from a browser, as in http://localhost:3000; may repeat; * is any.",
+        "none",
+    ),
     Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait; more are refused."),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("log_requests", SERVER, "", "Log one line per request."),
@@ -128,7 +135,7 @@ FLAGS = (
     Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
 )
 SWITCHES = {"log_requests", "chunked_prefill", "prefix_caching", "packed_cache"}
-LISTS = {"served_model_name"}
+LISTS = {"served_model_name", "allowed_origins"}
 
 ModelArgument = Annotated[
     str | None,

@@ -26,6 +26,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     served_model_name: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] | None = None
     chat_template: str | None = None
     backend: str | None = None
     dtype: str | None = None

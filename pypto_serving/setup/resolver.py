@@ -152,6 +152,8 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     settings.record("served_model_name", ", ".join(names), origin_or("served_model_name", "the model's name"))
     key, template = options.api_key, options.chat_template
     settings.record("api_key", "set" if key else "none", origin_or("api_key", "default: open"))
+    origins = options.allowed_origins or ()
+    settings.record("allowed_origins", ", ".join(origins) or "none", origin_or("allowed_origins", "default: no others"))
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
     return ServerConfig(
         served_model_names=names,
@@ -161,4 +163,5 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         chat_template=template,
         drain_timeout_s=settings.pick_fixed("drain_timeout"),
         log_requests=settings.pick_fixed("log_requests"),
+        allowed_origins=origins,
     )

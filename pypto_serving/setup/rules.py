@@ -255,4 +255,5 @@ RULES: dict[str, Rule] = {
     "drain_timeout": Seconds(86400, zero=True),
     "step_timeout": Seconds(86400),
     "log_requests": Switch(),
+    "allowed_origins": Texts(),
 }

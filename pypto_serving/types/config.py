@@ -132,3 +132,4 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     drain_timeout_s: float = 30.0
     log_requests: bool = False
+    allowed_origins: tuple[str, ...] = ()

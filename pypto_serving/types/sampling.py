@@ -15,6 +15,9 @@ from pypto_serving.util import brief
 
 INT32_MAX = 2**31 - 1
 MAX_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+"""Stop strings of a request, and characters of each."""
+MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 """Token ids that one request may bias or allow."""
 
@@ -75,9 +78,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             f"between 0 and {MAX_LOGPROBS}",
         )
         if self.stop:
-            _require(len(self.stop) <= 16, "stop", _Words(f"{len(self.stop)} strings"), "at most 16 strings")
+            _require(
+                len(self.stop) <= MAX_STOPS, "stop", _Words(f"{len(self.stop)} strings"), f"at most {MAX_STOPS} strings"
+            )
             _require(all(self.stop), "stop", "", "a string or strings that are not empty")
+            longest = max(map(len, self.stop))
+            _require(
+                longest <= MAX_STOP_CHARS, "stop", _Words(f"{longest} characters long"), f"at most {MAX_STOP_CHARS}"
+            )
         _check_ids("stop_token_ids", self.stop_token_ids)
+        num_ids = len(self.stop_token_ids)
+        _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:

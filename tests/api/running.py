@@ -82,7 +82,8 @@ class RunningServer:
     def raw_post(self, path: str, body: dict[str, Any]) -> socket.socket:
         """A socket over which the request was sent and nothing was read."""
         payload = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+        fields = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
+        head = f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
         connection.sendall(head.encode() + payload)
         return connection

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
-from pypto_serving.api.generation.stops import StopStrings
+from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import EngineRequest, RequestOutput
@@ -59,6 +59,7 @@ class Choice:
         request: EngineRequest,
         prompt_ids: Sequence[int],
         tokenizer: Tokenizer | None,
+        stops: StopPatterns | None = None,
         keep_token_ids: bool = False,
         prompt: int = 0,
     ) -> None:
@@ -77,7 +78,7 @@ class Choice:
         self._tokenizer = tokenizer
         skip = params.skip_special_tokens
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt_ids, skip)
-        self._stops = StopStrings(params.stop) if params.stop else None
+        self._stops = None if stops is None else StopStrings(stops)
         self._entries: list[TokenEntry] | None = None if params.logprobs is None else []
         self._num_chars = 0
         plain = self._stops is None and self._entries is None and self.token_ids is None

@@ -12,6 +12,7 @@ from pypto_serving.api.generation.choice import Choice, Delta
 from pypto_serving.api.generation.errors import EngineFaultError, TooManyChoicesError
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.request import GenerationRequest, engine_requests
+from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.api.generation.usage import Usage, count_usage
 from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -164,8 +165,10 @@ def _require_queue_space(request: GenerationRequest, limit: int) -> None:
 def _new_choices(
     request: GenerationRequest, requests: list[EngineRequest], tokenizer: Tokenizer | None
 ) -> dict[str, Choice]:
-    prompts = [i for i, prompt in enumerate(request.prompts) for _ in range(prompt.params.n)]
-    return {
-        made.request_id: Choice(i, made, request.prompts[prompt].token_ids, tokenizer, request.keep_token_ids, prompt)
-        for i, (made, prompt) in enumerate(zip(requests, prompts, strict=True))
-    }
+    stops = {stop: StopPatterns(stop) for stop in {prompt.params.stop for prompt in request.prompts} if stop}
+    owners = [i for i, prompt in enumerate(request.prompts) for _ in range(prompt.params.n)]
+    choices = {}
+    for i, (made, owner) in enumerate(zip(requests, owners, strict=True)):
+        prompt, patterns = request.prompts[owner], stops.get(made.params.stop)
+        choices[made.request_id] = Choice(i, made, prompt.token_ids, tokenizer, patterns, request.keep_token_ids, owner)
+    return choices

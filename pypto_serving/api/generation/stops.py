@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+class StopPatterns:
+    """The stop strings of a request, longest first, with the tables that find them. Shared by all choices."""
+
+    __slots__ = ("patterns",)
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.patterns = [(stop, _failure_table(stop)) for stop in sorted(stops, key=len, reverse=True)]
+
+
 class StopStrings:
     """Find the first of several stop strings in a text that comes in pieces. Owned by one choice.
 
@@ -14,8 +23,8 @@ class StopStrings:
 
     __slots__ = ("_held", "_patterns", "_states", "matched")
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._patterns = [(stop, _failure_table(stop)) for stop in sorted(stops, key=len, reverse=True)]
+    def __init__(self, stops: StopPatterns) -> None:
+        self._patterns = stops.patterns
         self._states = [0] * len(self._patterns)
         self._held = ""
         self.matched: str | None = None

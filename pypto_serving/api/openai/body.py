@@ -7,7 +7,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from pypto_serving.api.errors import BodyTooLargeError
+from pypto_serving.api.errors import BodyTooLargeError, ContentTypeError
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules
 from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.service import Service
@@ -40,6 +40,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 async def parse_body(request: Request, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
     """Return the body as `schema` and the names of ignored fields. Raises RequestError naming the field at fault."""
     service: Service = request.app.state.service
+    _require_json(request)
     raw = await read_body(request, service.serving.max_body_bytes)
     try:
         body = schema.model_validate_json(raw)
@@ -52,6 +53,14 @@ async def parse_body(request: Request, schema: type[BodyT], rules: FieldRules) -
         unknown += STREAM_OPTION_RULES.screen(body.stream_options.extra, "stream_options.")
     service.warn_ignored(unknown)
     return body, unknown
+
+
+def _require_json(request: Request) -> None:
+    """Raise ContentTypeError unless the body is declared as JSON, which no form of a web page can do."""
+    declared = request.headers.get("content-type", "")
+    kind = declared.partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ContentTypeError(f"Content-Type is {declared[:100]!r}, but must be application/json")
 
 
 def _explain(error: ValidationError) -> RequestError:

@@ -11,6 +11,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.util import brief
 
 MAX_PRIORITY = 2**31 - 1
+MAX_SALT_CHARS = 1024
 _PLAIN = (
     "n",
     "temperature",
@@ -54,6 +55,9 @@ def cache_salt_of(body: GenerationBody) -> str:
     """Return the cache salt, "" for none. Raises RequestError for an empty one, which would separate nobody."""
     if body.cache_salt == "":
         raise RequestError("cache_salt is empty; send text, or leave it out", param="cache_salt")
+    if body.cache_salt is not None and len(body.cache_salt) > MAX_SALT_CHARS:
+        message = f"cache_salt has {len(body.cache_salt)} characters, but must have at most {MAX_SALT_CHARS}"
+        raise RequestError(message, param="cache_salt")
     return body.cache_salt or ""
 
 

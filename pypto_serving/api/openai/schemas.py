@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from pypto_serving.types.sampling import MAX_STOP_IDS
 
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -45,7 +47,7 @@ class GenerationBody(_Body):
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[Any, WithJsonSchema(_STOP_SCHEMA)] = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
     ignore_eos: bool | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
@@ -74,7 +76,7 @@ class ChatMessage(_Body):
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: list[ChatMessage] = Field(fail_fast=True)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pypto_serving.api.generation.choice import Choice
+from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.types.request import EngineRequest, RequestOutput, TokenLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids
@@ -16,7 +17,8 @@ from tests.api.text.tokenizers import TOKENIZER
 
 def new_choice(keep_token_ids: bool = False, **params: object) -> Choice:
     request = EngineRequest(request_id="a", token_ids=b"", params=SamplingParams(**params))
-    return Choice(0, request, [1], TOKENIZER, keep_token_ids)
+    stops = StopPatterns(request.params.stop) if request.params.stop else None
+    return Choice(0, request, [1], TOKENIZER, stops, keep_token_ids)
 
 
 def portions(ids: list[int], size: int) -> list[RequestOutput]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.api.generation.stops import StopStrings
+from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 
 
 def search(text: str, stops: list[str]) -> tuple[str, str | None]:
@@ -24,7 +24,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=4
 
 @given(chunks=st.lists(st.text("abc\n", max_size=5), max_size=20), stops=STOPS)
 def test_stop_strings_in_any_pieces_equal_a_search_of_the_whole(chunks: list[str], stops: list[str]) -> None:
-    matcher, whole = StopStrings(stops), "".join(chunks)
+    matcher, whole = StopStrings(StopPatterns(stops)), "".join(chunks)
     out = ""
     for i, chunk in enumerate(chunks):
         out += matcher.push(chunk)
@@ -38,6 +38,6 @@ def test_stop_strings_in_any_pieces_equal_a_search_of_the_whole(chunks: list[str
 
 
 def test_text_after_a_stop_string_is_dropped() -> None:
-    matcher = StopStrings(["STOP"])
+    matcher = StopStrings(StopPatterns(["STOP"]))
     assert [matcher.push(piece) for piece in ("aS", "TO", "Pb", "c")] == ["a", "", "", ""]
     assert matcher.flush() == ""

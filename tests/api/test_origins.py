@@ -1,0 +1,62 @@
+"""Web pages of other sites cannot use a server through a reader's browser, unless they are allowed to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.api.running import RunningServer
+
+PATH, BODY = "/v1/completions", {"prompt": "hello", "max_tokens": 2}
+FRIEND = "https://friend.example"
+
+
+@pytest.mark.parametrize("path", [PATH, "/reset_prefix_cache"])
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1", "http://localhost"])
+def test_pages_of_other_sites_are_refused(server: RunningServer, path: str, origin: str) -> None:
+    response = server.http.post(path, json=BODY, headers={"Origin": origin})
+    assert response.status_code == 403 and response.json()["error"]["code"] == "origin_not_allowed"
+    assert not server.engine.requests
+
+
+def test_a_name_that_another_site_points_here_is_refused(server: RunningServer) -> None:
+    """DNS rebinding: the page and the server have the same name."""
+    headers = {"Origin": "http://evil.example:80", "Host": "evil.example:80"}
+    assert server.http.post(PATH, json=BODY, headers=headers).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:3000", "[::1]:8000", "10.0.0.5", "app.localhost"])
+def test_the_servers_own_pages_and_other_clients_are_served(server: RunningServer, host: str) -> None:
+    own = {"Host": host, "Origin": f"http://{host}"}
+    assert server.http.post(PATH, json=BODY, headers=own).status_code == 200
+    assert server.http.post(PATH, json=BODY, headers={"Host": "my-service"}).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])
+def test_bodies_that_a_form_could_send_are_refused(server: RunningServer, kind: str) -> None:
+    response = server.http.post(PATH, content=b'{"prompt": "hello"}', headers={"Content-Type": kind})
+    assert response.status_code == 415 and response.json()["error"]["code"] == "unsupported_media_type"
+
+
+def test_json_in_any_spelling_is_served(server: RunningServer) -> None:
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+        response = server.http.post(PATH, content=b'{"prompt": "hello"}', headers={"Content-Type": kind})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_allowed_pages_get_cors_headers(start: Callable[..., RunningServer], key: str | None) -> None:
+    server = start(allowed_origins=(FRIEND,), api_key=key)
+    asks = {"Origin": FRIEND, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+    preflight = server.http.options(PATH, headers=asks)
+    assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == FRIEND
+    headers = {"Origin": FRIEND} | ({"Authorization": f"Bearer {key}"} if key else {})
+    for stream in (False, True):
+        response = server.http.post(PATH, json={**BODY, "stream": stream}, headers=headers)
+        assert response.status_code == 200 and response.headers["access-control-allow-origin"] == FRIEND
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
+    headers["Origin"] = "https://evil.example"
+    stranger = server.http.post(PATH, json=BODY, headers=headers)
+    assert "access-control-allow-origin" not in stranger.headers
+    assert stranger.status_code == (200 if key else 403), "with a key, only its owner gets an answer"
