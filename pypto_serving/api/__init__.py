@@ -6,11 +6,11 @@ Listed from the top down: modules import only their own line and those below. On
 - `run`: run the HTTP server in this process
 - `server`: route HTTP requests to handlers
 - `openai`: the endpoints of the OpenAI API
-- `offline`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
+- `offline`, `offline_inputs`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
 - `generation`: run one generation, in the form that endpoints and offline API share
 - `service`: hold what all generations share: engine, tokenizer, chat encoder
 - `chat`: turn chat messages into prompts and outputs into messages, by model family
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
-- `disconnect`, `drain`, `errors`, `middleware`: the parts of HTTP that know no endpoint
+- `connection`, `disconnect`, `drain`, `errors`, `middleware`: the parts of HTTP that know no endpoint
 """
