@@ -32,7 +32,7 @@ class RunningServer:
         self.thread.start()
         self.port = self._bound.result(WAIT_S)
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S, headers={"Content-Type": "application/json"})
 
     async def _run(self) -> None:
         self.loop = asyncio.get_running_loop()
