@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat
 
 import msgspec
-import numpy as np
 
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
@@ -174,9 +173,16 @@ def _whole(name: str, value: object) -> int:
         raise _refusal(name, value, "a whole number") from None
 
 
+def _is_truth(value: object) -> bool:
+    """Return whether `value` is a bool, or numpy's, told by name: the command line starts without numpy."""
+    kind = type(value)
+    return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
+
+
 def _number(name: str, value: object) -> float:
     if (
-        isinstance(value, bool | str | np.bool_)
+        isinstance(value, str)
+        or _is_truth(value)
         or getattr(value, "ndim", 0) > 0
         or not isinstance(value, SupportsFloat)
     ):
@@ -190,7 +196,7 @@ def _number(name: str, value: object) -> float:
 
 
 def _switch(name: str, value: object) -> bool:
-    if isinstance(value, bool | np.bool_):
+    if _is_truth(value):
         return bool(value)
     raise _refusal(name, value, "True or False")
 
