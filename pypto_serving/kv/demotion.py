@@ -114,29 +114,29 @@ class Demotions:
         4. joins the job, in all other cases.
         """
         moved: list[Moved] = []
-        num_bytes = 0
+        left_bytes = MAX_STORE_BYTES
         while backlog:
-            (group, key), _ = backlog.popitem(last=False)
-            block, pool = group.pool.find(key), tier.pools[group]
-            if block is None:
-                tier.counters.lost_blocks += 1
-                continue
-            if pool.find(key) is not None or (group, key) in tier.storing or (group, key) in tier.discarded:
-                continue
-            too_large = moved and num_bytes + group.block_bytes > MAX_STORE_BYTES
-            if too_large or not pool.num_free or room[group] <= 0:
-                backlog[group, key] = None
-                backlog.move_to_end((group, key), last=False)
-                break
-            room[group] -= group.pool.is_free(block)
-            self._pin(group, block)
-            moved.append(Moved(group, block, pool.allocate(1)[0], key))
-            num_bytes += group.block_bytes
+            group, key = pair = next(iter(backlog))
+            block = group.pool.find(key)
+            tier.counters.lost_blocks += block is None
+            if block is not None and tier.lacks(pair):
+                if (moved and group.block_bytes > left_bytes) or not tier.pools[group].num_free or room[group] <= 0:
+                    break
+                moved.append(self._admit(tier, pair, block, room))
+                left_bytes -= group.block_bytes
+            del backlog[pair]
         if moved:
             tier.storing.update((piece.group, piece.key) for piece in moved)
             tier.num_stores += 1
             self._leases.begin("store", tier, moved)
         return bool(moved)
+
+    def _admit(self, tier: LowerTier, pair: GroupKey, block: int, room: Room) -> Moved:
+        """Pin a device block, and give it a slot in the tier."""
+        group, key = pair
+        room[group] -= group.pool.is_free(block)
+        self._pin(group, block)
+        return Moved(group, block, tier.pools[group].allocate(1)[0], key)
 
     def stored(self, lease: Lease, done: TransferDone, now_s: float) -> None:
         """Publish in the tier what was stored; the rest goes back to its backlog."""

@@ -123,6 +123,10 @@ class LowerTier:
         """Return the pool's block that holds `key`."""
         return self.pools[group].find(key)
 
+    def lacks(self, block: GroupKey) -> bool:
+        """Return whether a block can be stored: it is not here, not on its way, and was not discarded."""
+        return self.find(*block) is None and block not in self.storing and block not in self.discarded
+
     def learn(self, found: Iterable[GroupKey]) -> None:
         """Hold blocks that others have stored, as far as there are free slots to stand for them."""
         for group, key in found:
