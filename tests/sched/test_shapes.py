@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -25,7 +24,7 @@ from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.types.tokens import unpack_ids
 from tests.kv.tiered import GROUP_SETS, hits, prompt
-from tests.simulation import VOCAB_SIZE, Simulation, null_config
+from tests.simulation import VOCAB_SIZE, Simulation, in_pages, null_config
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "groups": ("plain", "all kinds", "deepseek_v4"),
@@ -74,7 +73,7 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
     groups, num_blocks, num_slots = GROUP_SETS[shape["groups"]]
     if size := shape["page_tokens"]:
         num_slots = tuple(max(4, n * g.block_size // size) for n, g in zip(num_slots, groups, strict=True))
-        groups = tuple(msgspec.structs.replace(group, block_size=size) for group in groups)
+        groups = in_pages(groups, size)
         step_tokens = shape["budget"] * shape["depth"] + publication_lag(groups)
         num_blocks = tuple(blocks + 1 + spare for blocks in max_live_blocks(groups, 256, step_tokens))
     tiers = [TierConfig(tier="host", size_bytes=0, num_slots=num_slots)]
