@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from pypto_serving.cli.client import ChatClient
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
-from pypto_serving.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP, given_sampling, sampling_params
+from pypto_serving.cli.sampling import sampling_params, takes_sampling
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.rules import RULES
@@ -28,22 +28,15 @@ HELP = "/clear forgets the conversation, /exit leaves; Ctrl-C stops an answer, C
 
 @app.command(cls=HelpCommand)
 @takes_options(*ENGINE_PANELS)
+@takes_sampling
 def chat(
     options: Options,
+    sampling: dict[str, Any],
     url: Annotated[str | None, typer.Option(help="Chat with this running server; load no model here.")] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of the server at --url.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
 ) -> None:
     """Chat with MODEL, by default the bundled one, or with a running server. Lines may come from a pipe."""
-    sampling = given_sampling(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, stop=stop
-    )
     opening = [{"role": "system", "content": system}] if system else []
     if url is not None:
         _refuse_engine_options(options)

@@ -12,7 +12,7 @@ from msgspec import to_builtins
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.local import local_model
 from pypto_serving.cli.options import ENGINE_PANELS, takes_options
-from pypto_serving.cli.sampling import MaxTokens, MinP, Stop, Temperature, TopK, TopP, given_sampling, sampling_params
+from pypto_serving.cli.sampling import sampling_params, takes_sampling
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.options import Options
 
@@ -26,25 +26,18 @@ DEFAULT_MAX_TOKENS = 128
 
 @app.command(cls=HelpCommand)
 @takes_options(*ENGINE_PANELS, model_argument=False)
+@takes_sampling
 def generate(
     options: Options,
+    sampling: dict[str, Any],
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT...", help="Prompts to continue; by default the lines of stdin."),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Answer each prompt as a user's message.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    max_tokens: MaxTokens = None,
-    stop: Stop = None,
 ) -> None:
     """Continue prompts with --model, by default the bundled one, and print the outputs in order."""
-    sampling = given_sampling(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, max_tokens=max_tokens, stop=stop
-    )
     texts = prompts or _read_prompts()
     if options.seed is not None:
         sampling["seed"] = options.seed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -12,26 +15,40 @@ from pypto_serving.types.sampling import SamplingParams
 
 PANEL = "Sampling"
 
-Temperature = Annotated[
-    float | None,
-    typer.Option(help="Sampling temperature; 0 always takes the most likely token.", rich_help_panel=PANEL),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Sample from the most likely tokens whose probabilities sum to this.", rich_help_panel=PANEL),
-]
-TopK = Annotated[
-    int | None, typer.Option(help="Sample from this many of the most likely tokens.", rich_help_panel=PANEL)
-]
-MinP = Annotated[
-    float | None, typer.Option(help="Minimum probability, relative to the most likely token.", rich_help_panel=PANEL)
-]
-MaxTokens = Annotated[int | None, typer.Option(help="Maximum tokens in the answer.", rich_help_panel=PANEL)]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may repeat.", rich_help_panel=PANEL)]
+
+def _flag(kind: Any, help_text: str) -> Any:
+    return Annotated[kind, typer.Option(help=help_text, rich_help_panel=PANEL)]
 
 
-def given_sampling(**values: Any) -> dict[str, Any]:
-    """Check the values that were given; raise ConfigError that names the flag."""
+FLAGS = {
+    "temperature": _flag(float | None, "Sampling temperature; 0 always takes the most likely token."),
+    "top_p": _flag(float | None, "Sample from the most likely tokens whose probabilities sum to this."),
+    "top_k": _flag(int | None, "Sample from this many of the most likely tokens."),
+    "min_p": _flag(float | None, "Minimum probability, relative to the most likely token."),
+    "max_tokens": _flag(int | None, "Maximum tokens in the answer."),
+    "stop": _flag(list[str] | None, "Text that ends the answer; may repeat."),
+}
+
+
+def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the sampling flags; it receives the values that were given as `sampling: dict[str, Any]`."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        command(sampling=_checked({name: values.pop(name) for name in FLAGS}), **values)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    kept = [p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "sampling"]
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in FLAGS.items()
+    ]
+    run.__signature__ = inspect.Signature([*kept, *flags])  # type: ignore[attr-defined]
+    return run
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that were given; raise ConfigError that names the flag of a wrong one."""
     given = {name: value for name, value in values.items() if value is not None and value != []}
     try:
         SamplingParams(**given)
