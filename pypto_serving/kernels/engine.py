@@ -187,7 +187,7 @@ class Engine:
         """
         if offset % GATE_HALF or offset < 0 or min(n, k) < 1 or not _has_room(out, stored, offset + n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into {out.size} words at output {offset}")
-        self._pack(out, source, stored, n, k, offset, compensation, False)
+        self._pack(out, source, stored, compensation, n=n, k=k, offset=offset, half=False)
 
     def pack_gate_up(
         self,
@@ -204,23 +204,14 @@ class Engine:
             raise ValueError(f"half is {half}, but must be 0 or 1")
         if n % GATE_HALF or min(n, k) < 1 or not _has_room(out, stored, 2 * n, k, compensation):
             raise ValueError(f"[{n}, {k}] does not go into half of {out.size} words")
-        self._pack(out, source, stored, n, k, half * GATE_HALF, compensation, True)
+        self._pack(out, source, stored, compensation, n=n, k=k, offset=half * GATE_HALF, half=True)
 
     def _pack(
-        self,
-        out: PairArray,
-        source: Array,
-        stored: Stored,
-        n: int,
-        k: int,
-        offset: int,
-        compensation: Int32Array | None,
-        half: bool,
+        self, out: PairArray, source: Array, stored: Stored, compensation: Int32Array | None, n: int, k: int, **at: int
     ) -> None:
         if source.nbytes < n * k * stored.bytes:
             raise ValueError(f"{source.nbytes} bytes hold no [{n}, {k}] of {stored.name}")
-        sizes = {"n": n, "k": k, "offset": offset, "half": half}
-        self._lib.pack(self._handle, out=out, compensation=compensation, source=source, stored=stored, **sizes)
+        self._lib.pack(self._handle, out=out, compensation=compensation, source=source, stored=stored, n=n, k=k, **at)
 
     def read(self, out: Array, file: int, offset: int) -> NDArray[np.uint64]:
         """Fill `out` from `offset` on of an open file, and return its `hashes`; raises OSError."""
