@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,32 @@ def random_tokens(seed: int, length: int) -> Array:
 TOKENS = random_tokens(0, PROMPT + OUTPUT)
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A program, and what it says at the end of the prompt and after each output token without neighbours."""
+
+    program: Any
+    alone: dict[int, Array]
+
+
+Subjects = Callable[..., Subject]
+
+
 def assert_same(found: dict[int, Array], wanted: dict[int, Array]) -> None:
     for position, row in wanted.items():
         assert np.isfinite(row).all()
         assert np.array_equal(found[position], row), f"position {position} differs"
 
 
-def run_among_others(program: Any, others: int, chunks: list[int], seed: int) -> dict[int, Array]:
-    """The target in chunks, among decoding rows of all lengths and prefills of all sizes that come and go."""
+def run_among_others(
+    program: Any, others: int, chunks: list[int], seed: int, tokens: Array = TOKENS, longest: int = 1000
+) -> dict[int, Array]:
+    """`tokens` in chunks, among decoding rows of all lengths and prefills of all sizes that come and go."""
     rng = np.random.default_rng(seed)
     sequences = Sequences(program, seed)
-    rows = [sequences.add(random_tokens(i, 1000)) for i in range(1, 1 + others)]
+    rows = [sequences.add(random_tokens(i, longest)) for i in range(1, 1 + others)]
     sequences.step([(s, int(rng.integers(1, 40))) for s in rows])
-    target = sequences.add(TOKENS)
+    target = sequences.add(tokens)
     for chunk in chunks:
         work = [(s, int(rng.choice([1, 1, 1, 2, 9, 33]))) for s in rows]
         work.insert(int(rng.integers(len(work))), (target, chunk))

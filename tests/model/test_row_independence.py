@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from pypto_serving.kernels import runnable
 from tests.model.conftest import MakeCheckpoint
-from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
-from tests.model.sequences import Array, Sequences, load_program
+from tests.model.neighbours import BUNDLED, OUTPUT, PROMPT, TOKENS, Subject, Subjects, assert_same, run_among_others
+from tests.model.sequences import Sequences, load_program
 from tests.model.variants import WIDE
 
 NATIVE = [f"bfloat16 {name}" for name in runnable()]
 """What the kernels compute in, best first; empty without a C++ compiler."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A program, and what it says at the end of the prompt and after each output token without neighbours."""
-
-    program: Any
-    alone: dict[int, Array]
-
-
-Subjects = Callable[..., Subject]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.registry import load_config, model_family
 from tests.model.conftest import MakeCheckpoint
-from tests.model.sequences import Array, Sequence_, Sequences, load_program
+from tests.model.neighbours import Subject, Subjects, assert_same, random_tokens, run_among_others
+from tests.model.sequences import Array, Sequences, load_program
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
@@ -37,12 +38,6 @@ SIZES: dict[str, dict[str, Any]] = {
 BLOCKS = 600
 PROMPT, OUTPUT = 330, 5
 ROOM = 1.1
-
-
-def random_tokens(seed: int, length: int) -> Array:
-    return np.random.default_rng(seed).integers(0, 256, length)
-
-
 TOKENS = random_tokens(0, PROMPT + OUTPUT)
 
 
@@ -117,17 +112,6 @@ def test_a_table_that_names_no_expert_is_refused(
         load_program(path, "bfloat16", num_blocks=BLOCKS, kernels=kernels)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A program, and what it says at the end of the prompt and after each output token without neighbours."""
-
-    program: Any
-    alone: dict[int, Array]
-
-
-Subjects = Callable[..., Subject]
-
-
 @pytest.fixture(scope="module")
 def subjects(checkpoint: MakeCheckpoint) -> Subjects:
     @functools.cache
@@ -145,12 +129,6 @@ def subject(request: pytest.FixtureRequest, subjects: Subjects) -> Subject:
     return subjects(request.param, runnable()[0])
 
 
-def assert_same(found: dict[int, Array], wanted: dict[int, Array]) -> None:
-    for position, row in wanted.items():
-        assert np.isfinite(row).all()
-        assert np.array_equal(found[position], row), f"position {position} differs"
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64])
 def test_chunk_sizes(subject: Subject, chunk: int) -> None:
     sequence = (sequences := Sequences(subject.program, seed=1)).add(TOKENS)
@@ -160,24 +138,13 @@ def test_chunk_sizes(subject: Subject, chunk: int) -> None:
     assert_same(sequence.logits, subject.alone)
 
 
-def run_among_others(program: Any, others: int, chunks: list[int], seed: int) -> dict[int, Array]:
-    """The target in chunks, among decoding rows of all lengths and prefills of all sizes that come and go."""
-    rng = np.random.default_rng(seed)
-    sequences = Sequences(program, seed)
-    rows: list[Sequence_] = [sequences.add(random_tokens(i, 400)) for i in range(1, 1 + others)]
-    sequences.step([(s, int(rng.integers(1, 40))) for s in rows])
-    target = sequences.add(TOKENS)
-    for chunk in chunks:
-        work = [(s, int(rng.choice([1, 1, 1, 2, 9, 33]))) for s in rows]
-        work.insert(int(rng.integers(len(work))), (target, chunk))
-        sequences.step(work)
-        sequences.free(rows[int(rng.integers(len(rows)))])
-    return target.logits
+def among_others(program: Any, others: int, chunks: list[int], seed: int) -> dict[int, Array]:
+    return run_among_others(program, others, chunks, seed, TOKENS, longest=400)
 
 
 def test_a_mixed_batch(subject: Subject) -> None:
     chunks = [60, 1, 30, 43, 196, *[1] * OUTPUT]
-    assert_same(run_among_others(subject.program, 12, chunks, seed=2), subject.alone)
+    assert_same(among_others(subject.program, 12, chunks, seed=2), subject.alone)
 
 
 def test_two_thousand_tokens(subjects: Subjects) -> None:
@@ -193,14 +160,14 @@ def test_two_thousand_tokens(subjects: Subjects) -> None:
 @pytest.mark.parametrize("kernels", runnable()[1:])
 def test_other_instruction_sets(subjects: Subjects, kernels: str, sizes: str) -> None:
     subject = subjects(sizes, kernels)
-    assert_same(run_among_others(subject.program, 8, [170, 160, *[1] * OUTPUT], seed=5), subject.alone)
+    assert_same(among_others(subject.program, 8, [170, 160, *[1] * OUTPUT], seed=5), subject.alone)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
 def test_any_number_of_threads(subjects: Subjects, threads: int) -> None:
     alone, other = subjects("heads", runnable()[0]).alone, subjects("heads", runnable()[0], threads)
     assert_same(other.alone, alone)
-    assert_same(run_among_others(other.program, 8, [200, 130, *[1] * OUTPUT], seed=6), alone)
+    assert_same(among_others(other.program, 8, [200, 130, *[1] * OUTPUT], seed=6), alone)
 
 
 def test_preemption_and_other_blocks(subject: Subject) -> None:
