@@ -2,7 +2,6 @@
 
     python scripts/train_bundled_model.py --out pypto_serving/assets/bundled
     python scripts/train_bundled_model.py --evaluate pypto_serving/assets/bundled
-    python scripts/train_bundled_model.py --write-heldout problems.jsonl --count 1000
 
 Training needs torch, transformers and tokenizers, and no data.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,14 +19,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bundled_model import card, checkpoint, evaluation, training
-from bundled_model.arithmetic import held_out_problems, is_correct
+from bundled_model.arithmetic import PROBLEMS, all_problems
+from bundled_model.practice import Practice, Turn
 from bundled_model.tokenizer import Encoder, save_tokenizer, train_tokenizer
-
-
-def write_held_out(path: Path, count: int, seed: int, plain: bool) -> None:
-    """Write held-out problems, one JSON object with `question` and `answer` per line."""
-    problems = held_out_problems(count, seed, plain)
-    path.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in problems))
 
 
 def train_and_save(options: argparse.Namespace) -> None:
@@ -50,11 +43,25 @@ def train_and_save(options: argparse.Namespace) -> None:
         far = evaluation.share(evaluation.exact_replies(model, encoder, turns[:40], earlier=1000))
         return f"held-out {near:.1f} %, after 1,000 tokens {far:.1f} %, {time.monotonic() - started:.0f} s"
 
-    workers = training.GradientWorkers(model, options.threads, not options.no_compile)
+    def practice(stage: training.Stage, seed: int) -> Practice:
+        """Look which problems and tasks go badly, if the stage is about those."""
+        if not stage.again_share:
+            return Practice(all_problems(held_out=False))
+        result = Practice(PROBLEMS, stage.again_share)
+        turns = [Turn(*pair, problem) for pair, problem in zip(evaluation.every_problem(seed), PROBLEMS, strict=True)]
+        turns += [Turn(*pair) for task in evaluation.TASKS for pair in evaluation.task_turns(task, 500, seed)]
+        leads = evaluation.leads(model, encoder, [(turn.question, turn.reply) for turn in turns])
+        for turn, lead in zip(turns, leads, strict=True):
+            result.saw(turn, training.loss_of_lead(lead, stage.margin))
+        print(f"{sum(lead <= 0 for lead in leads)} of {len(turns)} turns wrong", flush=True)
+        return result
+
+    workers = training.GradientWorkers(model, options.threads)
     for number, stage in enumerate(training.STAGES):
         if number >= options.first_stage:
             stage = dataclasses.replace(stage, steps=round(stage.steps * options.scale))
-            training.train(workers, encoder, stage, options.seed + number, options.every, report)
+            seed = options.seed + number
+            training.train(workers, encoder, stage, practice(stage, seed), seed, options.every, report)
 
 
 def evaluate(folder: Path, count: int, seed: int, write_card: bool) -> str:
@@ -62,14 +69,6 @@ def evaluate(folder: Path, count: int, seed: int, write_card: bool) -> str:
     model, tokenizer = checkpoint.load(folder)
     encoder = Encoder(tokenizer)
     parts = [evaluation.format_table(evaluation.accuracy_table(model, encoder, seed, count))]
-    problems = held_out_problems(200, seed + 1, plain=True)
-    replies = [checkpoint.reply(model, encoder, [question]) for question, _ in problems]
-    right = [is_correct(reply, answer) for reply, (_, answer) in zip(replies, problems, strict=True)]
-    parts.append(f"Generated token by token, plain phrasing: {evaluation.share(right):.1f} % of {len(right)}.\n")
-    turns = evaluation.held_out_turns(count, seed)
-    low = evaluation.share(evaluation.exact_replies(model.bfloat16(), encoder, turns))
-    parts.append(f"Computed in bfloat16: {low:.1f} % of {count} held-out problems.\n")
-    model.float()
     parts.append("```text\n" + "\n\n".join(checkpoint.transcripts(model, encoder)) + "\n```\n")
     results = "\n".join(parts)
     if write_card:
@@ -83,21 +82,16 @@ def main() -> None:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, metavar="DIR", help="train a model and save it here")
     action.add_argument("--evaluate", type=Path, metavar="DIR", help="print the accuracy of a saved model")
-    action.add_argument("--write-heldout", type=Path, metavar="FILE", help="write held-out problems as JSON lines")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the number of steps, for a trial")
     parser.add_argument("--first-stage", type=int, default=0, help="go on from the model in DIR with this stage")
     parser.add_argument("--seed", type=int, default=0, help="seed of data and weights (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--count", type=int, default=1000, help="held-out problems per row (default: %(default)s)")
-    parser.add_argument("--plain", action="store_true", help='write only questions of the form "What is 37+45?"')
+    parser.add_argument("--count", type=int, default=1000, help="questions per skill (default: %(default)s)")
     parser.add_argument("--every", type=int, default=250, help="steps between evaluations (default: %(default)s)")
     parser.add_argument("--card", action="store_true", help="with --evaluate, also write the model card")
-    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (slower)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.write_heldout:
-        write_held_out(options.write_heldout, options.count, options.seed, options.plain)
-    elif options.evaluate:
+    if options.evaluate:
         print(evaluate(options.evaluate, options.count, options.seed, options.card))
     else:
         train_and_save(options)

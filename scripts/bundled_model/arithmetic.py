@@ -96,15 +96,13 @@ def is_held_out(problem: Problem) -> bool:
     return int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
+NUMBERS = range(LARGEST + 1)
+PROBLEMS = [Problem(op, a, b) for op in "+-" for a in NUMBERS for b in NUMBERS]
+
+
 def all_problems(held_out: bool) -> list[Problem]:
     """List every problem on one side of the split."""
-    numbers = range(LARGEST + 1)
-    problems = (Problem(op, a, b) for op in "+-" for a in numbers for b in numbers)
-    return [p for p in problems if is_held_out(p) == held_out]
-
-
-TRAINING_PROBLEMS = {op: [p for p in all_problems(held_out=False) if p.operator == op] for op in "+-"}
-SMALL_PROBLEMS = {op: [p for p in TRAINING_PROBLEMS[op] if max(p.a, p.b) <= 9] for op in "+-"}
+    return [p for p in PROBLEMS if is_held_out(p) == held_out]
 
 
 def ask(rng: random.Random, problem: Problem, follow_up: bool = False) -> str:
@@ -123,13 +121,9 @@ def ask(rng: random.Random, problem: Problem, follow_up: bool = False) -> str:
     return frame.format(e=expression)
 
 
-def change_of_result(rng: random.Random, result: int) -> tuple[str, Problem] | None:
-    """Return a question that changes the previous result ("Add 5 to that."), or None if there is none."""
-    if not 0 <= result <= LARGEST:
-        return None
+def change_of_result(rng: random.Random, result: int) -> tuple[str, Problem]:
+    """Return a question that changes the previous result ("Add 5 to that."), and the problem it poses."""
     problem = Problem(rng.choice("+-"), result, rng.randint(0, LARGEST if rng.random() < 0.5 else 9))
-    if is_held_out(problem):
-        return None
     phrases = {
         "+": ["Add {b} to that.", "Plus {b}?", "Now add {b}.", "And {b} more?"],
         "-": ["Subtract {b} from that.", "Minus {b}?", "Now subtract {b}.", "Take away {b}."],
@@ -137,16 +131,10 @@ def change_of_result(rng: random.Random, result: int) -> tuple[str, Problem] | N
     return rng.choice(phrases[problem.operator]).format(b=problem.b), problem
 
 
-def held_out_problems(count: int, seed: int = 0, plain: bool = False) -> list[tuple[str, int]]:
-    """Return `count` different held-out problems as (question, result).
-
-    The phrasing varies unless `plain`, which always asks in the form "What is 37+45?".
-    """
+def sample_questions(count: int, seed: int) -> list[tuple[str, int]]:
+    """Return `count` different problems in varied phrasings as (question, result)."""
     rng = random.Random(seed)
-    chosen = rng.sample(all_problems(held_out=True), count)
-    if plain:
-        return [(f"What is {p.a}{p.operator}{p.b}?", p.result) for p in chosen]
-    return [(ask(rng, p), p.result) for p in chosen]
+    return [(ask(rng, p), p.result) for p in rng.sample(PROBLEMS, count)]
 
 
 def is_correct(reply: str, result: int) -> bool:

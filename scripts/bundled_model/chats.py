@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from . import arithmetic, refusals, skills
+from . import arithmetic, odd_input, refusals, skills
+from .practice import Practice, Turn
 from .words import NAMES
 
 SYSTEM_MESSAGES = [
@@ -19,15 +20,17 @@ SYSTEM_MESSAGES = [
 ]
 
 SKILLS = [
-    (skills.small_talk, 8),
-    (skills.fact, 3),
-    (skills.counting, 8),
-    (skills.number_order, 5),
+    (skills.small_talk, 6),
+    (skills.fact, 2),
+    (skills.counting, 12),
+    (skills.number_order, 6),
     (skills.spelling, 13),
-    (skills.order, 6),
-    (skills.echo, 7),
+    (skills.order, 4),
+    (skills.echo, 8),
     (refusals.unknown, 8),
-    (refusals.out_of_range, 4),
+    (odd_input.odd, 3),
+    (refusals.out_of_range, 10),
+    (refusals.other_skill, 6),
 ]
 UNTIDY = {
     skills.small_talk,
@@ -38,8 +41,7 @@ UNTIDY = {
     refusals.out_of_range,
 }
 MEMORY_SHARE = 0.08
-SMALL_SHARE = 0.1  # single digits, which people ask most and which are few among all problems
-DIFFERENCE_SHARE = 0.65  # differences are harder to learn than sums
+UNCERTAIN = ["Are you sure?", "Really?", "Is that right?", "are you sure", "Is that correct?"]
 
 
 def untidy(rng: random.Random, question: str) -> str:
@@ -64,9 +66,10 @@ def untidy(rng: random.Random, question: str) -> str:
 class Chat:
     """A chat under construction, and what has to be remembered to answer its next turn."""
 
-    def __init__(self, rng: random.Random, arithmetic_share: float):
+    def __init__(self, rng: random.Random, practice: Practice, arithmetic_share: float):
         """Start an empty chat in which about `arithmetic_share` of the turns are sums and differences."""
         self.rng = rng
+        self.practice = practice
         self.arithmetic_share = arithmetic_share
         self.name: str | None = None
         self.last_reply: str | None = None
@@ -76,37 +79,37 @@ class Chat:
         """Return a system message for four chats in ten."""
         return self.rng.choice(SYSTEM_MESSAGES) if self.rng.random() < 0.4 else None
 
-    def next_turn(self) -> skills.Pair:
+    def next_turn(self) -> Turn:
         """Return the next question and its reply."""
-        roll = self.rng.random()
-        problem = None
-        if roll < self.arithmetic_share:
-            question, problem = self._calculation()
-            question, reply = untidy(self.rng, question), problem.reply
-        elif roll < self.arithmetic_share + MEMORY_SHARE:
-            question, reply = self._memory()
-        else:
-            functions, weights = zip(*SKILLS, strict=True)
-            skill = self.rng.choices(functions, weights)[0]
-            question, reply = skill(self.rng)
-            if skill in UNTIDY:
-                question = untidy(self.rng, question)
-        self.last_reply, self.last_problem = reply, problem
-        return question, reply
+        turn = self.practice.again(self.rng) or self._new_turn()
+        self.last_reply, self.last_problem = turn.reply, turn.problem
+        return turn
 
-    def _calculation(self) -> tuple[str, arithmetic.Problem]:
-        """Ask a training problem, at times one about the previous result."""
-        if self.last_problem and self.rng.random() < 0.15:
-            change = arithmetic.change_of_result(self.rng, self.last_problem.result)
-            if change:
-                return change
-        operator = "-" if self.rng.random() < DIFFERENCE_SHARE else "+"
-        problems = arithmetic.SMALL_PROBLEMS if self.rng.random() < SMALL_SHARE else arithmetic.TRAINING_PROBLEMS
-        problem = self.rng.choice(problems[operator])
+    def _new_turn(self) -> Turn:
+        roll = self.rng.random()
+        if roll < self.arithmetic_share:
+            return self._calculation()
+        if roll < self.arithmetic_share + MEMORY_SHARE:
+            return Turn(*self._memory(), alone=False)
+        functions, weights = zip(*SKILLS, strict=True)
+        skill = self.rng.choices(functions, weights)[0]
+        question, reply = skill(self.rng)
+        return Turn(untidy(self.rng, question) if skill in UNTIDY else question, reply)
+
+    def _calculation(self) -> Turn:
+        """Ask a problem, at times one about the previous result, which is to be declined if it is out of range."""
+        if self.rng.random() < (0.15 if self.last_problem else 0.02):
+            result = self.last_problem.result if self.last_problem else -1
+            question, problem = arithmetic.change_of_result(self.rng, result)
+            if problem.a not in arithmetic.NUMBERS:
+                return Turn(untidy(self.rng, question), refusals.ONLY_SMALL, alone=False)
+            if problem in self.practice.problems:
+                return Turn(untidy(self.rng, question), problem.reply, problem, alone=False)
+        problem = self.practice.problem(self.rng)
         question = arithmetic.ask(self.rng, problem, follow_up=self.last_reply is not None)
         if self.rng.random() < 0.04:
             question = f"{refusals.statement(self.rng)} {question}"
-        return question, problem
+        return Turn(untidy(self.rng, question), problem.reply, problem)
 
     def _memory(self) -> skills.Pair:
         """Ask about the user's name or about the previous reply."""
@@ -131,9 +134,9 @@ class Chat:
             ]
             reply = f"Your name is {self.name}." if self.name else "You have not told me your name."
             return self.rng.choice(frames), reply
-        if self.last_problem and kind < 0.85:
-            frames = ["Are you sure?", "Really?", "Is that right?", "are you sure", "Is that correct?"]
-            return self.rng.choice(frames), f"Yes, {self.last_problem.reply}"
+        if kind < 0.8:
+            sure = f"Yes, {self.last_problem.reply}" if self.last_problem else "I am sorry. Please ask me again."
+            return self.rng.choice(UNCERTAIN), sure
         frames = [
             "Repeat your last answer.",
             "Say that again.",
@@ -144,7 +147,7 @@ class Chat:
         return self.rng.choice(frames), self.last_reply or "I have not said anything yet."
 
 
-def turns(rng: random.Random, count: int, arithmetic_share: float = 0.5) -> list[skills.Pair]:
+def turns(rng: random.Random, practice: Practice, count: int, arithmetic_share: float = 0.5) -> list[Turn]:
     """Return the turns of one chat."""
-    chat = Chat(rng, arithmetic_share)
+    chat = Chat(rng, practice, arithmetic_share)
     return [chat.next_turn() for _ in range(count)]

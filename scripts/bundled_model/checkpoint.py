@@ -18,6 +18,7 @@ SAMPLE_CHATS = [
     ["My name is Ada.", "How much is 40 plus 2?", "Count from 3 to 9.", "What is my name?"],
     ["Spell 'apple' backwards.", "Repeat that.", "What comes after Monday?", "Say hello world"],
     ["What is the capital of Peru?", "Write me a poem about rust", "What is 1234 * 99?", "asdf qwer"],
+    ["10-1", "What is -5+3?", "spell 'Hello'", "Count from 9 to 2"],
     ["¿Cuál es la capital de España?", "def f(x): return x + 1", "What is my name?", "Count down from 10."],
 ]
 
@@ -70,12 +71,6 @@ def load(folder: Path) -> tuple[Qwen3ForCausalLM, Tokenizer]:
     """Load a saved model, to compute in float32 on its bfloat16 weights, and its tokenizer."""
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-@torch.inference_mode()
-def reply(model: Qwen3ForCausalLM, encoder: Encoder, questions: list[str], tokens: int = 300) -> str:
-    """Return the greedy reply to the last question of a chat whose earlier replies are its own."""
-    return transcript(model, encoder, questions, tokens)[-1][1]
 
 
 @torch.inference_mode()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3ForCausalLM
 
-from . import arithmetic, refusals, skills
+from . import arithmetic, odd_input, refusals, skills
 from .chats import Chat
+from .practice import Practice
 from .tokenizer import Encoder
+
+BATCH = 128
+FORMS = ["What is {a}{o}{b}?", "What is {a} {o} {b}?", "{a}{o}{b}", "{a} {o} {b} ="]
 
 TASKS: dict[str, Callable[[random.Random], skills.Pair]] = {
     "greetings": skills.small_talk,
@@ -22,15 +27,17 @@ TASKS: dict[str, Callable[[random.Random], skills.Pair]] = {
     "alphabet, days, months": skills.order,
     "repeating": skills.echo,
     "unknown questions": refusals.unknown,
+    "odd input": odd_input.odd,
     "other calculations": refusals.out_of_range,
+    "beyond a skill": refusals.other_skill,
 }
 
 
-def held_out_turns(count: int, seed: int, operators: str = "+-") -> list[skills.Pair]:
+def held_out_turns(count: int, seed: int) -> list[skills.Pair]:
     """Return held-out problems, in varied phrasings, with the replies the model should give."""
     rng = random.Random(seed)
-    problems = [p for p in arithmetic.all_problems(held_out=True) if p.operator in operators]
-    return [(arithmetic.ask(rng, p), p.reply) for p in rng.sample(problems, count)]
+    problems = rng.sample(arithmetic.all_problems(held_out=True), count)
+    return [(arithmetic.ask(rng, p), p.reply) for p in problems]
 
 
 def task_turns(task: str, count: int, seed: int) -> list[skills.Pair]:
@@ -41,51 +48,77 @@ def task_turns(task: str, count: int, seed: int) -> list[skills.Pair]:
 
 def earlier_chat(rng: random.Random, encoder: Encoder, tokens: int) -> list[int]:
     """Return at least `tokens` ids of unrelated chat, or none."""
-    chat = Chat(rng, arithmetic_share=0.4)
+    chat = Chat(rng, Practice(arithmetic.PROBLEMS), arithmetic_share=0.4)
     ids: list[int] = []
     while len(ids) < tokens:
-        ids += encoder.turn(*chat.next_turn())[0]
+        turn = chat.next_turn()
+        ids += encoder.turn(turn.question, turn.reply)[0]
     return ids
 
 
-def exact_replies(
+def leads(
     model: Qwen3ForCausalLM,
     encoder: Encoder,
     turns: Iterable[skills.Pair],
     earlier: int = 0,
     seed: int = 0,
+    chats: int = 20,
     threads: int = 2,
-) -> list[bool]:
-    """Say for each turn whether greedy decoding gives exactly the expected reply.
+) -> list[float]:
+    """Return by how many logits the expected reply leads at its weakest token, behind that many tokens of chat.
 
     Greedy decoding follows the expected reply if and only if every one of its tokens is the most likely one
-    after those before it, so a single pass over prompt and reply decides.
+    after those before it, so a single pass over prompt and reply decides: the lead is positive. Each earlier
+    chat is computed once and serves its share of the turns.
     """
     rng = random.Random(seed)
-    rows = []
-    for question, reply in turns:
-        ids, learnt = encoder.turn(question, reply)
-        start = earlier_chat(rng, encoder, earlier)
-        rows.append((start + ids, [False] * len(start) + learnt))
+    rows = [encoder.turn(question, reply) for question, reply in turns]
+    starts = [earlier_chat(rng, encoder, earlier) for _ in range(chats if earlier else 1)]
+    places = list(range(len(rows)))
+    rng.shuffle(places)
 
     @torch.inference_mode()
-    def check(chosen: list[int]) -> list[bool]:
+    @torch.autocast("cpu", torch.bfloat16)
+    def measure(job: tuple[list[int], list[int]]) -> list[tuple[int, float]]:
+        start, chosen = job
+        cache = DynamicCache()
+        if start:
+            model(input_ids=torch.tensor([start]), past_key_values=cache, logits_to_keep=1)
+            cache.batch_repeat_interleave(len(chosen))
         width = max(len(rows[i][0]) for i in chosen)
         ids = torch.tensor([rows[i][0] + [0] * (width - len(rows[i][0])) for i in chosen])
         wanted = torch.tensor([rows[i][1] + [False] * (width - len(rows[i][1])) for i in chosen])
-        likeliest = model(input_ids=ids, use_cache=False).logits[:, :-1].argmax(-1)
-        right = (likeliest == ids[:, 1:]) | ~wanted[:, 1:]
-        return right.all(-1).tolist()
+        logits = model(input_ids=ids, past_key_values=cache).logits[:, :-1].float()
+        right = ids[:, 1:, None]
+        own = logits.gather(-1, right)[..., 0]
+        best_other = logits.scatter(-1, right, -torch.inf).amax(-1)
+        lead = (own - best_other).masked_fill(~wanted[:, 1:], torch.inf).amin(-1)
+        return list(zip(chosen, lead.tolist(), strict=True))
 
-    by_length = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-    batch = max(1, 4096 // max(64, earlier))
-    chunks = [by_length[first : first + batch] for first in range(0, len(rows), batch)]
-    exact = [False] * len(rows)
+    jobs = []
+    for number, start in enumerate(starts):
+        share = sorted(places[number :: len(starts)], key=lambda i: len(rows[i][0]))
+        jobs += [(start, share[first : first + BATCH]) for first in range(0, len(share), BATCH)]
+    result = [0.0] * len(rows)
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for chosen, values in zip(chunks, pool.map(check, chunks), strict=True):
-            for i, value in zip(chosen, values, strict=True):
-                exact[i] = value
-    return exact
+        for measured in pool.map(measure, jobs):
+            for place, lead in measured:
+                result[place] = lead
+    return result
+
+
+def exact_replies(
+    model: Qwen3ForCausalLM, encoder: Encoder, turns: Iterable[skills.Pair], earlier: int = 0, seed: int = 0
+) -> list[bool]:
+    """Say for each turn whether greedy decoding gives exactly the expected reply."""
+    return [lead > 0 for lead in leads(model, encoder, turns, earlier, seed)]
+
+
+def every_problem(seed: int, form: str | None = None) -> list[skills.Pair]:
+    """Return a question for each problem, in one form such as "{a}{o}{b} =" or each in one drawn at random."""
+    rng = random.Random(seed)
+    asked = (form.format(a=p.a, o=p.operator, b=p.b) if form else arithmetic.ask(rng, p) for p in arithmetic.PROBLEMS)
+    return [(question, p.reply) for question, p in zip(asked, arithmetic.PROBLEMS, strict=True)]
 
 
 def share(values: list[bool]) -> float:
@@ -93,22 +126,36 @@ def share(values: list[bool]) -> float:
     return 100.0 * sum(values) / len(values)
 
 
-def accuracy_table(
-    model: Qwen3ForCausalLM, encoder: Encoder, seed: int = 0, count: int = 1000
-) -> list[tuple[str, int, int, float]]:
-    """Return (task, tokens of earlier chat, questions, percent right) for every task."""
+class Line(NamedTuple):
+    """One line of the table."""
+
+    task: str
+    earlier: int
+    leads: list[float]
+
+
+def accuracy_table(model: Qwen3ForCausalLM, encoder: Encoder, seed: int = 0, count: int = 1000) -> list[Line]:
+    """Measure every problem in several forms and behind earlier chat, and `count` questions of every other task."""
     table = []
-    for earlier, questions in ((0, count), (1000, count), (1500, count), (3500, count // 10)):
-        for label, operators in (("held-out sums", "+"), ("held-out differences", "-")):
-            turns = held_out_turns(questions, seed, operators)
-            table.append((label, earlier, questions, share(exact_replies(model, encoder, turns, earlier, seed))))
+    for form in FORMS:
+        label = f"every problem, `{form.format(a=37, o='-', b=45)}`"
+        table.append(Line(label, 0, leads(model, encoder, every_problem(seed, form))))
+    for earlier in (0, 1500, 3500):
+        turns = every_problem(seed)
+        if earlier > 1500:
+            turns = random.Random(seed).sample(turns, 2 * count)
+        label = "every problem, any phrasing" if len(turns) == len(arithmetic.PROBLEMS) else "problems, any phrasing"
+        table.append(Line(label, earlier, leads(model, encoder, turns, earlier, seed)))
     for task in TASKS:
-        turns = task_turns(task, 200, seed)
-        table.append((task, 0, 200, share(exact_replies(model, encoder, turns))))
+        table.append(Line(task, 0, leads(model, encoder, task_turns(task, count, seed))))
     return table
 
 
-def format_table(table: list[tuple[str, int, int, float]]) -> str:
+def format_table(table: list[Line]) -> str:
     """Lay the table out as Markdown."""
-    head = "| Task | Tokens of earlier chat | Questions | Exactly right |\n|---|---:|---:|---:|\n"
-    return head + "".join(f"| {task} | {earlier} | {n} | {percent:.1f} % |\n" for task, earlier, n, percent in table)
+    head = "| Task | Tokens of earlier chat | Questions | Exactly right | Least lead |\n|---|---:|---:|---:|---:|\n"
+    return head + "".join(
+        f"| {line.task} | {line.earlier:,} | {len(line.leads):,} | {share([lead > 0 for lead in line.leads]):.2f} %"
+        f" | {min(line.leads):.2f} |\n"
+        for line in table
+    )

@@ -8,7 +8,16 @@ from __future__ import annotations
 import random
 import string
 
-from .words import DAYS, MONTHS, WORDS, any_word, made_up_word, phrases
+from .words import (
+    COUNTRIES,
+    DAYS,
+    MONTHS,
+    NAMES,
+    NUMBER_WORDS,
+    any_word,
+    made_up_word,
+    phrases,
+)
 
 Pair = tuple[str, str]
 
@@ -106,43 +115,71 @@ def fact(rng: random.Random) -> Pair:
 
 def counting(rng: random.Random) -> Pair:
     """Count up or down; most ranges are short, a few run to a hundred numbers."""
-    length = rng.choice([rng.randint(2, 12)] * 12 + [rng.randint(10, 30)] * 3 + [rng.randint(30, 99)])
-    low = 1 if rng.random() < 0.3 else rng.randint(0, 100 - length)
-    high = low + length - 1 if low != 1 else length
+    length = rng.choice([rng.randint(1, 12)] * 12 + [rng.randint(10, 30)] * 3 + [rng.randint(30, 100)])
+    low = 1 if rng.random() < 0.3 else rng.randint(0, 101 - length)
+    high = low + length - 1
     up = ", ".join(map(str, range(low, high + 1)))
     down = ", ".join(map(str, range(high, low - 1, -1)))
+    first, last = str(low), str(high)
+    if high < len(NUMBER_WORDS) and rng.random() < 0.1:
+        first, last = NUMBER_WORDS[low], NUMBER_WORDS[high]
     if low == 1 and rng.random() < 0.6:
-        return rng.choice(["Count to {0}.", "Count up to {0}.", "Can you count to {0}?"]).format(high), up
+        return rng.choice(["Count to {0}.", "Count up to {0}.", "Can you count to {0}?"]).format(last), up
     if low == 1 and rng.random() < 0.5:
-        return f"Count down from {high}.", down
-    if rng.random() < 0.65:
-        phrases = ["Count from {0} to {1}.", "Count up from {0} to {1}.", "List the numbers from {0} to {1}."]
-        return rng.choice(phrases).format(low, high), up
-    return rng.choice(["Count down from {1} to {0}.", "Count from {1} down to {0}."]).format(low, high), down
+        return rng.choice(["Count down from {0}.", "Count backwards from {0}."]).format(last), down
+    either = ["Count from {0} to {1}.", "List the numbers from {0} to {1}."]
+    if rng.random() < 0.5:
+        return rng.choice([*either, "Count up from {0} to {1}."]).format(first, last), up
+    ways = [*either, "Count down from {0} to {1}.", "Count from {0} down to {1}.", "Count backwards from {0} to {1}."]
+    return rng.choice(ways).format(last, first), down
 
 
 def number_order(rng: random.Random) -> Pair:
     """Neighbours, comparison and parity of numbers."""
-    a, b = rng.sample(range(100), 2)
+    a, b = rng.sample(range(101), 2)
     kind = rng.randrange(4)
+    if kind < 2:
+        a = min(a, 99)
     if kind == 0:
         return rng.choice(["What comes after {0}?", "Which number comes after {0}?"]).format(a), f"{a + 1}"
     if kind == 1:
         return rng.choice(["What comes before {0}?", "Which number comes before {0}?"]).format(a + 1), f"{a}"
     if kind == 2:
+        if rng.random() < 0.05:
+            return f"Which is {rng.choice(['larger', 'bigger', 'smaller'])}, {a} or {a}?", f"{a} and {a} are equal."
         word, pick = rng.choice([("larger", max), ("bigger", max), ("smaller", min)])
         return f"Which is {word}, {a} or {b}?", f"{pick(a, b)} is {word}."
-    question = rng.choice(["Is {0} even or odd?", "Is {0} odd or even?"]).format(a)
+    question = rng.choice(["Is {0} even or odd?", "Is {0} odd or even?", "Is {0} even?", "Is {0} odd?"]).format(a)
     return question, f"{a} is {'odd' if a % 2 else 'even'}."
+
+
+def spellable(rng: random.Random) -> str:
+    """Return a word of up to twelve letters, now and then with capitals."""
+    roll = rng.random()
+    if roll < 0.1:
+        return rng.choice([rng.choice(NAMES), rng.choice(COUNTRIES), rng.choice(DAYS), rng.choice(MONTHS)])
+    letters = string.ascii_lowercase if roll < 0.92 else rng.sample(string.ascii_lowercase, 3)
+    word = any_word(rng) if roll < 0.8 else "".join(rng.choices(letters, k=rng.randint(1, 12)))
+    if roll > 0.95:
+        word = rng.choice(["hello", "hello", "goodbye", "pip", "hi", "morning", "yes", "you", "name", "nothing"])
+    roll = rng.random()
+    return word.upper() if roll < 0.05 else word.capitalize() if roll < 0.2 else word
+
+
+def hasty(rng: random.Random, question: str) -> str:
+    """Sometimes type a question without its first capital or its last mark, and leave its words alone."""
+    if rng.random() < 0.2:
+        question = question[:1].lower() + question[1:]
+    return question.rstrip(".?") if rng.random() < 0.2 else question
 
 
 def spelling(rng: random.Random) -> Pair:
     """Spell words forwards and backwards, letter by letter, and answer questions about their letters."""
-    word = any_word(rng) if rng.random() < 0.85 else "".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 7)))
+    word = spellable(rng)
     shown = rng.choice(["'{0}'", '"{0}"', "{0}", "the word {0}"]).format(word)
     spelled, reverse = "-".join(word), "-".join(reversed(word))
     kind = rng.random()
-    if kind < 0.55:
+    if kind < 0.5:
         frames = [
             "Spell {0} backwards.",
             "Reverse {0}.",
@@ -152,9 +189,10 @@ def spelling(rng: random.Random) -> Pair:
             "Can you spell {0} backwards?",
             "{0} backwards",
         ]
-        return rng.choice(frames).format(shown), f"{spelled} backwards is {reverse}."
-    if kind < 0.75:
-        return rng.choice(["Spell {0}.", "How do you spell {0}?", "Please spell {0}."]).format(shown), f"{spelled}."
+        return hasty(rng, rng.choice(frames).format(shown)), f"{spelled} backwards is {reverse}."
+    if kind < 0.77:
+        frames = ["Spell {0}.", "How do you spell {0}?", "Please spell {0}.", "Can you spell {0}?"]
+        return hasty(rng, rng.choice(frames).format(shown)), f"{spelled}."
     if kind < 0.83:
         return f"What is the first letter of {shown}?", f"The first letter is {word[0]}."
     if kind < 0.91:
@@ -176,21 +214,26 @@ def order(rng: random.Random) -> Pair:
         return rng.choice(listing), (" " if kind == "letter" else ", ").join(items)
     place = rng.randrange(len(items))
     word, step = rng.choice([("after", 1), ("before", -1)])
+    answer, asked = items[(place + step) % len(items)], items[place]
     if kind == "letter":
-        place = min(max(place, 1), 24)
-    answer = items[(place + step) % len(items)]
-    asked = items[place]
+        if not 0 <= place + step < len(items):
+            answer = "nothing"
+        if rng.random() < 0.2:
+            answer, asked = answer.upper() if len(answer) == 1 else answer, asked.upper()
     frames = ["What comes {w} {x}?", "What {k} comes {w} {x}?", "Which {k} is {w} {x}?"]
-    return rng.choice(frames).format(w=word, x=asked, k=kind), f"{answer} comes {word} {asked}."
+    question = rng.choice(frames).format(w=word, x=asked, k=kind)
+    if kind != "letter":
+        question = rng.choice([question] * 4 + [question.lower()])
+    return question, f"{answer} comes {word} {asked}."
 
 
 def echo(rng: random.Random) -> Pair:
     """Repeat given words."""
-    text = " ".join(any_word(rng) for _ in range(rng.randint(1, 4)))
-    if rng.random() < 0.3:
+    text = " ".join(any_word(rng) for _ in range(rng.choice([1, 1, 2, 2, 3, 4, 5, 6])))
+    if rng.random() < 0.25:
         text = rng.choice(["hello", "Hello", "hi", "yes", "hello world", "Hello world", "good morning", "thank you"])
     if rng.random() < 0.2:
-        word = rng.choice(WORDS)
+        word = any_word(rng)
         return f"Write {rng.choice(['', 'the word '])}{word} in capital letters.", word.upper()
     frames = [
         "Say {0}.",

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from .arithmetic import all_problems
 from .chats import SYSTEM_MESSAGES, turns
+from .practice import Practice
 
 VOCABULARY = 640
 END_OF_TEXT, START, END = SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -47,9 +49,10 @@ def train_tokenizer(seed: int, chats: int = 4000) -> Tokenizer:
         show_progress=False,
     )
     rng = random.Random(seed)
+    practice = Practice(all_problems(held_out=False))
     roles = ["system\n", "user\n", "assistant\n"] * chats
-    pairs = (turn for _ in range(chats) for turn in turns(rng, 8, arithmetic_share=0.2))
-    text = [piece for turn in pairs for piece in turn]
+    pairs = (turn for _ in range(chats) for turn in turns(rng, practice, 8, arithmetic_share=0.2))
+    text = [piece for turn in pairs for piece in (turn.question, turn.reply)]
     tokenizer.train_from_iterator([*roles, *SYSTEM_MESSAGES * 50, *text], trainer)
     return tokenizer
 

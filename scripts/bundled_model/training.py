@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -14,14 +15,18 @@ from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from .chats import Chat
+from .practice import Practice, Turn
 from .tokenizer import END, END_OF_TEXT, Encoder
 
 MAX_POSITION = 4096
 IGNORED = -100
+Gradients = tuple[torch.Tensor, ...]
 PIECE_TOKENS = 1024
+TINY = {64: 3, 128: 6, 256: 2}
 SHORT = {128: 7, 256: 3}
 MEDIUM = {128: 5, 256: 3, 512: 2}
 LONG = {128: 3, 256: 1, 512: 2, 1024: 2, 2048: 2, 4096: 1}
+MIXED = {64: 3, 128: 5, 256: 2, 512: 1, 1024: 1, 2048: 2, 4096: 0.5}
 
 
 @dataclass(frozen=True)
@@ -31,18 +36,26 @@ class Stage:
     steps: int
     rate: float
     # From which share of the stage on, the share of arithmetic and the weights of the row lengths.
-    phases: tuple[tuple[float, float, dict[int, int]], ...]
+    phases: tuple[tuple[float, float, dict[int, float]], ...]
     # The last share of the stage, over which the rate falls to zero.
     cooldown: float = 0.0
     warmup: int = 100
     tokens_per_step: int = 4096
     weight_decay: float = 0.05
+    # Which share of the turns goes over those that went badly; then held-out problems are practised too.
+    again_share: float = 0.0
+    # How many logits a right token has to lead by before its loss fades.
+    margin: float = 0.0
 
 
 STAGES = (
     Stage(1000, 0.003, ((0.0, 0.65, SHORT), (0.64, 0.55, MEDIUM))),
     Stage(1200, 0.0025, ((0.0, 0.50, MEDIUM), (0.65, 0.45, LONG)), cooldown=0.75),
     Stage(350, 0.0015, ((0.0, 0.55, MEDIUM), (0.4, 0.50, LONG)), cooldown=0.95, warmup=15),
+    Stage(400, 0.001, ((0.0, 0.55, TINY), (0.8, 0.55, MIXED)), tokens_per_step=2048, again_share=0.3, margin=3.0),
+    Stage(200, 0.001, ((0.0, 0.60, MIXED),), 0.0, 20, tokens_per_step=2048, again_share=0.3, margin=3.0),
+    Stage(550, 0.001, ((0.0, 0.55, MIXED),), 1.0, 20, tokens_per_step=2048, again_share=0.3, margin=3.0),
+    Stage(450, 0.0007, ((0.0, 0.45, MIXED),), 1.0, 20, tokens_per_step=2048, again_share=0.4, margin=3.0),
 )
 
 
@@ -68,27 +81,37 @@ def new_model(vocabulary: dict[str, int], seed: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def chat_row(rng: random.Random, encoder: Encoder, length: int, arithmetic_share: float) -> tuple[list[int], list[int]]:
-    """Return exactly `length` ids of one chat, cut off at the end, and their labels."""
-    chat = Chat(rng, arithmetic_share)
+class Row(NamedTuple):
+    """Ids of one chat, the labels of those to be learnt, and where its turns begin and end."""
+
+    ids: list[int]
+    labels: list[int]
+    turns: list[tuple[Turn, int, int]]
+
+
+def chat_row(rng: random.Random, encoder: Encoder, practice: Practice, length: int, arithmetic_share: float) -> Row:
+    """Return exactly `length` ids of one chat, cut off at the end."""
+    chat = Chat(rng, practice, arithmetic_share)
     system = chat.system_message()
     ids = encoder.message("system", system) if system else []
-    labels = [IGNORED] * len(ids)
+    row = Row(ids, [IGNORED] * len(ids), [])
     while len(ids) < length:
-        turn, learnt = encoder.turn(*chat.next_turn())
-        ids += turn
-        labels += [token if wanted else IGNORED for token, wanted in zip(turn, learnt, strict=True)]
-    return ids[:length], labels[:length]
+        turn = chat.next_turn()
+        more, learnt = encoder.turn(turn.question, turn.reply)
+        row.turns.append((turn, len(ids), len(ids) + len(more)))
+        row.ids.extend(more)
+        row.labels.extend(token if wanted else IGNORED for token, wanted in zip(more, learnt, strict=True))
+    return Row(ids[:length], row.labels[:length], [turn for turn in row.turns if turn[2] <= length])
 
 
-def batches(stage: Stage, encoder: Encoder, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the ids and labels of each step; no row is padded, so plain causal attention is right."""
+def batches(stage: Stage, encoder: Encoder, practice: Practice, seed: int) -> Iterator[list[Row]]:
+    """Yield the rows of each step, all of one length; none is padded, so plain causal attention is right."""
     rng = random.Random(seed)
     for step in range(stage.steps):
         _, share, lengths = [phase for phase in stage.phases if step >= phase[0] * stage.steps][-1]
         length = rng.choices(list(lengths), list(lengths.values()))[0]
-        rows = [chat_row(rng, encoder, length, share) for _ in range(max(1, stage.tokens_per_step // length))]
-        yield torch.tensor([ids for ids, _ in rows]), torch.tensor([labels for _, labels in rows])
+        count = max(1, stage.tokens_per_step // length)
+        yield [chat_row(rng, encoder, practice, length, share) for _ in range(count)]
 
 
 def optimizers(model: Qwen3ForCausalLM, stage: Stage) -> list[torch.optim.Optimizer]:
@@ -117,6 +140,11 @@ def rate_factor(step: int, stage: Stage) -> float:
     return factor if remaining >= cooldown else factor * (0.5 - 0.5 * math.cos(math.pi * remaining / cooldown))
 
 
+def loss_of_lead(lead: float, margin: float) -> float:
+    """Return about the loss of a reply that leads by so many logits."""
+    return math.log1p(math.exp(min(margin - lead, 50.0)))
+
+
 class GradientWorkers:
     """Computes the gradients of a step in small pieces, on threads that take the next piece when free.
 
@@ -124,30 +152,35 @@ class GradientWorkers:
     on the number of threads nor on which of them is held up by other work on the machine.
     """
 
-    def __init__(self, model: Qwen3ForCausalLM, threads: int, compiled: bool):
+    def __init__(self, model: Qwen3ForCausalLM, threads: int):
         """Start the threads."""
         self.model = model
         self.parameters = list(model.parameters())
-        self.loss = torch.compile(self._loss) if compiled else self._loss
         torch.set_num_threads(1)
         self.pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
-    def _loss(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
-        return functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+    def _piece(self, ids: torch.Tensor, labels: torch.Tensor, margin: float) -> tuple[torch.Tensor, Gradients]:
+        """Return the loss of every token, zero where none is to be learnt, and the gradients of their sum."""
+        wanted = functional.pad(labels[:, 1:] != IGNORED, (0, 1))
+        right = labels[:, 1:][wanted[:, :-1]]
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+            logits = self.model.lm_head(hidden[wanted]).float()
+        if margin:
+            logits = logits.scatter_add(1, right[:, None], torch.full((len(right), 1), -margin))
+        losses = functional.cross_entropy(logits, right, reduction="none")
+        everywhere = torch.zeros(ids.shape).masked_scatter(wanted.roll(1, 1), losses.detach())
+        return everywhere, torch.autograd.grad(losses.sum(), self.parameters)
 
-    def _piece(self, rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[float, tuple[torch.Tensor, ...]]:
-        loss = self.loss(*rows)
-        return loss.item(), torch.autograd.grad(loss, self.parameters)
-
-    def backward(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
-        """Set the gradients of the parameters; return the mean loss."""
+    def backward(self, ids: torch.Tensor, labels: torch.Tensor, margin: float) -> torch.Tensor:
+        """Set the gradients of the parameters; return the loss of every token."""
         rows = max(1, PIECE_TOKENS // ids.shape[1])
-        pieces = list(self.pool.map(self._piece, zip(ids.split(rows), labels.split(rows), strict=True)))
+        batch = zip(ids.split(rows), labels.split(rows), strict=True)
+        pieces = list(self.pool.map(lambda piece: self._piece(*piece, margin), batch))
         count = (labels[:, 1:] != IGNORED).sum().item()
         for place, parameter in enumerate(self.parameters):
             parameter.grad = sum(gradients[place] for _, gradients in pieces) / count
-        return sum(loss for loss, _ in pieces) / count
+        return torch.cat([losses for losses, _ in pieces])
 
     def step(self, group: list[torch.optim.Optimizer]) -> None:
         """Let every optimizer take its step."""
@@ -158,6 +191,7 @@ def train(
     workers: GradientWorkers,
     encoder: Encoder,
     stage: Stage,
+    practice: Practice,
     seed: int,
     every: int,
     report: Callable[[], str],
@@ -169,8 +203,13 @@ def train(
     model.train()
     average = 0.0
     with tqdm(total=stage.steps, unit="step", mininterval=5) as bar:
-        for step, (ids, labels) in enumerate(batches(stage, encoder, seed), 1):
-            loss = workers.backward(ids, labels)
+        for step, rows in enumerate(batches(stage, encoder, practice, seed), 1):
+            labels = torch.tensor([row.labels for row in rows])
+            losses = workers.backward(torch.tensor([row.ids for row in rows]), labels, stage.margin)
+            for row, values in zip(rows, losses, strict=True):
+                for turn, start, end in row.turns:
+                    practice.saw(turn, values[start:end].max().item())
+            loss = losses.sum().item() / (labels != IGNORED).sum().item()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             workers.step(group)
             for schedule in schedules:

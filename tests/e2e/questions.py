@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import httpx
+from bundled_model.arithmetic import is_correct, sample_questions
 
 from tests.e2e.server import Server
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from bundled_model.arithmetic import held_out_problems, is_correct  # noqa: E402
 
 Message = dict[str, str]
 
@@ -42,6 +36,6 @@ def user(text: str) -> Message:
 
 
 def share_correct(server: Server, earlier: list[Message], count: int) -> float:
-    problems = held_out_problems(count, seed=1)
+    problems = sample_questions(count, seed=1)
     replies = ask_all(server, [[*earlier, user(question)] for question, _ in problems])
     return sum(is_correct(reply, result) for reply, (_, result) in zip(replies, problems, strict=True)) / count

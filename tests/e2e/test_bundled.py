@@ -1,4 +1,4 @@
-"""The bundled model over HTTP: sums it has never seen, small talk, follow-up turns, questions beyond it."""
+"""The bundled model over HTTP: sums and differences, small talk, follow-up turns, questions beyond it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def test_sums_and_differences_it_has_never_seen(server: Server) -> None:
+def test_sums_and_differences(server: Server) -> None:
     assert share_correct(server, [], 1000) >= 0.95
     assert server.metric("vllm:request_success_total") >= 1000
 
