@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat
 
 import msgspec
 
 from pypto_serving.errors import RequestError
-from pypto_serving.util import brief
+from pypto_serving.util import brief, entries, whole
 
 INT32_MAX = 2**31 - 1
 MAX_LOGPROBS = 20
@@ -85,9 +84,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require(
                 longest <= MAX_STOP_CHARS, "stop", _Words(f"{longest} characters long"), f"at most {MAX_STOP_CHARS}"
             )
-        _check_ids("stop_token_ids", self.stop_token_ids)
-        num_ids = len(self.stop_token_ids)
-        _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
+        if self.stop_token_ids:
+            num_ids = len(self.stop_token_ids)
+            _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
+            _check_ids("stop_token_ids", self.stop_token_ids)
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:
@@ -166,10 +166,8 @@ def _check_ids(name: str, token_ids: Iterable[int]) -> None:
 
 def _whole(name: str, value: object) -> int:
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        return whole(value)
+    except ValueError:
         raise _refusal(name, value, "a whole number") from None
 
 
@@ -203,13 +201,9 @@ def _switch(name: str, value: object) -> bool:
 
 def _entries(name: str, value: Any, allowed: str) -> list[Any]:
     """List what `value` holds, nothing for None. Raises RequestError for one string, bytes or a mapping."""
-    if value is None:
-        return []
     try:
-        if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
-            raise TypeError
-        return list(value)
-    except TypeError:
+        return [] if value is None else entries(value)
+    except ValueError:
         raise _refusal(name, value, allowed) from None
 
 
@@ -225,8 +219,8 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
-    entries = _entries(name, value, "a list of token ids")
-    return tuple(i if type(i) is int else _whole(f"{name}[{at}]", i) for at, i in enumerate(entries))
+    ids = _entries(name, value, "a list of token ids")
+    return tuple(i if type(i) is int else _whole(f"{name}[{at}]", i) for at, i in enumerate(ids))
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
