@@ -244,5 +244,6 @@ RULES: dict[str, Rule] = {
     "drain_timeout": Seconds(86400, zero=True),
     "step_timeout": Seconds(86400),
     "log_requests": Switch(),
+    "client_priority": Switch(),
     "allowed_origins": Texts(),
 }

@@ -22,7 +22,7 @@ from pypto_serving.api.openai.schemas import ChatBody
 from pypto_serving.api.openai.sse import Head
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
-from pypto_serving.types.sampling import MAX_LOGPROBS
+from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -42,11 +42,17 @@ async def _generation_request(service: Service, body: ChatBody) -> GenerationReq
     encoder = service.chat_encoder
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked, defaults = getattr(body, field), service.serving.default_sampling
+    check_max_tokens(asked, field)
     params = sampling_params(body, defaults, asked, _num_logprobs(body))
     chat = encoder.encode(_messages(body), _encoder_kwargs(body, encoder.request_fields))
     ids = await encode_chat(service, chat, bool(body.add_special_tokens))
     prompt = fit_prompt(ids, params, service.engine.config, max_tokens_field=field, new_parser=chat.new_parser)
-    return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", [prompt], priority_of(body), cache_salt_of(body))
+    return GenerationRequest(
+        f"chatcmpl-{uuid.uuid4().hex}",
+        [prompt],
+        priority_of(body, service.serving.client_priority),
+        cache_salt_of(body),
+    )
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
