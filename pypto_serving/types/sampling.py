@@ -60,12 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(-1 <= self.top_k <= INT32_MAX, "top_k", self.top_k, f"0 or -1 (off), or between 1 and {INT32_MAX}")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        _require(
-            self.max_tokens is None or 1 <= self.max_tokens <= INT32_MAX,
-            "max_tokens",
-            self.max_tokens,
-            f"between 1 and {INT32_MAX}",
-        )
+        check_max_tokens(self.max_tokens)
         limit = self.max_tokens if self.max_tokens is not None else 2**31
         _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
@@ -130,6 +125,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         put("logit_bias", _biases("logit_bias", self.logit_bias))
+
+
+def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
+    """Raise RequestError that names the field `name` unless `value` is None or a number of output tokens."""
+    _require(value is None or 1 <= value <= INT32_MAX, name, value, f"between 1 and {INT32_MAX}")
 
 
 def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
