@@ -69,6 +69,7 @@ class ApiServer:
             if self._drain is not None:
                 self._drain.cancel()
             self._socket.close()
+            await self._service.reading.close()
 
     def stop(self) -> None:
         """Drain and end: admit nothing more, finish the admitted requests. The second call ends now."""

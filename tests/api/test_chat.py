@@ -197,6 +197,18 @@ def test_a_damaged_template_is_a_model_error() -> None:
         TemplateEncoder("{% if %}", {})
 
 
+@pytest.mark.parametrize("source", ["{{ 9 ** 9 ** 9 }}", "{{ 'x' * 99999999999 }}", "{{ 'x' | center(9999999999) }}"])
+def test_compiling_a_template_computes_nothing(source: str) -> None:
+    TemplateEncoder("{% if false %}" + source + "{% set x = " + source[2:-2] + "%}{% endif %}", {})
+    with pytest.raises(ModelError, match="autoescape is not supported"):
+        TemplateEncoder("{% autoescape " + source[2:-2] + "%}{% endautoescape %}", {})
+
+
+def test_a_template_too_deep_to_compile_is_a_model_error() -> None:
+    with pytest.raises(ModelError, match="not valid Jinja"):
+        TemplateEncoder("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", {})
+
+
 def test_where_templates_are_found(tmp_path: Path) -> None:
     def write(name: str, template: object) -> None:
         (tmp_path / name).write_text(json.dumps({"chat_template": template}))

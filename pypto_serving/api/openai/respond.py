@@ -16,26 +16,15 @@ from starlette.types import Receive, Scope, Send
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
 from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.errors import TooManyChoicesError
 from pypto_serving.api.generation.generation import Generation
-from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.middleware import SERVER_SEND
 from pypto_serving.api.openai.sse import EventFormat
-from pypto_serving.api.service import Service
 from pypto_serving.engine.stream import Pause
-from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.errors import PyptoError
 
 logger = logging.getLogger("pypto_serving.api")
 
 DONE = b"data: [DONE]\n\n"
-
-
-def submit(service: Service, request: GenerationRequest) -> Generation:
-    """Submit the request. Raises what Generation raises; too many choices name the field that asked for them."""
-    try:
-        return Generation(service, request)
-    except TooManyChoicesError as error:
-        raise RequestError(str(error), param="prompt" if len(request.prompts) > 1 else "n") from None
 
 
 async def respond(
