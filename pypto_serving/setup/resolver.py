@@ -63,6 +63,7 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
             depth=backend.depth,
             traits=backend.traits,
             kernels=kernels,
+            cache_dir=host.cache_dir,
             packed_cache=choose_packed_cache(settings, host, kernels),
             num_threads=choose_threads(settings, model, host),
             tiers=tiers,
