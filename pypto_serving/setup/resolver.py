@@ -164,5 +164,6 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         chat_template=template,
         drain_timeout_s=settings.pick_fixed("drain_timeout"),
         log_requests=settings.pick_fixed("log_requests"),
+        client_priority=settings.pick_fixed("client_priority"),
         allowed_origins=origins,
     )

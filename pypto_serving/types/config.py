@@ -113,6 +113,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise UnmetError("num_drafts", problem)
 
     @property
+    def max_unfinished(self) -> int:
+        """Return how many requests the replica takes at once: those with a row, and those that wait for one."""
+        return self.max_num_seqs + self.max_queued_requests
+
+    @property
     def shares_kv(self) -> bool:
         """Return True if blocks of KV, or their keys, leave the processes of this replica."""
         return bool(self.kv_events) or any(tier.tier in ("disk", "remote") for tier in self.tiers)
@@ -130,7 +135,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open."""
+    """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open.
+
+    client_priority: whether requests may name a priority.
+    """
 
     served_model_names: tuple[str, ...]
     host: str = "127.0.0.1"
@@ -139,4 +147,5 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     drain_timeout_s: float = 30.0
     log_requests: bool = False
+    client_priority: bool = True
     allowed_origins: tuple[str, ...] = ()

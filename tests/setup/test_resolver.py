@@ -41,6 +41,11 @@ def test_default_server_is_local_and_open() -> None:
     assert server.served_model_names == ("small",)
 
 
+def test_priorities_can_be_denied_to_clients() -> None:
+    assert make_resolved().server.client_priority
+    assert not make_resolved(client_priority=False).server.client_priority
+
+
 def test_api_keys_are_not_shown() -> None:
     resolved = make_resolved(api_key="secret")
     assert resolved.server.api_key == "secret"
