@@ -30,6 +30,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: longest step, and longest time without a completed step while work waits.
     load_timeout_s: longest time without progress while loading.
     max_respawns: restarts of a worker without a completed step in between.
+    max_deaths: deaths of a worker, or of a core, within `deaths_window_s`, also with steps in between.
     respawn_delay_s: delay before the first restart; it doubles with each further one.
     """
 
@@ -37,6 +38,8 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float = 120.0
     load_timeout_s: float = 300.0
     max_respawns: int = 6
+    max_deaths: int = 30
+    deaths_window_s: float = 600.0
     respawn_delay_s: float = 0.1
 
 
