@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -96,6 +97,25 @@ class KVCacheManager:
                 for i in range(len(part.keys)):
                     part.describe(i, tokens, sequence.salted, self._events)
         return Match(sequence.longest(len(tokens) - 1, on_device))
+
+    def num_nameable(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens lie before a resume point and in blocks with known keys."""
+        return self.points.last(max(0, num_tokens - self.points.lag)) if self.prefix_caching else 0
+
+    def next_key(self, request_id: str, num_tokens: int) -> bytes | None:
+        """Return the key that names a request's tokens up to the first resume point after `num_tokens`, if known."""
+        return self._sequences[request_id].prefix_key(self.points.last(num_tokens) + self.points.step)
+
+    def num_shared(self, request_id: str, other_id: str, limit: int) -> int:
+        """Return the last resume point, at most `limit`, up to which the keys of two requests are known and equal."""
+        one, other = self._sequences[request_id], self._sequences[other_id]
+        points = range(self.points.step, limit + 1, self.points.step)
+
+        def differ(position: int) -> bool:
+            key = one.prefix_key(position)
+            return key is None or key != other.prefix_key(position)
+
+        return bisect_left(points, True, key=differ) * self.points.step
 
     def fetch(self, request_id: str, num_tokens: int, match: Match) -> bool:
         """Begin to load what lower tiers hold of a request of `num_tokens` tokens beyond `match`, if that pays.
