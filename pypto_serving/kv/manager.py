@@ -178,19 +178,37 @@ class KVCacheManager:
         sequence.set_capacity()
         return added
 
-    def fits(self, request_id: str, match: Match, num_tokens: int, step_tokens: int, spare: float) -> bool:
+    def growth(self, num_computed: int, num_tokens: int) -> list[int]:
+        """Return how many more blocks of each group a request of `num_computed` tokens needs to reach `num_tokens`.
+
+        None of a window or state: as it grows it frees blocks too.
+        """
+        return [
+            group.num_blocks(num_tokens) - group.num_blocks(num_computed) if group.keeps_history else 0
+            for group in self.groups
+        ]
+
+    def fits(
+        self,
+        request_id: str,
+        match: Match,
+        num_tokens: int,
+        step_tokens: int,
+        spare: float,
+        promised: Iterable[int],
+    ) -> bool:
         """Return whether a request may grow to `num_tokens` with the blocks free now, leaving `spare` of each pool.
 
-        Of its tokens `step_tokens` are computed and not settled.
+        Of its tokens `step_tokens` are computed and not settled. `promised` blocks of each group are for others.
         """
         sequence = self._sequences[request_id]
-        for part in sequence.parts:
+        for part, kept in zip(sequence.parts, promised, strict=True):
             pool = part.group.pool
             cached = part.cached(match.num_tokens)
             in_use = sum(1 for block_id in cached if block_id != NULL_BLOCK and not pool.is_free(block_id))
             in_use += len(part.live(sequence.settled))
             needed = part.group.live_blocks(num_tokens, step_tokens) - in_use
-            if needed + int(pool.num_blocks * spare) > pool.num_free:
+            if needed + kept + int(pool.num_blocks * spare) > pool.num_free:
                 return False
         return True
 

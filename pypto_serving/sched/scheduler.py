@@ -160,6 +160,12 @@ class Scheduler:
             self._schedule(step, request, 1)
         for request in prompts:
             self._schedule(step, request, request.num_uncomputed_tokens)
+            self._promise(step, request)
+
+    def _promise(self, step: Step, request: Request) -> None:
+        """Keep the blocks that a prompt needs after this step from requests that start in this step."""
+        if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
+            step.promise(self.kv.growth(request.num_computed_tokens, request.num_tokens))
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
         """Add as many of a running request's `missing` tokens as fit; preempt others if nothing else frees blocks.
@@ -240,7 +246,7 @@ class Scheduler:
             self._waiting.set_aside(request)
             return True
         spare = SPARE_BLOCKS if self._running else 0.0
-        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare):
+        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
             if self._running or self._loading or not self._release_loaded(request):
                 return False
         if may_wait and not self._loading.is_full and self.kv.fetch(request.id, request.num_tokens, match):
@@ -251,6 +257,7 @@ class Scheduler:
             return False
         self._start(step, request, match, now_s)
         self._enter(step, request, count)
+        self._promise(step, request)
         return True
 
     def _wait_for_kv(self, request: Request) -> None:
