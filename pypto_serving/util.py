@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import operator
 import os
 import re
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 
 import msgspec
 
@@ -113,6 +114,26 @@ def decode_json(data: str | bytes | bytearray, kind: type[T]) -> T:
         return msgspec.json.decode(data, type=kind)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def whole(value: object) -> int:
+    """Return a whole number of any kind, numpy's too, as int; raise ValueError for all else, truth values too."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        raise ValueError(f"{brief(value)} is not a whole number") from None
+
+
+def entries(value: Any) -> list[Any]:
+    """List what `value` holds; raise ValueError for a text, bytes, a mapping, and for what holds nothing."""
+    try:
+        if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+            raise TypeError
+        return list(value)
+    except TypeError:
+        raise ValueError(f"{brief(value)} is not a list") from None
 
 
 class LazyRegistry:

@@ -19,6 +19,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "port": default_of(ServerConfig, "port"),
         "drain_timeout": default_of(ServerConfig, "drain_timeout_s"),
         "log_requests": default_of(ServerConfig, "log_requests"),
+        "client_priority": default_of(ServerConfig, "client_priority"),
         "max_queued_requests": default_of(EngineConfig, "max_queued_requests"),
         "long_prefill_token_threshold": default_of(EngineConfig, "long_prefill_token_threshold"),
         "chunked_prefill": default_of(EngineConfig, "enable_chunked_prefill"),

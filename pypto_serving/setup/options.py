@@ -57,6 +57,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: float | None = None
     step_timeout: float | None = None
     log_requests: bool | None = None
+    client_priority: bool | None = None
     config_file: str = ""
     from_file: frozenset[str] = frozenset()
     as_arguments: bool = False
