@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,44 @@ def checkpoint(tmp_path: Path) -> Path:
     return Path(shutil.copytree(BUNDLED, tmp_path / "model"))
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
+)
 def test_deep_json_in_a_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path, name: str) -> None:
     (checkpoint / name).write_text(DEEP)
     code, line = run_line(capsys, "check", checkpoint)
     assert code == 3
     assert line == f"error: {checkpoint / name} is not valid JSON: it is {TOO_DEEP}"
+
+
+@pytest.mark.parametrize("json", [[], ["--json"]])
+@pytest.mark.parametrize("damage", ["{", "[]", "", DEEP, "a folder", "a dangling link"], ids=lambda text: text[:15])
+def test_a_damaged_tokenizer(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, damage: str, json: list[str]
+) -> None:
+    path = checkpoint / "tokenizer.json"
+    path.unlink()
+    match damage:
+        case "a folder":
+            path.mkdir()
+        case "a dangling link":
+            path.symlink_to("nowhere")
+        case _:
+            path.write_text(damage)
+    code, line = run_line(capsys, "check", checkpoint, *json)
+    assert code == 3
+    assert line.startswith(f"error: {path} is damaged: ") and line.endswith("; download the checkpoint again")
+
+
+def test_a_damaged_tokenizer_ends_a_start(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").write_text("{")
+    for command in (["serve", str(checkpoint), "--port", "0"], ["generate", "--model", str(checkpoint), "x"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "pypto_serving", *command], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr.splitlines()[-1].startswith(f"error: {checkpoint / 'tokenizer.json'} is damaged: ")
+        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("depth", [10, 400, 900])
