@@ -72,6 +72,7 @@ FLAGS = (
         "none",
     ),
     Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait; more are refused."),
+    Flag("max_body_bytes", SERVER, "SIZE", "Largest body of a request, such as 64MiB."),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("log_requests", SERVER, "", "Log one line per request."),
     Flag("max_num_seqs", BATCHING, "N", "Maximum requests in one step.", str(_CPU.max_num_seqs)),

@@ -133,3 +133,4 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0
     log_requests: bool = False
     allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 64 << 20
