@@ -152,3 +152,4 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     client_priority: bool = True
     allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 64 << 20
