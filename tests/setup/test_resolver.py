@@ -159,7 +159,7 @@ def test_packed_weights_are_kept_if_asked_for() -> None:
     host = msgspec.structs.replace(HOST, kernels=("avx2", "portable"), cache_dir="/home/me/.cache/pypto-serving")
     model = make_model(needs_torch="")
     kept = make_resolved(model, host, packed_cache=True)
-    assert kept.engine.packed_cache == host.cache_dir
+    assert kept.engine.packed_cache == kept.engine.cache_dir == host.cache_dir
     assert setting(kept, "packed-cache") == (host.cache_dir, "given by --packed-cache")
     for options, reason in (
         ({}, "default"),

@@ -6,8 +6,9 @@ import logging
 
 from pypto_serving.api.chat import ChatEncoder, EncodedChat, load_encoder
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import has_tokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.errors import ContextLengthError, ModelError, RequestError
+from pypto_serving.errors import ContextLengthError, RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import brief
 
@@ -30,7 +31,7 @@ class Prompter:
 
     @classmethod
     def load(cls, config: EngineConfig, serving: ServingConfig) -> Prompter:
-        """Load tokenizer and chat encoder. Raises ModelError if a given chat template fails."""
+        """Load tokenizer and chat encoder. Raises ModelError if one of them is damaged."""
         tokenizer = _load_tokenizer(serving.model_dir)
         return cls(config, tokenizer, load_encoder(serving, tokenizer))
 
@@ -73,10 +74,9 @@ def field_of(where: str) -> str:
 
 
 def _load_tokenizer(model_dir: str) -> Tokenizer | None:
-    if not model_dir:
-        return None
-    try:
+    """Load the tokenizer, None for a model that has none. Raises ModelError if it is damaged."""
+    if has_tokenizer(model_dir):
         return Tokenizer.load(model_dir)
-    except ModelError as error:
-        logger.warning("only prompts of token ids can be served: %s", error)
-        return None
+    if model_dir:
+        logger.warning("only prompts of token ids can be served: %s has no tokenizer.json", model_dir)
+    return None

@@ -17,28 +17,28 @@ from pypto_serving.errors import RequestError
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytearray:
     """Read the whole body. Raises BodyTooLargeError above `limit` bytes.
 
     Up to four times the limit is received and dropped first: a client that is cut off while it sends does not read the
     answer.
     """
-    chunks: list[bytes] = []
+    body = bytearray()
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size <= limit:
-            chunks.append(chunk)
+            body += chunk
         elif size > 4 * limit:
             break
         else:
-            chunks.clear()
+            body.clear()
     if size > limit:
-        raise BodyTooLargeError(f"the request body has more than {limit} bytes, the limit of this server; send less")
-    return b"".join(chunks)
+        raise BodyTooLargeError(limit)
+    return body
 
 
-def parse_body(raw: bytes, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
+def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
     """Return the body as `schema` and the names of ignored fields. Raises RequestError naming the field at fault."""
     try:
         body = schema.model_validate_json(raw)
@@ -58,6 +58,7 @@ def read_common(body: GenerationBody, ignored: list[str], serving: ServingConfig
         "model": serving.resolve_model(body.model),
         "stream": bool(body.stream),
         "include_usage": body.include_usage,
+        "ping_s": body.ping_s,
         "ignored": ignored,
         "priority": priority_of(body, serving.client_priority),
         "cache_salt": cache_salt_of(body),

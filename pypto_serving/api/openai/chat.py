@@ -27,4 +27,4 @@ async def create_chat_completion(request: Request) -> Response:
     head = Head(generation.id, int(time.time()), body.model, wanted.num_choices, body.include_usage)
     new_parser = body.prompts[0].new_parser
     form = ChatFormat(head) if new_parser is None else ParsedChatFormat(head, new_parser)
-    return await respond(request, generation, form, body.stream, ignored_header(body.ignored))
+    return await respond(request, generation, form, body, ignored_header(body.ignored))

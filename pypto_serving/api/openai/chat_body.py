@@ -18,7 +18,7 @@ from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens
 
 
-def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes) -> ReadBody:
+def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
     """Parse, check, render and encode. Raises RequestError that names the field at fault."""
     encoder = prompter.chat_encoder
     body, ignored = parse_body(raw, ChatBody, chat_rules(encoder.request_fields))

@@ -17,7 +17,7 @@ from pypto_serving.types.sampling import SamplingParams
 DEFAULT_MAX_TOKENS = default_of(SamplingParams, "max_tokens")
 
 
-def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes) -> ReadBody:
+def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
     """Parse, check and encode. Raises RequestError that names the field at fault."""
     body, ignored = parse_body(raw, CompletionBody, COMPLETION_RULES)
     common = read_common(body, ignored, serving)

@@ -28,7 +28,7 @@ async def create_completion(request: Request) -> Response:
     wanted = GenerationRequest(f"cmpl-{uuid.uuid4().hex}", body.prompts, body.priority, body.cache_salt)
     generation = Generation(service, wanted)
     head = Head(generation.id, int(time.time()), body.model, wanted.num_choices, body.include_usage)
-    return await respond(request, generation, CompletionFormat(head), body.stream, ignored_header(body.ignored))
+    return await respond(request, generation, CompletionFormat(head), body, ignored_header(body.ignored))
 
 
 class CompletionFormat(EventFormat):

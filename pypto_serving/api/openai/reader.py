@@ -18,6 +18,6 @@ class BodyReader:
         self.prompter = prompter
         self.serving = serving
 
-    def read(self, endpoint: Endpoint, raw: bytes) -> ReadBody:
+    def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
         """Return what the body says. Raises RequestError that names the field at fault."""
         return _READ[endpoint](self.prompter, self.serving, raw)

@@ -36,7 +36,7 @@ class ReaderProcess:
         self._input: asyncio.StreamReader
         self._output: asyncio.StreamWriter
 
-    async def read(self, endpoint: Endpoint, raw: bytes) -> ReadBody:
+    async def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
         """Read one body, in order of the calls. Raises RequestError.
 
         A call that is cancelled before its turn costs nothing; a body that is being read is read to the end.
@@ -69,7 +69,7 @@ class ReaderProcess:
         self._output.close()
         return await asyncio.to_thread(child.end, patience_s)
 
-    async def _read(self, endpoint: Endpoint, raw: bytes) -> ReadBody:
+    async def _read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
         await self._ensure()
         allowed_s = READ_S + len(raw) / MIB
         try:

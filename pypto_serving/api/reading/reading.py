@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from pypto_serving.api.disconnect import until_disconnect
+from pypto_serving.api.middleware import BODY_PARSED
 from pypto_serving.api.openai.body import read_body, require_json
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.reading.process import ReaderProcess
@@ -31,7 +32,12 @@ class Reading:
     async def read(self, request: Request, endpoint: Endpoint) -> ReadBody:
         """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
         require_json(request)
-        raw = await read_body(request, self._here.serving.max_body_bytes)
+        try:
+            return await self._read(request, endpoint, await read_body(request, self._here.serving.max_body_bytes))
+        finally:
+            request.scope.get(BODY_PARSED, lambda: None)()
+
+    async def _read(self, request: Request, endpoint: Endpoint, raw: bytearray) -> ReadBody:
         templates = endpoint == "chat" and self._here.prompter.chat_encoder.runs_templates
         if len(raw) <= SMALL_BYTES and not templates:
             return self._here.read(endpoint, raw)

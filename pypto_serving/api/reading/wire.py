@@ -24,6 +24,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     model: str
     stream: bool
     include_usage: bool
+    ping_s: float | None
     ignored: list[str]
     prompts: list[FittedPrompt]
     priority: int
