@@ -21,7 +21,9 @@ from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.fields import IGNORED_HEADER
 from pypto_serving.api.openai.models import list_models, retrieve_model
+from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
+from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.client import EngineClient
@@ -39,10 +41,11 @@ class Application(FastAPI):
 
 
 def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
-    """Make the application; start nothing. `app.state.service` holds the Service of all handlers."""
+    """Make the application; start nothing. `app.state.service` and `app.state.reading` are for all handlers."""
     app = Application(title="pypto-serving", version=__version__)
     service = Service(engine, serving)
     app.state.service = service
+    app.state.reading = Reading(BodyReader(service.prompter, serving))
     _add_routes(app)
     for kind in (PyptoError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)

@@ -1,4 +1,4 @@
-"""Hold what all handlers share: engine, prompts, reading of bodies, seeds, admission and metrics."""
+"""Hold what all handlers share: engine, prompts, seeds, admission and metrics."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import time
 from pypto_serving.api.drain import Admission
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
-from pypto_serving.api.openai.reader import BodyReader
-from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_eos_token_ids
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -30,7 +28,6 @@ class Service:
         self.serving = serving
         self.prompter = Prompter.load(engine.config, serving)
         self.tokenizer = self.prompter.tokenizer
-        self.reading = Reading(BodyReader(self.prompter, serving))
         self.eos_token_ids = _eos_token_ids(serving.model_dir, self.tokenizer, engine.config.vocab_size)
         self.model_name = serving.served_model_names[0]
         self.metrics = ServerMetrics(engine, self.model_name)

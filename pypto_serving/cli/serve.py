@@ -135,7 +135,7 @@ async def _serve_http(
         listen(app, server.host, server.port, bound.set_result, drain_timeout_s=server.drain_timeout_s)
     )
     dead = asyncio.create_task(engine.wait_dead())
-    ready = asyncio.create_task(_announce(server, bound, engine, progress, app.state.service.reading))
+    ready = asyncio.create_task(_announce(server, bound, engine, progress, app.state.reading))
     try:
         await asyncio.wait({http, dead}, return_when=asyncio.FIRST_COMPLETED)
         if dead.done():

@@ -22,7 +22,7 @@ from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError, UnavailableError
-from tests.api import test_chat, test_errors
+from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
 from tests.api.running import RunningServer
@@ -42,7 +42,6 @@ HOSTILE = {
 CASES = "".join(f"{{% if messages[0].content == '{name}' %}}{text}{{% endif %}}" for name, text in HOSTILE.items())
 
 
-HELLO = {"role": "user", "content": "hello"}
 PARTS = [{"type": "text", "text": "x" * 30}] * 80_000
 
 
@@ -77,7 +76,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 
 def served_until_begun(server: RunningServer) -> None:
-    while not server.call(server.service.reading._quick._turn.locked):
+    while not server.call(server.app.state.reading._quick._turn.locked):
         pass
 
 
@@ -125,7 +124,7 @@ def test_others_are_served_while_a_large_body_is_read(roomy: RunningServer, name
     assert served > 1
 
 
-BODIES = [(test_errors.PATH, body) for body, *_ in test_errors.BAD] + [(CHAT, body) for body, *_ in test_chat.BAD]
+BODIES = [(COMPLETIONS, body) for body, *_ in BAD_COMPLETIONS] + [(CHAT, body) for body, *_ in BAD_CHATS]
 BODIES += [(COMPLETIONS, {"prompt": ["hello", [5, 6]], "n": 2, "seed": 1}), (CHAT, chat("hello"))]
 
 

@@ -14,13 +14,15 @@ from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
 from pypto_serving.api.openai.fields import ignored_header
 from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.sse import Head
+from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 
 
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
-    body = await service.reading.read(request, "chat")
+    reading: Reading = request.app.state.reading
+    body = await reading.read(request, "chat")
     service.warn_ignored(body.ignored)
     wanted = GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", body.prompts, body.priority, body.cache_salt)
     generation = Generation(service, wanted)

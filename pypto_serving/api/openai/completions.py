@@ -17,13 +17,15 @@ from pypto_serving.api.openai.fields import ignored_header
 from pypto_serving.api.openai.logprobs import completion_logprobs
 from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.sse import EventFormat, Head, encode
+from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 
 
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts."""
     service: Service = request.app.state.service
-    body = await service.reading.read(request, "completions")
+    reading: Reading = request.app.state.reading
+    body = await reading.read(request, "completions")
     service.warn_ignored(body.ignored)
     wanted = GenerationRequest(f"cmpl-{uuid.uuid4().hex}", body.prompts, body.priority, body.cache_salt)
     generation = Generation(service, wanted)

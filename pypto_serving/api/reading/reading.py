@@ -18,7 +18,7 @@ QUICK_BYTES = 256 << 10
 
 
 class Reading:
-    """Read bodies so that none holds up the event loop. Owned by Service; used in its event loop only.
+    """Read bodies so that none holds up the event loop. Owned by the application; used in its event loop only.
 
     Chats that run a template of the checkpoint always go to a reader, since only a process can be stopped.
     """
