@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,7 @@ from pypto_serving.types.sampling import SamplingParams
 __all__ = ["LLM", "CompletionOutput", "GenerationOutput", "Logprob", "Messages", "Prompt"]
 
 T = TypeVar("T")
+LONG_TEXT_CHARS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ class LLM:
     async def _encode(self, prompt: str | list[int], params: SamplingParams) -> _Job:
         prompter = self._service.prompter
         if isinstance(prompt, str):
-            ids = await asyncio.to_thread(prompter.encode_text, prompt, "prompt", add_special_tokens=True)
+            ids = await _encoded(prompt, prompter.encode_text, prompt, "prompt", True)
             return _Job(prompt, self._fit(ids, params))
         return _Job(None, self._fit(prompter.check_token_ids(prompt, "prompt"), params))
 
@@ -175,7 +176,7 @@ class LLM:
     ) -> _Job:
         prompter = self._service.prompter
         chat = prompter.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
-        ids = await asyncio.to_thread(prompter.encode_chat, chat, add_special_tokens=False)
+        ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
         return _Job(chat.prompt if isinstance(chat.prompt, str) else None, self._fit(ids, params, chat.new_parser))
 
     def _fit(self, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None) -> FittedPrompt:
@@ -224,6 +225,11 @@ class LLM:
     def _submit(self, prompt: FittedPrompt, keep_token_ids: bool) -> Generation:
         request = GenerationRequest(f"offline-{next(self._ids)}", [prompt], keep_token_ids=keep_token_ids)
         return Generation(self._service, request)
+
+
+async def _encoded(text: Sized, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
+    """Call `encode`; for a long text in a thread, outside the interpreter lock."""
+    return encode(*arguments) if len(text) < LONG_TEXT_CHARS else await asyncio.to_thread(encode, *arguments)
 
 
 async def _all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -189,6 +189,9 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
         with pytest.raises(RequestError, match=words):
             await reading
         assert list((await reader.read("completions", completion([2]))).prompts[0].token_ids) == [2]
+        os.kill(reader._child.pid, number)  # idle: this costs nobody anything
+        os.waitid(os.P_PID, reader._child.pid, os.WEXITED | os.WNOWAIT)
+        assert list((await reader.read("completions", completion([3]))).prompts[0].token_ids) == [3]
         await reader.close()
         with pytest.raises(UnavailableError):
             await reader.read("completions", completion([3]))

@@ -34,7 +34,7 @@ class ReaderProcess:
         self._child: Child | None = None
         self._closed = False
         self._input: asyncio.StreamReader
-        self._output: asyncio.StreamWriter
+        self._output: asyncio.StreamWriter | None = None
 
     async def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
         """Read one body, in order of the calls. Raises RequestError.
@@ -63,20 +63,20 @@ class ReaderProcess:
 
     async def _end(self, patience_s: float = 0.0) -> int:
         """End the process; return its exit code. The next body starts another."""
+        output, self._output = self._output, None
+        if output is not None:
+            output.close()
         child, self._child = self._child, None
-        if child is None:
-            return 0
-        self._output.close()
-        return await asyncio.to_thread(child.end, patience_s)
+        return 0 if child is None else await asyncio.to_thread(child.end, patience_s)
 
     async def _read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
-        await self._ensure()
+        output = await self._ensure()
         allowed_s = READ_S + len(raw) / MIB
         try:
             async with asyncio.timeout(allowed_s):
-                self._output.write(bytes([ENDPOINTS.index(endpoint)]) + len(raw).to_bytes(SIZE_BYTES, "little"))
-                self._output.write(raw)
-                await self._output.drain()
+                output.write(bytes([ENDPOINTS.index(endpoint)]) + len(raw).to_bytes(SIZE_BYTES, "little"))
+                output.write(raw)
+                await output.drain()
                 answer = ANSWERS.decode(await self._receive())
         except TimeoutError:
             await self._end()
@@ -92,22 +92,32 @@ class ReaderProcess:
         size = int.from_bytes(await self._input.readexactly(SIZE_BYTES), "little")
         return await self._input.readexactly(size)
 
-    async def _ensure(self) -> None:
+    async def _ensure(self) -> asyncio.StreamWriter:
+        """Return where bodies are written, to a process that is ready for them."""
         if self._closed:
             raise UnavailableError("the server is shutting down")
-        if self._child is not None:
-            return
-        ours, theirs = socket.socketpair()
-        self._child = Child(
-            "pypto_serving.api.reading", ReaderStart(self._config, self._serving, theirs.fileno()), theirs
-        )
-        self._input, self._output = await asyncio.open_unix_connection(sock=ours)
+        if self._output is not None and self._child is not None and self._child.process.poll() is None:
+            return self._output
+        await self._end()
         try:
             async with asyncio.timeout(START_S):
-                await self._receive()
+                return await self._start()
         except (TimeoutError, OSError, EOFError):
             await self._end()
             raise UnavailableError("the process that reads requests did not start; try again later") from None
+
+    async def _start(self) -> asyncio.StreamWriter:
+        ours, theirs = socket.socketpair()
+        start = ReaderStart(self._config, self._serving, theirs.fileno())
+        self._child = Child("pypto_serving.api.reading", start, theirs)
+        self._input, output = await asyncio.open_unix_connection(sock=ours)
+        try:
+            await self._receive()
+        except BaseException:
+            output.close()
+            raise
+        self._output = output
+        return output
 
 
 def _ended(code: int) -> RequestError:
