@@ -233,10 +233,12 @@ class AsyncEngine:
             raise UnavailableError(str(self._dead or "the server is shutting down"))
         if self._channel is None:
             raise UnavailableError("the engine core is being replaced; try again in a moment")
-        waiting, limit = len(self._streams) - self.stats.num_running, self.config.max_queued_requests
-        if waiting + count > limit:
+        unfinished, config = len(self._streams), self.config
+        if unfinished + count > config.max_unfinished:
+            waiting = max(0, unfinished - config.max_num_seqs)
             raise QueueFullError(
-                f"{max(waiting, 0)} requests are waiting and the queue holds {limit}; try again later",
+                f"{unfinished} requests are unfinished; this server runs {config.max_num_seqs} at once and queues "
+                f"{config.max_queued_requests}; try again later",
                 self._retry_after_s(waiting),
             )
 

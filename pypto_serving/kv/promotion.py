@@ -16,6 +16,7 @@ from pypto_serving.types.tier import Tier, TransferDone
 class Promotions:
     """Owns the Fills, and the blocks that each brings; measures whether loading is faster than computing.
 
+    `_fills` are by the request that began them, `_joined` by the other requests that wait for them.
     A part of the TierManager, with which it shares `tiers` and `leases`.
     """
 
@@ -24,11 +25,13 @@ class Promotions:
         self._leases = leases
         self._prefill_rate = Rate()
         self._fills: dict[str, Fill] = {}
+        self._joined: dict[str, Fill] = {}
         self._filling: dict[GroupKey, Fill] = {}
 
     def forget_all(self) -> None:
         """Forget every fill, because the worker is gone."""
         self._fills.clear()
+        self._joined.clear()
         self._filling.clear()
 
     # Before.
@@ -53,6 +56,7 @@ class Promotions:
         fill = next((fill for fill in fills if self._fills.get(fill.request_id) is fill), None)
         if fill is not None:
             fill.waiters.append(request_id)
+            self._joined[request_id] = fill
         return fill is not None
 
     # Under way.
@@ -92,12 +96,22 @@ class Promotions:
 
     def abandon(self, request_id: str) -> None:
         """Stop waiting; transfers still finish and publish their blocks."""
-        for other in self._fills.values():
-            if request_id in other.waiters:
-                other.waiters.remove(request_id)
+        joined = self._joined.pop(request_id, None)
+        if joined is not None:
+            joined.waiters.remove(request_id)
         fill = self._fills.pop(request_id, None)
         if fill is not None:
             self._leases.abandon(fill)
+
+    def waiting_for(self, leases: Iterable[Lease]) -> list[str]:
+        """Return the requests that wait for one of these leases: who began them, unless it gave up, and who joined."""
+        fills = dict.fromkeys(lease.fill for lease in leases if lease.fill is not None)
+        return [
+            name
+            for fill in fills
+            for name in (fill.request_id, *fill.waiters)
+            if fill in (self._fills.get(name), self._joined.get(name))
+        ]
 
     # Done.
 
@@ -139,6 +153,8 @@ class Promotions:
         if fill.num_leases:
             return []
         waiters = [(request_id, True) for request_id in fill.waiters]
+        for request_id in fill.waiters:
+            del self._joined[request_id]
         if lease.state is LeaseState.QUARANTINED:
             return waiters
         del self._fills[fill.request_id]
@@ -171,3 +187,6 @@ class Promotions:
         """Assert that a lease brings each block that somebody is told to wait for."""
         moving = {(piece.group, piece.key) for lease in self._leases for piece in lease.moved}
         assert self._filling.keys() <= moving, "a block is said to come, but nothing brings it"
+        fills = {lease.fill for lease in self._leases}
+        assert fills >= {*self._fills.values(), *self._joined.values()}, "a request waits for what nothing brings"
+        assert all(name in fill.waiters for name, fill in self._joined.items())

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pypto_serving.kv.demotion import Demotions
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import GroupKey, KVGroup
-from pypto_serving.kv.lease import Leases, LeaseState
+from pypto_serving.kv.lease import Leases
 from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.kv.promotion import Promotions
 from pypto_serving.types.stats import TierStats
@@ -82,8 +82,7 @@ class TierManager:
         late = [lease for lease in self._leases if now_s > lease.due_s]
         for tier in self.tiers:
             tier.stuck = any(lease.tier is tier for lease in late)
-        fills = [lease.fill for lease in late if lease.fill and lease.state is LeaseState.FILLING]
-        return list(dict.fromkeys(name for fill in fills for name in (fill.request_id, *fill.waiters)))
+        return self.promotions.waiting_for(late)
 
     def clear(self, tier_names: Collection[Tier]) -> None:
         """Forget what some lower tiers hold, and have their stores do so. Moving blocks will not be published."""

@@ -20,6 +20,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "drain_timeout": default_of(ServerConfig, "drain_timeout_s"),
         "max_body_bytes": default_of(ServerConfig, "max_body_bytes"),
         "log_requests": default_of(ServerConfig, "log_requests"),
+        "client_priority": default_of(ServerConfig, "client_priority"),
         "max_queued_requests": default_of(EngineConfig, "max_queued_requests"),
         "long_prefill_token_threshold": default_of(EngineConfig, "long_prefill_token_threshold"),
         "chunked_prefill": default_of(EngineConfig, "enable_chunked_prefill"),

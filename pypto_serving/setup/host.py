@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.types.tier import PART_NAME
+
+MIN_FILES, MAX_FILES = 64, 65536
+"""Open files that an engine or a client needs at least, and the most that are of use."""
 
 
 class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +50,18 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     torch: bool = True
     cache_dir: str = ""
     kv_disk: DiskFacts | None = None
+
+
+def raise_file_limit() -> None:
+    """Raise this process's soft limit of open files as far as is of use; raise ConfigError if it stays too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if wanted < MIN_FILES:
+        raise ConfigError(
+            f"this process may open {wanted} files, but needs {MIN_FILES}; raise the limit of open files (ulimit -n)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:

@@ -58,6 +58,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: float | None = None
     max_body_bytes: int | None = None
     log_requests: bool | None = None
+    client_priority: bool | None = None
     config_file: str = ""
     from_file: frozenset[str] = frozenset()
     as_arguments: bool = False

@@ -63,6 +63,7 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
             depth=backend.depth,
             traits=backend.traits,
             kernels=kernels,
+            cache_dir=host.cache_dir,
             packed_cache=choose_packed_cache(settings, host, kernels),
             num_threads=choose_threads(settings, model, host),
             tiers=tiers,
@@ -165,6 +166,7 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         chat_template=template,
         drain_timeout_s=settings.pick_fixed("drain_timeout"),
         log_requests=settings.pick_fixed("log_requests"),
+        client_priority=settings.pick_fixed("client_priority"),
         allowed_origins=origins,
         max_body_bytes=max_body_bytes,
     )

@@ -53,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: blocks of each group, the null block 0 included.
     kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
+    cache_dir: folder for digests of weights; empty for none.
     packed_cache: folder for weights packed for the CPU kernels; empty for none.
     tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
     kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
@@ -80,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     num_threads: int = 0
     kernels: str = ""
+    cache_dir: str = ""
     packed_cache: str = ""
     tiers: tuple[TierConfig, ...] = ()
     kv_store: StorePolicy = "through"
@@ -111,6 +113,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise UnmetError("num_drafts", problem)
 
     @property
+    def max_unfinished(self) -> int:
+        """Return how many requests the replica takes at once: those with a row, and those that wait for one."""
+        return self.max_num_seqs + self.max_queued_requests
+
+    @property
+    def shares_kv(self) -> bool:
+        """Return True if blocks of KV, or their keys, leave the processes of this replica."""
+        return bool(self.kv_events) or any(tier.tier in ("disk", "remote") for tier in self.tiers)
+
+    @property
     def limits(self) -> BackendLimits:
         """Return what a program must be able to do."""
         return BackendLimits(
@@ -123,7 +135,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open."""
+    """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open.
+
+    client_priority: whether requests may name a priority.
+    """
 
     served_model_names: tuple[str, ...]
     host: str = "127.0.0.1"
@@ -132,5 +147,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     drain_timeout_s: float = 30.0
     log_requests: bool = False
+    client_priority: bool = True
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 << 20

@@ -52,7 +52,7 @@ BAD = [
     ({"prompt": "a", "min_p": 2}, "min_p", "between 0 and 1"),
     ({"prompt": "a", "top_k": -5}, "top_k", "0 or -1"),
     ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
-    ({"prompt": ["a"] * 3, "n": 128}, "prompt", "384 sequences"),
+    ({"prompt": ["a"] * 5, "n": 128}, "prompt", "640 sequences, but this server runs 256 at once and queues 256"),
     ({"prompt": "a", "n": True}, "n", "integer"),
     ({"prompt": "a", "seed": 2**64}, "seed", "64-bit"),
     ({"prompt": "a", "stop": [1]}, "stop", "list of strings"),
@@ -92,7 +92,8 @@ def test_bad_requests_name_field_and_value(server: RunningServer, body: dict[str
 def test_a_context_error_names_both_lengths(server: RunningServer) -> None:
     error = error_of(server.post(PATH, {"prompt": [5] * 500, "max_tokens": 30}), 400)
     assert error["code"] == "context_length_exceeded"
-    for number in ("500 tokens", "30", "512 tokens", "at most 12"):
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. However, ")
+    for number in ("500 tokens", "30", "at most 12"):
         assert number in error["message"]
     assert server.post(PATH, {"prompt": [5] * 500}).status_code == 200
     assert server.engine.requests[-1].params.max_tokens == 12
@@ -125,6 +126,15 @@ def test_priority_and_cache_salt_reach_the_engine(server: RunningServer, path: s
     assert {(request.priority, request.cache_salt) for request in server.engine.requests} == {(-3, "ü")}
     server.post(path, {**said, "priority": None, "cache_salt": None})
     assert (server.engine.requests[-1].priority, server.engine.requests[-1].cache_salt) == (0, "")
+
+
+def test_a_server_may_deny_priorities_to_clients(start: Callable[..., RunningServer]) -> None:
+    server = start(client_priority=False)
+    for path, said in ((PATHS[0], {"prompt": "a"}), (PATHS[1], {"messages": [HELLO]})):
+        error = error_of(server.post(path, {**said, "priority": -5}), 400)
+        assert (error["param"], error["code"]) == ("priority", "unsupported_field")
+        assert "priority is -5, but this server lets no client choose one" in error["message"]
+        assert server.post(path, {**said, "priority": 0}).status_code == 200
 
 
 def test_neutral_and_ignored_fields_are_accepted(server: RunningServer) -> None:

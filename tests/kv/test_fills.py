@@ -163,3 +163,23 @@ def test_what_a_shared_store_still_holds_of_discarded_blocks_is_not_loaded() -> 
     kv.forget("c")
     assert "store" not in transfer(), "the store keeps what it has, so it would be corrupt again"
     kv.check()
+
+
+def test_who_waits_for_blocks_of_an_aborted_request_stops_waiting_when_they_are_overdue() -> None:
+    kv, _ = filled_from_two_tiers()
+    assert kv.fetch("c", len(TOKENS), kv.match("c", TOKENS)), "another request loads the same blocks"
+    kv.forget("b")
+    assert kv.expire_fills(1000.0) == ["c"]
+    assert not kv.fetch("c", len(TOKENS), kv.match("c", TOKENS)), "the tiers are stuck"
+    assert kv.expire_fills(2000.0) == []
+    kv.check()
+
+
+def test_the_late_end_of_a_load_wakes_nobody_who_gave_it_up() -> None:
+    """The requests wait for other loads by then: woken early, they would run on blocks that are being filled."""
+    kv, loads = filled_from_two_tiers()
+    assert kv.fetch("c", len(TOKENS), kv.match("c", TOKENS))
+    assert kv.expire_fills(1000.0) == ["b", "c"]
+    for job in loads.values():
+        assert kv.transferred(TransferDone(job.job_id, b"\0" * num_pieces(job), 0.1), 1001.0) == []
+    kv.check()
