@@ -4,5 +4,6 @@
 - `body`, `schemas`, `fields`: parse bodies, screen unknown fields
 - `params`, `prompts`: read sampling parameters and prompts
 - `respond`: answer at once or stream
+- `answers`: describe what they answer
 - `sse`, `chat_format`, `logprobs`, `usage`: write events and objects
 """
