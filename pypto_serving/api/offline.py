@@ -180,10 +180,10 @@ class LLM:
         return fit_prompt(ids, params, self._engine.config, new_parser=new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
-        """Generate for all prompts, as many at once as the queue holds."""
+        """Generate for all prompts, as many at once as the engine takes."""
         jobs = await asyncio.gather(*encoding)
         widest = max((job.prompt.params.n for job in jobs), default=1)
-        room = asyncio.Semaphore(max(1, self._engine.config.max_queued_requests // widest))
+        room = asyncio.Semaphore(max(1, self._engine.config.max_unfinished // widest))
         with _progress_bar(len(jobs), progress) as bar:
 
             async def one(job: _Job) -> GenerationOutput:

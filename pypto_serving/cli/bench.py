@@ -203,6 +203,8 @@ def _run(benchmark: Benchmark) -> Outcome:
     import uvloop
 
     from pypto_serving.bench.runner import run
+    from pypto_serving.setup.host import raise_file_limit
 
+    raise_file_limit()  # each request in flight has a socket
     with request_progress(benchmark.traffic.num_prompts) as advance:
         return uvloop.run(run(benchmark, advance))

@@ -175,7 +175,9 @@ def _replay(source: Source, loaded: Trace, target: Target, vocab_size: int | Non
     import uvloop
 
     from pypto_serving.bench.replay import replay
+    from pypto_serving.setup.host import raise_file_limit
 
+    raise_file_limit()  # each request in flight has a socket
     with request_progress(len(loaded.requests)) as advance:
         return uvloop.run(replay(source, loaded, target, vocab_size, advance))
 

@@ -71,9 +71,11 @@ FLAGS = (
         "Origin whose web pages may call the server from a browser, as in http://localhost:3000; may repeat; * is any.",
         "none",
     ),
-    Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait; more are refused."),
+    Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait for a row; more are refused."),
+    Flag("max_body_bytes", SERVER, "SIZE", "Largest body of a request, such as 64MiB."),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("log_requests", SERVER, "", "Log one line per request."),
+    Flag("client_priority", SERVER, "", "Let requests choose their priority."),
     Flag("max_num_seqs", BATCHING, "N", "Maximum requests in one step.", str(_CPU.max_num_seqs)),
     Flag("max_num_batched_tokens", BATCHING, "TOKENS", "Token budget of one step.", str(_CPU.max_num_batched_tokens)),
     Flag(
@@ -134,7 +136,7 @@ FLAGS = (
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
     Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
 )
-SWITCHES = {"log_requests", "chunked_prefill", "prefix_caching", "packed_cache"}
+SWITCHES = {"log_requests", "client_priority", "chunked_prefill", "prefix_caching", "packed_cache"}
 LISTS = {"served_model_name", "allowed_origins"}
 
 ModelArgument = Annotated[

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from pypto_serving.engine.async_engine import AsyncEngine
 
 app = typer.Typer(add_completion=False)
+logger = logging.getLogger("pypto_serving.api")
 LAST_REPLIES_S = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -83,7 +83,7 @@ def check_address(options: Options, server: ServerConfig) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         raise _no_address(options, server) from None
     except OSError as error:
         raise _unusable(options, server, error) from None
@@ -173,8 +173,10 @@ async def _announce(
     }
     if engine.ready is not None and engine.ready.kv_events is not None:
         line["kv_events"], line["kv_events_replay"] = engine.ready.kv_events
-    typer.echo(json.dumps(line))
-    sys.stdout.flush()
+    try:
+        typer.echo(json.dumps(line))
+    except OSError as error:
+        logger.warning("the ready line cannot be written to stdout: %s", os.strerror(error.errno or 0).lower())
 
 
 def server_url(host: str, port: int) -> str:

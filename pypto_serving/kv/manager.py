@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.fetch import Fetcher
+from pypto_serving.kv.fetch import Fetch, Fetcher
 from pypto_serving.kv.group import make_groups
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.positions import ResumePoints
@@ -42,7 +42,8 @@ class KVCacheManager:
 
         (match | fetch)* → reserve → (reserve | commit)* → release → ... → forget
 
-    Nothing here does I/O or reads a clock. `tiers` configures the tiers; `events` notes what happens to cached blocks.
+    Nothing here does I/O or reads a clock. `tiers` configures the tiers, whose transfers leave room for a sequence of
+    `longest_blocks` blocks in each group; `events` notes what happens to cached blocks.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class KVCacheManager:
         fingerprint: bytes = b"",
         tiers: Iterable[TierConfig] = (),
         store_policy: StorePolicy = "through",
+        longest_blocks: Sequence[int] = (),
         events: EventLog | None = None,
     ) -> None:
         self.points = ResumePoints(specs)
         self.groups = make_groups(specs, self.points, events)
         self.prefix_caching = prefix_caching
         self._events = events
-        self._tiers = TierManager(self.groups, tiers, store_policy, events)
+        self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, events)
         self._fetcher = Fetcher(self._tiers, self.points)
         self._has_tiers = bool(self._tiers.tiers)
         self._sequences: dict[str, SequenceState] = {}
@@ -117,15 +119,15 @@ class KVCacheManager:
 
         return bisect_left(points, True, key=differ) * self.points.step
 
-    def fetch(self, request_id: str, num_tokens: int, match: Match) -> bool:
+    def fetch(self, request_id: str, num_tokens: int, match: Match, may_begin: bool = True) -> Fetch:
         """Begin to load what lower tiers hold of a request of `num_tokens` tokens beyond `match`, if that pays.
 
-        True: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
+        BEGUN: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
         """
         sequence = self._sequences[request_id]
         if not self._has_tiers or sequence.filled or not self.prefix_caching:
-            return False
-        return self._fetcher.fetch(request_id, sequence, num_tokens, match.num_tokens)
+            return Fetch.COMPUTE
+        return self._fetcher.fetch(request_id, sequence, num_tokens, match.num_tokens, may_begin)
 
     def holds_fill(self, request_id: str) -> bool:
         """Return whether a waiting request holds blocks that were, or are being, loaded for it."""

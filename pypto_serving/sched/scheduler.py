@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
+from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import budget, outputs
 from pypto_serving.sched.following import Following
@@ -16,7 +17,6 @@ from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, new_r
 from pypto_serving.sched.strikes import MAX_STRIKES, Strikes
 from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import publication_lag
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import NOT_FINITE, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
@@ -55,8 +55,8 @@ class Scheduler:
         self._num_planned = 0
         self._last_writer = 0
         self._strikes = Strikes()
-        self._unsettled = config.max_num_batched_tokens * config.depth + publication_lag(config.groups)
-        require_blocks(config, config.num_blocks, self._unsettled)
+        self._unsettled = config.unsettled_tokens
+        require_blocks(config, config.num_blocks)
 
     def worker_ready(
         self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory] = ()
@@ -66,7 +66,7 @@ class Scheduler:
         Raises ConfigError if a pool is too small for one request.
         """
         assert not self._running and not self._in_flight and not self._loading
-        require_blocks(self.config, num_blocks, self._unsettled)
+        require_blocks(self.config, num_blocks)
         self.kv.open(num_blocks, fingerprint, inventories)
 
     # Requests come and go.
@@ -246,12 +246,13 @@ class Scheduler:
         step.add(Scheduled(request, request.life, count, num_drafts, samples))
 
     def _admit_waiting(self, step: Step, now_s: float, before: Request | None = None) -> None:
-        """Start waiting requests in order, all or those `before` a running one, while rows, budget and blocks last."""
+        """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
         while step.admits and step.budget > 0 and self._free_rows and not self._following.is_full:
             request = self._waiting.peek()
             if request is None or (before is not None and request.order > before.order):
                 return
-            step.admits = request.id not in step.preempted and self._admit(step, request, now_s)
+            held_up = request.id in step.preempted or request.id == self._loading.put_off_id
+            step.admits = not held_up and self._admit(step, request, now_s)
 
     def _admit(self, step: Step, request: Request, now_s: float) -> bool:
         """Start a waiting request, or let it wait for its KV. Return False if it must stay first in the queue."""
@@ -264,9 +265,14 @@ class Scheduler:
         while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
             if self._running or self._loading or not self._release_loaded(request):
                 return False
-        if may_wait and not self._loading.is_full and self.kv.fetch(request.id, request.num_tokens, match):
-            self._wait_for_kv(request)
-            return True
+        if may_wait:
+            fetch = self.kv.fetch(request.id, request.num_tokens, match, may_begin=not self._loading.is_full)
+            if fetch is Fetch.BEGUN:
+                self._wait_for_kv(request)
+                return True
+            if fetch is Fetch.LATER:
+                self._loading.put_off(request.id)
+                return False
         count = budget.chunk(self.config, step, request.num_tokens - match.num_tokens)
         if count == 0 or self.kv.reserve(request.id, match.num_tokens + count, match) is None:
             return False

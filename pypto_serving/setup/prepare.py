@@ -16,7 +16,7 @@ from pypto_serving.kernels.library import runnable
 from pypto_serving.model.null.spec import NULL_MODELS, null_spec
 from pypto_serving.model.registry import load_spec
 from pypto_serving.setup.defaults import DEFAULTS
-from pypto_serving.setup.host import read_cache_dir, read_disk_facts, read_host_facts
+from pypto_serving.setup.host import raise_file_limit, read_cache_dir, read_disk_facts, read_host_facts
 from pypto_serving.setup.locate import locate_model
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS) -> Resolved:
-    """Resolve the configuration for `model` on this machine, and log the warnings.
+    """Resolve the configuration for `model` on this machine, and log the warnings. Also raise the limit of open files.
 
     `defaults` are those of setup/defaults.py, perhaps with changes. Raises ConfigError or ModelError.
     """
+    raise_file_limit()
     template = options.chat_template
     if template is not None and not _is_file(template):
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")

@@ -63,6 +63,7 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
             depth=backend.depth,
             traits=backend.traits,
             kernels=kernels,
+            cache_dir=host.cache_dir,
             packed_cache=choose_packed_cache(settings, host, kernels),
             num_threads=choose_threads(settings, model, host),
             tiers=tiers,
@@ -154,6 +155,8 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     settings.record("api_key", "set" if key else "none", origin_or("api_key", "default: open"))
     origins = options.allowed_origins or ()
     settings.record("allowed_origins", ", ".join(origins) or "none", origin_or("allowed_origins", "default: no others"))
+    max_body_bytes: int = options.max_body_bytes or settings.defaults["max_body_bytes"]
+    settings.record("max_body_bytes", format_size(max_body_bytes), origin_or("max_body_bytes", "default"))
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
     return ServerConfig(
         served_model_names=names,
@@ -163,5 +166,7 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         chat_template=template,
         drain_timeout_s=settings.pick_fixed("drain_timeout"),
         log_requests=settings.pick_fixed("log_requests"),
+        client_priority=settings.pick_fixed("client_priority"),
         allowed_origins=origins,
+        max_body_bytes=max_body_bytes,
     )

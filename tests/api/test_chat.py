@@ -78,6 +78,24 @@ def test_logprobs(server: RunningServer, tokenizer: Tokenizer) -> None:
     assert content[0]["top_logprobs"][0] == {key: content[0][key] for key in ("token", "logprob", "bytes")}
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_logprobs_are_those_of_the_content(server: RunningServer, tokenizer: Tokenizer, skip: bool) -> None:
+    """The end token is among them only where it is shown."""
+    ids = [*tokenizer.encode("the fox"), tokenizer.eos_token_id or 0]
+    server.engine.script = lambda request: Script(ids, finish="stop")
+    body = {"messages": [HELLO], "logprobs": True, "skip_special_tokens": skip}
+    reply = server.post(PATH, body).json()
+    choice = reply["choices"][0]
+    said = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode()
+    assert said == choice["message"]["content"] == ("the fox" if skip else "the fox<|end|>")
+    assert reply["usage"]["completion_tokens"] == len(ids)
+    events = server.events(PATH, body)
+    streamed = [
+        entry for event in events for c in event["choices"] for entry in (c["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == choice["logprobs"]["content"]
+
+
 def test_content_parts_and_template_arguments(server: RunningServer, tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     body = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"shout": True}}
@@ -104,6 +122,7 @@ BAD = [
     ({"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ({"messages": [HELLO], "max_completion_tokens": 500}, "max_completion_tokens", "512 tokens"),
+    ({"messages": [HELLO], "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, but"),
 ]
 
 

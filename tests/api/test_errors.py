@@ -52,7 +52,7 @@ BAD = [
     ({"prompt": "a", "min_p": 2}, "min_p", "between 0 and 1"),
     ({"prompt": "a", "top_k": -5}, "top_k", "0 or -1"),
     ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
-    ({"prompt": ["a"] * 3, "n": 128}, "prompt", "384 sequences"),
+    ({"prompt": ["a"] * 5, "n": 128}, "prompt", "640 sequences, but this server runs 256 at once and queues 256"),
     ({"prompt": "a", "n": True}, "n", "integer"),
     ({"prompt": "a", "seed": 2**64}, "seed", "64-bit"),
     ({"prompt": "a", "stop": [1]}, "stop", "list of strings"),
@@ -92,7 +92,8 @@ def test_bad_requests_name_field_and_value(server: RunningServer, body: dict[str
 def test_a_context_error_names_both_lengths(server: RunningServer) -> None:
     error = error_of(server.post(PATH, {"prompt": [5] * 500, "max_tokens": 30}), 400)
     assert error["code"] == "context_length_exceeded"
-    for number in ("500 tokens", "30", "512 tokens", "at most 12"):
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. However, ")
+    for number in ("500 tokens", "30", "at most 12"):
         assert number in error["message"]
     assert server.post(PATH, {"prompt": [5] * 500}).status_code == 200
     assert server.engine.requests[-1].params.max_tokens == 12
@@ -125,6 +126,15 @@ def test_priority_and_cache_salt_reach_the_engine(server: RunningServer, path: s
     assert {(request.priority, request.cache_salt) for request in server.engine.requests} == {(-3, "ü")}
     server.post(path, {**said, "priority": None, "cache_salt": None})
     assert (server.engine.requests[-1].priority, server.engine.requests[-1].cache_salt) == (0, "")
+
+
+def test_a_server_may_deny_priorities_to_clients(start: Callable[..., RunningServer]) -> None:
+    server = start(client_priority=False)
+    for path, said in ((PATHS[0], {"prompt": "a"}), (PATHS[1], {"messages": [HELLO]})):
+        error = error_of(server.post(path, {**said, "priority": -5}), 400)
+        assert (error["param"], error["code"]) == ("priority", "unsupported_field")
+        assert "priority is -5, but this server lets no client choose one" in error["message"]
+        assert server.post(path, {**said, "priority": 0}).status_code == 200
 
 
 def test_neutral_and_ignored_fields_are_accepted(server: RunningServer) -> None:
@@ -189,11 +199,21 @@ def test_an_engine_that_cannot_serve_is_a_503(server: RunningServer) -> None:
     assert int(response.headers["retry-after"]) > 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_fault_before_the_first_token_has_its_own_status(server: RunningServer, stream: bool) -> None:
-    server.engine.script = lambda request: Script([], fault=RequestFault(503, "queue_timeout", "waited too long"))
-    error = error_of(server.post(PATH, {"prompt": "a", "stream": stream}), 503)
-    assert (error["message"], error["code"]) == ("waited too long", "queue_timeout")
+def test_a_fault_before_the_first_token_has_its_own_status_or_is_an_event(server: RunningServer) -> None:
+    server.engine.script = lambda request: Script([], fault=RequestFault(503, "queue_timeout", "waited\u2028too long"))
+    error = error_of(server.post(PATH, {"prompt": "a"}), 503)
+    assert (error["message"], error["code"]) == ("waited\u2028too long", "queue_timeout")
+    stream = server.post(PATH, {"prompt": "a", "stream": True})
+    assert (stream.status_code, len(stream.text.splitlines())) == (200, 2)
+    assert json.loads(stream.text.removeprefix("data: "))["error"] == error
+
+
+@pytest.mark.parametrize("value", [0, -1, None])
+def test_no_pings_are_sent_unless_asked_for(server: RunningServer, value: int | None) -> None:
+    assert server.post(PATH, {"prompt": "a", "sse_ping_interval": value}).status_code == 200
+    for wrong in (-2, 3601, "1", 0.5):
+        error = error_of(server.post(PATH, {"prompt": "a", "sse_ping_interval": wrong}), 400)
+        assert error["param"] == "sse_ping_interval"
 
 
 def test_a_fault_within_a_stream_ends_it_with_an_error_event(server: RunningServer) -> None:

@@ -7,7 +7,7 @@ from pypto_serving.types.request import RequestFault
 
 
 class TooManyChoicesError(RequestError):
-    """The request has more choices than the queue can ever hold."""
+    """The request has more choices than the server can ever hold."""
 
 
 class EngineFaultError(RequestFailedError):

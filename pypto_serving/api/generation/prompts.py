@@ -21,7 +21,8 @@ async def encode_text(service: Service, text: str, where: str, add_special_token
     limit = service.engine.config.max_model_len
     if len(text) > limit * MAX_CHARS_PER_TOKEN:
         raise ContextLengthError(
-            f"{where} has {len(text)} characters, which cannot fit the model's context of {limit} tokens; shorten it",
+            limit,
+            f"However, {where} has {len(text)} characters, which cannot fit; shorten it",
             param=field_of(where),
         )
     ids = await service.tokenizer.encode_async(text, add_special_tokens)

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pypto_serving.api.chat.messages import read_message
 from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.generation.prompts import encode_chat
 from pypto_serving.api.generation.request import GenerationRequest, fit_prompt
@@ -17,14 +18,11 @@ from pypto_serving.api.openai.chat_format import ChatFormat, ParsedChatFormat
 from pypto_serving.api.openai.fields import chat_rules, ignored_header
 from pypto_serving.api.openai.params import cache_salt_of, priority_of, sampling_params
 from pypto_serving.api.openai.respond import respond, submit
-from pypto_serving.api.openai.schemas import ChatBody, ChatMessage
+from pypto_serving.api.openai.schemas import ChatBody
 from pypto_serving.api.openai.sse import Head
 from pypto_serving.api.service import Service
 from pypto_serving.errors import RequestError
-from pypto_serving.types.sampling import MAX_LOGPROBS
-from pypto_serving.util import brief
-
-_MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
+from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens
 
 
 async def create_chat_completion(request: Request) -> Response:
@@ -37,18 +35,24 @@ async def create_chat_completion(request: Request) -> Response:
     head = Head(generation.id, int(time.time()), model, wanted.num_choices, body.include_usage)
     new_parser = wanted.prompts[0].new_parser
     form = ChatFormat(head) if new_parser is None else ParsedChatFormat(head, new_parser)
-    return await respond(request, generation, form, bool(body.stream), ignored_header(ignored))
+    return await respond(request, generation, form, body, ignored_header(ignored))
 
 
 async def _generation_request(service: Service, body: ChatBody) -> GenerationRequest:
     encoder = service.chat_encoder
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked, defaults = getattr(body, field), service.serving.default_sampling
+    check_max_tokens(asked, field)
     params = sampling_params(body, defaults, asked, _num_logprobs(body))
     chat = encoder.encode(_messages(body), _encoder_kwargs(body, encoder.request_fields))
     ids = await encode_chat(service, chat, bool(body.add_special_tokens))
     prompt = fit_prompt(ids, params, service.engine.config, max_tokens_field=field, new_parser=chat.new_parser)
-    return GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", [prompt], priority_of(body), cache_salt_of(body))
+    return GenerationRequest(
+        f"chatcmpl-{uuid.uuid4().hex}",
+        [prompt],
+        priority_of(body, service.serving.client_priority),
+        cache_salt_of(body),
+    )
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -79,25 +83,5 @@ def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str]) -> dict[str,
 def _messages(body: ChatBody) -> list[dict[str, Any]]:
     if not body.messages:
         raise RequestError("messages is an empty list; send at least one message", param="messages")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-
-
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """Return the message for encoders: `content` is always a string."""
-    content = message.content
-    if content is None and message.role not in _MAY_LACK_CONTENT:
-        raise RequestError(f"{where}.content is missing; send a string", param=f"{where}.content", code="missing_field")
-    if isinstance(content, list):
-        content = "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    if not isinstance(content, str | None):
-        message_text = f"{where}.content is {brief(content)}, but must be a string or a list of text parts"
-        raise RequestError(message_text, param=f"{where}.content", code="invalid_type")
-    return {**message.extra, "role": message.role, "content": content or ""}
-
-
-def _part_text(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    message = f"{where} is a part of type {brief(kind)}; this model reads only parts {{'type': 'text', 'text': ...}}"
-    raise RequestError(message, param=where, code="unsupported_content")
+    given = ({**m.extra, "role": m.role, "content": m.content} for m in body.messages)
+    return [read_message(message, f"messages[{i}]") for i, message in enumerate(given)]

@@ -35,12 +35,12 @@ async def create_completion(request: Request) -> Response:
     wanted = await _generation_request(service, body)
     generation = submit(service, wanted)
     head = Head(generation.id, int(time.time()), model, wanted.num_choices, body.include_usage)
-    return await respond(request, generation, CompletionFormat(head), bool(body.stream), ignored_header(ignored))
+    return await respond(request, generation, CompletionFormat(head), body, ignored_header(ignored))
 
 
 async def _generation_request(service: Service, body: CompletionBody) -> GenerationRequest:
     params = sampling_params(body, service.serving.default_sampling, body.max_tokens, body.logprobs)
-    priority, cache_salt = priority_of(body), cache_salt_of(body)
+    priority, cache_salt = priority_of(body, service.serving.client_priority), cache_salt_of(body)
     prompts = [
         fit_prompt(ids, params, service.engine.config, default_max_tokens=DEFAULT_MAX_TOKENS)
         for ids in await encode_prompts(service, body.prompt, body.add_special_tokens is not False)
