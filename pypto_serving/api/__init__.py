@@ -12,5 +12,5 @@ Listed from the top down: modules import only their own line and those below. On
 - `chat`: turn chat messages into prompts and outputs into messages, by model family
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
-- `connection`, `disconnect`, `drain`, `errors`, `middleware`: the parts of HTTP that know no endpoint
+- `connection`, `gate`, `disconnect`, `drain`, `errors`, `middleware`: the parts of HTTP that know no endpoint
 """

@@ -42,6 +42,9 @@ class BodyTooLargeError(RequestError):
     status = 413
     code = "request_too_large"
 
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request body has more than {limit} bytes, this server's max-body-bytes; send less")
+
 
 @dataclass(frozen=True, slots=True)
 class ApiError:

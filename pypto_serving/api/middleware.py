@@ -19,9 +19,12 @@ logger = logging.getLogger("pypto_serving.api")
 _SLASHES = re.compile(r"/{2,}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
-
 SERVER_SEND = "pypto.server_send"
 """Scope key of the server's own `send`. Streams write their bodies with it, past all middleware."""
+BODY_PARSED = "pypto.body_parsed"
+"""Scope key of a function to call when the bytes of the request's body are no longer in memory."""
+ANSWERED = "pypto.answered"
+"""Scope key that is set when the connection has answered the request itself."""
 
 
 class RequestScope:
@@ -45,7 +48,8 @@ class RequestScope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-                self._count(message["status"])
+                if ANSWERED not in scope:
+                    self._count(message["status"])
                 if self._log:
                     elapsed_ms = (time.monotonic() - started_s) * 1e3
                     line = (scope["method"], path, message["status"], elapsed_ms, request_id.decode())

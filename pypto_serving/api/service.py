@@ -9,11 +9,11 @@ from pypto_serving.api.chat import load_encoder
 from pypto_serving.api.drain import Admission
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.api.text.files import load_eos_token_ids
+from pypto_serving.api.text.files import has_tokenizer, load_eos_token_ids
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.errors import ModelError, UnknownModelError
+from pypto_serving.errors import UnknownModelError
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
@@ -68,13 +68,12 @@ class Service:
 
 
 def _load_tokenizer(model_dir: str) -> Tokenizer | None:
-    if not model_dir:
-        return None
-    try:
+    """Load the tokenizer, None for a model that has none. Raises ModelError if it is damaged."""
+    if has_tokenizer(model_dir):
         return Tokenizer.load(model_dir)
-    except ModelError as error:
-        logger.warning("only prompts of token ids can be served: %s", error)
-        return None
+    if model_dir:
+        logger.warning("only prompts of token ids can be served: %s has no tokenizer.json", model_dir)
+    return None
 
 
 def _eos_token_ids(model_dir: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

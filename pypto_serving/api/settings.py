@@ -67,7 +67,7 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = default_of(ServerConfig, "log_requests")
     client_priority: bool = default_of(ServerConfig, "client_priority")
     allowed_origins: tuple[str, ...] = default_of(ServerConfig, "allowed_origins")
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = default_of(ServerConfig, "max_body_bytes")
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -113,6 +113,7 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
         log_requests=server.log_requests,
         client_priority=server.client_priority,
         allowed_origins=server.allowed_origins,
+        max_body_bytes=server.max_body_bytes,
     )
 
 

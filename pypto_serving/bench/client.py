@@ -13,7 +13,8 @@ from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.http import HttpClient
 from pypto_serving.bench.metrics import RequestRecord
 from pypto_serving.bench.options import Target
-from pypto_serving.errors import PyptoError
+from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.util import decode_json, parse_json
 
 _ERROR_TEXT_LIMIT = 300
 _MODELS_TIMEOUT_S = 10.0
@@ -130,7 +131,7 @@ class StreamParser:
             return
         try:
             chunk = self._decoder.decode(event)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             self._error = self._error or f"a chunk is not what OpenAI sends: {error}: {_shorten(event)}"
             return
         if chunk.error:
@@ -214,18 +215,18 @@ async def find_model(target: Target) -> ModelCard:
     """Return the card of `target.model`, or the first that the server lists. Raises ServerError."""
     http = open_http(target)
     body = bytearray()
-    url = f"{target.base_url}/v1/models"
+    url = target.url.origin + target.url.target("/v1/models")
     try:
         async with asyncio.timeout(_MODELS_TIMEOUT_S):
             status = await http.exchange(http.encode("GET", "/v1/models"), lambda _, data: body.extend(data))
         if not 200 <= status < 300:
             raise ServerError(f"GET {url}: HTTP {status}: {_error_text(body)}")
-        cards = msgspec.json.decode(body, type=_ModelList).data
+        cards = decode_json(body, _ModelList).data
     except TimeoutError:
         raise ServerError(f"GET {url}: no reply within {_MODELS_TIMEOUT_S:g} s; is the server up?") from None
     except OSError as error:
         raise ServerError(f"GET {url}: {error}; is the server up, and is its address right?") from None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise ServerError(f"GET {url}: not a list of models: {error}; give --model and --vocab-size") from None
     finally:
         http.close()
@@ -239,13 +240,15 @@ async def find_model(target: Target) -> ModelCard:
 def open_http(target: Target) -> HttpClient:
     """Open a client for the target. Send OPENAI_API_KEY, if set, as bearer token."""
     key = os.environ.get("OPENAI_API_KEY")
-    return HttpClient(target.base_url, {"Authorization": f"Bearer {key}"} if key else {})
+    if key and not key.isprintable():
+        raise ConfigError("OPENAI_API_KEY is not one line of characters that can be printed, but must be")
+    return HttpClient(target.url, {"Authorization": f"Bearer {key}"} if key else {})
 
 
 def _error_text(body: bytes | bytearray) -> str:
     try:
-        reply = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+        reply = parse_json(body)
+    except ValueError:
         return _shorten(bytes(body)) or "empty reply"
     return _message(reply["error"] if isinstance(reply, dict) and "error" in reply else reply)
 

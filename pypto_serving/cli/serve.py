@@ -83,7 +83,7 @@ def check_address(options: Options, server: ServerConfig) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         raise _no_address(options, server) from None
     except OSError as error:
         raise _unusable(options, server, error) from None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import budget, outputs
+from pypto_serving.sched.following import Following
 from pypto_serving.sched.loading import Loading
 from pypto_serving.sched.order import by_order, decodes_and_prompts, victim_for
 from pypto_serving.sched.queue import WaitingQueue
@@ -15,7 +17,6 @@ from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, new_r
 from pypto_serving.sched.strikes import MAX_STRIKES, Strikes
 from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import publication_lag
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import NOT_FINITE, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
@@ -32,7 +33,8 @@ class Scheduler:
 
     A request is in one of these places:
 
-        _waiting    the queue: not started, preempted, or put back after a worker died
+        _waiting    the queue: not started, preempted, or put back after a worker died; in `_following` too if it waits
+                    for a prefix that a running request computes
         _loading    waits for blocks from a lower tier (WAITING_FOR_KV)
         _running    has a row and blocks
     """
@@ -45,6 +47,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: dict[str, Request] = {}
         self._loading = Loading()
+        self._following = Following(kv)
         self._in_flight: deque[Step] = deque()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._dropped_rows: list[int] = []
@@ -52,8 +55,8 @@ class Scheduler:
         self._num_planned = 0
         self._last_writer = 0
         self._strikes = Strikes()
-        self._unsettled = config.max_num_batched_tokens * config.depth + publication_lag(config.groups)
-        require_blocks(config, config.num_blocks, self._unsettled)
+        self._unsettled = config.unsettled_tokens
+        require_blocks(config, config.num_blocks)
 
     def worker_ready(
         self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory] = ()
@@ -63,7 +66,7 @@ class Scheduler:
         Raises ConfigError if a pool is too small for one request.
         """
         assert not self._running and not self._in_flight and not self._loading
-        require_blocks(self.config, num_blocks, self._unsettled)
+        require_blocks(self.config, num_blocks)
         self.kv.open(num_blocks, fingerprint, inventories)
 
     # Requests come and go.
@@ -93,6 +96,7 @@ class Scheduler:
         self._leave(request)
         self._waiting.remove(request)
         self._loading.forget(request.id)
+        self._following.forget(request.id)
         self._strikes.forget(request.id)
         request.status = Status.FINISHED
         self.kv.forget(request.id)
@@ -128,6 +132,8 @@ class Scheduler:
         ]
         for request_id in self.kv.expire_fills(now_s):
             self._stop_waiting_for_kv(request_id)
+        for request in self._following.update():
+            self._waiting.bring_back(request)
         self.kv.plan_stores(now_s)
         step = Step(self._num_planned + 1, now_s, self.config.max_num_batched_tokens, len(self.kv.groups))
         if self._strikes.suspects:
@@ -154,6 +160,12 @@ class Scheduler:
             self._schedule(step, request, 1)
         for request in prompts:
             self._schedule(step, request, request.num_uncomputed_tokens)
+            self._promise(step, request)
+
+    def _promise(self, step: Step, request: Request) -> None:
+        """Keep the blocks that a prompt needs after this step from requests that start in this step."""
+        if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
+            step.promise(self.kv.growth(request.num_computed_tokens, request.num_tokens))
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
         """Add as many of a running request's `missing` tokens as fit; preempt others if nothing else frees blocks.
@@ -220,28 +232,39 @@ class Scheduler:
         step.add(Scheduled(request, request.life, count, num_drafts, samples))
 
     def _admit_waiting(self, step: Step, now_s: float) -> None:
-        """Start waiting requests in order until rows, budget or blocks run out."""
-        while step.budget > 0 and self._free_rows:
+        """Start waiting requests in order until rows, budget, blocks or loads run out."""
+        while step.budget > 0 and self._free_rows and not self._following.is_full:
             request = self._waiting.peek()
-            if request is None or request.id in step.preempted or not self._admit(step, request, now_s):
+            if request is None or request.id in step.preempted or request.id == self._loading.put_off_id:
+                return
+            if not self._admit(step, request, now_s):
                 return
 
     def _admit(self, step: Step, request: Request, now_s: float) -> bool:
-        """Start a waiting request, or let it wait for its KV. Return False if it must stay in the queue."""
+        """Start a waiting request, or let it wait for its KV. Return False if it must stay first in the queue."""
         match = self.kv.match(request.id, request.tokens, request.source.cache_salt)
+        may_wait = not self._strikes.suspects
+        if may_wait and self._following.follow(request, match):
+            self._waiting.set_aside(request)
+            return True
         spare = SPARE_BLOCKS if self._running else 0.0
-        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare):
+        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
             if self._running or self._loading or not self._release_loaded(request):
                 return False
-        may_wait = not self._strikes.suspects and not self._loading.is_full
-        if may_wait and self.kv.fetch(request.id, request.num_tokens, match):
-            self._wait_for_kv(request)
-            return True
+        if may_wait:
+            fetch = self.kv.fetch(request.id, request.num_tokens, match, may_begin=not self._loading.is_full)
+            if fetch is Fetch.BEGUN:
+                self._wait_for_kv(request)
+                return True
+            if fetch is Fetch.LATER:
+                self._loading.put_off(request.id)
+                return False
         count = budget.chunk(self.config, step, request.num_tokens - match.num_tokens)
         if count == 0 or self.kv.reserve(request.id, match.num_tokens + count, match) is None:
             return False
         self._start(step, request, match, now_s)
         self._enter(step, request, count)
+        self._promise(step, request)
         return True
 
     def _wait_for_kv(self, request: Request) -> None:
@@ -281,6 +304,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.num_committed = request.num_computed_tokens = match.num_tokens
         self._running[request.id] = request
+        self._following.lead(request)
         if request.num_cached_tokens < 0:
             self._record_first_start(request, match, now_s)
         step.new_rows.append(new_row(request, self.kv.table(request.id)))
@@ -449,6 +473,7 @@ class Scheduler:
         assert len(self._requests) == queued, "a request is in no queue"
         assert len(self.kv) <= len(self._requests), "the KV manager remembers finished requests"
         self._strikes.check(self._requests.keys())
+        self._following.check({request.id for request in self._waiting})
         for request in self._running.values():
             assert request.num_committed <= request.num_computed_tokens <= request.num_tokens
             assert len(request.tokens) <= request.max_tokens

@@ -41,6 +41,7 @@ class MemoryPlanner:
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
         self.host_bytes = self._host_bytes()
+        self.tiered = bool(self.host_bytes or options.kv_disk or options.kv_remote)
 
     def step_tokens(self, model_len: int) -> int:
         """Return the token budget of a step."""
@@ -79,6 +80,7 @@ class MemoryPlanner:
             self._unsettled(model_len, self.step_tokens(model_len)),
             self._unsettled(model_len, 1),
             self.max_num_seqs,
+            self.tiered,
         )
         plan = MemoryPlan(
             groups=groups,
@@ -131,7 +133,7 @@ class MemoryPlanner:
     def _kv_needed(self, model_len: int) -> int:
         """Return the bytes of one sequence of `model_len` tokens, null blocks included."""
         unsettled = self._unsettled(model_len, self.step_tokens(model_len))
-        return max_sequence_bytes(self.model.kv_groups, model_len, unsettled)
+        return max_sequence_bytes(self.model.kv_groups, model_len, unsettled, self.tiered)
 
     def _fits(self, model_len: int) -> bool:
         return self._kv_needed(model_len) <= self._kv_limit(model_len) <= self._room(model_len)

@@ -56,6 +56,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int | None = None
     drain_timeout: float | None = None
     step_timeout: float | None = None
+    max_body_bytes: int | None = None
     log_requests: bool | None = None
     client_priority: bool | None = None
     config_file: str = ""

@@ -155,6 +155,8 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     settings.record("api_key", "set" if key else "none", origin_or("api_key", "default: open"))
     origins = options.allowed_origins or ()
     settings.record("allowed_origins", ", ".join(origins) or "none", origin_or("allowed_origins", "default: no others"))
+    max_body_bytes: int = options.max_body_bytes or settings.defaults["max_body_bytes"]
+    settings.record("max_body_bytes", format_size(max_body_bytes), origin_or("max_body_bytes", "default"))
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
     return ServerConfig(
         served_model_names=names,
@@ -166,4 +168,5 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         log_requests=settings.pick_fixed("log_requests"),
         client_priority=settings.pick_fixed("client_priority"),
         allowed_origins=origins,
+        max_body_bytes=max_body_bytes,
     )

@@ -243,6 +243,7 @@ RULES: dict[str, Rule] = {
     "max_queued_requests": Whole(1, 1_000_000),
     "drain_timeout": Seconds(86400, zero=True),
     "step_timeout": Seconds(86400),
+    "max_body_bytes": Size(),
     "log_requests": Switch(),
     "client_priority": Switch(),
     "allowed_origins": Texts(),

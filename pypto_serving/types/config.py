@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.kv import KVCacheGroupSpec, resume_step
+from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks, publication_lag, resume_step
 from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
 
@@ -126,6 +126,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.kv_events) or any(tier.tier in ("disk", "remote") for tier in self.tiers)
 
     @property
+    def unsettled_tokens(self) -> int:
+        """Return the most tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
+        return self.max_num_batched_tokens * self.depth + publication_lag(self.groups)
+
+    @property
+    def longest_blocks(self) -> tuple[int, ...]:
+        """Return the most blocks of each group that one request of the longest length holds."""
+        return max_live_blocks(self.groups, self.max_model_len, self.unsettled_tokens)
+
+    @property
     def limits(self) -> BackendLimits:
         """Return what a program must be able to do."""
         return BackendLimits(
@@ -152,3 +162,4 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool = False
     client_priority: bool = True
     allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 64 << 20

@@ -199,11 +199,21 @@ def test_an_engine_that_cannot_serve_is_a_503(server: RunningServer) -> None:
     assert int(response.headers["retry-after"]) > 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_fault_before_the_first_token_has_its_own_status(server: RunningServer, stream: bool) -> None:
-    server.engine.script = lambda request: Script([], fault=RequestFault(503, "queue_timeout", "waited too long"))
-    error = error_of(server.post(PATH, {"prompt": "a", "stream": stream}), 503)
-    assert (error["message"], error["code"]) == ("waited too long", "queue_timeout")
+def test_a_fault_before_the_first_token_has_its_own_status_or_is_an_event(server: RunningServer) -> None:
+    server.engine.script = lambda request: Script([], fault=RequestFault(503, "queue_timeout", "waited\u2028too long"))
+    error = error_of(server.post(PATH, {"prompt": "a"}), 503)
+    assert (error["message"], error["code"]) == ("waited\u2028too long", "queue_timeout")
+    stream = server.post(PATH, {"prompt": "a", "stream": True})
+    assert (stream.status_code, len(stream.text.splitlines())) == (200, 2)
+    assert json.loads(stream.text.removeprefix("data: "))["error"] == error
+
+
+@pytest.mark.parametrize("value", [0, -1, None])
+def test_no_pings_are_sent_unless_asked_for(server: RunningServer, value: int | None) -> None:
+    assert server.post(PATH, {"prompt": "a", "sse_ping_interval": value}).status_code == 200
+    for wrong in (-2, 3601, "1", 0.5):
+        error = error_of(server.post(PATH, {"prompt": "a", "sse_ping_interval": wrong}), 400)
+        assert error["param"] == "sse_ping_interval"
 
 
 def test_a_fault_within_a_stream_ends_it_with_an_error_event(server: RunningServer) -> None:

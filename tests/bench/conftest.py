@@ -156,6 +156,7 @@ class Server:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        assert not scope["path"].startswith("/v1/v1")
         if scope["path"] == "/v1/models":
             await send({"type": "http.response.start", "status": 200, "headers": JSON})
             await send({"type": "http.response.body", "body": json.dumps({"data": [self.model_card]}).encode()})

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pypto_serving.cli.bench import bench_app
+from pypto_serving.setup.locate import BUNDLED
 
 SMALL = ["--random-input-len", "8", "--random-output-len", "4", "--num-prompts", "6"]
 
@@ -28,6 +29,15 @@ def test_serve_prints_the_table(server):
     assert "Successful requests:                     6" in result.stdout
     assert "Maximum request concurrency:             2" in result.stdout
     assert "Request goodput (req/s):" in result.stdout
+
+
+@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+def test_the_base_url_may_end_in_v1(server, suffix):
+    for backend in ("openai", "openai-chat"):
+        named = ("--backend", backend, "--tokenizer", BUNDLED)
+        result = invoke("serve", "--base-url", server.url + suffix, *SMALL, *named)
+        assert result.exit_code == 0, result.output
+        assert "Successful requests:                     6" in result.stdout
 
 
 def test_serve_over_chat_from_a_file(server, tmp_path):

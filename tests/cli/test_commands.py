@@ -159,7 +159,7 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     (["serve", "--backend", "null", "--host", "256.0.0.1"], 2, "--host 256.0.0.1 is no address of this machine"),
     (["generate", "--temperature", "-1", "x"], 2, "--temperature is -1.0, but must be between 0 and 100"),
     (["generate", "--top-k", "x", "x"], 2, "Invalid value for '--top-k'"),
-    (["chat", "--url", "localhost"], 2, "--url is localhost, but must be like http://"),
+    (["chat", "--url", "localhost"], 2, "--url is 'localhost', but must be like http://"),
     (["chat", "--api-key", "k"], 2, "--api-key has no effect without --url"),
     (["chat", "--url", "http://h", "--block-size", "8"], 2, "--block-size has no effect with --url"),
 ]

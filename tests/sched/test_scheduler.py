@@ -97,6 +97,21 @@ def test_preemption_is_bounded_and_the_oldest_is_never_a_victim() -> None:
     assert computed < 3 * sum(30 + 120 for _ in requests), "most of the work was thrown away"
 
 
+@pytest.mark.parametrize("kind", ["plain", "deepseek_v4"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_admission_leaves_room_for_prompts_that_are_being_computed(kind: str, depth: int) -> None:
+    """The threshold cuts every prompt, so the first chunks of all would fit at once."""
+    groups, num_blocks = {"plain": (plain_groups(16), 141), "deepseek_v4": (deepseek_v4_groups(), 2000)}[kind]
+    blocks = tuple(18 if group.keeps_history and kind == "deepseek_v4" else num_blocks for group in groups)
+    changes = {"max_model_len": 1024, "max_num_batched_tokens": 256, "long_prefill_token_threshold": 32}
+    simulation = Simulation(null_config(groups, blocks, depth=depth, **changes))
+    for i in range(8):
+        simulation.add(prompt(800, i), max_tokens=4)
+    run_all(simulation)
+    assert simulation.counters.num_preemptions == 0
+    assert sum(int(unpack_ids(plan.num_tokens).sum()) for plan in simulation.executor.plans) == 8 * 803
+
+
 def test_a_victim_is_never_in_the_step_that_preempts_it() -> None:
     simulation = Simulation(null_config(num_blocks=18))
     for i in range(8):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from pypto_serving.api.chat.output import NewParser
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import has_tokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.util import LazyRegistry
@@ -96,7 +96,7 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
 
 def describe_chat(serving: ServingConfig) -> tuple[str, str]:
     """Name what encodes chats, or "off", with the reason. Raises like `load_encoder`, but reads no tokenizer."""
-    if not serving.model_dir or not (Path(serving.model_dir) / "tokenizer.json").is_file():
+    if not has_tokenizer(serving.model_dir):
         return "off", "this model has no tokenizer.json"
     try:
         found: tuple[str, str] = ORIGINS.load(_family(serving))(serving)

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from pypto_serving.api.errors import BodyTooLargeError, ContentTypeError
+from pypto_serving.api.middleware import BODY_PARSED
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules
 from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.service import Service
@@ -16,36 +17,37 @@ from pypto_serving.errors import RequestError
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytearray:
     """Read the whole body. Raises BodyTooLargeError above `limit` bytes.
 
     Up to four times the limit is received and dropped first: a client that is cut off while it sends does not read the
     answer.
     """
-    chunks: list[bytes] = []
+    body = bytearray()
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size <= limit:
-            chunks.append(chunk)
+            body += chunk
         elif size > 4 * limit:
             break
         else:
-            chunks.clear()
+            body.clear()
     if size > limit:
-        raise BodyTooLargeError(f"the request body has more than {limit} bytes, the limit of this server; send less")
-    return b"".join(chunks)
+        raise BodyTooLargeError(limit)
+    return body
 
 
 async def parse_body(request: Request, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
     """Return the body as `schema` and the names of ignored fields. Raises RequestError naming the field at fault."""
     service: Service = request.app.state.service
     _require_json(request)
-    raw = await read_body(request, service.serving.max_body_bytes)
     try:
-        body = schema.model_validate_json(raw)
+        body = schema.model_validate_json(await read_body(request, service.serving.max_body_bytes))
     except ValidationError as error:
         raise _explain(error) from None
+    finally:
+        request.scope.get(BODY_PARSED, lambda: None)()
     unknown = rules.screen(body.extra)
     if body.stream_options is not None:
         if not body.stream:

@@ -35,7 +35,7 @@ async def create_chat_completion(request: Request) -> Response:
     head = Head(generation.id, int(time.time()), model, wanted.num_choices, body.include_usage)
     new_parser = wanted.prompts[0].new_parser
     form = ChatFormat(head) if new_parser is None else ParsedChatFormat(head, new_parser)
-    return await respond(request, generation, form, bool(body.stream), ignored_header(ignored))
+    return await respond(request, generation, form, body, ignored_header(ignored))
 
 
 async def _generation_request(service: Service, body: ChatBody) -> GenerationRequest:

@@ -35,7 +35,7 @@ async def create_completion(request: Request) -> Response:
     wanted = await _generation_request(service, body)
     generation = submit(service, wanted)
     head = Head(generation.id, int(time.time()), model, wanted.num_choices, body.include_usage)
-    return await respond(request, generation, CompletionFormat(head), bool(body.stream), ignored_header(ignored))
+    return await respond(request, generation, CompletionFormat(head), body, ignored_header(ignored))
 
 
 async def _generation_request(service: Service, body: CompletionBody) -> GenerationRequest:

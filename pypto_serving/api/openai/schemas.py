@@ -18,6 +18,7 @@ _PROMPT_SCHEMA = {
 }
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+MAX_PING_S = 3600
 
 
 class _Body(BaseModel):
@@ -39,6 +40,7 @@ class GenerationBody(_Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    sse_ping_interval: int | None = Field(None, ge=-1, le=MAX_PING_S)
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -59,6 +61,11 @@ class GenerationBody(_Body):
     def include_usage(self) -> bool:
         """Tell whether the last event of a stream has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def ping_s(self) -> float | None:
+        """Return after how many silent seconds a stream sends a comment; None for never."""
+        return self.sse_ping_interval if self.sse_ping_interval and self.sse_ping_interval > 0 else None
 
 
 class CompletionBody(GenerationBody):

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from pypto_serving.api.text.files import load_special_tokens, read_optional_json
+from pypto_serving.api.text.files import has_tokenizer, load_special_tokens, read_optional_json
 from pypto_serving.errors import ModelError, RequestError
 
 REPLACEMENT = "\ufffd"
@@ -44,12 +44,12 @@ class Tokenizer:
     def load(cls, model_dir: str | Path) -> Tokenizer:
         """Read a checkpoint's tokenizer. Raises ModelError if tokenizer.json is missing or damaged."""
         path = Path(model_dir) / "tokenizer.json"
-        if not path.is_file():
+        if not has_tokenizer(model_dir):
             raise ModelError(f"{path} does not exist: this checkpoint has no fast tokenizer; add its tokenizer.json")
         try:
             raw = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
-            raise ModelError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+            raise ModelError(f"{path} is damaged: {error}; download the checkpoint again") from error
         special = load_special_tokens(model_dir)
         _apply_bos_eos(raw, read_optional_json(Path(model_dir) / "tokenizer_config.json"), special)
         return cls(raw, special)
