@@ -9,7 +9,16 @@ import socket
 
 import msgspec
 
-from pypto_serving.api.reading.wire import ANSWERS, ENDPOINTS, SIZE_BYTES, Endpoint, ReadBody, ReaderStart, RefusedError
+from pypto_serving.api.reading.wire import (
+    ANSWERS,
+    ENDPOINTS,
+    SIZE_BYTES,
+    Endpoint,
+    Fault,
+    ReadBody,
+    ReaderStart,
+    RefusedError,
+)
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
 from pypto_serving.ipc import Child
@@ -37,7 +46,7 @@ class ReaderProcess:
         self._output: asyncio.StreamWriter | None = None
 
     async def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
-        """Read one body, in order of the calls. Raises RequestError.
+        """Read one body, in order of the calls. Raises RequestError, and RuntimeError if the reader fails on it.
 
         A call that is cancelled before its turn costs nothing; a body that is being read is read to the end.
         """
@@ -86,6 +95,8 @@ class ReaderProcess:
             raise _ended(code) from None
         if isinstance(answer, ReadBody):
             return answer
+        if isinstance(answer, Fault):
+            raise RuntimeError(f"a reader failed on a body:\n{answer.traceback}")
         raise RefusedError(answer)
 
     async def _receive(self) -> bytes:
