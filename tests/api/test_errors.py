@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.api.scripted_engine import Script
 
 PATH = "/v1/completions"
 PATHS = [PATH, "/v1/chat/completions"]
+FRIEND = "https://friend.example"
 HELLO = {"role": "user", "content": "hello"}
 
 
@@ -115,8 +117,17 @@ def test_an_unknown_model_is_a_404_that_lists_the_names(server: RunningServer) -
 
 
 def test_routes_that_do_not_exist(server: RunningServer) -> None:
-    error_of(server.http.get("/nowhere"), 404)
-    error_of(server.http.get(PATH), 405)
+    error = error_of(server.post("/v1/embeddings", {}), 404)
+    assert error["message"].startswith("POST /v1/embeddings does not exist; there are POST /v1/completions, ")
+    assert "GET /v1/models/{model_id}" in error["message"] and error["code"] == "unknown_url"
+    for method, path, allowed in (
+        ("GET", PATH, "POST"),
+        ("POST", "/health", "GET, HEAD"),
+        ("PUT", "/v1/models/a/b", "GET"),
+    ):
+        response = server.http.request(method, path)
+        assert f"{method} {path} is not allowed here; use " in error_of(response, 405)["message"]
+        assert response.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"null", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 5000])
@@ -184,14 +195,37 @@ def test_a_fault_of_one_choice_aborts_the_others(server: RunningServer) -> None:
     assert len(server.engine.aborted) == 2
 
 
-def test_an_unforeseen_error_is_a_500_without_details(start: Callable[..., RunningServer]) -> None:
-    server = start()
+def test_an_unforeseen_error_is_a_500_without_details(
+    start: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(allowed_origins=(FRIEND,))
 
     def broken(request: object) -> Script:
         raise ZeroDivisionError("secret")
 
     server.engine.script = broken
-    assert "secret" not in error_of(server.post(PATH, {"prompt": "a"}), 500)["message"]
+    for path, body in ((PATH, {"prompt": "a"}), (PATHS[1], {"messages": [HELLO], "stream": True})):
+        response = server.http.post(path, json=body, headers={"x-request-id": "mine", "origin": FRIEND})
+        message = error_of(response, 500)["message"]
+        assert "secret" not in message and "under mine" in message
+        assert response.headers["x-request-id"] == "mine"
+        assert response.headers["access-control-allow-origin"] == FRIEND
+    assert "request mine failed" in caplog.text and "ZeroDivisionError: secret" in caplog.text
+    counted = 'pypto:http_responses_total{model_name="tiny",status="500"} 2.0'
+    assert counted in server.http.get("/metrics").text
+
+
+def test_an_unforeseen_error_within_a_stream_is_named_too(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(form: object, delta: object) -> bytes:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr("pypto_serving.api.openai.sse.EventFormat.event", broken)
+    response = server.post(PATH, {"prompt": "a", "stream": True})
+    message = json.loads(response.text.removeprefix("data: "))["error"]["message"]
+    name = re.search(r"cmpl-\w+", message)
+    assert name and f"stream {name[0]} failed" in caplog.text and "secret" not in message
 
 
 def test_the_api_key_guards_everything_but_health(start: Callable[..., RunningServer]) -> None:

@@ -5,5 +5,6 @@
 - `params`, `prompts`: read sampling parameters and prompts
 - `chat_body`, `completion_body`, `reader`: read a whole body, in whichever process
 - `respond`: answer at once or stream
+- `answers`: describe what they answer
 - `sse`, `chat_format`, `logprobs`, `usage`: write events and objects
 """

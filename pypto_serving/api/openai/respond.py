@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
-from pypto_serving.api.errors import describe
+from pypto_serving.api.errors import describe, internal_error
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Consume, Generation
 from pypto_serving.api.middleware import SERVER_SEND
@@ -82,10 +82,11 @@ class EventStream(Response):
             async with pinging(write, self._ping_s) as noted_write:
                 await self._generation.run(self._writer(noted_write))
             last = self._form.usage_event(self._generation.usage()) + DONE
-        except Exception as error:
-            if not isinstance(error, PyptoError):
-                logger.exception("a stream failed")
+        except PyptoError as error:
             last = error_event(describe(error))
+        except Exception:
+            logger.exception("stream %s failed", self._generation.id)
+            last = error_event(internal_error(self._generation.id))
         await write({"type": "http.response.body", "body": last, "more_body": False})
 
     def _writer(self, write: Send) -> Consume:

@@ -72,6 +72,8 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
+
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     logprobs: int | None = None
 
