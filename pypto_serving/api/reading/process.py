@@ -31,6 +31,8 @@ DYING_S = 5.0
 READ_S = 10.0
 """Longest time to read a body, and one second more for each MiB of it."""
 MIB = 1 << 20
+PIECE_BYTES = 1 << 18
+"""Bytes written to a reader before others have their turn."""
 
 
 class ReaderProcess:
@@ -84,8 +86,9 @@ class ReaderProcess:
         try:
             async with asyncio.timeout(allowed_s):
                 output.write(bytes([ENDPOINTS.index(endpoint)]) + len(raw).to_bytes(SIZE_BYTES, "little"))
-                output.write(raw)
-                await output.drain()
+                for at in range(0, len(raw), PIECE_BYTES):
+                    output.write(raw[at : at + PIECE_BYTES])
+                    await output.drain()
                 answer = ANSWERS.decode(await self._receive())
         except TimeoutError:
             await self._end()
