@@ -6,6 +6,7 @@ A reader is expendable: a body that makes it slow or large ends it, and nothing 
 from __future__ import annotations
 
 import resource
+import signal
 import socket
 import sys
 import traceback
@@ -16,7 +17,7 @@ import msgspec
 from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.reader import BodyReader
-from pypto_serving.api.reading.wire import ENDPOINTS, SIZE_BYTES, Endpoint, Fault, ReaderStart, Refusal
+from pypto_serving.api.reading.wire import ENDPOINTS, HEAD, SIZE_BYTES, Endpoint, Fault, ReaderStart, Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent
 from pypto_serving.util import GIB, format_size
@@ -26,13 +27,17 @@ MAX_BYTES = 2 * GIB
 
 
 def run(start: ReaderStart) -> None:
-    """Answer one body after the other until the other side closes the channel."""
+    """Answer one body after the other until the other side closes the channel. SIGPROF ends one that takes too long."""
     reader = BodyReader(Prompter.load(start.config, start.serving), start.serving)
     channel = socket.socket(fileno=start.channel).makefile("rwb")
     send(channel, b"")
-    while head := channel.read(1 + SIZE_BYTES):
-        raw = channel.read(int.from_bytes(head[1:], "little"))
-        send(channel, answer(reader, ENDPOINTS[head[0]], raw))
+    while head := channel.read(HEAD.size):
+        endpoint, size, allowed_s = HEAD.unpack(head)
+        raw = channel.read(size)
+        signal.setitimer(signal.ITIMER_PROF, allowed_s)
+        said = answer(reader, ENDPOINTS[endpoint], raw)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(channel, said)
 
 
 def answer(reader: BodyReader, endpoint: Endpoint, raw: bytes) -> bytes:

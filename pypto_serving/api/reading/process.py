@@ -12,6 +12,7 @@ import msgspec
 from pypto_serving.api.reading.wire import (
     ANSWERS,
     ENDPOINTS,
+    HEAD,
     SIZE_BYTES,
     Endpoint,
     Fault,
@@ -29,7 +30,9 @@ logger = logging.getLogger("pypto_serving.api")
 START_S = 60.0
 DYING_S = 5.0
 READ_S = 10.0
-"""Longest time to read a body, and one second more for each MiB of it."""
+"""CPU time to read a body; each MiB of it may take one second more."""
+PATIENCE = 6
+"""The real time may be this multiple of the CPU time: other processes use the CPUs too."""
 MIB = 1 << 20
 PIECE_BYTES = 1 << 18
 """Bytes written to a reader before others have their turn."""
@@ -84,8 +87,8 @@ class ReaderProcess:
         output = await self._ensure()
         allowed_s = READ_S + len(raw) / MIB
         try:
-            async with asyncio.timeout(allowed_s):
-                output.write(bytes([ENDPOINTS.index(endpoint)]) + len(raw).to_bytes(SIZE_BYTES, "little"))
+            async with asyncio.timeout(PATIENCE * allowed_s):
+                output.write(HEAD.pack(ENDPOINTS.index(endpoint), len(raw), allowed_s))
                 for at in range(0, len(raw), PIECE_BYTES):
                     output.write(raw[at : at + PIECE_BYTES])
                     await output.drain()
@@ -95,7 +98,7 @@ class ReaderProcess:
             raise _too_slow(endpoint, allowed_s) from None
         except (OSError, EOFError):
             code = await self._end(DYING_S)
-            raise _ended(code) from None
+            raise _too_slow(endpoint, allowed_s) if code == -signal.SIGPROF else _ended(code) from None
         if isinstance(answer, ReadBody):
             return answer
         if isinstance(answer, Fault):
@@ -146,6 +149,6 @@ def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
     advice = "send less text or fewer prompts"
     if endpoint == "chat":
         advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
-    message = f"reading this request took more than {allowed_s:.0f} s, so it was given up; {advice}"
-    logger.error("a body of %s was given up after %.0f s", endpoint, allowed_s)
+    message = f"reading this request took more than {allowed_s:.0f} s of CPU time, so it was given up; {advice}"
+    logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, allowed_s)
     return RequestError(message, param="messages" if endpoint == "chat" else "prompt", code="reading_timeout")

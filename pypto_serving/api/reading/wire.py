@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Literal
 
 import msgspec
@@ -14,8 +15,10 @@ from pypto_serving.types.config import EngineConfig
 
 Endpoint = Literal["completions", "chat"]
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat")
+HEAD = struct.Struct("<BQd")
+"""What comes before a body: its index in ENDPOINTS, its bytes, and the CPU time to read it, in seconds."""
 SIZE_BYTES = 8
-"""Bytes of the size before each message. To a reader, one byte with the index in ENDPOINTS comes before it."""
+"""Bytes of the size before each answer."""
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
