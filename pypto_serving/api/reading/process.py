@@ -9,7 +9,17 @@ import socket
 
 import msgspec
 
-from pypto_serving.api.reading.wire import ANSWERS, ENDPOINTS, SIZE_BYTES, Endpoint, ReadBody, ReaderStart, RefusedError
+from pypto_serving.api.reading.wire import (
+    ANSWERS,
+    ENDPOINTS,
+    SIZE_BYTES,
+    Crash,
+    Endpoint,
+    ReadBody,
+    ReaderStart,
+    Refusal,
+    RefusedError,
+)
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
 from pypto_serving.ipc import Child
@@ -87,9 +97,11 @@ class ReaderProcess:
         except (OSError, EOFError):
             code = await self._end(DYING_S)
             raise _ended(code) from None
-        if isinstance(answer, ReadBody):
-            return answer
-        raise RefusedError(answer)
+        if isinstance(answer, Crash):
+            raise RuntimeError(f"a reader failed on this body: {answer.traceback}")
+        if isinstance(answer, Refusal):
+            raise RefusedError(answer)
+        return answer
 
     async def _receive(self) -> bytes:
         size = int.from_bytes(await self._input.readexactly(SIZE_BYTES), "little")

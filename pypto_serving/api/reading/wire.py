@@ -44,6 +44,12 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
         return cls(error.status, error.message, error.code, error.param)
 
 
+class Crash(msgspec.Struct, frozen=True, tag="crash"):
+    """The body met an error in our code; the API process logs it with the name of the request."""
+
+    traceback: str
+
+
 class RefusedError(RequestError):
     """A reader refused the body."""
 
@@ -60,4 +66,4 @@ class ReaderStart(msgspec.Struct, frozen=True):
     channel: int
 
 
-ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal] = msgspec.msgpack.Decoder(ReadBody | Refusal)
+ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal | Crash] = msgspec.msgpack.Decoder(ReadBody | Refusal | Crash)
