@@ -21,7 +21,7 @@ from pypto_serving.api.reading import process
 from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.process import ReaderProcess
 from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES
-from pypto_serving.api.reading.wire import ANSWERS, Crash, Endpoint, ReadBody
+from pypto_serving.api.reading.wire import ANSWERS, Endpoint, Fault, ReadBody
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError, UnavailableError
@@ -151,9 +151,9 @@ def test_an_error_of_ours_reaches_the_log_of_the_api_process() -> None:
         def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
             raise ZeroDivisionError(raw)
 
-    crash = ANSWERS.decode(answer(Broken.__new__(Broken), "chat", b"x"))
-    assert isinstance(crash, Crash)
-    assert "ZeroDivisionError: b'x'" in crash.traceback
+    fault = ANSWERS.decode(answer(Broken.__new__(Broken), "chat", b"x"))
+    assert isinstance(fault, Fault)
+    assert "ZeroDivisionError: b'x'" in fault.traceback
 
 
 def new_reader(checkpoint: Path, tokenizer: Tokenizer) -> ReaderProcess:

@@ -13,11 +13,10 @@ from pypto_serving.api.reading.wire import (
     ANSWERS,
     ENDPOINTS,
     SIZE_BYTES,
-    Crash,
     Endpoint,
+    Fault,
     ReadBody,
     ReaderStart,
-    Refusal,
     RefusedError,
 )
 from pypto_serving.api.settings import ServingConfig
@@ -49,7 +48,7 @@ class ReaderProcess:
         self._output: asyncio.StreamWriter | None = None
 
     async def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
-        """Read one body, in order of the calls. Raises RequestError.
+        """Read one body, in order of the calls. Raises RequestError, and RuntimeError if the reader fails on it.
 
         A call that is cancelled before its turn costs nothing; a body that is being read is read to the end.
         """
@@ -97,11 +96,11 @@ class ReaderProcess:
         except (OSError, EOFError):
             code = await self._end(DYING_S)
             raise _ended(code) from None
-        if isinstance(answer, Crash):
-            raise RuntimeError(f"a reader failed on this body: {answer.traceback}")
-        if isinstance(answer, Refusal):
-            raise RefusedError(answer)
-        return answer
+        if isinstance(answer, ReadBody):
+            return answer
+        if isinstance(answer, Fault):
+            raise RuntimeError(f"a reader failed on a body:\n{answer.traceback}")
+        raise RefusedError(answer)
 
     async def _receive(self) -> bytes:
         size = int.from_bytes(await self._input.readexactly(SIZE_BYTES), "little")

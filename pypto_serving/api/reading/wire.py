@@ -44,8 +44,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
         return cls(error.status, error.message, error.code, error.param)
 
 
-class Crash(msgspec.Struct, frozen=True, tag="crash"):
-    """The body met an error in our code; the API process logs it with the name of the request."""
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """A body made a reader fail in a way that nobody foresaw."""
 
     traceback: str
 
@@ -66,4 +66,4 @@ class ReaderStart(msgspec.Struct, frozen=True):
     channel: int
 
 
-ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal | Crash] = msgspec.msgpack.Decoder(ReadBody | Refusal | Crash)
+ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal | Fault] = msgspec.msgpack.Decoder(ReadBody | Refusal | Fault)
