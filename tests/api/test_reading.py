@@ -15,10 +15,13 @@ import httpx
 import psutil
 import pytest
 
+from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
 from pypto_serving.api.reading import process
+from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.process import ReaderProcess
 from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES
+from pypto_serving.api.reading.wire import ANSWERS, Endpoint, Fault, ReadBody
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError, UnavailableError
@@ -141,6 +144,16 @@ def test_a_body_says_the_same_wherever_it_is_read(roomy: RunningServer) -> None:
         first = said(roomy.http.post(path, content=raw))
         for size in (SMALL_BYTES, QUICK_BYTES):
             assert said(roomy.http.post(path, content=raw + b" " * size)) == first
+
+
+def test_an_error_of_ours_reaches_the_log_of_the_api_process() -> None:
+    class Broken(BodyReader):
+        def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
+            raise ZeroDivisionError(raw)
+
+    fault = ANSWERS.decode(answer(Broken.__new__(Broken), "chat", b"x"))
+    assert isinstance(fault, Fault)
+    assert "ZeroDivisionError: b'x'" in fault.traceback
 
 
 def new_reader(checkpoint: Path, tokenizer: Tokenizer) -> ReaderProcess:
