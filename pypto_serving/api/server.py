@@ -32,8 +32,10 @@ from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.fields import IGNORED_HEADER
 from pypto_serving.api.openai.models import list_models, retrieve_model
+from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from pypto_serving.api.openapi import MODEL_PARAMETER, TIER_PARAMETER
+from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.client import EngineClient
@@ -60,10 +62,11 @@ class Application(FastAPI):
 
 
 def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
-    """Make the application; start nothing. `app.state.service` holds the Service of all handlers."""
+    """Make the application; start nothing. `app.state.service` and `app.state.reading` are for all handlers."""
     app = Application(title="pypto-serving", version=__version__)
     service = Service(engine, serving)
     app.state.service = service
+    app.state.reading = Reading(BodyReader(service.prompter, serving))
     _add_routes(app)
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _answer_lost)  # type: ignore[arg-type]

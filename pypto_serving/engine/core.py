@@ -53,6 +53,7 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching,
             tiers=config.tiers,
             store_policy=config.kv_store,
+            longest_blocks=config.longest_blocks,
             events=events,
         )
         self.scheduler = Scheduler(config, self._kv)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.fetch import Fetcher
+from pypto_serving.kv.fetch import Fetch, Fetcher
 from pypto_serving.kv.group import make_groups
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.positions import ResumePoints
@@ -41,7 +42,8 @@ class KVCacheManager:
 
         (match | fetch)* → reserve → (reserve | commit)* → release → ... → forget
 
-    Nothing here does I/O or reads a clock. `tiers` configures the tiers; `events` notes what happens to cached blocks.
+    Nothing here does I/O or reads a clock. `tiers` configures the tiers, whose transfers leave room for a sequence of
+    `longest_blocks` blocks in each group; `events` notes what happens to cached blocks.
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class KVCacheManager:
         fingerprint: bytes = b"",
         tiers: Iterable[TierConfig] = (),
         store_policy: StorePolicy = "through",
+        longest_blocks: Sequence[int] = (),
         events: EventLog | None = None,
     ) -> None:
         self.points = ResumePoints(specs)
         self.groups = make_groups(specs, self.points, events)
         self.prefix_caching = prefix_caching
         self._events = events
-        self._tiers = TierManager(self.groups, tiers, store_policy, events)
+        self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, events)
         self._fetcher = Fetcher(self._tiers, self.points)
         self._has_tiers = bool(self._tiers.tiers)
         self._sequences: dict[str, SequenceState] = {}
@@ -97,15 +100,34 @@ class KVCacheManager:
                     part.describe(i, tokens, sequence.salted, self._events)
         return Match(sequence.longest(len(tokens) - 1, on_device))
 
-    def fetch(self, request_id: str, num_tokens: int, match: Match) -> bool:
+    def num_nameable(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens lie before a resume point and in blocks with known keys."""
+        return self.points.last(max(0, num_tokens - self.points.lag)) if self.prefix_caching else 0
+
+    def next_key(self, request_id: str, num_tokens: int) -> bytes | None:
+        """Return the key that names a request's tokens up to the first resume point after `num_tokens`, if known."""
+        return self._sequences[request_id].prefix_key(self.points.last(num_tokens) + self.points.step)
+
+    def num_shared(self, request_id: str, other_id: str, limit: int) -> int:
+        """Return the last resume point, at most `limit`, up to which the keys of two requests are known and equal."""
+        one, other = self._sequences[request_id], self._sequences[other_id]
+        points = range(self.points.step, limit + 1, self.points.step)
+
+        def differ(position: int) -> bool:
+            key = one.prefix_key(position)
+            return key is None or key != other.prefix_key(position)
+
+        return bisect_left(points, True, key=differ) * self.points.step
+
+    def fetch(self, request_id: str, num_tokens: int, match: Match, may_begin: bool = True) -> Fetch:
         """Begin to load what lower tiers hold of a request of `num_tokens` tokens beyond `match`, if that pays.
 
-        True: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
+        BEGUN: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
         """
         sequence = self._sequences[request_id]
         if not self._has_tiers or sequence.filled or not self.prefix_caching:
-            return False
-        return self._fetcher.fetch(request_id, sequence, num_tokens, match.num_tokens)
+            return Fetch.COMPUTE
+        return self._fetcher.fetch(request_id, sequence, num_tokens, match.num_tokens, may_begin)
 
     def holds_fill(self, request_id: str) -> bool:
         """Return whether a waiting request holds blocks that were, or are being, loaded for it."""
@@ -158,19 +180,37 @@ class KVCacheManager:
         sequence.set_capacity()
         return added
 
-    def fits(self, request_id: str, match: Match, num_tokens: int, step_tokens: int, spare: float) -> bool:
+    def growth(self, num_computed: int, num_tokens: int) -> list[int]:
+        """Return how many more blocks of each group a request of `num_computed` tokens needs to reach `num_tokens`.
+
+        None of a window or state: as it grows it frees blocks too.
+        """
+        return [
+            group.num_blocks(num_tokens) - group.num_blocks(num_computed) if group.keeps_history else 0
+            for group in self.groups
+        ]
+
+    def fits(
+        self,
+        request_id: str,
+        match: Match,
+        num_tokens: int,
+        step_tokens: int,
+        spare: float,
+        promised: Iterable[int],
+    ) -> bool:
         """Return whether a request may grow to `num_tokens` with the blocks free now, leaving `spare` of each pool.
 
-        Of its tokens `step_tokens` are computed and not settled.
+        Of its tokens `step_tokens` are computed and not settled. `promised` blocks of each group are for others.
         """
         sequence = self._sequences[request_id]
-        for part in sequence.parts:
+        for part, kept in zip(sequence.parts, promised, strict=True):
             pool = part.group.pool
             cached = part.cached(match.num_tokens)
             in_use = sum(1 for block_id in cached if block_id != NULL_BLOCK and not pool.is_free(block_id))
             in_use += len(part.live(sequence.settled))
             needed = part.group.live_blocks(num_tokens, step_tokens) - in_use
-            if needed + int(pool.num_blocks * spare) > pool.num_free:
+            if needed + kept + int(pool.num_blocks * spare) > pool.num_free:
                 return False
         return True
 

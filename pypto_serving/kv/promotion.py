@@ -50,14 +50,25 @@ class Promotions:
             tier.counters.refused_fills += 1
         return False
 
-    def join(self, request_id: str, wanted: Iterable[GroupKey]) -> bool:
-        """Wait for another fill that brings one of these blocks; False if there is none."""
+    def fill_of(self, wanted: Iterable[GroupKey]) -> Fill | None:
+        """Return the fill of another request that brings one of these blocks."""
         fills = (fill for pair in wanted if (fill := self._filling.get(pair)) is not None)
-        fill = next((fill for fill in fills if self._fills.get(fill.request_id) is fill), None)
-        if fill is not None:
-            fill.waiters.append(request_id)
-            self._joined[request_id] = fill
-        return fill is not None
+        return next((fill for fill in fills if self._fills.get(fill.request_id) is fill), None)
+
+    def join(self, request_id: str, fill: Fill) -> None:
+        """Wait for the fill of another request."""
+        fill.waiters.append(request_id)
+        self._joined[request_id] = fill
+
+    @property
+    def num_fills(self) -> int:
+        """Number of fills that a request waits for."""
+        return len(self._fills)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether others fill a tier too, so that it has to be asked."""
+        return any(tier.shared for tier in self._tiers)
 
     # Under way.
 
@@ -83,16 +94,13 @@ class Promotions:
                 self._leases.begin("load", tier, moved, fill)
         return {(piece.group, piece.key): tier.config.tier for tier, moved in parts.items() for piece in moved}
 
-    def ask(self, request_id: str, wanted: Iterable[GroupKey]) -> bool:
-        """Ask tiers that others fill too which of these blocks they hold; False if there is nothing to ask."""
-        shared = [tier for tier in self._tiers if tier.shared]
-        pieces = [Moved(group, NULL_BLOCK, NULL_BLOCK, key) for group, key in wanted] if shared else []
-        if not pieces:
-            return False
+    def ask(self, request_id: str, wanted: Iterable[GroupKey]) -> None:
+        """Ask tiers that others fill too which of these blocks they hold."""
+        pieces = [Moved(group, NULL_BLOCK, NULL_BLOCK, key) for group, key in wanted]
         fill = self._fills[request_id] = Fill(request_id, 0)
-        for tier in shared:
-            self._leases.begin("find", tier, pieces, fill)
-        return True
+        for tier in self._tiers:
+            if tier.shared:
+                self._leases.begin("find", tier, pieces, fill)
 
     def abandon(self, request_id: str) -> None:
         """Stop waiting; transfers still finish and publish their blocks."""

@@ -155,6 +155,12 @@ class SequenceState:
             for part in self.parts:
                 part.chain.extend(data)
 
+    def prefix_key(self, position: int) -> bytes | None:
+        """Return a key that names tokens [0, position), None if it is not known. A block must end at `position`."""
+        part = self.parts[0]
+        last = position // part.group.block_size - 1
+        return part.keys[last] if last < len(part.keys) else None
+
     def longest(self, limit: int, find_in: FindIn) -> int:
         """Return the largest n <= `limit` that every group accepts: each shrinks the candidate until none objects."""
         candidate, agreed = limit, -1

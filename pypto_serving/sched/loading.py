@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pypto_serving.sched.request import Request
 
 MAX_LOADING = 32
-"""Most requests that wait for KV loads at once. Further ones stay in the queue and are matched later."""
+"""Most requests that wait for KV loads at once. Another one whose load pays stays in the queue until one has ended."""
 
 
 class Loading:
@@ -15,11 +15,13 @@ class Loading:
 
     waiting    its transfers have not ended (WAITING_FOR_KV)
     loaded     its blocks have arrived; it is in the queue again and holds them
+    put off    it is in the queue, and its loads can begin once others have ended
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, Request] = {}
         self._loaded: dict[str, None] = {}
+        self.put_off_id = ""
 
     @property
     def is_full(self) -> bool:
@@ -32,7 +34,12 @@ class Loading:
 
     def stop_waiting(self, request_id: str) -> Request | None:
         """Remove and return a waiting request, or return None if it does not wait."""
+        self.put_off_id = ""
         return self._waiting.pop(request_id, None)
+
+    def put_off(self, request_id: str) -> None:
+        """Record that a queued request need not be tried again before another one stops waiting."""
+        self.put_off_id = request_id
 
     def hold(self, request_id: str) -> None:
         """Record that a queued request holds loaded blocks."""
@@ -47,13 +54,14 @@ class Loading:
 
     def forget(self, request_id: str) -> None:
         """Remove a request that started or ended."""
-        self._waiting.pop(request_id, None)
+        self.stop_waiting(request_id)
         self._loaded.pop(request_id, None)
 
     def clear(self) -> None:
         """Remove all requests."""
         self._waiting.clear()
         self._loaded.clear()
+        self.put_off_id = ""
 
     def __len__(self) -> int:
         """Return how many requests wait."""

@@ -49,6 +49,15 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return None
 
+    def set_aside(self, request: Request) -> None:
+        """Keep the first request in order in the queue, but do not return it from `peek` before `bring_back`."""
+        assert self._heap[0][2] == request.id
+        heapq.heappop(self._heap)
+
+    def bring_back(self, request: Request) -> None:
+        """Undo `set_aside`."""
+        heapq.heappush(self._heap, (request.order, self._requests[request.id][0], request.id))
+
     def remove(self, request: Request) -> None:
         """Remove a request; do nothing if it is not in the queue."""
         self._requests.pop(request.id, None)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.kv import KVCacheGroupSpec, resume_step
+from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks, publication_lag, resume_step
 from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
 
@@ -30,6 +30,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: longest step, and longest time without a completed step while work waits.
     load_timeout_s: longest time without progress while loading.
     max_respawns: restarts of a worker without a completed step in between.
+    max_deaths: deaths of a worker, or of a core, within `deaths_window_s`, also with steps in between.
     respawn_delay_s: delay before the first restart; it doubles with each further one.
     """
 
@@ -37,6 +38,8 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float = 120.0
     load_timeout_s: float = 300.0
     max_respawns: int = 6
+    max_deaths: int = 30
+    deaths_window_s: float = 600.0
     respawn_delay_s: float = 0.1
 
 
@@ -105,6 +108,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.enable_chunked_prefill and 0 < value < least:
                 problem = f"is {value}, but {programs} computes prompts in chunks of {chunk} tokens"
                 raise UnmetError(name, f"{problem}; give at least {least}")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            problem = f"is {self.max_num_batched_tokens}, but without chunked prefill a step holds a whole prompt"
+            longest = f"max_model_len is {self.max_model_len}; give at least {self.max_model_len}"
+            raise UnmetError("max_num_batched_tokens", f"{problem}, and {longest}")
         if chunk > 1 and (step := resume_step(self.groups)) % chunk:
             problem = f"lets prompts be resumed every {step} tokens, but {programs} computes them in chunks of {chunk}"
             raise UnmetError("block_size", f"{problem}; give a multiple of {chunk}")
@@ -121,6 +128,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def shares_kv(self) -> bool:
         """Return True if blocks of KV, or their keys, leave the processes of this replica."""
         return bool(self.kv_events) or any(tier.tier in ("disk", "remote") for tier in self.tiers)
+
+    @property
+    def unsettled_tokens(self) -> int:
+        """Return the most tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
+        return self.max_num_batched_tokens * self.depth + publication_lag(self.groups)
+
+    @property
+    def longest_blocks(self) -> tuple[int, ...]:
+        """Return the most blocks of each group that one request of the longest length holds."""
+        return max_live_blocks(self.groups, self.max_model_len, self.unsettled_tokens)
 
     @property
     def limits(self) -> BackendLimits:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from pypto_serving.types.sampling import MAX_STOP_IDS
 
+MAX_MESSAGES = 16_384
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -85,7 +86,7 @@ class ChatMessage(_Body):
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(fail_fast=True)
+    messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
