@@ -13,7 +13,7 @@ from io import BufferedRWPair
 
 import msgspec
 
-from pypto_serving.api.errors import describe
+from pypto_serving.api.errors import describe, internal_error
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.reading.wire import ENDPOINTS, SIZE_BYTES, Endpoint, ReaderStart, Refusal
@@ -23,6 +23,7 @@ from pypto_serving.util import GIB, format_size
 
 logger = logging.getLogger("pypto_serving.api")
 
+FAILED = "a body could not be read"
 MAX_BYTES = 2 * GIB
 """Memory that a reader may take for data."""
 
@@ -44,10 +45,11 @@ def answer(reader: BodyReader, endpoint: Endpoint, raw: bytes) -> bytes:
     except MemoryError:
         message = f"this request takes more than {format_size(MAX_BYTES)} of memory to read; send less"
         return msgspec.msgpack.encode(Refusal(400, message, "request_too_large", None))
-    except Exception as error:
-        if not isinstance(error, PyptoError):
-            logger.exception("a body could not be read")
+    except PyptoError as error:
         return msgspec.msgpack.encode(Refusal.of(describe(error)))
+    except Exception:
+        logger.exception(FAILED)
+        return msgspec.msgpack.encode(Refusal.of(internal_error(f"'{FAILED}'")))
 
 
 def send(channel: BufferedRWPair, data: bytes) -> None:
