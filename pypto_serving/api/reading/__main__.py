@@ -5,25 +5,22 @@ A reader is expendable: a body that makes it slow or large ends it, and nothing 
 
 from __future__ import annotations
 
-import logging
 import resource
 import socket
 import sys
+import traceback
 from io import BufferedRWPair
 
 import msgspec
 
-from pypto_serving.api.errors import describe, internal_error
+from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.reader import BodyReader
-from pypto_serving.api.reading.wire import ENDPOINTS, SIZE_BYTES, Endpoint, ReaderStart, Refusal
+from pypto_serving.api.reading.wire import ENDPOINTS, SIZE_BYTES, Endpoint, Fault, ReaderStart, Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent
 from pypto_serving.util import GIB, format_size
 
-logger = logging.getLogger("pypto_serving.api")
-
-FAILED = "a body could not be read"
 MAX_BYTES = 2 * GIB
 """Memory that a reader may take for data."""
 
@@ -39,7 +36,7 @@ def run(start: ReaderStart) -> None:
 
 
 def answer(reader: BodyReader, endpoint: Endpoint, raw: bytes) -> bytes:
-    """Read one body; return the encoded ReadBody or Refusal."""
+    """Read one body; return the encoded ReadBody, Refusal or Fault."""
     try:
         return msgspec.msgpack.encode(reader.read(endpoint, raw))
     except MemoryError:
@@ -48,8 +45,7 @@ def answer(reader: BodyReader, endpoint: Endpoint, raw: bytes) -> bytes:
     except PyptoError as error:
         return msgspec.msgpack.encode(Refusal.of(describe(error)))
     except Exception:
-        logger.exception(FAILED)
-        return msgspec.msgpack.encode(Refusal.of(internal_error(f"'{FAILED}'")))
+        return msgspec.msgpack.encode(Fault(traceback.format_exc()))
 
 
 def send(channel: BufferedRWPair, data: bytes) -> None:
@@ -59,7 +55,6 @@ def send(channel: BufferedRWPair, data: bytes) -> None:
 
 def main() -> int:
     parent: Parent[ReaderStart] = Parent(int(sys.argv[1]), ReaderStart)
-    logging.basicConfig(level="ERROR", format="%(asctime)s %(levelname)s reader: %(message)s", datefmt="%H:%M:%S")
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     run(parent.start)
     return EXIT_OK
