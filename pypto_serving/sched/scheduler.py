@@ -382,12 +382,13 @@ class Scheduler:
     def _append(self, request: Request, count: int, token_id: int, now_s: float) -> RequestOutput:
         """Do what `_take` does for a row of one token and nothing else, at less cost: most rows are such."""
         request.num_placeholders -= 1
-        if not request.first_token_s:
-            request.first_token_s = now_s
         request.tokens.append(token_id)
         self.counters.generation_tokens += 1
         reason = outputs.stop_reason(request, token_id)
         output = outputs.token_added(request, token_id)
+        if not request.first_token_s:
+            request.first_token_s = now_s
+            output = outputs.started(request, output)
         self._advance(request, count)
         return output if reason is None else outputs.merged(output, self._finish(request, reason, now_s=now_s))
 
@@ -395,8 +396,6 @@ class Scheduler:
         """Append the sampled tokens of a row, up to the one that ends its request. Take back rejected drafts."""
         request, reason = entry.request, None
         request.num_placeholders -= 1 + entry.num_drafts
-        if row.token_ids and not request.first_token_s:
-            request.first_token_s = now_s
         count = 0
         while reason is None and count < len(row.token_ids):
             request.tokens.append(row.token_ids[count])
@@ -404,6 +403,9 @@ class Scheduler:
             count += 1
         self.counters.record_output(count, entry.num_drafts)
         output = outputs.tokens_added(request, row, count)
+        if row.token_ids and not request.first_token_s:
+            request.first_token_s = now_s
+            output = outputs.started(request, output)
         if reason is None and row.fault is not None:
             if row.fault.code == NOT_FINITE:
                 self.kv.discard(request.id)

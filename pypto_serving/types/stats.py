@@ -60,7 +60,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     Totals start with the core where the core makes the snapshot, and with the API process where that keeps it.
 
     `work_since_s` is the time since which there are unfinished requests, 0 when idle. `kv_usage` is the share of blocks
-    in use, per KV group.
+    in use, per KV group. `step_tokens` are the tokens of each step since the snapshot before.
     """
 
     ready: bool = False
@@ -70,7 +70,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     num_running: int = 0
     num_waiting: int = 0
     num_steps: int = 0
-    step_tokens: int = 0
+    step_tokens: tuple[int, ...] = ()
     step_rows: int = 0
     max_step_rows: int = 0
     num_preemptions: int = 0

@@ -120,7 +120,7 @@ class ScriptedEngine:
         with self.changed:
             self.requests += requests
             self.changed.notify_all()
-        self.stats = StepStats(ready=True, num_steps=len(self.requests), step_tokens=len(requests))
+        self.stats = StepStats(ready=True, num_steps=len(self.requests), step_tokens=(len(requests),))
         self.on_stats(self.stats)
         return submission.stream
 

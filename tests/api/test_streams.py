@@ -79,6 +79,16 @@ def test_a_client_that_leaves_while_it_stalls_frees_its_request(narrow: RunningS
     narrow.wait_idle()
 
 
+def test_a_client_that_stalls_for_good_is_cut_off(
+    start: Callable[..., RunningServer], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pypto_serving.api.run.READ_TIMEOUT_S", 0.5)
+    server = start(config={"max_model_len": 100_000})
+    server.engine.script = lambda request: Script((tokenizer.encode(TEXT) * 50_000)[:50_000], hang=True)
+    with server.raw_post(PATH, {"prompt": "hello", "stream": True, "max_tokens": 50_000}):
+        server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+
+
 def test_a_fault_while_a_client_stalls_reaches_it(narrow: RunningServer, tokenizer: Tokenizer) -> None:
     fault = RequestFault(500, "request_failed", "three workers died")
     with stalled(narrow, Script((tokenizer.encode(TEXT) * NUM_TOKENS)[:NUM_TOKENS], fault=fault)) as connection:

@@ -10,7 +10,7 @@ from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
 from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.request import EngineRequest, RequestOutput, Timeline
 from pypto_serving.types.tokens import id_list
 
 ONE_ID = 4
@@ -30,6 +30,7 @@ class Choice:
     """Detokenize one sequence, find its stop strings and count its tokens. Owned by its Generation.
 
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
+    `timeline` has the engine's times so far.
     `token_ids` collects the output tokens, a stop token included, if `keep_token_ids`; else it is None.
     """
 
@@ -50,6 +51,7 @@ class Choice:
         "num_tokens",
         "prompt",
         "request_id",
+        "timeline",
         "token_ids",
     )
 
@@ -73,6 +75,7 @@ class Choice:
         self.num_cached = 0
         self.cached_by_tier: tuple[int, ...] = ()
         self.finish_reason: str | None = None
+        self.timeline: Timeline | None = None
         self.token_ids: list[int] | None = [] if keep_token_ids else None
         self._min_tokens = params.min_tokens
         self._tokenizer = tokenizer
@@ -83,6 +86,11 @@ class Choice:
         self._num_chars = 0
         plain = self._stops is None and self._entries is None and self.token_ids is None
         self._push_plain = self._detokenizer.push if plain and self._detokenizer is not None else None
+
+    def begin(self, output: RequestOutput) -> None:
+        """Note what came with the first token: the times so far, and how much of the prompt was cached where."""
+        self.timeline = output.timeline
+        self.cached_by_tier = output.cached_by_tier
 
     def take(self, output: RequestOutput) -> Delta | None:
         """Add an engine output; return the delta to send, None if there is nothing to show yet.
@@ -105,6 +113,7 @@ class Choice:
         """
         text, reason, before = "", output.finish_reason, self.num_tokens
         self.cached_by_tier = output.cached_by_tier or self.cached_by_tier
+        self.timeline = output.timeline or self.timeline
         last = len(ids) - 1 if reason == "stop" else -1
         silent_at = last if ids and ids[last] == output.stop_token_id else -1
         for i, token_id in enumerate(ids):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 
+import msgspec
+
 from pypto_serving.api.generation.choice import Choice, Delta
 from pypto_serving.api.generation.errors import EngineFaultError
 from pypto_serving.api.generation.output import Output
@@ -101,7 +103,11 @@ class Generation:
             if choice is None or choice.finish_reason is not None:
                 continue
             if output.token_ids:
-                (self._observe_next if choice.num_tokens else self._observe_first)(now_s - choice.last_s)
+                if choice.num_tokens:
+                    self._observe_next(now_s - choice.last_s)
+                else:
+                    self._observe_first(now_s - choice.last_s)
+                    choice.begin(output)
                 choice.last_s = now_s
             delta = choice.take(output)
             if delta is None:
@@ -134,7 +140,10 @@ class Generation:
         reason = choice.finish_reason if choice.finish_reason and output.fault is None else "error"
         self._open -= 1
         e2e_s = now_s - self._arrival_s
-        service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, output.timeline)
+        timeline = choice.timeline
+        if timeline is not None and output.finish_reason is None:  # a stop string ended it here
+            timeline = msgspec.structs.replace(timeline, finished_s=now_s)
+        service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, timeline)
         if output.fault is not None:
             if output.fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 self._given_up.append(choice)
