@@ -144,7 +144,8 @@ def test_a_sequence_fits_blocks_for_one(
 ) -> None:
     """And twice in a row, so that what is cached of the first must make way for the second."""
     groups = tuple(msgspec.structs.replace(spec, key_lookahead=lookahead) for spec in GROUP_SETS[kind])
-    longest = prompt_len + 200
+    prompt_len = min(prompt_len, 300 * chunk)  # more than windows and lookahead, in at most 300 steps
+    longest = prompt_len + 150
     live = max_live_blocks(groups, longest, chunk * depth + publication_lag(groups))
     config = null_config(
         groups,
@@ -156,7 +157,7 @@ def test_a_sequence_fits_blocks_for_one(
     )
     simulation = Simulation(config)
     for first in (1, 2):
-        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=190)
+        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=140)
         simulation.run()
         simulation.assert_correct(request_id)
     assert simulation.counters.num_preemptions == 0
@@ -227,12 +228,12 @@ def test_a_prompt_is_resumed_at_its_checkpoints_on_the_device_and_in_host_memory
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, tmp_path: Path) -> None:
-    simulation = replica(chunk, (tier("disk", tmp_path),))
+def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, memory_disk: Path) -> None:
+    simulation = replica(chunk, (tier("disk", memory_disk),))
     simulation.add(PROMPT)
     simulation.run()
     simulation.executor.stop()
-    again = replica(chunk, (tier("disk", tmp_path),))
+    again = replica(chunk, (tier("disk", memory_disk),))
     for shared, expected in ((2100, 2048), (4990, 4096), (5000, 4992)):
         assert cached(again, shared) == {"disk": expected}
         forget_device(again)
@@ -240,14 +241,14 @@ def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, tmp_
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_second_replica_resumes_at_checkpoints_of_the_first(chunk: int, tmp_path: Path) -> None:
+def test_a_second_replica_resumes_at_checkpoints_of_the_first(chunk: int, memory_disk: Path) -> None:
     """The ends of prompt and turn, which only the first one knows, are among them."""
 
     def sharing() -> Simulation:
-        simulation = replica(chunk, (tier("disk", tmp_path),))
+        simulation = replica(chunk, (tier("disk", memory_disk),))
         program = NullBackend(simulation.config).prepare(lambda phase, done, total: None)
         sizes = program.memory.block_bytes
-        simulation.executor.stores["disk"] = FileStore(tmp_path, b"", sizes, (100,) * len(sizes))
+        simulation.executor.stores["disk"] = FileStore(memory_disk, b"", sizes, (100,) * len(sizes))
         simulation.turn()
         return simulation
 
