@@ -137,15 +137,16 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     chunk=st.sampled_from([1, 7, 64, 300]),
     depth=st.integers(1, 3),
     prompt_len=st.integers(1, 1500),
+    answer_len=st.sampled_from([1, 40, 140]),
     caching=st.booleans(),
 )
 def test_a_sequence_fits_blocks_for_one(
-    kind: str, lookahead: int, chunk: int, depth: int, prompt_len: int, caching: bool
+    kind: str, lookahead: int, chunk: int, depth: int, prompt_len: int, answer_len: int, caching: bool
 ) -> None:
     """And twice in a row, so that what is cached of the first must make way for the second."""
     groups = tuple(msgspec.structs.replace(spec, key_lookahead=lookahead) for spec in GROUP_SETS[kind])
     prompt_len = min(prompt_len, 300 * chunk)  # more than windows and lookahead, in at most 300 steps
-    longest = prompt_len + 150
+    longest = prompt_len + answer_len + 10
     live = max_live_blocks(groups, longest, chunk * depth + publication_lag(groups))
     config = null_config(
         groups,
@@ -157,7 +158,7 @@ def test_a_sequence_fits_blocks_for_one(
     )
     simulation = Simulation(config)
     for first in (1, 2):
-        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=140)
+        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=answer_len)
         simulation.run()
         simulation.assert_correct(request_id)
     assert simulation.counters.num_preemptions == 0
