@@ -183,8 +183,8 @@ class RowBatch:
         most = 1 if dispatch.num_drafts is None else 1 + dispatch.num_drafts
         spare = np.where(counts > 0, most - counts, 0)
         if dispatch.lives is not None:
-            same = (dispatch.lives == self._lives[rows]).nonzero()[0]
-            token_ids = token_ids[np.isin(np.arange(len(rows)).repeat(counts), same)]
+            same = dispatch.lives == self._lives[rows]
+            token_ids = token_ids[same.repeat(counts)]
             rows, counts, spare = rows[same], counts[same], spare[same]
             self.ahead[rows] -= counts + spare
         self.num_computed[rows] -= spare

@@ -137,14 +137,16 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     chunk=st.sampled_from([1, 7, 64, 300]),
     depth=st.integers(1, 3),
     prompt_len=st.integers(1, 1500),
+    answer_len=st.sampled_from([1, 40, 140]),
     caching=st.booleans(),
 )
 def test_a_sequence_fits_blocks_for_one(
-    kind: str, lookahead: int, chunk: int, depth: int, prompt_len: int, caching: bool
+    kind: str, lookahead: int, chunk: int, depth: int, prompt_len: int, answer_len: int, caching: bool
 ) -> None:
     """And twice in a row, so that what is cached of the first must make way for the second."""
     groups = tuple(msgspec.structs.replace(spec, key_lookahead=lookahead) for spec in GROUP_SETS[kind])
-    longest = prompt_len + 200
+    prompt_len = min(prompt_len, 300 * chunk)  # more than windows and lookahead, in at most 300 steps
+    longest = prompt_len + answer_len + 10
     live = max_live_blocks(groups, longest, chunk * depth + publication_lag(groups))
     config = null_config(
         groups,
@@ -156,7 +158,7 @@ def test_a_sequence_fits_blocks_for_one(
     )
     simulation = Simulation(config)
     for first in (1, 2):
-        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=190)
+        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=answer_len)
         simulation.run()
         simulation.assert_correct(request_id)
     assert simulation.counters.num_preemptions == 0
@@ -227,12 +229,12 @@ def test_a_prompt_is_resumed_at_its_checkpoints_on_the_device_and_in_host_memory
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, tmp_path: Path) -> None:
-    simulation = replica(chunk, (tier("disk", tmp_path),))
+def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, memory_disk: Path) -> None:
+    simulation = replica(chunk, (tier("disk", memory_disk),))
     simulation.add(PROMPT)
     simulation.run()
     simulation.executor.stop()
-    again = replica(chunk, (tier("disk", tmp_path),))
+    again = replica(chunk, (tier("disk", memory_disk),))
     for shared, expected in ((2100, 2048), (4990, 4096), (5000, 4992)):
         assert cached(again, shared) == {"disk": expected}
         forget_device(again)
@@ -240,14 +242,14 @@ def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, tmp_
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_second_replica_resumes_at_checkpoints_of_the_first(chunk: int, tmp_path: Path) -> None:
+def test_a_second_replica_resumes_at_checkpoints_of_the_first(chunk: int, memory_disk: Path) -> None:
     """The ends of prompt and turn, which only the first one knows, are among them."""
 
     def sharing() -> Simulation:
-        simulation = replica(chunk, (tier("disk", tmp_path),))
+        simulation = replica(chunk, (tier("disk", memory_disk),))
         program = NullBackend(simulation.config).prepare(lambda phase, done, total: None)
         sizes = program.memory.block_bytes
-        simulation.executor.stores["disk"] = FileStore(tmp_path, b"", sizes, (100,) * len(sizes))
+        simulation.executor.stores["disk"] = FileStore(memory_disk, b"", sizes, (100,) * len(sizes))
         simulation.turn()
         return simulation
 

@@ -125,18 +125,18 @@ def test_a_thousand_schedules(kind: str, policy: str) -> None:
 
 @pytest.mark.parametrize("kind", GROUP_SETS)
 @pytest.mark.parametrize("host", [False, True])
-def test_restarts_over_a_disk_give_the_same_answers(kind: str, host: bool, tmp_path: Path) -> None:
+def test_restarts_over_a_disk_give_the_same_answers(kind: str, host: bool, memory_disk: Path) -> None:
     rng, found = random.Random(f"{kind} {host} disk"), 0
     for _ in range(4):
-        simulation = tiered(kind, tmp_path, host, depth=rng.choice((1, 2, 3)))
+        simulation = tiered(kind, memory_disk, host, depth=rng.choice((1, 2, 3)))
         churn(simulation, rng, num_requests=25, deaths=0.01, aborts=0.1)
         found += hits(simulation)["disk"]
         simulation.executor.stop()
     assert found > 0
 
 
-def test_a_preempted_request_resumes_from_two_tiers_and_takes_one_victim_at_a_time(tmp_path: Path) -> None:
-    simulation = tiered("plain", tmp_path, max_num_batched_tokens=64)
+def test_a_preempted_request_resumes_from_two_tiers_and_takes_one_victim_at_a_time(memory_disk: Path) -> None:
+    simulation = tiered("plain", memory_disk, max_num_batched_tokens=64)
     rng = random.Random(5)
     for _ in range(4):
         simulation.add([rng.randrange(1000) for _ in range(70)], max_tokens=120)

@@ -129,7 +129,9 @@ class NullProgram:
     def _check_chunks(self, inputs: StepInputs, counts: Int32Array) -> None:
         """Require that a chunk is a multiple of `chunk_tokens`, except the last one of a prompt."""
         size = self.limits.traits.chunk_tokens
-        ends = np.isin(inputs.query_start[1:] - 1, inputs.logits_rows)
+        sampling = np.zeros(len(inputs.token_ids), bool)
+        sampling[inputs.logits_rows] = True
+        ends = sampling[inputs.query_start[1:] - 1]
         # A row that failed while a later step was in flight computes one token and does not sample.
         cut = counts[: inputs.num_rows][~ends[: inputs.num_rows]]
         _require(not (cut[cut > 1] % size).any(), f"a prompt is cut at a place that is no multiple of {size}")
