@@ -22,8 +22,7 @@ def check(
 ) -> None:
     """Print the contents of the model's files, the resolved configuration with reasons, and the memory plan.
 
-    Nothing is loaded but the tokenizer. For a model that cannot be served here, print its files and the sizes of its KV
-    groups.
+    Nothing is loaded but the tokenizer. For a model that cannot be served here, print its files and KV groups.
     """
     from pypto_serving.api.settings import serving_config
     from pypto_serving.api.text.files import has_tokenizer

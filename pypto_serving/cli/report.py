@@ -13,7 +13,7 @@ from pypto_serving.setup.kv_shares import GroupPlan, MemoryPlan
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import Contents, ModelSpec
-from pypto_serving.util import format_size
+from pypto_serving.util import counted, format_size
 
 _MODEL_FACTS = ("path", "architecture", "dtype", "quantization", "num_parameters")
 _CHECKPOINT_FACTS = (
@@ -98,7 +98,7 @@ def _planned(model: ModelSpec, memory: MemoryPlan) -> dict[str, Any]:
 
 def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Iterable[str]]]:
     weights = f", {model.quantization} weights" if model.quantization else ""
-    facts = f"{_count(model.num_parameters)} parameters, {model.num_layers} layers{weights}"
+    facts = f"{_count(model.num_parameters)} parameters, {counted(model.num_layers, 'layer')}{weights}"
     yield "Model", [f"{model.architecture}, {facts}"]
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
     yield "Memory plan", _memory_lines(resolved)
@@ -118,7 +118,7 @@ def _tensor_lines(contents: Contents) -> Iterable[str]:
     index = contents.index
     if index is not None:
         size = "" if index.total_size is None else f", {index.total_size} bytes"
-        yield f"index: {index.num_tensors} tensors in {index.num_files} files{size}"
+        yield f"index: {counted(index.num_tensors, 'tensor')} in {counted(index.num_files, 'file')}{size}"
     yield from contents.verdicts
 
 
