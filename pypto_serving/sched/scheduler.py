@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import KVCacheManager, Match
@@ -139,33 +139,47 @@ class Scheduler:
         if self._strikes.suspects:
             self._schedule_alone(step, now_s)
         else:
-            self._schedule_running(step)
-            if not step.short_of_blocks:
-                self._admit_waiting(step, now_s)
+            self._schedule_all(step, now_s)
         return (self._dispatch(step) if step.scheduled else None), expired
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_all(self, step: Step, now_s: float) -> None:
         """Schedule decodes first, less the share of the budget that is kept for prompts; then prompts.
 
-        A decode that finds no blocks takes nothing of the budget: the next one is tried. Drafts get what is left when
-        every decode has its own token.
+        Decodes get again what prompts leave of the budget, and drafts what is left when every decode has its own token.
         """
         decodes, prompts = decodes_and_prompts(self._running.values())
-        head = prompts[0] if prompts else self._waiting.peek() if self._free_rows else None
+        first = self._waiting.peek() if self._free_rows else None
+        head = min([*prompts[:1], *([first] if first else [])], key=by_order, default=None)
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
         step.draft_budget = max(0, decode_budget - len(decodes)) if self.config.num_drafts else 0
-        for request in decodes:
-            if len(step.scheduled) >= decode_budget:
-                break
+        left = iter(decodes)
+        self._schedule_decodes(step, left, decode_budget)
+        self._schedule_prompts(step, prompts, now_s)
+        self._schedule_decodes(step, left, step.budget)
+
+    def _schedule_decodes(self, step: Step, decodes: Iterator[Request], most: int) -> None:
+        """Take and schedule up to `most` decodes. One that finds no blocks does not count: the next is tried."""
+        end = len(step.scheduled) + most
+        for request in decodes if most > 0 else ():
             self._schedule(step, request, 1)
+            if len(step.scheduled) >= end:
+                return
+
+    def _schedule_prompts(self, step: Step, prompts: list[Request], now_s: float) -> None:
+        """Schedule running and waiting prompts in order. A running one before which others start keeps its blocks."""
         for request in prompts:
+            self._promise(step, request)
+        for request in prompts:
+            self._admit_waiting(step, now_s, before=request)
+            self._promise(step, request, -1)
             self._schedule(step, request, request.num_uncomputed_tokens)
             self._promise(step, request)
+        self._admit_waiting(step, now_s)
 
-    def _promise(self, step: Step, request: Request) -> None:
-        """Keep the blocks that a prompt needs after this step from requests that start in this step."""
+    def _promise(self, step: Step, request: Request, sign: int = 1) -> None:
+        """Keep the blocks that a running prompt still needs from requests that start; or, with -1, do so no longer."""
         if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
-            step.promise(self.kv.growth(request.num_computed_tokens, request.num_tokens))
+            step.promise(self.kv.growth(request.num_computed_tokens, request.num_tokens), sign)
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
         """Add as many of a running request's `missing` tokens as fit; preempt others if nothing else frees blocks.
@@ -184,7 +198,7 @@ class Scheduler:
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         while blocks is None:
             if not self._find_blocks(step, request, count, anyone):
-                step.short_of_blocks = True
+                step.admits = False
                 return
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         if any(blocks):
@@ -231,14 +245,14 @@ class Scheduler:
         request.last_step = step.step_id
         step.add(Scheduled(request, request.life, count, num_drafts, samples))
 
-    def _admit_waiting(self, step: Step, now_s: float) -> None:
-        """Start waiting requests in order until rows, budget, blocks or loads run out."""
-        while step.budget > 0 and self._free_rows and not self._following.is_full:
+    def _admit_waiting(self, step: Step, now_s: float, before: Request | None = None) -> None:
+        """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
+        while step.admits and step.budget > 0 and self._free_rows and not self._following.is_full:
             request = self._waiting.peek()
-            if request is None or request.id in step.preempted or request.id == self._loading.put_off_id:
+            if request is None or (before is not None and request.order > before.order):
                 return
-            if not self._admit(step, request, now_s):
-                return
+            held_up = request.id in step.preempted or request.id == self._loading.put_off_id
+            step.admits = not held_up and self._admit(step, request, now_s)
 
     def _admit(self, step: Step, request: Request, now_s: float) -> bool:
         """Start a waiting request, or let it wait for its KV. Return False if it must stay first in the queue."""

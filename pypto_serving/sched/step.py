@@ -64,6 +64,7 @@ class Step:
     - `budget`: the number of tokens left to schedule.
     - `draft_budget`: the part of it that drafts may take.
     - `new_blocks`: one list per KV group: row, block id, row, ...
+    - `admits`: further requests may start; false once a running or waiting one does not find blocks.
     - `promised`: the blocks of each group that running prompts will need after this step.
     """
 
@@ -75,7 +76,7 @@ class Step:
         self.scheduled: list[Scheduled] = []
         self.requests: set[str] = set()
         self.preempted: set[str] = set()
-        self.short_of_blocks = False
+        self.admits = True
         self.has_drafts = False
         self.new_rows: list[NewRow] = []
         self.new_blocks: list[list[int]] = [[] for _ in range(num_groups)]
@@ -89,9 +90,9 @@ class Step:
         self.requests.add(entry.request.id)
         self.scheduled.append(entry)
 
-    def promise(self, blocks: Sequence[int]) -> None:
-        """Add to the blocks of each group that running prompts will need."""
-        self.promised = [before + more for before, more in zip(self.promised, blocks, strict=True)]
+    def promise(self, blocks: Sequence[int], sign: int) -> None:
+        """Add to the blocks of each group that running prompts will need, or subtract from them."""
+        self.promised = [before + sign * more for before, more in zip(self.promised, blocks, strict=True)]
 
     def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
         """Add a row's new blocks, one sequence of ids per KV group."""

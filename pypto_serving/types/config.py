@@ -108,6 +108,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.enable_chunked_prefill and 0 < value < least:
                 problem = f"is {value}, but {programs} computes prompts in chunks of {chunk} tokens"
                 raise UnmetError(name, f"{problem}; give at least {least}")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            problem = f"is {self.max_num_batched_tokens}, but without chunked prefill a step holds a whole prompt"
+            longest = f"max_model_len is {self.max_model_len}; give at least {self.max_model_len}"
+            raise UnmetError("max_num_batched_tokens", f"{problem}, and {longest}")
         if chunk > 1 and (step := resume_step(self.groups)) % chunk:
             problem = f"lets prompts be resumed every {step} tokens, but {programs} computes them in chunks of {chunk}"
             raise UnmetError("block_size", f"{problem}; give a multiple of {chunk}")

@@ -110,6 +110,20 @@ def test_requests_are_answered_and_everything_ends() -> None:
     run(config(), answers_are_right)
 
 
+def test_requests_wait_in_the_queue_while_the_worker_loads() -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(config())
+        await engine.start()
+        try:
+            assert engine.health().status == "loading"
+            await answers_are_right(engine)
+            assert engine.health().status == "ready"
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("point", ["before", "after", "hang", "raise"])
 def test_a_worker_fault_changes_no_answer(point: str) -> None:
     faults = {"1": [point, 5], "2": ["load", 0], "3": [point, 9]}

@@ -391,3 +391,53 @@ def test_a_decode_without_blocks_does_not_keep_the_others_from_running(seed: int
         simulation.add(prompt(rng.randrange(1, 20), i), max_tokens=rng.randrange(1, 40))
     run_all(simulation)
     assert simulation.counters.num_preemptions > 0
+
+
+def test_a_whole_prompt_of_the_budget_waits_for_blocks_beside_decodes() -> None:
+    """In the steps that are kept for the prompt, decodes go on if it cannot start."""
+    config = null_config(num_blocks=18, enable_chunked_prefill=False, max_num_batched_tokens=256, max_num_seqs=8)
+    simulation = Simulation(config)
+    decodes = [simulation.add(prompt(16, i), max_tokens=40) for i in range(4)]
+    for _ in range(8):
+        simulation.turn()
+    before = len(simulation.executor.plans)
+    whole = simulation.add(prompt(255), max_tokens=1)
+    run_all(simulation)
+    assert len(simulation.tokens[whole]) == 1
+    beside = simulation.executor.plans[before:-1]
+    assert [len(plan.rows) // 4 for plan in beside] == [len(decodes)] * len(beside)
+
+
+def test_a_step_without_chunked_prefill_must_hold_the_longest_prompt() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 64, .* give at least 256"):
+        null_config(enable_chunked_prefill=False, max_num_batched_tokens=64)
+
+
+def test_decodes_use_the_share_of_a_prompt_that_cannot_start() -> None:
+    simulation = Simulation(null_config(num_blocks=36, max_num_batched_tokens=8))
+    decodes = [simulation.add(prompt(8, i), max_tokens=80) for i in range(8)]
+    for _ in range(40):
+        simulation.turn()
+    before = len(simulation.executor.plans)
+    simulation.add(prompt(240), max_tokens=1)
+    for _ in range(10):
+        simulation.turn()
+    assert {len(plan.rows) // 4 for plan in simulation.executor.plans[before:]} == {len(decodes)}
+    run_all(simulation)
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+def test_the_budget_goes_to_the_most_important_prompt(budget: int) -> None:
+    """The running prompt keeps its row and its blocks, and goes on when the other is done."""
+    simulation = Simulation(null_config(num_blocks=100, max_model_len=1024, max_num_batched_tokens=budget))
+    low = simulation.add(prompt(900), max_tokens=2, priority=5)
+    for _ in range(4):
+        simulation.turn()
+    before = len(simulation.executor.plans)
+    high = simulation.add(prompt(100, 1), max_tokens=1, priority=-5)
+    while high not in simulation.last:
+        simulation.turn()
+    assert len(simulation.executor.plans) - before <= -(-100 // budget) + 1
+    run_all(simulation)
+    assert len(simulation.tokens[low]) == 2 and simulation.counters.num_preemptions == 0
+    assert sum(int(unpack_ids(plan.num_tokens).sum()) for plan in simulation.executor.plans) == 900 + 1 + 100
