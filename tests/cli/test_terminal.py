@@ -62,3 +62,21 @@ def test_progress_is_in_units_that_people_read() -> None:
 def test_an_llm_is_quiet() -> None:
     code = "from pypto_serving import LLM\nwith LLM(backend='null') as llm: llm.generate([[1, 2, 3]] * 3)"
     assert on_terminal(sys.executable, "-c", code) == ""
+
+
+def test_lines_break_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "from pypto_serving.cli import report\n"
+        "from pypto_serving.setup.options import Options\n"
+        "from pypto_serving.setup.prepare import model_spec, prepare\n"
+        "options = Options(backend='null', model='deepseek_v4')\n"
+        "model = model_spec(options)\n"
+        "report.show(prepare(options, model), model, err=True)"
+    )
+    monkeypatch.setenv("COLUMNS", "1000")
+    words = on_terminal(sys.executable, "-c", code).split()
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = on_terminal(sys.executable, "-c", code)
+    assert max(map(len, shown.splitlines())) <= 100
+    static = [word for word in words if not any(map(str.isdigit, word))]
+    assert [word for word in shown.split() if not any(map(str.isdigit, word))] == static
