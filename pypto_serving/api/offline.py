@@ -35,7 +35,7 @@ from pypto_serving.api.service import Service
 from pypto_serving.api.settings import serving_config
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import RequestError
-from pypto_serving.setup.defaults import DEFAULTS
+from pypto_serving.setup.defaults import QUIET_DEFAULTS
 from pypto_serving.setup.options import Options, make_options
 from pypto_serving.setup.prepare import model_spec, prepare
 from pypto_serving.types.model import ModelSpec
@@ -65,18 +65,18 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         chosen = make_options({"model": model, **options}, as_arguments=True)
-        self._open(chosen, model_spec(chosen), DEFAULTS)
+        self._open(chosen, model_spec(chosen))
 
     @classmethod
-    def from_options(cls, options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS) -> Self:
-        """Open `model` as checked `options` ask for; what they leave open, `defaults` decide."""
+    def from_options(cls, options: Options, model: ModelSpec) -> Self:
+        """Open `model` as checked `options` ask for."""
         llm = cls.__new__(cls)
-        llm._open(options, model, defaults)
+        llm._open(options, model)
         return llm
 
-    def _open(self, options: Options, model: ModelSpec, defaults: Mapping[str, Any]) -> None:
+    def _open(self, options: Options, model: ModelSpec) -> None:
         """Start engine and worker, and wait until they are ready."""
-        resolved = prepare(options, model, defaults)
+        resolved = prepare(options, model, QUIET_DEFAULTS)
         serving = serving_config(resolved.server, model)
         self._ids = itertools.count()
         self._ending = threading.Lock()
@@ -111,7 +111,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = True,
+        progress: bool = False,
     ) -> list[GenerationOutput]:
         """Continue each prompt; return results in the order of the prompts.
 
@@ -130,7 +130,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        progress: bool = True,
+        progress: bool = False,
     ) -> list[GenerationOutput]:
         """Answer each conversation; return results in order.
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.bench.metrics import RequestRecord
-from pypto_serving.util import decode_json, parse_json
+from pypto_serving.util import counted, decode_json, parse_json
 
 _ERROR_TEXT_LIMIT = 300
 
@@ -88,7 +88,9 @@ class StreamParser:
         if self._error:
             return self.fail(self._error)
         if not self._finished:
-            return self.fail(f"the stream ended after {self._num_chunks} chunks, before finish_reason or [DONE]")
+            return self.fail(
+                f"the stream ended after {counted(self._num_chunks, 'chunk')}, before finish_reason or [DONE]"
+            )
         self._record.text = "".join(self._texts)
         self._record.output_tokens = self._record.output_tokens or self._num_chunks
         return self._record

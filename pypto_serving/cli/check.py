@@ -22,14 +22,14 @@ def check(
 ) -> None:
     """Print the contents of the model's files, the resolved configuration with reasons, and the memory plan.
 
-    Nothing is loaded but the tokenizer. For a model that cannot be served here, print its files and the sizes of its KV
-    groups.
+    Nothing is loaded but the tokenizer. For a model that cannot be served here, print its files and KV groups.
     """
     from pypto_serving.api.settings import serving_config
     from pypto_serving.api.text.files import has_tokenizer
     from pypto_serving.api.text.tokenizer import Tokenizer
     from pypto_serving.cli import report
     from pypto_serving.cli.serve import with_chat
+    from pypto_serving.setup.events import check_ports
     from pypto_serving.setup.prepare import model_contents, prepare
 
     model, contents = model_contents(options)
@@ -40,6 +40,7 @@ def check(
         return
     try:
         resolved = prepare(options, model)
+        check_ports(options, resolved.engine, resolved.server)
         serving = serving_config(resolved.server, model)
         resolved, sampling = with_chat(resolved, serving), serving.default_sampling
         if has_tokenizer(model.path):

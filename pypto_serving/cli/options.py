@@ -17,7 +17,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.setup.blocks import REMOTE_BLOCK_BYTES
 from pypto_serving.setup.defaults import DEFAULTS, shown_default
 from pypto_serving.setup.options import ENVIRONMENT, flag, make_options
-from pypto_serving.setup.rules import KERNELS, LOG_LEVELS
+from pypto_serving.setup.rules import KERNELS, LOG_LEVELS, RULES, Choice
 from pypto_serving.util import format_size
 
 MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache", "Device and process"
@@ -195,9 +195,21 @@ def _annotation(entry: Flag) -> Any:
     shown: dict[str, Any] = {"help": entry.help_text, "rich_help_panel": entry.panel}
     if entry.name in SWITCHES:
         return Annotated[bool | None, typer.Option(f"{name}/--no-{name[2:]}", **shown)]
+    rule = RULES[entry.name]
+    if isinstance(rule, Choice):
+        shown["autocompletion"] = _completion(rule.names)
     kind = list[str] | None if entry.name in LISTS else str | None
     names = (name, entry.alias) if entry.alias else (name,)
     return Annotated[kind, typer.Option(*names, metavar=entry.metavar, **shown)]
+
+
+def _completion(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Make the function that lists what shells offer for an unfinished value."""
+
+    def beginning_with(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return beginning_with
 
 
 def _make(values: dict[str, Any]) -> Any:

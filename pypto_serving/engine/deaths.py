@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from pypto_serving.types.config import FaultConfig
+from pypto_serving.util import counted
 
 
 class Deaths:
@@ -27,9 +28,9 @@ class Deaths:
         while self._times_s[0] < now_s - self._window_s:
             self._times_s.popleft()
         if self.in_a_row > self._most_in_a_row:
-            return f"{self._child} died {self.in_a_row} times without completing a step"
+            return f"{self._child} died {counted(self.in_a_row, 'time')} without completing a step"
         if len(self._times_s) > self._most:
-            return f"{self._child} died {len(self._times_s)} times within {self._window_s:.0f} s"
+            return f"{self._child} died {counted(len(self._times_s), 'time')} within {self._window_s:.0f} s"
         return None
 
     def progress(self) -> None:

@@ -41,7 +41,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 """By the name of the option; False where it is off."""
 
 QUIET_DEFAULTS: Mapping[str, Any] = MappingProxyType({**DEFAULTS, "log_level": "warning"})
-"""Defaults of commands that answer on the terminal, where logs would be in the way."""
+"""Defaults of `LLM` and of commands that answer on the terminal, where logs would be in the way."""
 
 
 def shown_default(name: str) -> str:

@@ -77,7 +77,7 @@ def test_slow_stream(server):
         ("server_error", "HTTP 500: the engine died"),
         ("busy", "HTTP 429: queue full"),
         ("error_in_stream", "error in the stream: lost the worker"),
-        ("cut", "the stream ended after 1 chunks, before finish_reason or [DONE]"),
+        ("cut", "the stream ended after 1 chunk, before finish_reason or [DONE]"),
         ("unfinished", "the stream ended after 2 chunks, before finish_reason or [DONE]"),
         ("not_a_stream", "the stream ended after 0 chunks, before finish_reason or [DONE]"),
         ("garbage", "a chunk is not what OpenAI sends"),

@@ -448,15 +448,3 @@ def test_convert_refuses_a_bad_target_as_bad_usage(capsys: pytest.CaptureFixture
         code, out, err = run(capsys, "convert", str(BUNDLED), str(target), "--format", "w8a8")
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert f"error: TARGET {target} {reason}" in err
-
-
-def test_completion_is_offered() -> None:
-    environment = {
-        **os.environ,
-        "_PYPTO_SERVING_COMPLETE": "complete_bash",
-        "COMP_WORDS": "pypto-serving se",
-        "COMP_CWORD": "1",
-    }
-    command = [sys.executable, "-m", "pypto_serving"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=60)
-    assert result.stdout.split() == ["serve"]

@@ -30,7 +30,11 @@ class Server:
         self.ready: dict[str, Any] = {}
         self._family: list[psutil.Process] = []
         if wait:
-            self.wait_ready()
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.stop(signal.SIGKILL)
+                raise
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
