@@ -9,7 +9,7 @@ from typing import Any
 
 import httptools
 from starlette.types import Message, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pypto_serving.api.errors import RETRY_UNAVAILABLE_S, ApiError, BodyTooLargeError, describe
 from pypto_serving.api.gate import NO_PLACE, Gate
@@ -51,6 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_bytes = self._body_bytes = 0
         self._in_body = self._surplus = False
+        self._answered: RequestResponseCycle | None = None
 
     # The connection.
 
@@ -62,7 +63,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._gate.leave(self)
+        if self._answered is not None:  # uvicorn tells only the newest of several pipelined requests
+            self._answered.disconnected = True
+            self._answered.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

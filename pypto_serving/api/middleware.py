@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pypto_serving.api.errors import AuthenticationError, OriginError, describe
+from pypto_serving.api.errors import AuthenticationError, OriginError, describe, internal_error
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -57,6 +57,30 @@ class RequestScope:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class Faults:
+    """Answer a request whose handler failed with a 500 that names it, and log why. The innermost."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noted_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted_send)
+        except Exception:
+            if started or scope["type"] != "http":
+                raise
+            request_id = scope["state"]["request_id"]
+            logger.exception("request %s failed", request_id)
+            await internal_error(request_id).response()(scope, receive, send)
 
 
 class OriginGuard:

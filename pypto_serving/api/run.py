@@ -17,6 +17,7 @@ from fastapi import FastAPI
 
 from pypto_serving.api.connection import BoundedProtocol
 from pypto_serving.api.gate import Gate, raise_file_limit
+from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.util import MonotonicClock, counted
@@ -39,6 +40,7 @@ class ApiServer:
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         self._service: Service = app.state.service
+        self._reading: Reading = app.state.reading
         self._socket = bind(host, port)
         self._drain_timeout_s = drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
@@ -83,6 +85,7 @@ class ApiServer:
             if self._drain is not None:
                 self._drain.cancel()
             self._socket.close()
+            await self._reading.close()
 
     def stop(self) -> None:
         """Drain and end: admit nothing more, finish the admitted requests. The second call ends now."""

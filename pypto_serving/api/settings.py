@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.api.text.files import read_optional_json
-from pypto_serving.errors import ConfigError, ModelError, RequestError
+from pypto_serving.errors import ConfigError, ModelError, RequestError, UnknownModelError
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
@@ -74,6 +74,17 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("the served model name is empty; give at least one name")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("the API key is empty; give a key or leave the option out")
+
+    def resolve_model(self, name: str | None) -> str:
+        """Return the model name for the response. Raises UnknownModelError if `name` is not served."""
+        if name is None:
+            return self.served_model_names[0]
+        if name not in self.served_model_names:
+            names = ", ".join(repr(n) for n in self.served_model_names)
+            raise UnknownModelError(
+                f"the model {name[:200]!r} does not exist here; this server has: {names}", param="model"
+            )
+        return name
 
     def __repr__(self) -> str:
         return f"ServingConfig({self.model_dir!r}, {self.served_model_names!r})"  # never the key

@@ -6,7 +6,7 @@ Every check raises ConfigError that names the command line option, its value, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +21,8 @@ RampStrategy = Literal["linear", "exponential"]
 
 ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "itl", "e2el")
+WHOLE_REPLY_METRIC: Metric = "e2el"
+"""The only latency of replies that are not streamed."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -50,6 +52,7 @@ class Target:
     ignore_eos: bool = False
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 3600.0
+    stream: bool = True
 
     def __post_init__(self) -> None:
         try:
@@ -127,6 +130,14 @@ class Reporting:
     metrics: Sequence[Metric] = METRICS
     percentiles: Sequence[float] = (99.0,)
     goodput_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+def require_whole_reply(option: str, metrics: Iterable[str]) -> None:
+    """Raise ConfigError for a metric that cannot be measured without a stream."""
+    if unknown := [metric for metric in metrics if metric != WHOLE_REPLY_METRIC]:
+        raise ConfigError(
+            f"{option} names {unknown[0]}, which only streams show, but --disable-stream is given; drop one of them"
+        )
 
 
 def parse_metrics(text: str) -> tuple[Metric, ...]:

@@ -44,6 +44,11 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     output_len: int
     hash_ids: tuple[int, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return self.input_len + self.output_len
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
@@ -55,7 +60,7 @@ class Trace:
     @property
     def longest(self) -> int:
         """Prompt and output tokens of the longest request."""
-        return max(r.input_len + r.output_len for r in self.requests)
+        return max(r.num_tokens for r in self.requests)
 
     @property
     def prompt_tokens(self) -> int:

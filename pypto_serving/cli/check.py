@@ -30,11 +30,9 @@ def check(
     from pypto_serving.api.text.tokenizer import Tokenizer
     from pypto_serving.cli import report
     from pypto_serving.cli.serve import with_chat
-    from pypto_serving.model.registry import load_contents
-    from pypto_serving.setup.prepare import model_spec, prepare
+    from pypto_serving.setup.prepare import model_contents, prepare
 
-    model = model_spec(options)
-    contents = load_contents(model.path) if model.path else None
+    model, contents = model_contents(options)
     if contents is not None and not json:
         report.show_files(model, contents)
     if why := model.obstacle:

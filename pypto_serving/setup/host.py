@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import resource
 import shutil
@@ -67,6 +68,15 @@ def raise_file_limit() -> None:
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
     """Read memory and CPUs from /proc and the control groups of this process; `root` is for tests."""
     return HostFacts(available_bytes=_available_bytes(root), num_cpus=_num_cpus(root))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address to listen on; a name other than localhost may be any."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def read_cache_dir() -> str:

@@ -13,11 +13,11 @@ from pypto_serving.model.null.spec import NULL_MODELS
 from pypto_serving.setup.blocks import choose_block_size
 from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.events import choose_events
-from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.host import HostFacts, is_loopback
 from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads
 from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
-from pypto_serving.setup.options import Options
+from pypto_serving.setup.options import ENVIRONMENT, Options
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import options_named
@@ -159,9 +159,15 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     max_body_bytes: int = options.max_body_bytes or settings.defaults["max_body_bytes"]
     settings.record("max_body_bytes", format_size(max_body_bytes), origin_or("max_body_bytes", "default"))
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
+    host = settings.pick_fixed("host", "default: this machine only")
+    if not key and not is_loopback(host):
+        settings.warnings.append(
+            f"{options.label('host')} is {host} and there is no API key, so whoever reaches this machine may use the "
+            f"server: give {options.label('api_key', beside='host')}, or set {ENVIRONMENT['api_key']}"
+        )
     return ServerConfig(
         served_model_names=names,
-        host=settings.pick_fixed("host", "default: this machine only"),
+        host=host,
         port=settings.pick_fixed("port"),
         api_key=key,
         chat_template=template,

@@ -13,6 +13,7 @@ from pypto_serving.api.chat.template import TemplateEncoder, find_template
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.types.tokens import unpack_ids
+from tests.api.bad_bodies import BAD_CHATS, names_of
 from tests.api.checkpoint import TEXT, write_checkpoint
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import Script
@@ -108,25 +109,7 @@ def test_max_completion_tokens(server: RunningServer) -> None:
     assert result["usage"]["completion_tokens"] == 3
 
 
-BAD = [
-    ({"messages": []}, "messages", "at least one message"),
-    ({"messages": "hi"}, "messages", "array"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-    ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
-    ({"messages": [HELLO], "top_logprobs": 3}, "top_logprobs", "logprobs = true"),
-    ({"messages": [HELLO], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
-    ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "not supported"),
-    ({"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    ({"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
-    ({"messages": [HELLO], "max_completion_tokens": 500}, "max_completion_tokens", "512 tokens"),
-    ({"messages": [HELLO], "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, but"),
-]
-
-
-@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD)])
+@pytest.mark.parametrize(("body", "param", "words"), BAD_CHATS, ids=names_of(BAD_CHATS))
 def test_what_cannot_be_served_is_named(server: RunningServer, body: dict[str, Any], param: str, words: str) -> None:
     response = server.post(PATH, body)
     error = response.json()["error"]
@@ -195,6 +178,18 @@ def test_templates_fail_in_their_sandbox(source: str) -> None:
 def test_a_damaged_template_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="not valid Jinja"):
         TemplateEncoder("{% if %}", {})
+
+
+@pytest.mark.parametrize("source", ["{{ 9 ** 9 ** 9 }}", "{{ 'x' * 99999999999 }}", "{{ 'x' | center(9999999999) }}"])
+def test_compiling_a_template_computes_nothing(source: str) -> None:
+    TemplateEncoder("{% if false %}" + source + "{% set x = " + source[2:-2] + "%}{% endif %}", {})
+    with pytest.raises(ModelError, match="autoescape is not supported"):
+        TemplateEncoder("{% autoescape " + source[2:-2] + "%}{% endautoescape %}", {})
+
+
+def test_a_template_too_deep_to_compile_is_a_model_error() -> None:
+    with pytest.raises(ModelError, match="not valid Jinja"):
+        TemplateEncoder("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", {})
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:

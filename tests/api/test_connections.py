@@ -280,6 +280,17 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_bound(connect: Callabl
     assert answer(many)[1].count(b"HTTP/1.1 200") < 100
 
 
+def test_a_disconnect_ends_the_first_of_pipelined_requests(
+    server: RunningServer, connect: Callable[[], socket.socket]
+) -> None:
+    server.engine.script = lambda request: Script([], hang=True)
+    client = connect()
+    client.sendall((HEAD + LENGTH + b"\r\n" + BODY) * 3)
+    server.engine.wait_for(lambda: len(server.engine.requests) == 1)
+    client.close()
+    server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+
+
 @pytest.mark.parametrize(
     ("soft", "hard", "connections", "spare"),
     [

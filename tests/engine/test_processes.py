@@ -110,6 +110,20 @@ def test_requests_are_answered_and_everything_ends() -> None:
     run(config(), answers_are_right)
 
 
+def test_requests_wait_in_the_queue_while_the_worker_loads() -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(config())
+        await engine.start()
+        try:
+            assert engine.health().status == "loading"
+            await answers_are_right(engine)
+            assert engine.health().status == "ready"
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("point", ["before", "after", "hang", "raise"])
 def test_a_worker_fault_changes_no_answer(point: str) -> None:
     faults = {"1": [point, 5], "2": ["load", 0], "3": [point, 9]}
@@ -283,6 +297,33 @@ def test_another_core_waits_for_the_worker_of_the_one_that_died(tmp_path: Path) 
     tier = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(64,), place=str(tmp_path / "kv"))
     lingering = {"faults": {"1": ["linger", 2]}}
     run(config(tiers=(tier,), worker_module="tests.faulty_worker", backend_options=lingering), scenario)
+
+
+def test_a_full_disk_is_not_writable_until_there_is_room(tmp_path: Path) -> None:
+    """The worker may not let files grow, as on a full disk, and then it may."""
+
+    async def store_until(engine: AsyncEngine, writable: bool, name: str) -> None:
+        for i in range(1000):
+            await collect(engine, request(f"{name}{i}", 40, 2))
+            if engine.stats.tiers[0].writable == writable:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"writable is still {not writable}")
+
+    async def scenario(engine: AsyncEngine) -> None:
+        assert engine.ready is not None
+        worker = psutil.Process(engine.ready.worker_pid)
+        _, hard = worker.rlimit(psutil.RLIMIT_FSIZE)
+        assert engine.stats.tiers[0].writable
+        worker.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
+        await store_until(engine, False, "full")
+        assert engine.stats.tiers[0].stored_blocks == 0
+        worker.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+        await store_until(engine, True, "room")
+        assert engine.stats.tiers[0].stored_blocks > 0
+
+    tier = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(64,), place=str(tmp_path / "kv"))
+    run(config(tiers=(tier,)), scenario)
 
 
 def test_a_worker_that_dies_after_a_few_steps_of_each_life_ends_the_replica() -> None:

@@ -9,16 +9,15 @@ from functools import partial
 from http import HTTPStatus
 
 from pypto_serving.api.generation.choice import Choice, Delta
-from pypto_serving.api.generation.errors import EngineFaultError, TooManyChoicesError
+from pypto_serving.api.generation.errors import EngineFaultError
 from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.request import GenerationRequest, engine_requests
+from pypto_serving.api.generation.request import GenerationRequest, check_num_choices, engine_requests
 from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.api.generation.usage import Usage, count_usage
 from pypto_serving.api.service import Service
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import RequestFailedError
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.util import counted
 
@@ -32,7 +31,7 @@ class Generation:
     """Run the choices of one request. Owned by its maker, which must call `close`.
 
     Making one submits the request. Raises QueueFullError or UnavailableError if it is not admitted,
-    TooManyChoicesError if it has more choices than the server can ever hold.
+    RequestError if it has more choices than the server can ever hold.
     """
 
     __slots__ = (
@@ -54,7 +53,7 @@ class Generation:
         self._arrival_s = time.monotonic()
         self._observe_first = service.metrics.first_token.observe
         self._observe_next = service.metrics.next_token.observe
-        _require_space(request, service.engine.config)
+        check_num_choices(request.num_choices, len(request.prompts), service.engine.config)
         requests = engine_requests(request, service.seeds, service.eos_token_ids, self._arrival_s)
         self._choices = _new_choices(request, requests, service.tokenizer)
         service.admission.enter()
@@ -155,15 +154,6 @@ class Generation:
             tokens = sum(choice.num_tokens for choice in cut)
             choices = counted(len(cut), "unfinished choice")
             logger.info("aborted %s: %s after %s", self.id, choices, counted(tokens, "output token"))
-
-
-def _require_space(request: GenerationRequest, config: EngineConfig) -> None:
-    """Refuse a request that not even an idle server could hold."""
-    if (total := request.num_choices) > config.max_unfinished:
-        raise TooManyChoicesError(
-            f"the request makes {total} sequences, but this server runs {config.max_num_seqs} at once and queues "
-            f"{config.max_queued_requests}; ask for fewer"
-        )
 
 
 def _new_choices(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
 from pypto_serving.api.errors import BodyTooLargeError, ContentTypeError
-from pypto_serving.api.middleware import BODY_PARSED
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules
+from pypto_serving.api.openai.params import cache_salt_of, priority_of
 from pypto_serving.api.openai.schemas import GenerationBody
-from pypto_serving.api.service import Service
+from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -38,26 +38,34 @@ async def read_body(request: Request, limit: int) -> bytearray:
     return body
 
 
-async def parse_body(request: Request, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
+def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
     """Return the body as `schema` and the names of ignored fields. Raises RequestError naming the field at fault."""
-    service: Service = request.app.state.service
-    _require_json(request)
     try:
-        body = schema.model_validate_json(await read_body(request, service.serving.max_body_bytes))
+        body = schema.model_validate_json(raw)
     except ValidationError as error:
         raise _explain(error) from None
-    finally:
-        request.scope.get(BODY_PARSED, lambda: None)()
     unknown = rules.screen(body.extra)
     if body.stream_options is not None:
         if not body.stream:
             raise RequestError("stream_options is only allowed together with stream = true", param="stream_options")
         unknown += STREAM_OPTION_RULES.screen(body.stream_options.extra, "stream_options.")
-    service.warn_ignored(unknown)
     return body, unknown
 
 
-def _require_json(request: Request) -> None:
+def read_common(body: GenerationBody, ignored: list[str], serving: ServingConfig) -> dict[str, Any]:
+    """Return the fields of ReadBody that both endpoints share. Raises RequestError."""
+    return {
+        "model": serving.resolve_model(body.model),
+        "stream": bool(body.stream),
+        "include_usage": body.include_usage,
+        "ping_s": body.ping_s,
+        "ignored": ignored,
+        "priority": priority_of(body, serving.client_priority),
+        "cache_salt": cache_salt_of(body),
+    }
+
+
+def require_json(request: Request) -> None:
     """Raise ContentTypeError unless the body is declared as JSON, which no form of a web page can do."""
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()

@@ -17,33 +17,22 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
-from pypto_serving.api.errors import describe
+from pypto_serving.api.errors import describe, internal_error
 from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.errors import TooManyChoicesError
 from pypto_serving.api.generation.generation import Consume, Generation
-from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.middleware import SERVER_SEND
-from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.openai.sse import EventFormat, error_event
-from pypto_serving.api.service import Service
+from pypto_serving.api.reading.wire import ReadBody
 from pypto_serving.engine.stream import Pause
-from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.errors import PyptoError
 
 logger = logging.getLogger("pypto_serving.api")
 
 DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 
 
-def submit(service: Service, request: GenerationRequest) -> Generation:
-    """Submit the request. Raises what Generation raises; too many choices name the field that asked for them."""
-    try:
-        return Generation(service, request)
-    except TooManyChoicesError as error:
-        raise RequestError(str(error), param="prompt" if len(request.prompts) > 1 else "n") from None
-
-
 async def respond(
-    request: Request, generation: Generation, form: EventFormat, body: GenerationBody, headers: dict[str, str]
+    request: Request, generation: Generation, form: EventFormat, body: ReadBody, headers: dict[str, str]
 ) -> Response:
     """Make the response that `body` asks for; it closes the generation when it ends."""
     if body.stream:
@@ -93,10 +82,11 @@ class EventStream(Response):
             async with pinging(write, self._ping_s) as noted_write:
                 await self._generation.run(self._writer(noted_write))
             last = self._form.usage_event(self._generation.usage()) + DONE
-        except Exception as error:
-            if not isinstance(error, PyptoError):
-                logger.exception("a stream failed")
+        except PyptoError as error:
             last = error_event(describe(error))
+        except Exception:
+            logger.exception("stream %s failed", self._generation.id)
+            last = error_event(internal_error(self._generation.id))
         await write({"type": "http.response.body", "body": last, "more_body": False})
 
     def _writer(self, write: Send) -> Consume:

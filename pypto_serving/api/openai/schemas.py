@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from pypto_serving.types.sampling import MAX_STOP_IDS
 
+MAX_MESSAGES = 16_384
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -71,6 +72,8 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
 
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
+
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     logprobs: int | None = None
 
@@ -83,7 +86,7 @@ class ChatMessage(_Body):
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(fail_fast=True)
+    messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import re
@@ -17,7 +16,6 @@ from pypto_serving.api.text.files import has_tokenizer, load_special_tokens, rea
 from pypto_serving.errors import ModelError, RequestError
 
 REPLACEMENT = "\ufffd"
-LONG_TEXT_CHARS = 16_384
 WHOLE_TEXTS = 16_384
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -64,12 +62,6 @@ class Tokenizer:
         except TypeError as error:
             raise RequestError("the text holds a lone surrogate, which is not valid Unicode; remove it") from error
         return ids
-
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode like `encode`, but long texts in a thread, outside the interpreter lock."""
-        if len(text) < LONG_TEXT_CHARS:
-            return self.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; ids outside the vocabulary have none."""
