@@ -49,7 +49,7 @@ class Scheduler:
         self._shares = TokenShares() if config.fair_scheduling else None
         self._waiting = WaitingQueue() if self._shares is None else FairQueue(self._shares)
         self._running: dict[str, Request] = {}
-        self._loading = Loading()
+        self._loading = Loading(self._waiting, kv)
         self._following = Following(kv)
         self._in_flight: deque[Step] = deque()
         self._rows = Rows(config.max_num_seqs)
@@ -135,8 +135,7 @@ class Scheduler:
             self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
             for request in self._waiting.take_expired(now_s)
         ]
-        for request_id in self.kv.expire_fills(now_s):
-            self._stop_waiting_for_kv(request_id)
+        self._loading.expire(now_s)
         for request in self._following.update():
             self._waiting.bring_back(request)
         self.kv.plan_stores(now_s)
@@ -153,8 +152,9 @@ class Scheduler:
         Decodes get again what prompts leave of the budget, and drafts what is left when every decode has its own token.
         """
         decodes, prompts = decodes_and_prompts(self._running.values())
-        first = self._waiting.peek() if self._rows else None
-        head = min([*prompts[:1], *([first] if first else [])], key=by_order, default=None)
+        head = self._waiting.peek() if self._rows else None
+        if prompts and (head is None or prompts[0].order < head.order):
+            head = prompts[0]
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
         step.draft_budget = max(0, decode_budget - len(decodes)) if self.config.num_drafts else 0
         left = iter(decodes)
@@ -224,7 +224,7 @@ class Scheduler:
 
         Return False if no other request can give any, or if stores in progress will free enough.
         """
-        if self._release_loaded(request):
+        if self._loading.release_one(request):
             return True
         if self.kv.will_fit(request.id, request.num_computed_tokens + count):
             return False
@@ -232,13 +232,6 @@ class Scheduler:
         if victim is not None:
             self._preempt(step, victim)
         return victim is not None
-
-    def _release_loaded(self, beneficiary: Request) -> bool:
-        """Free the blocks loaded for another waiting request. Return False if there is none."""
-        other = self._loading.take_loaded(beneficiary.id)
-        if other is not None:
-            self.kv.release(other)
-        return other is not None
 
     def _enter(self, step: Step, request: Request, count: int, num_drafts: int = 0) -> None:
         """Add tokens of a running request to the step. Until the step commits, every draft counts as accepted."""
@@ -268,12 +261,12 @@ class Scheduler:
             return True
         spare = SPARE_BLOCKS if self._running else 0.0
         while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
-            if self._running or self._loading or not self._release_loaded(request):
+            if self._running or self._loading or not self._loading.release_one(request):
                 return False
         if may_wait:
             fetch = self.kv.fetch(request.id, request.num_tokens, match, may_begin=not self._loading.is_full)
             if fetch is Fetch.BEGUN:
-                self._wait_for_kv(request)
+                self._loading.wait(request)
                 return True
             if fetch is Fetch.LATER:
                 self._loading.put_off(request.id)
@@ -286,26 +279,9 @@ class Scheduler:
         self._promise(step, request)
         return True
 
-    def _wait_for_kv(self, request: Request) -> None:
-        """Move a request out of the queue while its blocks are loaded, so that others can start."""
-        self._waiting.remove(request)
-        request.status = Status.WAITING_FOR_KV
-        self._loading.wait(request)
-
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
         """Record transfers that ended and queue the requests that waited for them."""
-        for transfer in done:
-            for request_id in self.kv.transferred(transfer, now_s):
-                self._stop_waiting_for_kv(request_id)
-
-    def _stop_waiting_for_kv(self, request_id: str) -> None:
-        """Queue a request whose KV loads have ended or were given up. Do nothing if it is not waiting."""
-        request = self._loading.stop_waiting(request_id)
-        if request is not None:
-            request.status = Status.WAITING
-            self._waiting.push(request)
-            if self.kv.holds_fill(request_id):
-                self._loading.hold(request_id)
+        self._loading.transferred(done, now_s)
 
     def take_transfers(self, now_s: float) -> Transfers | None:
         """Return the transfers to start now, or None.
