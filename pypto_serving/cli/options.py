@@ -90,6 +90,7 @@ FLAGS = (
         "Maximum prompt tokens of one request in one step; 0 is no limit.",
     ),
     Flag("chunked_prefill", BATCHING, "", "Let a prompt spread over several steps."),
+    Flag("fair_scheduling", BATCHING, "", "Start requests by the tokens their cache_salt got, not by arrival."),
     Flag("kv_memory", KV, "SIZE", "2GiB, bytes, or a share of free memory such as 0.3.", "half of what is free"),
     Flag(
         "block_size",
@@ -141,7 +142,7 @@ FLAGS = (
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
     Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
 )
-SWITCHES = {"log_requests", "client_priority", "chunked_prefill", "prefix_caching", "packed_cache"}
+SWITCHES = {"log_requests", "client_priority", "chunked_prefill", "fair_scheduling", "prefix_caching", "packed_cache"}
 LISTS = {"served_model_name", "allowed_origins"}
 
 ModelArgument = Annotated[

@@ -26,6 +26,7 @@ class WaitingQueue:
         self._deadlines: _Heap = []
         self._pushes = 0
         self._requests: dict[str, tuple[int, Request]] = {}
+        self._aside: set[str] = set()
 
     def push(self, request: Request) -> None:
         """Add a request. Its deadline counts only if it has never started."""
@@ -44,23 +45,24 @@ class WaitingQueue:
         """Return the first request in order, or None."""
         while self._heap:
             request = self._get(*self._heap[0][1:])
-            if request is not None:
+            if request is not None and request.id not in self._aside:
                 return request
             heapq.heappop(self._heap)
         return None
 
     def set_aside(self, request: Request) -> None:
-        """Keep the first request in order in the queue, but do not return it from `peek` before `bring_back`."""
-        assert self._heap[0][2] == request.id
-        heapq.heappop(self._heap)
+        """Keep a request in the queue, but do not return it from `peek` before `bring_back`."""
+        self._aside.add(request.id)
 
     def bring_back(self, request: Request) -> None:
         """Undo `set_aside`."""
+        self._aside.remove(request.id)
         heapq.heappush(self._heap, (request.order, self._requests[request.id][0], request.id))
 
     def remove(self, request: Request) -> None:
         """Remove a request; do nothing if it is not in the queue."""
         self._requests.pop(request.id, None)
+        self._aside.discard(request.id)
         self._drop_stale(self._heap)
         self._drop_stale(self._deadlines)
 

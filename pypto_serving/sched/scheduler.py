@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import budget, outputs
+from pypto_serving.sched.fairness import FairQueue, TokenShares
 from pypto_serving.sched.following import Following
 from pypto_serving.sched.loading import Loading
 from pypto_serving.sched.order import by_order, decodes_and_prompts, victim_for
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
+from pypto_serving.sched.rows import Rows
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, new_row, plain_tokens, rows_of, step_plan
 from pypto_serving.sched.strikes import MAX_STRIKES, Strikes
 from pypto_serving.sched.validation import require_blocks, unservable
@@ -44,13 +46,13 @@ class Scheduler:
         self.kv = kv
         self.counters = Counters()
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
+        self._shares = TokenShares() if config.fair_scheduling else None
+        self._waiting = WaitingQueue() if self._shares is None else FairQueue(self._shares)
         self._running: dict[str, Request] = {}
-        self._loading = Loading()
+        self._loading = Loading(self._waiting, kv)
         self._following = Following(kv)
         self._in_flight: deque[Step] = deque()
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._dropped_rows: list[int] = []
+        self._rows = Rows(config.max_num_seqs)
         self._num_arrived = 0
         self._num_planned = 0
         self._last_writer = 0
@@ -81,6 +83,8 @@ class Scheduler:
         self._num_arrived += 1
         request = Request(source, self._num_arrived, self.config.max_model_len)
         self._requests[request.id] = request
+        if self._shares is not None:
+            self._shares.enter(request)
         self._waiting.push(request)
         return None
 
@@ -98,6 +102,8 @@ class Scheduler:
         self._loading.forget(request.id)
         self._following.forget(request.id)
         self._strikes.forget(request.id)
+        if self._shares is not None:
+            self._shares.leave(request)
         request.status = Status.FINISHED
         self.kv.forget(request.id)
         del self._requests[request.id]
@@ -108,8 +114,7 @@ class Scheduler:
         if request.status is not Status.RUNNING:
             return
         del self._running[request.id]
-        self._dropped_rows.append(request.row)
-        self._free_rows.append(request.row)
+        self._rows.give_back(request.row)
         request.life += 1
         request.row = -1
         request.num_committed = request.num_computed_tokens = request.num_placeholders = 0
@@ -130,8 +135,7 @@ class Scheduler:
             self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
             for request in self._waiting.take_expired(now_s)
         ]
-        for request_id in self.kv.expire_fills(now_s):
-            self._stop_waiting_for_kv(request_id)
+        self._loading.expire(now_s)
         for request in self._following.update():
             self._waiting.bring_back(request)
         self.kv.plan_stores(now_s)
@@ -148,8 +152,9 @@ class Scheduler:
         Decodes get again what prompts leave of the budget, and drafts what is left when every decode has its own token.
         """
         decodes, prompts = decodes_and_prompts(self._running.values())
-        first = self._waiting.peek() if self._free_rows else None
-        head = min([*prompts[:1], *([first] if first else [])], key=by_order, default=None)
+        head = self._waiting.peek() if self._rows else None
+        if prompts and (head is None or prompts[0].order < head.order):
+            head = prompts[0]
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
         step.draft_budget = max(0, decode_budget - len(decodes)) if self.config.num_drafts else 0
         left = iter(decodes)
@@ -219,7 +224,7 @@ class Scheduler:
 
         Return False if no other request can give any, or if stores in progress will free enough.
         """
-        if self._release_loaded(request):
+        if self._loading.release_one(request):
             return True
         if self.kv.will_fit(request.id, request.num_computed_tokens + count):
             return False
@@ -227,13 +232,6 @@ class Scheduler:
         if victim is not None:
             self._preempt(step, victim)
         return victim is not None
-
-    def _release_loaded(self, beneficiary: Request) -> bool:
-        """Free the blocks loaded for another waiting request. Return False if there is none."""
-        other = self._loading.take_loaded(beneficiary.id)
-        if other is not None:
-            self.kv.release(other)
-        return other is not None
 
     def _enter(self, step: Step, request: Request, count: int, num_drafts: int = 0) -> None:
         """Add tokens of a running request to the step. Until the step commits, every draft counts as accepted."""
@@ -247,7 +245,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step, now_s: float, before: Request | None = None) -> None:
         """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
-        while step.admits and step.budget > 0 and self._free_rows and not self._following.is_full:
+        while step.admits and step.budget > 0 and self._rows and not self._following.is_full:
             request = self._waiting.peek()
             if request is None or (before is not None and request.order > before.order):
                 return
@@ -263,12 +261,12 @@ class Scheduler:
             return True
         spare = SPARE_BLOCKS if self._running else 0.0
         while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
-            if self._running or self._loading or not self._release_loaded(request):
+            if self._running or self._loading or not self._loading.release_one(request):
                 return False
         if may_wait:
             fetch = self.kv.fetch(request.id, request.num_tokens, match, may_begin=not self._loading.is_full)
             if fetch is Fetch.BEGUN:
-                self._wait_for_kv(request)
+                self._loading.wait(request)
                 return True
             if fetch is Fetch.LATER:
                 self._loading.put_off(request.id)
@@ -281,26 +279,9 @@ class Scheduler:
         self._promise(step, request)
         return True
 
-    def _wait_for_kv(self, request: Request) -> None:
-        """Move a request out of the queue while its blocks are loaded, so that others can start."""
-        self._waiting.remove(request)
-        request.status = Status.WAITING_FOR_KV
-        self._loading.wait(request)
-
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
         """Record transfers that ended and queue the requests that waited for them."""
-        for transfer in done:
-            for request_id in self.kv.transferred(transfer, now_s):
-                self._stop_waiting_for_kv(request_id)
-
-    def _stop_waiting_for_kv(self, request_id: str) -> None:
-        """Queue a request whose KV loads have ended or were given up. Do nothing if it is not waiting."""
-        request = self._loading.stop_waiting(request_id)
-        if request is not None:
-            request.status = Status.WAITING
-            self._waiting.push(request)
-            if self.kv.holds_fill(request_id):
-                self._loading.hold(request_id)
+        self._loading.transferred(done, now_s)
 
     def take_transfers(self, now_s: float) -> Transfers | None:
         """Return the transfers to start now, or None.
@@ -315,7 +296,7 @@ class Scheduler:
         self._waiting.remove(request)
         self._loading.forget(request.id)
         request.status = Status.RUNNING
-        request.row = self._free_rows.pop()
+        request.row = self._rows.take()
         request.num_committed = request.num_computed_tokens = match.num_tokens
         self._running[request.id] = request
         self._following.lead(request)
@@ -349,9 +330,9 @@ class Scheduler:
         self._num_planned = step.step_id
         self._in_flight.append(step)
         self.counters.record_step(len(step.scheduled), self.config.max_num_batched_tokens - step.budget)
-        plan = step_plan(step, self._dropped_rows)
-        self._dropped_rows.clear()
-        return plan
+        if self._shares is not None:
+            self._shares.charge(step.scheduled)
+        return step_plan(step, self._rows.take_dropped())
 
     # Results.
 
@@ -446,7 +427,7 @@ class Scheduler:
         for request in [*self._running.values(), *self._loading]:
             self._back_to_waiting(request)
         self._loading.clear()
-        self._dropped_rows.clear()
+        self._rows.take_dropped()
         return [output for entry, start in struck if (output := self._strike(entry, start, now_s)) is not None]
 
     def _strike(self, entry: Scheduled, start: int, now_s: float) -> RequestOutput | None:
@@ -483,8 +464,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that rows, queues, registry and KV agree."""
-        rows = [request.row for request in self._running.values()]
-        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), "rows leaked"
+        self._rows.check(request.row for request in self._running.values())
         queued = len(self._running) + len(self._waiting) + len(self._loading)
         assert len(self._requests) == queued, "a request is in no queue"
         assert len(self.kv) <= len(self._requests), "the KV manager remembers finished requests"

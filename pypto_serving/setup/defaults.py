@@ -24,6 +24,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "max_queued_requests": default_of(EngineConfig, "max_queued_requests"),
         "long_prefill_token_threshold": default_of(EngineConfig, "long_prefill_token_threshold"),
         "chunked_prefill": default_of(EngineConfig, "enable_chunked_prefill"),
+        "fair_scheduling": default_of(EngineConfig, "fair_scheduling"),
         "prefix_caching": default_of(EngineConfig, "enable_prefix_caching"),
         "block_size": DEFAULT_BLOCK_SIZE,
         "kv_host_memory": False,

@@ -42,6 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
     chunked_prefill: bool | None = None
+    fair_scheduling: bool | None = None
     block_size: int | None = None
     kv_memory: int | float | None = None
     prefix_caching: bool | None = None

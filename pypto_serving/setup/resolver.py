@@ -127,6 +127,7 @@ def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, A
         "enable_chunked_prefill": chunked,
         "max_num_batched_tokens": settings.pick("max_num_batched_tokens", step_tokens, reason),
         "long_prefill_token_threshold": threshold,
+        "fair_scheduling": settings.pick_fixed("fair_scheduling"),
         "enable_prefix_caching": settings.pick_fixed("prefix_caching"),
         "max_queued_requests": settings.pick_fixed("max_queued_requests"),
     }

@@ -227,6 +227,7 @@ RULES: dict[str, Rule] = {
     "max_num_batched_tokens": Whole(1, 1 << 20),
     "long_prefill_token_threshold": Whole(0, MAX_TOKENS),
     "chunked_prefill": Switch(),
+    "fair_scheduling": Switch(),
     "block_size": PowerOfTwo(1, 1024),
     "kv_memory": Memory(),
     "prefix_caching": Switch(),

@@ -60,6 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     packed_cache: folder for weights packed for the CPU kernels; empty for none.
     tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
     kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
+    fair_scheduling: whether waiting requests start by the tokens that their cache salts got.
     traits: what programs of the backend can do.
     num_drafts: draft tokens of a row in one step; no option sets it yet.
     backend_options: read by the backend alone.
@@ -77,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    fair_scheduling: bool = False
     max_queued_requests: int = 4096
     depth: int = 1
     traits: BackendTraits = BackendTraits()
