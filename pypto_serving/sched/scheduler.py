@@ -236,7 +236,7 @@ class Scheduler:
             if self._running or self._loading or not self._release_loaded(request):
                 return False
         if not self._strikes.suspects:
-            fetch = self.kv.fetch(request.id, request.num_tokens, match, may_begin=not self._loading.is_full)
+            fetch = self.kv.fetch(request.id, request.tokens, match, may_begin=not self._loading.is_full)
             if fetch is Fetch.BEGUN:
                 self._wait_for_kv(request)
                 return True
