@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,7 +16,7 @@ from pypto_serving.cli.text_file import read_text
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.blocks import REMOTE_BLOCK_BYTES
 from pypto_serving.setup.defaults import DEFAULTS, shown_default
-from pypto_serving.setup.options import flag, make_options
+from pypto_serving.setup.options import ENVIRONMENT, flag, make_options
 from pypto_serving.setup.rules import KERNELS, LOG_LEVELS
 from pypto_serving.util import format_size
 
@@ -62,7 +63,11 @@ FLAGS = (
     Flag("host", SERVER, "HOST", "Address to listen on."),
     Flag("port", SERVER, "PORT", "Port to listen on; 0 takes a free one."),
     Flag(
-        "api_key", SERVER, "KEY", "Key that clients must send; --api-key-file keeps it out of the process list.", "none"
+        "api_key",
+        SERVER,
+        "KEY",
+        f"Key that clients must send; --api-key-file or {ENVIRONMENT['api_key']} keeps it out of the process list.",
+        "none",
     ),
     Flag(
         "allowed_origins",
@@ -71,9 +76,11 @@ FLAGS = (
         "Origin whose web pages may call the server from a browser, as in http://localhost:3000; may repeat; * is any.",
         "none",
     ),
-    Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait; more are refused."),
+    Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait for a row; more are refused."),
+    Flag("max_body_bytes", SERVER, "SIZE", "Largest body of a request, such as 64MiB."),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("log_requests", SERVER, "", "Log one line per request."),
+    Flag("client_priority", SERVER, "", "Let requests choose their priority."),
     Flag("max_num_seqs", BATCHING, "N", "Maximum requests in one step.", str(_CPU.max_num_seqs)),
     Flag("max_num_batched_tokens", BATCHING, "TOKENS", "Token budget of one step.", str(_CPU.max_num_batched_tokens)),
     Flag(
@@ -134,7 +141,7 @@ FLAGS = (
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
     Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
 )
-SWITCHES = {"log_requests", "chunked_prefill", "prefix_caching", "packed_cache"}
+SWITCHES = {"log_requests", "client_priority", "chunked_prefill", "prefix_caching", "packed_cache"}
 LISTS = {"served_model_name", "allowed_origins"}
 
 ModelArgument = Annotated[
@@ -205,10 +212,9 @@ def _make(values: dict[str, Any]) -> Any:
             raise ConfigError("--api-key and --api-key-file are both given; drop one")
         values["api_key"] = read_text(key_file, "--api-key-file").strip()
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    return _with_file(given, config) if config else make_options(given)
-
-
-def _with_file(given: dict[str, Any], config: Path) -> Any:
+    environment = os.environ if "api_key" in values else None  # commands that start no server need no key
+    if config is None:
+        return make_options(given, environment=environment)
     from pypto_serving.cli.config_file import read_config  # yaml takes time to import
 
-    return make_options(given, read_config(config), config.name)
+    return make_options(given, read_config(config), config.name, environment=environment)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-_SHOWN = {"weights": "loading weights", "warm-up": "warming up", "prepare": "preparing"}
+_SHOWN = {"digests": "digesting weights", "weights": "loading weights", "warm-up": "warming up", "prepare": "preparing"}
 """Phases of a worker, as they are shown."""
 
 

@@ -234,6 +234,7 @@ class ServerMetrics(Collector):
             ("vllm:generation_tokens", "Output tokens generated.", stats.generation_tokens),
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("pypto:worker_respawns", "Worker restarts.", stats.num_respawns),
+            ("pypto:core_respawns", "Engine core restarts.", stats.num_core_respawns),
             ("pypto:engine_steps", "Engine steps.", stats.num_steps),
         ):
             yield self._counter(name, help_text, [("", value)])

@@ -41,6 +41,11 @@ class KeyChain:
             parent = blake2b(parent + tokens[start : start + step + lag], digest_size=KEY_BYTES).digest()
             links.append(parent)
 
+    def until(self, position: int) -> bytes | None:
+        """Return the link that names tokens [0, position), None if it is not known. A link must end at `position`."""
+        last = position // self._step - 1
+        return self.links[last] if last < len(self.links) else None
+
 
 class DerivedKeys(Keys):
     """Keys of one group, made when they are asked for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,25 @@ class KVCacheManager:
         sequence.extend_keys(tokens)
         return Match(sequence.longest(len(tokens) - 1, on_device))
 
+    def num_nameable(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens lie before a resume point and in blocks with known keys."""
+        return self.points.last(max(0, num_tokens - self.points.lag)) if self.prefix_caching else 0
+
+    def next_key(self, request_id: str, num_tokens: int) -> bytes | None:
+        """Return the key that names a request's tokens up to the first resume point after `num_tokens`, if known."""
+        return self._sequences[request_id].chain.until(self.points.last(num_tokens) + self.points.step)
+
+    def num_shared(self, request_id: str, other_id: str, limit: int) -> int:
+        """Return the last resume point, at most `limit`, up to which the keys of two requests are known and equal."""
+        one, other = self._sequences[request_id].chain, self._sequences[other_id].chain
+        points = range(self.points.step, limit + 1, self.points.step)
+
+        def differ(position: int) -> bool:
+            key = one.until(position)
+            return key is None or key != other.until(position)
+
+        return bisect_left(points, True, key=differ) * self.points.step
+
     def fetch(self, request_id: str, tokens: array[int], match: Match, may_begin: bool = True) -> Fetch:
         """Begin to load what lower tiers hold of a request's `tokens` beyond `match`, if that pays.
 
@@ -190,19 +210,37 @@ class KVCacheManager:
         sequence.set_capacity()
         return tuple([list(part.table) for part in sequence.parts])
 
-    def fits(self, request_id: str, match: Match, num_tokens: int, step_tokens: int, spare: float) -> bool:
+    def growth(self, num_computed: int, num_tokens: int) -> list[int]:
+        """Return how many more blocks of each group a request of `num_computed` tokens needs to reach `num_tokens`.
+
+        None of a window or state: as it grows it frees blocks too.
+        """
+        return [
+            group.num_blocks(num_tokens) - group.num_blocks(num_computed) if group.keeps_history else 0
+            for group in self.groups
+        ]
+
+    def fits(
+        self,
+        request_id: str,
+        match: Match,
+        num_tokens: int,
+        step_tokens: int,
+        spare: float,
+        promised: Iterable[int],
+    ) -> bool:
         """Return whether a request may grow to `num_tokens` with the blocks free now, leaving `spare` of each pool.
 
-        Of its tokens `step_tokens` are computed and not settled.
+        Of its tokens `step_tokens` are computed and not settled. `promised` blocks of each group are for others.
         """
         sequence = self._sequences[request_id]
-        for part in sequence.parts:
+        for part, kept in zip(sequence.parts, promised, strict=True):
             pool = part.group.pool
             cached = part.cached(match.num_tokens)
             in_use = sum(1 for block_id in cached if block_id != NULL_BLOCK and not pool.is_free(block_id))
             in_use += len(part.table) - part.first
             needed = part.group.live_blocks(num_tokens, step_tokens) - in_use
-            if needed + int(pool.num_blocks * spare) > pool.num_free:
+            if needed + kept + int(pool.num_blocks * spare) > pool.num_free:
                 return False
         return True
 

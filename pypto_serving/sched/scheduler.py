@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import budget, outputs
+from pypto_serving.sched.following import Following
 from pypto_serving.sched.loading import Loading
 from pypto_serving.sched.order import by_order, decodes_and_prompts, victim_for
 from pypto_serving.sched.queue import WaitingQueue
@@ -32,7 +33,8 @@ class Scheduler:
 
     A request is in one of these places:
 
-        _waiting    the queue: not started, preempted, or put back after a worker died
+        _waiting    the queue: not started, preempted, or put back after a worker died; in `_following` too if it waits
+                    for a prefix that a running request computes
         _loading    waits for blocks from a lower tier (WAITING_FOR_KV)
         _running    has a row and blocks
     """
@@ -45,6 +47,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: dict[str, Request] = {}
         self._loading = Loading()
+        self._following = Following(kv)
         self._in_flight: deque[Step] = deque()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._dropped_rows: list[int] = []
@@ -93,6 +96,7 @@ class Scheduler:
         self._leave(request)
         self._waiting.remove(request)
         self._loading.forget(request.id)
+        self._following.forget(request.id)
         self._strikes.forget(request.id)
         request.status = Status.FINISHED
         self.kv.forget(request.id)
@@ -128,32 +132,54 @@ class Scheduler:
         ]
         for request_id in self.kv.expire_fills(now_s):
             self._stop_waiting_for_kv(request_id)
+        for request in self._following.update():
+            self._waiting.bring_back(request)
         self.kv.plan_stores(now_s)
         step = Step(self._num_planned + 1, now_s, self.config.max_num_batched_tokens, len(self.kv.groups))
         if self._strikes.suspects:
             self._schedule_alone(step, now_s)
         else:
-            self._schedule_running(step)
-            if not step.short_of_blocks:
-                self._admit_waiting(step, now_s)
+            self._schedule_all(step, now_s)
         return (self._dispatch(step) if step.scheduled else None), expired
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_all(self, step: Step, now_s: float) -> None:
         """Schedule decodes first, less the share of the budget that is kept for prompts; then prompts.
 
-        A decode that finds no blocks takes nothing of the budget: the next one is tried. Drafts get what is left when
-        every decode has its own token.
+        Decodes get again what prompts leave of the budget, and drafts what is left when every decode has its own token.
         """
         decodes, prompts = decodes_and_prompts(self._running.values())
-        head = prompts[0] if prompts else self._waiting.peek() if self._free_rows else None
+        first = self._waiting.peek() if self._free_rows else None
+        head = min([*prompts[:1], *([first] if first else [])], key=by_order, default=None)
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
         step.draft_budget = max(0, decode_budget - len(decodes)) if self.config.num_drafts else 0
-        for request in decodes:
-            if len(step.scheduled) >= decode_budget:
-                break
+        left = iter(decodes)
+        self._schedule_decodes(step, left, decode_budget)
+        self._schedule_prompts(step, prompts, now_s)
+        self._schedule_decodes(step, left, step.budget)
+
+    def _schedule_decodes(self, step: Step, decodes: Iterator[Request], most: int) -> None:
+        """Take and schedule up to `most` decodes. One that finds no blocks does not count: the next is tried."""
+        end = len(step.scheduled) + most
+        for request in decodes if most > 0 else ():
             self._schedule(step, request, 1)
+            if len(step.scheduled) >= end:
+                return
+
+    def _schedule_prompts(self, step: Step, prompts: list[Request], now_s: float) -> None:
+        """Schedule running and waiting prompts in order. A running one before which others start keeps its blocks."""
         for request in prompts:
+            self._promise(step, request)
+        for request in prompts:
+            self._admit_waiting(step, now_s, before=request)
+            self._promise(step, request, -1)
             self._schedule(step, request, request.num_uncomputed_tokens)
+            self._promise(step, request)
+        self._admit_waiting(step, now_s)
+
+    def _promise(self, step: Step, request: Request, sign: int = 1) -> None:
+        """Keep the blocks that a running prompt still needs from requests that start; or, with -1, do so no longer."""
+        if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
+            step.promise(self.kv.growth(request.num_computed_tokens, request.num_tokens), sign)
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
         """Add as many of a running request's `missing` tokens as fit; preempt others if nothing else frees blocks.
@@ -172,7 +198,7 @@ class Scheduler:
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         while blocks is None:
             if not self._find_blocks(step, request, count, anyone):
-                step.short_of_blocks = True
+                step.admits = False
                 return
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         if any(blocks):
@@ -219,23 +245,27 @@ class Scheduler:
         request.last_step = step.step_id
         step.add(Scheduled(request, request.life, count, num_drafts, samples))
 
-    def _admit_waiting(self, step: Step, now_s: float) -> None:
-        """Start waiting requests in order until rows, budget, blocks or loads run out."""
-        while step.budget > 0 and self._free_rows:
+    def _admit_waiting(self, step: Step, now_s: float, before: Request | None = None) -> None:
+        """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
+        while step.admits and step.budget > 0 and self._free_rows and not self._following.is_full:
             request = self._waiting.peek()
-            if request is None or request.id in step.preempted or request.id == self._loading.put_off_id:
+            if request is None or (before is not None and request.order > before.order):
                 return
-            if not self._admit(step, request, now_s):
-                return
+            held_up = request.id in step.preempted or request.id == self._loading.put_off_id
+            step.admits = not held_up and self._admit(step, request, now_s)
 
     def _admit(self, step: Step, request: Request, now_s: float) -> bool:
-        """Start a waiting request, or let it wait for its KV. Return False if it must stay in the queue."""
+        """Start a waiting request, or let it wait for its KV. Return False if it must stay first in the queue."""
         match = self.kv.match(request.id, request.tokens, request.source.cache_salt)
+        may_wait = not self._strikes.suspects
+        if may_wait and self._following.follow(request, match):
+            self._waiting.set_aside(request)
+            return True
         spare = SPARE_BLOCKS if self._running else 0.0
-        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare):
+        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
             if self._running or self._loading or not self._release_loaded(request):
                 return False
-        if not self._strikes.suspects:
+        if may_wait:
             fetch = self.kv.fetch(request.id, request.tokens, match, may_begin=not self._loading.is_full)
             if fetch is Fetch.BEGUN:
                 self._wait_for_kv(request)
@@ -248,6 +278,7 @@ class Scheduler:
             return False
         self._start(step, request, match, now_s)
         self._enter(step, request, count)
+        self._promise(step, request)
         return True
 
     def _wait_for_kv(self, request: Request) -> None:
@@ -287,6 +318,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.num_committed = request.num_computed_tokens = match.num_tokens
         self._running[request.id] = request
+        self._following.lead(request)
         if request.num_cached_tokens < 0:
             self._record_first_start(request, match, now_s)
         step.new_rows.append(new_row(request, self.kv.table(request.id)))
@@ -455,6 +487,7 @@ class Scheduler:
         assert len(self._requests) == queued, "a request is in no queue"
         assert len(self.kv) <= len(self._requests), "the KV manager remembers finished requests"
         self._strikes.check(self._requests.keys())
+        self._following.check({request.id for request in self._waiting})
         for request in self._running.values():
             assert request.num_committed <= request.num_computed_tokens <= request.num_tokens
             assert len(request.tokens) <= request.max_tokens

@@ -191,7 +191,7 @@ def outputs_of(request: EngineRequest, script: Script, rng: random.Random) -> li
 
 def merge_finish(outputs: list[RequestOutput], script: Script) -> list[RequestOutput]:
     """A stop token arrives together with its finish_reason, as from a real engine."""
-    if script.stop_token_id is None or len(outputs) < 2:
+    if script.finish != "stop" or script.fault or len(outputs) < 2:
         return outputs
     *head, last, end = outputs
     merged = RequestOutput(

@@ -7,9 +7,10 @@ import socket
 
 import pytest
 
-from pypto_serving.bench.client import ApiClient, ServerError, StreamParser, find_model
+from pypto_serving.bench.client import ApiClient, ServerError, find_model
 from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.options import Target
+from pypto_serving.bench.replies import StreamParser
 
 PROMPT = Prompt([1, 2, 3], 3, 4)
 MESSAGES = Prompt([{"role": "user", "content": "hi"}], None, 4)

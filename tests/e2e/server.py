@@ -47,7 +47,7 @@ class Server:
         return httpx.Client(base_url=self.url, timeout=120)
 
     def family(self) -> list[psutil.Process]:
-        """The API process, the engine core and the worker."""
+        """The API process, the engine core, the worker, and readers."""
         api = psutil.Process(self.process.pid)
         return [api, *api.children(recursive=True)]
 

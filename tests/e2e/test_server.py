@@ -182,8 +182,10 @@ def test_an_idle_server_stops_at_once_with_exit_code_0(signum: int) -> None:
 
 def test_a_killed_server_leaves_no_process() -> None:
     victim = Server()
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    victim.http.post("/v1/chat/completions", json=chat).raise_for_status()
     family = victim.family()
-    assert len(family) == 3
+    assert len(family) == 4  # API process, core, worker, reader
     victim.process.kill()
     victim.process.wait()
     _, alive = psutil.wait_procs(family, timeout=5)

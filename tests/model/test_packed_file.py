@@ -175,7 +175,7 @@ def test_a_changed_checkpoint_is_packed_anew(kept: Kept, tmp_path: Path, change:
     assert len(list(folder.iterdir())) == 2
 
 
-def test_a_change_between_the_sampled_pages_is_seen(kept: Kept, tmp_path: Path) -> None:
+def test_another_time_of_change_is_another_file(kept: Kept, tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "cache"
     shutil.copytree(kept.model, model)
     load(model, folder)

@@ -105,11 +105,14 @@ class Choice:
         """
         text, reason, before = "", output.finish_reason, self.num_tokens
         self.cached_by_tier = output.cached_by_tier or self.cached_by_tier
-        silent_at = len(ids) - 1 if reason == "stop" and ids and ids[-1] == output.stop_token_id else -1
+        last = len(ids) - 1 if reason == "stop" else -1
+        silent_at = last if ids and ids[last] == output.stop_token_id else -1
         for i, token_id in enumerate(ids):
             self.num_tokens += 1
             if self._entries is not None and output.logprobs is not None:
-                self._entries.append(token_entry(token_id, output.logprobs[i], self._tokenizer, self._num_chars))
+                ends = i == last and (i == silent_at or self._is_silent(token_id))
+                values = output.logprobs[i]
+                self._entries.append(token_entry(token_id, values, self._tokenizer, self._num_chars, ends))
             if i != silent_at:
                 text += self._push(token_id)
             if self._stops is not None and self._stops.matched is not None:
@@ -129,17 +132,18 @@ class Choice:
     def _stopped(self) -> bool:
         return self._stops is not None and self._stops.matched is not None
 
+    def _is_silent(self, token_id: int) -> bool:
+        return self._detokenizer is not None and self._detokenizer.is_silent(token_id)
+
     def _push(self, token_id: int) -> str:
         if self._detokenizer is None:
             return ""
         text = self._detokenizer.push(token_id)
         self._num_chars += len(text)
-        if self._stops is None or self.num_tokens <= self._min_tokens:
-            return text
-        return self._stops.push(text)
+        return text if self._stops is None else self._stops.push(text, self.num_tokens > self._min_tokens)
 
     def _flush(self) -> str:
         text = "" if self._detokenizer is None else self._detokenizer.flush()
         if self._stops is None:
             return text
-        return self._stops.push(text) + self._stops.flush()
+        return self._stops.push(text, self.num_tokens > self._min_tokens) + self._stops.flush()

@@ -108,7 +108,7 @@ class NullProgram:
         """Hold a dispatch until it is collected. Raises RuntimeError if it violates the traits."""
         traits = self.limits.traits
         self._held.append((inputs, sampling))
-        held = self.limits.held_steps * (1 if traits.mixed_steps else 2)
+        held = self.limits.held_dispatches
         _require(len(self._held) <= held, f"{len(self._held)} dispatches are held, but at most {held} can be")
         _require((sampling is not None) == traits.samples_on_device, "sampling inputs go to a device that samples")
         counts = np.diff(inputs.query_start)

@@ -1,0 +1,67 @@
+"""Run a reader: `python -m pypto_serving.api.reading FD`. FD is its end of the control pipe.
+
+A reader is expendable: a body that makes it slow or large ends it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import sys
+from io import BufferedRWPair
+
+import msgspec
+
+from pypto_serving.api.errors import describe
+from pypto_serving.api.generation.prompts import Prompter
+from pypto_serving.api.openai.reader import BodyReader
+from pypto_serving.api.reading.wire import ENDPOINTS, SIZE_BYTES, Endpoint, ReaderStart, Refusal
+from pypto_serving.errors import EXIT_OK, PyptoError
+from pypto_serving.ipc import Parent
+from pypto_serving.util import GIB, format_size
+
+logger = logging.getLogger("pypto_serving.api")
+
+MAX_BYTES = 2 * GIB
+"""Memory that a reader may take for data."""
+
+
+def run(start: ReaderStart) -> None:
+    """Answer one body after the other until the other side closes the channel."""
+    reader = BodyReader(Prompter.load(start.config, start.serving), start.serving)
+    channel = socket.socket(fileno=start.channel).makefile("rwb")
+    send(channel, b"")
+    while head := channel.read(1 + SIZE_BYTES):
+        raw = channel.read(int.from_bytes(head[1:], "little"))
+        send(channel, answer(reader, ENDPOINTS[head[0]], raw))
+
+
+def answer(reader: BodyReader, endpoint: Endpoint, raw: bytes) -> bytes:
+    """Read one body; return the encoded ReadBody or Refusal."""
+    try:
+        return msgspec.msgpack.encode(reader.read(endpoint, raw))
+    except MemoryError:
+        message = f"this request takes more than {format_size(MAX_BYTES)} of memory to read; send less"
+        return msgspec.msgpack.encode(Refusal(400, message, "request_too_large", None))
+    except Exception as error:
+        if not isinstance(error, PyptoError):
+            logger.exception("a body could not be read")
+        return msgspec.msgpack.encode(Refusal.of(describe(error)))
+
+
+def send(channel: BufferedRWPair, data: bytes) -> None:
+    channel.write(len(data).to_bytes(SIZE_BYTES, "little") + data)
+    channel.flush()
+
+
+def main() -> int:
+    parent: Parent[ReaderStart] = Parent(int(sys.argv[1]), ReaderStart)
+    logging.basicConfig(level="ERROR", format="%(asctime)s %(levelname)s reader: %(message)s", datefmt="%H:%M:%S")
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+    run(parent.start)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
