@@ -85,23 +85,27 @@ class BlockPool:
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
         self.num_free -= count
-        return [self._take() for _ in range(count)]
+        first = max(0, len(self._empty) - count)
+        block_ids = self._empty[first:]
+        block_ids.reverse()
+        del self._empty[first:]
+        for block_id in block_ids:
+            self._blocks[block_id].ref_count = 1
+        self._used_before_new = max(0, self._used_before_new - len(block_ids))
+        while len(block_ids) < count:
+            block_ids.append(self._take())
+        return block_ids
 
     def _take(self) -> int:
-        """Remove the next block to use from the free ones, without content, and take a reference to it.
+        """Remove the next block with content, or a new one, from the free ones, and take a reference to it.
 
-        1. A block without content.
-        2. One that was never made, if there is one and it may be used.
-        3. The front of the queue.
+        1. One that was never made, if there is one and it may be used.
+        2. The front of the queue.
         """
-        if self._empty:
-            block_id = self._empty.pop()
-        elif self._free and (self._used_before_new or not self._num_unmade):
-            block_id, _ = self._free.popitem(last=False)
-        else:
+        if not self._free or (self._num_unmade and not self._used_before_new):
             return self._make()
-        if self._used_before_new:
-            self._used_before_new -= 1
+        block_id, _ = self._free.popitem(last=False)
+        self._used_before_new = max(0, self._used_before_new - 1)
         block = self._blocks[block_id]
         if block.key is not None:
             self.num_evicted += 1

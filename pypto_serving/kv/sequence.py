@@ -125,8 +125,8 @@ class SequencePart:
 class SequenceState:
     """The blocks of one request in all groups. Changed by the KVCacheManager alone.
 
-    - `settled`: the number of tokens that are certainly computed and whose block keys are known. Their complete blocks
-      are published; blocks not needed to resume there are freed.
+    - `settled`: the number of tokens that are certainly computed and whose blocks depend on known tokens only. Their
+      blocks are published up to the last resume point; blocks not needed to resume there are freed.
     - `capacity`: the number of tokens that fit the reserved blocks.
     - `due`: the number of computed tokens from which a commit has work to do: a resume point, or blocks to free.
     - `held`: the last settled resume point. The parts hold its tails.
