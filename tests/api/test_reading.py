@@ -98,10 +98,11 @@ def test_a_template_that_does_not_end_costs_its_own_chat_only(
 BIG = {
     "prompts": (COMPLETIONS, {"prompt": ["fox jumps over " * 1000] * 200, "max_tokens": 1}, 200, "text_completion"),
     "choices": (COMPLETIONS, {"prompt": ["fox jumps over " * 1000] * 513}, 400, "513 sequences"),
-    "ids": (COMPLETIONS, {"prompt": [0] * 2_000_000}, 400, "2000000 tokens"),
+    "ids": (COMPLETIONS, {"prompt": [0] * 1_500_000}, 400, "1500000 tokens"),
     "nested": (COMPLETIONS, {"prompt": [[[[[[0]]]]]] * 100_000}, 400, "100000 sequences"),
     "messages": (CHAT, {"messages": [HELLO] * 100_000}, 400, f"at most {MAX_MESSAGES} items"),
     "parts": (CHAT, {"messages": [{**HELLO, "content": PARTS}]}, 400, "characters, which cannot fit"),
+    "values": (COMPLETIONS, {"prompt": [[0]] * 1_100_000}, 400, "more than 2000000 commas and opening brackets"),
     "fields": (COMPLETIONS, {"prompt": "a", **{f"x{i}": 1 for i in range(50_000)}}, 200, "text_completion"),
 }
 

@@ -14,6 +14,8 @@ from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 
+MAX_VALUES = 2_000_000
+"""Bounds the values of a body before it is parsed, by the characters that come with each."""
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
@@ -40,6 +42,9 @@ async def read_body(request: Request, limit: int) -> bytearray:
 
 def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
     """Return the body as `schema` and the names of ignored fields. Raises RequestError naming the field at fault."""
+    if len(raw) > MAX_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        message = f"the request body has more than {MAX_VALUES} commas and opening brackets; send fewer values"
+        raise RequestError(message, code="too_many_values")
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:

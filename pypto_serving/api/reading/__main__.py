@@ -5,10 +5,10 @@ A reader is expendable: a body that makes it slow or large ends it, and nothing 
 
 from __future__ import annotations
 
-import logging
 import resource
 import socket
 import sys
+import traceback
 from io import BufferedRWPair
 
 import msgspec
@@ -16,12 +16,10 @@ import msgspec
 from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.reader import BodyReader
-from pypto_serving.api.reading.wire import ENDPOINTS, SIZE_BYTES, Endpoint, ReaderStart, Refusal
+from pypto_serving.api.reading.wire import ENDPOINTS, SIZE_BYTES, Endpoint, Fault, ReaderStart, Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent
 from pypto_serving.util import GIB, format_size
-
-logger = logging.getLogger("pypto_serving.api")
 
 MAX_BYTES = 2 * GIB
 """Memory that a reader may take for data."""
@@ -38,16 +36,16 @@ def run(start: ReaderStart) -> None:
 
 
 def answer(reader: BodyReader, endpoint: Endpoint, raw: bytes) -> bytes:
-    """Read one body; return the encoded ReadBody or Refusal."""
+    """Read one body; return the encoded ReadBody, Refusal or Fault."""
     try:
         return msgspec.msgpack.encode(reader.read(endpoint, raw))
     except MemoryError:
         message = f"this request takes more than {format_size(MAX_BYTES)} of memory to read; send less"
         return msgspec.msgpack.encode(Refusal(400, message, "request_too_large", None))
-    except Exception as error:
-        if not isinstance(error, PyptoError):
-            logger.exception("a body could not be read")
+    except PyptoError as error:
         return msgspec.msgpack.encode(Refusal.of(describe(error)))
+    except Exception:
+        return msgspec.msgpack.encode(Fault(traceback.format_exc()))
 
 
 def send(channel: BufferedRWPair, data: bytes) -> None:
@@ -57,7 +55,6 @@ def send(channel: BufferedRWPair, data: bytes) -> None:
 
 def main() -> int:
     parent: Parent[ReaderStart] = Parent(int(sys.argv[1]), ReaderStart)
-    logging.basicConfig(level="ERROR", format="%(asctime)s %(levelname)s reader: %(message)s", datefmt="%H:%M:%S")
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     run(parent.start)
     return EXIT_OK

@@ -9,7 +9,16 @@ import socket
 
 import msgspec
 
-from pypto_serving.api.reading.wire import ANSWERS, ENDPOINTS, SIZE_BYTES, Endpoint, ReadBody, ReaderStart, RefusedError
+from pypto_serving.api.reading.wire import (
+    ANSWERS,
+    ENDPOINTS,
+    SIZE_BYTES,
+    Endpoint,
+    Fault,
+    ReadBody,
+    ReaderStart,
+    RefusedError,
+)
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
 from pypto_serving.ipc import Child
@@ -22,6 +31,8 @@ DYING_S = 5.0
 READ_S = 10.0
 """Longest time to read a body, and one second more for each MiB of it."""
 MIB = 1 << 20
+PIECE_BYTES = 1 << 18
+"""Bytes written to a reader before others have their turn."""
 
 
 class ReaderProcess:
@@ -37,7 +48,7 @@ class ReaderProcess:
         self._output: asyncio.StreamWriter | None = None
 
     async def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
-        """Read one body, in order of the calls. Raises RequestError.
+        """Read one body, in order of the calls. Raises RequestError, and RuntimeError if the reader fails on it.
 
         A call that is cancelled before its turn costs nothing; a body that is being read is read to the end.
         """
@@ -75,8 +86,9 @@ class ReaderProcess:
         try:
             async with asyncio.timeout(allowed_s):
                 output.write(bytes([ENDPOINTS.index(endpoint)]) + len(raw).to_bytes(SIZE_BYTES, "little"))
-                output.write(raw)
-                await output.drain()
+                for at in range(0, len(raw), PIECE_BYTES):
+                    output.write(raw[at : at + PIECE_BYTES])
+                    await output.drain()
                 answer = ANSWERS.decode(await self._receive())
         except TimeoutError:
             await self._end()
@@ -86,6 +98,8 @@ class ReaderProcess:
             raise _ended(code) from None
         if isinstance(answer, ReadBody):
             return answer
+        if isinstance(answer, Fault):
+            raise RuntimeError(f"a reader failed on a body:\n{answer.traceback}")
         raise RefusedError(answer)
 
     async def _receive(self) -> bytes:

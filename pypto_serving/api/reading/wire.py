@@ -44,6 +44,12 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
         return cls(error.status, error.message, error.code, error.param)
 
 
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """A body made a reader fail in a way that nobody foresaw."""
+
+    traceback: str
+
+
 class RefusedError(RequestError):
     """A reader refused the body."""
 
@@ -60,4 +66,4 @@ class ReaderStart(msgspec.Struct, frozen=True):
     channel: int
 
 
-ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal] = msgspec.msgpack.Decoder(ReadBody | Refusal)
+ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal | Fault] = msgspec.msgpack.Decoder(ReadBody | Refusal | Fault)
