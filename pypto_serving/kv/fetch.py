@@ -102,7 +102,7 @@ class Fetcher:
         """
         end = self._points.last(max(0, num_tokens - max(1, self._points.lag)))
         find_in = self._find_in(len(self._tiers))
-        for part in sequence.history_first:
+        for part in (*sequence.histories, *sequence.tails):
             find = find_in(part.group)
             for i in part.group.useful(0, end):
                 if find(part.keys[i]) is None:

@@ -264,7 +264,7 @@ class Scheduler:
             if self._running or self._loading or not self._loading.release_one(request):
                 return False
         if may_wait:
-            fetch = self.kv.fetch(request.id, request.num_tokens, match, may_begin=not self._loading.is_full)
+            fetch = self.kv.fetch(request.id, request.tokens, match, may_begin=not self._loading.is_full)
             if fetch is Fetch.BEGUN:
                 self._loading.wait(request)
                 return True

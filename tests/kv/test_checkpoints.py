@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from pathlib import Path
@@ -58,11 +59,14 @@ def test_useful_blocks_are_those_that_some_position_needs(
 
 @settings(max_examples=200, deadline=None)
 @given(GROUPS, st.integers(0, 100))
-def test_nothing_changes_before_the_next_change(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
+def test_a_block_is_passed_once_it_is_not_needed(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
     for one in make_groups(groups, ResumePoints(groups), None):
-        needed = [one.needed(n) for n in range(num_tokens, one.next_change(num_tokens) + 1)]
-        bounds = [(blocks.start, blocks.stop) for blocks in needed]
-        assert bounds[0] != bounds[-1] and set(bounds[:-1]) == {bounds[0]}
+        first = one.needed(num_tokens).start
+        passed_at = one.passed_at(first)
+        assert (passed_at == math.inf) == one.keeps_history
+        for n in range(num_tokens, min(passed_at, num_tokens + 50)):
+            assert one.needed(n).start == first
+        assert one.keeps_history or one.needed(int(passed_at)).start > first
 
 
 @pytest.mark.parametrize("kind", GROUP_SETS)
@@ -126,7 +130,7 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     marks = {*range(kv.points.interval, last + 1, kv.points.interval), min(last, kv.points.last(prompt_len)), last}
     for spec, one, blocks_of_g in zip(groups, kv.groups, stored(kv, "a"), strict=True):
         tails = {i for n in marks for i in one.needed(n)}
-        assert blocks_of_g == (set(range((total - 1 - lag) // spec.block_size)) if spec.keeps_history else tails)
+        assert blocks_of_g == (set(range(last // spec.block_size)) if spec.keeps_history else tails)
     assert blocks_in_use(kv) == (0,) * len(groups)
 
 

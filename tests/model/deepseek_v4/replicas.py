@@ -265,7 +265,7 @@ class Poisoner:
         """To be called after each turn of the simulation."""
         executor = self._simulation.executor
         pools = [group.pool for group in self._simulation.core.scheduler.kv.groups]
-        empty = [{block for block in pool._free if pool.key(block) is None} for pool in pools]
+        empty = [set(pool._empty) for pool in pools]
         if self._empty is not None:
             self._empty = [before & now for before, now in zip(self._empty, empty, strict=True)]
         if executor._completed_step >= self._last_step and executor._runner is not None:
