@@ -48,8 +48,9 @@ def train_and_save(options: argparse.Namespace) -> None:
         if not stage.again_share:
             return Practice(all_problems(held_out=False))
         result = Practice(PROBLEMS, stage.again_share)
-        turns = [Turn(*pair, problem) for pair, problem in zip(evaluation.every_problem(seed), PROBLEMS, strict=True)]
-        turns += [Turn(*pair) for task in evaluation.TASKS for pair in evaluation.task_turns(task, 500, seed)]
+        pairs = evaluation.every_problem(seed, evaluation.FORMS[0])
+        turns = [Turn(*pair, problem) for pair, problem in zip(pairs, PROBLEMS, strict=True)]
+        turns += [Turn(*pair) for task in evaluation.TASKS for pair in evaluation.task_turns(task, 200, seed)]
         leads = evaluation.leads(model, encoder, [(turn.question, turn.reply) for turn in turns])
         for turn, lead in zip(turns, leads, strict=True):
             result.saw(turn, training.loss_of_lead(lead, stage.margin))

@@ -22,15 +22,15 @@ SYSTEM_MESSAGES = [
 SKILLS = [
     (skills.small_talk, 6),
     (skills.fact, 2),
-    (skills.counting, 12),
-    (skills.number_order, 6),
-    (skills.spelling, 13),
-    (skills.order, 4),
+    (skills.counting, 18),
+    (skills.number_order, 8),
+    (skills.spelling, 16),
+    (skills.order, 6),
     (skills.echo, 8),
     (refusals.unknown, 8),
     (odd_input.odd, 3),
-    (refusals.out_of_range, 10),
-    (refusals.other_skill, 6),
+    (refusals.out_of_range, 12),
+    (refusals.other_skill, 9),
 ]
 UNTIDY = {
     skills.small_talk,
@@ -73,6 +73,7 @@ class Chat:
         self.arithmetic_share = arithmetic_share
         self.name: str | None = None
         self.last_reply: str | None = None
+        self.asked: set[Turn] = set()
         self.last_problem: arithmetic.Problem | None = None
 
     def system_message(self) -> str | None:
@@ -81,7 +82,10 @@ class Chat:
 
     def next_turn(self) -> Turn:
         """Return the next question and its reply."""
-        turn = self.practice.again(self.rng) or self._new_turn()
+        turn = self.practice.again(self.rng)
+        if turn is None or turn in self.asked:  # a reply that stands above would only be copied
+            turn = self._new_turn()
+        self.asked.add(turn)
         self.last_reply, self.last_problem = turn.reply, turn.problem
         return turn
 

@@ -135,17 +135,20 @@ class Line(NamedTuple):
 
 
 def accuracy_table(model: Qwen3ForCausalLM, encoder: Encoder, seed: int = 0, count: int = 1000) -> list[Line]:
-    """Measure every problem in several forms and behind earlier chat, and `count` questions of every other task."""
+    """Measure every problem in the plainest form, twice `count` in others, and `count` questions of each task."""
+    some = random.Random(seed).sample(range(len(arithmetic.PROBLEMS)), 2 * count)
     table = []
     for form in FORMS:
-        label = f"every problem, `{form.format(a=37, o='-', b=45)}`"
-        table.append(Line(label, 0, leads(model, encoder, every_problem(seed, form))))
+        turns = every_problem(seed, form)
+        label = f"`{form.format(a=37, o='-', b=45)}`"
+        if form is FORMS[0]:
+            table.append(Line(f"every problem, {label}", 0, leads(model, encoder, turns)))
+        else:
+            table.append(Line(f"problems, {label}", 0, leads(model, encoder, [turns[i] for i in some])))
     for earlier in (0, 1500, 3500):
-        turns = every_problem(seed)
-        if earlier > 1500:
-            turns = random.Random(seed).sample(turns, 2 * count)
-        label = "every problem, any phrasing" if len(turns) == len(arithmetic.PROBLEMS) else "problems, any phrasing"
-        table.append(Line(label, earlier, leads(model, encoder, turns, earlier, seed)))
+        turns = every_problem(seed + 1)
+        measured = leads(model, encoder, [turns[i] for i in some], earlier, seed)
+        table.append(Line("problems, any phrasing", earlier, measured))
     for task in TASKS:
         table.append(Line(task, 0, leads(model, encoder, task_turns(task, count, seed))))
     return table

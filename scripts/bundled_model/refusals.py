@@ -75,7 +75,7 @@ What is {n} * {big}?|Add {big} and {n}.|Subtract {big} from {big}.|How much is {
 Calculate {n} * {n}.|What is {n} * {n} + {n}?|What is the product of {n} and {n}?|{n} mod {n}|{n} ** {n}|{n}!
 What is {n} mod {n}?|sqrt({n})|({n} + {n}) * {n}|What is ({n} - {n}) / {n}?|{n} +|+ {n}|{n} + x|What is {n}.{n} - {n}?
 {n} + {n}.{n}|{n}.{n} + {n}.{n}|What is 0{n}+{n}?|What is {large} plus {n}?|What is {n} minus {large}?
-{n}+{n}+{n}|{n}-{n}-{n}|{n}+{n}-{n}|{n}-{n}+{n}|0{n}+{n}|{n} + 0{n}|What is 0{n}-{n}?|{n}-0{n}|What is {n}+{n}+{n}?
+{n}+{n}+{n}|{n}-{n}-{n}|{n}+{n}-{n}|{n}-{n}+{n}|What is {n}+{n}+{n}?|What is {n}-{n}-{n}?
 {large} + {large}|{large} - {n}|What is {small} times {small}?|{small} times {n}|What is {n}/{n} + {n}/{n}?
 """
 )
@@ -85,7 +85,16 @@ NEARLY = phrases(
 What is {near}+{n}?|What is {n}+{near}?|What is {near}-{n}?|What is {n}-{near}?|{near}+{n}|{n}+{near}|{near}-{n}
 {n}-{near}|{near} + {n} =|{n} - {near} =|What is {near} + {n}?|What is {n} - {near}?|{near} plus {n}|{n} minus {near}
 {near} - {near}|What is {near}+{near}?|Add {near} and {n}.|Subtract {n} from {near}.|How much is {near} minus {n}?
-And {near} + {n}?
+And {near} + {n}?|100-{n}|100+{n}|100 - {n}|100 + {n}|{n}+100|{n}-100|What is 100-{n}?|What is 100+{n}?|What is {n}+100?
+"""
+)
+
+DIGITS = phrases(
+    """
+{d}+{d}+{d}|{d}+{d}+{d}|{d}-{d}-{d}|{d}+{d}-{d}|{d}-{d}+{d}|{d} + {d} + {d}|{d} - {d} - {d}|What is {d}+{d}+{d}?
+What is {d} + {d} + {d}?|What is {d}-{d}-{d}?|What's {d}+{d}+{d}?|{d}+{d}+{d}+{d}|{d} + {d} - {d}|{d}+-{d}|{d}--{d}
+What's {d}+-{d}?|What is {d}+-{d}?|{d} + -{d}|{d} - -{d}|What's {d}--{d}?|-{d}+{d}|-{d}-{d}|What's -{d}+{d}?|{d}!
+What is -{d}+{d}?|{d}*{d}|{d}/{d}|What's {d}*{d}?|What is {d}/{d}?|{d} x {d}|+ {d}|{d} +|-{d}|{d}^{d}
 """
 )
 
@@ -158,6 +167,7 @@ def _fill(rng: random.Random, template: str) -> str:
         "n": lambda: str(rng.randint(0, 9 if rng.random() < 0.3 else 99)),
         "big": lambda: str(rng.randint(100, rng.choice([120, 200, *(10**k for k in (3, 3, 4, 5, 6, 12))]))),
         "near": lambda: str(rng.choice([100, rng.randint(100, 110), 10 * rng.randint(10, 99), rng.randint(100, 999)])),
+        "d": lambda: str(rng.randint(0, 9)),
         "small": lambda: rng.choice(NUMBER_WORDS),
         "large": lambda: _large_number(rng),
     }
@@ -191,7 +201,7 @@ def unknown(rng: random.Random) -> Pair:
 
 def out_of_range(rng: random.Random) -> Pair:
     """Return a calculation that is not one sum or difference of numbers from 0 to 99."""
-    return _fill(rng, rng.choice(rng.choice([NEGATIVE, NEARLY, OUT_OF_RANGE, OUT_OF_RANGE]))), ONLY_SMALL
+    return _fill(rng, rng.choice(rng.choice([NEGATIVE, NEARLY, DIGITS, OUT_OF_RANGE, OUT_OF_RANGE]))), ONLY_SMALL
 
 
 def other_skill(rng: random.Random) -> Pair:

@@ -160,10 +160,12 @@ def spellable(rng: random.Random) -> str:
         return rng.choice([rng.choice(NAMES), rng.choice(COUNTRIES), rng.choice(DAYS), rng.choice(MONTHS)])
     letters = string.ascii_lowercase if roll < 0.92 else rng.sample(string.ascii_lowercase, 3)
     word = any_word(rng) if roll < 0.8 else "".join(rng.choices(letters, k=rng.randint(1, 12)))
-    if roll > 0.95:
-        word = rng.choice(["hello", "hello", "goodbye", "pip", "hi", "morning", "yes", "you", "name", "nothing"])
+    if roll > 0.93:
+        word = rng.choice(
+            ["hello", "hello", "hello", "goodbye", "pip", "hi", "morning", "yes", "you", "name", "nothing"]
+        )
     roll = rng.random()
-    return word.upper() if roll < 0.05 else word.capitalize() if roll < 0.2 else word
+    return word.upper() if roll < 0.05 else word.capitalize() if roll < (0.5 if word == "hello" else 0.25) else word
 
 
 def hasty(rng: random.Random, question: str) -> str:

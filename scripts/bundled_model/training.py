@@ -27,6 +27,7 @@ SHORT = {128: 7, 256: 3}
 MEDIUM = {128: 5, 256: 3, 512: 2}
 LONG = {128: 3, 256: 1, 512: 2, 1024: 2, 2048: 2, 4096: 1}
 MIXED = {64: 3, 128: 5, 256: 2, 512: 1, 1024: 1, 2048: 2, 4096: 0.5}
+MOSTLY_SHORT = {64: 3, 128: 5, 256: 2.5, 512: 1, 1024: 1, 2048: 1.5, 4096: 0.4}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ STAGES = (
     Stage(200, 0.001, ((0.0, 0.60, MIXED),), 0.0, 20, tokens_per_step=2048, again_share=0.3, margin=3.0),
     Stage(550, 0.001, ((0.0, 0.55, MIXED),), 1.0, 20, tokens_per_step=2048, again_share=0.3, margin=3.0),
     Stage(450, 0.0007, ((0.0, 0.45, MIXED),), 1.0, 20, tokens_per_step=2048, again_share=0.4, margin=3.0),
+    Stage(489, 0.0005, ((0.0, 0.40, MOSTLY_SHORT),), 0.0, 20, tokens_per_step=2048, again_share=0.3, margin=3.0),
+    Stage(563, 0.0005, ((0.0, 0.40, MOSTLY_SHORT),), 1.0, 10, tokens_per_step=2048, again_share=0.35, margin=3.0),
 )
 
 
