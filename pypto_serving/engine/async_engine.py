@@ -272,8 +272,8 @@ class AsyncEngine:
         if unfinished + count > config.max_unfinished:
             waiting = max(0, unfinished - config.max_num_seqs)
             raise QueueFullError(
-                f"this server has {counted(unfinished, 'unfinished request')}; it runs {config.max_num_seqs} at once and "
-                f"queues {config.max_queued_requests}; try again later",
+                f"this server has {counted(unfinished, 'unfinished request')}; it runs {config.max_num_seqs} at once "
+                f"and queues {config.max_queued_requests}; try again later",
                 self._retry_after_s(waiting),
             )
 
