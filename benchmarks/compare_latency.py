@@ -22,10 +22,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from pypto_serving.bench.client import StreamParser, find_model, open_http
+from pypto_serving.bench.client import find_model, open_http
 from pypto_serving.bench.datasets import RandomData, Vocabulary
 from pypto_serving.bench.metrics import RequestRecord
 from pypto_serving.bench.options import Target
+from pypto_serving.bench.replies import StreamParser
 from pypto_serving.bench.runner import watch_client
 
 STREAMS, PROMPT, OUTPUT = 8, 128, 128

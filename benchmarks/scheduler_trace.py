@@ -62,12 +62,14 @@ class Trace:
 class Replay:
     """Microseconds per timed step of one replay: plan and commit (mean, median), and adding requests.
 
+    `longest_us` is the longest step of all, which matches and publishes the longest prompt.
     `tokens` counts the tokens sampled by all steps; equal work gives equal counts.
     """
 
     step_us: float
     median_step_us: float
     add_us: float
+    longest_us: float
     tokens: int
 
 
@@ -83,7 +85,7 @@ class Engine(Protocol):
 
 def replay(trace: Trace, engine: Engine) -> Replay:
     """Run the whole trace on `engine`, which must be new."""
-    arrivals, added, steps, tokens = _prepared(trace), 0.0, [], 0
+    arrivals, added, steps, longest, tokens = _prepared(trace), 0.0, [], 0.0, 0
     ahead = next(arrivals, None)
     gc.collect()
     for number in range(trace.warm + trace.steps):
@@ -94,9 +96,10 @@ def replay(trace: Trace, engine: Engine) -> Replay:
             ahead = next(arrivals, None)
         seconds, sampled = engine.step()
         tokens += sampled
+        longest = max(longest, seconds * 1e6)
         if timed:
             steps.append(seconds * 1e6)
-    return Replay(statistics.fmean(steps), statistics.median(steps), added * 1e6 / trace.steps, tokens)
+    return Replay(statistics.fmean(steps), statistics.median(steps), added * 1e6 / trace.steps, longest, tokens)
 
 
 def steady(running: int) -> Trace:

@@ -46,9 +46,12 @@ class RequestError(PyptoError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and output do not fit the context window."""
+    """Prompt and output do not fit the context window. The message begins as OpenAI's, which clients look for."""
 
     code = "context_length_exceeded"
+
+    def __init__(self, max_model_len: int, problem: str, *, param: str) -> None:
+        super().__init__(f"This model's maximum context length is {max_model_len} tokens. {problem}", param=param)
 
 
 class UnknownModelError(RequestError):

@@ -227,6 +227,27 @@ class Child:
         return code
 
 
+class Family:
+    """Tells when a child, and all processes that it started, have ended. They inherit `fd`, each under this number."""
+
+    def __init__(self) -> None:
+        self._ours, self.fd = os.pipe()
+
+    def born(self) -> None:
+        """Close `fd` here, since the child has it."""
+        os.close(self.fd)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all have ended. Return False if some are left after `timeout_s`."""
+        poller = select.poll()
+        poller.register(self._ours, 0)
+        return bool(poller.poll(math.ceil(timeout_s * 1000)))
+
+    def close(self) -> None:
+        """Stop watching."""
+        os.close(self._ours)
+
+
 class Parent(Generic[T]):
     """The child's end of its control pipe. Ends this process when the parent does."""
 

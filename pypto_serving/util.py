@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
+import operator
 import os
 import re
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex, TypeVar, cast
+
+import msgspec
+
+T = TypeVar("T")
 
 GIB = 1 << 30
 _SIZE_UNITS = {
@@ -92,6 +98,42 @@ def brief(value: Any) -> str:
     except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def parse_json(text: str | bytes | bytearray) -> Any:
+    """Parse JSON of any origin; raise ValueError, also for what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def decode_json(data: str | bytes | bytearray, kind: type[T]) -> T:
+    """Parse JSON of any origin as a value of type `kind`; raise ValueError, also for what is nested too deeply."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def whole(value: object) -> int:
+    """Return a whole number of any kind, numpy's too, as int; raise ValueError for all else, truth values too."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        raise ValueError(f"{brief(value)} is not a whole number") from None
+
+
+def entries(value: Any) -> list[Any]:
+    """List what `value` holds; raise ValueError for a text, bytes, a mapping, and for what holds nothing."""
+    try:
+        if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
+            raise TypeError
+        return list(value)
+    except TypeError:
+        raise ValueError(f"{brief(value)} is not a list") from None
 
 
 class LazyRegistry:

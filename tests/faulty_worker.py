@@ -2,7 +2,8 @@
 
 `backend_options["faults"]` maps an epoch (as a string) to [point, nth step]: at that step of that life the worker is
 killed while loading ("load"), before computing ("before"), between sampling and sending ("after"), stops answering
-("hang"), or raises ("raise"). `backend_options["poison"]` names a token id that kills every step that computes it.
+("hang"), raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id
+that kills every step that computes it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 from pypto_serving.ipc import Parent
 from pypto_serving.types.start import WorkerStart
@@ -17,6 +19,8 @@ from pypto_serving.types.step import StepPlan, StepResult
 from pypto_serving.types.tokens import unpack_ids
 from pypto_serving.worker.__main__ import run
 from pypto_serving.worker.runner import Runner
+
+LINGER_S = 2.0
 
 
 class FaultyRunner:
@@ -41,6 +45,8 @@ class FaultyRunner:
             raise RuntimeError("a kernel failed on purpose")
         if due and self.point == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if due and self.point == "linger":
+            linger()
         if due and self.point == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         self.runner.submit(plan)
@@ -59,6 +65,16 @@ class FaultyRunner:
             if self.poison is not None and self.poison in batch.tokens[row, end - count : end]:
                 return True
         return False
+
+
+def linger() -> None:
+    """Start a process that keeps our files open for LINGER_S after we end, as if much memory had to be freed first."""
+    ours = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == ours:
+            time.sleep(0.01)
+        time.sleep(LINGER_S)
+        os._exit(0)
 
 
 def main() -> None:

@@ -1,16 +1,17 @@
 """Serve clients: translate their requests for the engine and its outputs for them. Never imports torch.
 
 Listed from the top down: modules import only their own line and those below. One exception: `service` imports
-`generation.seeds`, which imports nothing of this folder, so modules form no circle.
+`generation.seeds` and `generation.prompts`, which import nothing above it, so modules form no circle.
 
 - `run`: run the HTTP server in this process
 - `server`: route HTTP requests to handlers
-- `openai`: the endpoints of the OpenAI API
+- `openapi`: describe the endpoints for /openapi.json
+- `openai`, `reading`: the endpoints of the OpenAI API; where their bodies are read
 - `offline`, `offline_inputs`, `offline_loop`, `offline_outputs`: the offline API, without HTTP
 - `generation`: run one generation, in the form that endpoints and offline API share
-- `service`: hold what all generations share: engine, tokenizer, chat encoder
+- `service`: hold what all generations share: engine, tokenizer, makers of prompts
 - `chat`: turn chat messages into prompts and outputs into messages, by model family
 - `settings`: hold the options of the server and the sampling defaults of the checkpoint
 - `text`: encode and decode text
-- `connection`, `disconnect`, `drain`, `errors`, `middleware`: the parts of HTTP that know no endpoint
+- `connection`, `gate`, `disconnect`, `drain`, `errors`, `middleware`: the parts of HTTP that know no endpoint
 """

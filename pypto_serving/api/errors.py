@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pypto_serving.errors import PyptoError, RequestError
@@ -42,6 +41,9 @@ class BodyTooLargeError(RequestError):
     status = 413
     code = "request_too_large"
 
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request body has more than {limit} bytes, this server's max-body-bytes; send less")
+
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
@@ -72,12 +74,13 @@ class ApiError:
         return Response(self.payload(), self.status, merged, "application/json")
 
 
-def describe(error: Exception) -> ApiError:
-    """Describe `error` to a client; an error not raised on purpose is a 500 without details."""
-    if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=tuple((error.headers or {}).items()))
-    if not isinstance(error, PyptoError):
-        return ApiError(500, "the server failed on this request; its log says why", "internal_error")
+def internal_error(name: str) -> ApiError:
+    """Describe an error that nobody raised on purpose: without details, but with the name that the log has."""
+    return ApiError(500, f"the server failed on this request; its log says why under {name}", "internal_error")
+
+
+def describe(error: PyptoError) -> ApiError:
+    """Describe `error` to a client."""
     status = error.status if 400 <= error.status <= 599 else 500
     retry: Any = getattr(error, "retry_after_s", RETRY_UNAVAILABLE_S if status in (429, 503) else None)
     headers = (("www-authenticate", "Bearer"),) if status == 401 else ()

@@ -12,16 +12,19 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pypto_serving.api.errors import AuthenticationError, OriginError, describe
+from pypto_serving.api.errors import AuthenticationError, OriginError, describe, internal_error
 
 logger = logging.getLogger("pypto_serving.api")
 
 _SLASHES = re.compile(r"/{2,}")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
-
 SERVER_SEND = "pypto.server_send"
 """Scope key of the server's own `send`. Streams write their bodies with it, past all middleware."""
+BODY_PARSED = "pypto.body_parsed"
+"""Scope key of a function to call when the bytes of the request's body are no longer in memory."""
+ANSWERED = "pypto.answered"
+"""Scope key that is set when the connection has answered the request itself."""
 
 
 class RequestScope:
@@ -45,7 +48,8 @@ class RequestScope:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
-                self._count(message["status"])
+                if ANSWERED not in scope:
+                    self._count(message["status"])
                 if self._log:
                     elapsed_ms = (time.monotonic() - started_s) * 1e3
                     line = (scope["method"], path, message["status"], elapsed_ms, request_id.decode())
@@ -53,6 +57,30 @@ class RequestScope:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class Faults:
+    """Answer a request whose handler failed with a 500 that names it, and log why. The innermost."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def noted_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted_send)
+        except Exception:
+            if started or scope["type"] != "http":
+                raise
+            request_id = scope["state"]["request_id"]
+            logger.exception("request %s failed", request_id)
+            await internal_error(request_id).response()(scope, receive, send)
 
 
 class OriginGuard:

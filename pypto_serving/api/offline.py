@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,10 @@ from typing import Any, Self, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pypto_serving.api.chat.output import NewParser, TextPart
+from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.output import TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
-from pypto_serving.api.generation.prompts import check_token_ids, encode_chat, encode_text
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_prompt
 from pypto_serving.api.offline_inputs import (
     Messages,
@@ -35,7 +35,7 @@ from pypto_serving.api.service import Service
 from pypto_serving.api.settings import serving_config
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import RequestError
-from pypto_serving.setup.defaults import DEFAULTS
+from pypto_serving.setup.defaults import QUIET_DEFAULTS
 from pypto_serving.setup.options import Options, make_options
 from pypto_serving.setup.prepare import model_spec, prepare
 from pypto_serving.types.model import ModelSpec
@@ -44,6 +44,7 @@ from pypto_serving.types.sampling import SamplingParams
 __all__ = ["LLM", "CompletionOutput", "GenerationOutput", "Logprob", "Messages", "Prompt"]
 
 T = TypeVar("T")
+LONG_TEXT_CHARS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +65,18 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         chosen = make_options({"model": model, **options}, as_arguments=True)
-        self._open(chosen, model_spec(chosen), DEFAULTS)
+        self._open(chosen, model_spec(chosen))
 
     @classmethod
-    def from_options(cls, options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS) -> Self:
-        """Open `model` as checked `options` ask for; what they leave open, `defaults` decide."""
+    def from_options(cls, options: Options, model: ModelSpec) -> Self:
+        """Open `model` as checked `options` ask for."""
         llm = cls.__new__(cls)
-        llm._open(options, model, defaults)
+        llm._open(options, model)
         return llm
 
-    def _open(self, options: Options, model: ModelSpec, defaults: Mapping[str, Any]) -> None:
+    def _open(self, options: Options, model: ModelSpec) -> None:
         """Start engine and worker, and wait until they are ready."""
-        resolved = prepare(options, model, defaults)
+        resolved = prepare(options, model, QUIET_DEFAULTS)
         serving = serving_config(resolved.server, model)
         self._ids = itertools.count()
         self._ending = threading.Lock()
@@ -110,7 +111,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool = True,
+        progress: bool = False,
     ) -> list[GenerationOutput]:
         """Continue each prompt; return results in the order of the prompts.
 
@@ -129,7 +130,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        progress: bool = True,
+        progress: bool = False,
     ) -> list[GenerationOutput]:
         """Answer each conversation; return results in order.
 
@@ -164,26 +165,28 @@ class LLM:
         return read_params(given, count)
 
     async def _encode(self, prompt: str | list[int], params: SamplingParams) -> _Job:
+        prompter = self._service.prompter
         if isinstance(prompt, str):
-            ids = await encode_text(self._service, prompt, "prompt", add_special_tokens=True)
+            ids = await _encoded(prompt, prompter.encode_text, prompt, "prompt", True)
             return _Job(prompt, self._fit(ids, params))
-        return _Job(None, self._fit(check_token_ids(self._service, prompt, "prompt"), params))
+        return _Job(None, self._fit(prompter.check_token_ids(prompt, "prompt"), params))
 
     async def _encode_chat(
         self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
     ) -> _Job:
-        chat = self._service.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
-        ids = await encode_chat(self._service, chat, add_special_tokens=False)
+        prompter = self._service.prompter
+        chat = prompter.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
+        ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
         return _Job(chat.prompt if isinstance(chat.prompt, str) else None, self._fit(ids, params, chat.new_parser))
 
-    def _fit(self, ids: list[int], params: SamplingParams, new_parser: NewParser | None = None) -> FittedPrompt:
+    def _fit(self, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None) -> FittedPrompt:
         return fit_prompt(ids, params, self._engine.config, new_parser=new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
-        """Generate for all prompts, as many at once as the queue holds."""
+        """Generate for all prompts, as many at once as the engine takes."""
         jobs = await asyncio.gather(*encoding)
         widest = max((job.prompt.params.n for job in jobs), default=1)
-        room = asyncio.Semaphore(max(1, self._engine.config.max_queued_requests // widest))
+        room = asyncio.Semaphore(max(1, self._engine.config.max_unfinished // widest))
         with _progress_bar(len(jobs), progress) as bar:
 
             async def one(job: _Job) -> GenerationOutput:
@@ -222,6 +225,11 @@ class LLM:
     def _submit(self, prompt: FittedPrompt, keep_token_ids: bool) -> Generation:
         request = GenerationRequest(f"offline-{next(self._ids)}", [prompt], keep_token_ids=keep_token_ids)
         return Generation(self._service, request)
+
+
+async def _encoded(text: Sized, encode: Callable[..., list[int]], *arguments: Any) -> list[int]:
+    """Call `encode`; for a long text in a thread, outside the interpreter lock."""
+    return encode(*arguments) if len(text) < LONG_TEXT_CHARS else await asyncio.to_thread(encode, *arguments)
 
 
 async def _all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

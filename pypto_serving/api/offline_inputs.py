@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from pypto_serving.api.chat.messages import read_message
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.util import brief
+from pypto_serving.util import brief, entries, whole
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]] | Mapping[str, Any]
 """A text, token ids, or vLLM's `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -19,29 +19,24 @@ Messages = Sequence[Mapping[str, Any]]
 
 _PROMPT = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 _CONVERSATION = "a list of messages such as {'role': 'user', 'content': 'Hello'}"
-_MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 
 
 def read_prompts(prompts: Any) -> list[str | list[int]]:
     """List the prompts as texts or token ids; a list that starts with an integer is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [_prompt(prompts, "prompts")]
-    entries = _entries(prompts)
-    if entries is None:
-        raise _refusal("prompts", prompts, f"a prompt or a list of prompts; a prompt is {_PROMPT}")
-    if entries and _token_id(entries[0]) is not None:
-        return [_token_ids(entries, "prompts")]
-    return [_prompt(entry, f"prompts[{i}]") for i, entry in enumerate(entries)]
+    given = _entries(prompts, "prompts", f"a prompt or a list of prompts; a prompt is {_PROMPT}")
+    if given and _is_token_id(given[0]):
+        return [_token_ids(given, "prompts")]
+    return [_prompt(entry, f"prompts[{i}]") for i, entry in enumerate(given)]
 
 
 def read_conversations(messages: Any) -> list[Messages]:
     """List the conversations; a list that starts with a message is one conversation."""
-    entries = _entries(messages)
-    if entries is None:
-        raise _refusal("messages", messages, f"{_CONVERSATION}, or a list of such lists")
-    if not entries or isinstance(entries[0], Mapping):
-        return [_conversation(entries, "messages")]
-    return [_conversation(entry, f"messages[{i}]") for i, entry in enumerate(entries)]
+    given = _entries(messages, "messages", f"{_CONVERSATION}, or a list of such lists")
+    if not given or isinstance(given[0], Mapping):
+        return [_conversation(given, "messages")]
+    return [_conversation(entry, f"messages[{i}]") for i, entry in enumerate(given)]
 
 
 def read_conversation(messages: Any) -> Messages:
@@ -53,9 +48,7 @@ def read_params(given: Any, count: int) -> list[SamplingParams]:
     """List the parameters of each of `count` prompts: one for all, or one for each."""
     if isinstance(given, SamplingParams):
         return [given] * count
-    params = _entries(given)
-    if params is None:
-        raise _refusal("sampling_params", given, "a SamplingParams or a list of them")
+    params = _entries(given, "sampling_params", "a SamplingParams or a list of them")
     for i, one in enumerate(params):
         if not isinstance(one, SamplingParams):
             raise _refusal(f"sampling_params[{i}]", one, "a SamplingParams")
@@ -75,14 +68,11 @@ def _refusal(where: str, value: object, allowed: str) -> RequestError:
     return RequestError(f"{where} is {brief(value)}, but must be {allowed}", param=where.partition("[")[0])
 
 
-def _entries(value: Any) -> list[Any] | None:
-    """List what `value` holds, or return None for a text, bytes, a mapping, or what holds nothing."""
-    if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
-        return None
+def _entries(value: Any, where: str, allowed: str) -> list[Any]:
     try:
-        return list(value)
-    except TypeError:
-        return None
+        return entries(value)
+    except ValueError:
+        raise _refusal(where, value, allowed) from None
 
 
 def _prompt(entry: Any, where: str) -> str | list[int]:
@@ -90,10 +80,7 @@ def _prompt(entry: Any, where: str) -> str | list[int]:
         return entry
     if isinstance(entry, Mapping):
         return _prompt_of_mapping(entry, where)
-    ids = _entries(entry)
-    if ids is None:
-        raise _refusal(where, entry, _PROMPT)
-    return _token_ids(ids, where)
+    return _token_ids(_entries(entry, where, _PROMPT), where)
 
 
 def _prompt_of_mapping(entry: Mapping[str, Any], where: str) -> str | list[int]:
@@ -104,59 +91,35 @@ def _prompt_of_mapping(entry: Mapping[str, Any], where: str) -> str | list[int]:
         raise _refusal(where, entry, _PROMPT)
     if ids is None:
         return str(text)
-    entries = _entries(ids)
-    if entries is None:
-        raise _refusal(f"{where}['prompt_token_ids']", ids, "a list of token ids")
-    return _token_ids(entries, f"{where}['prompt_token_ids']")
+    where = f"{where}['prompt_token_ids']"
+    return _token_ids(_entries(ids, where, "a list of token ids"), where)
 
 
-def _token_ids(entries: list[Any], where: str) -> list[int]:
-    if not entries:
+def _token_ids(given: list[Any], where: str) -> list[int]:
+    if not given:
         raise RequestError(f"{where} is an empty list; give at least one token id", param=where.partition("[")[0])
-    if all(type(i) is int for i in entries):
-        return entries
+    if all(type(i) is int for i in given):
+        return given
     ids: list[int] = []
-    for at, entry in enumerate(entries):
-        token_id = _token_id(entry)
-        if token_id is None:
-            raise _refusal(f"{where}[{at}]", entry, f"a token id, a whole number; a prompt is {_PROMPT}")
-        ids.append(token_id)
+    for at, entry in enumerate(given):
+        try:
+            ids.append(whole(entry))
+        except ValueError:
+            allowed = f"a token id, a whole number; a prompt is {_PROMPT}"
+            raise _refusal(f"{where}[{at}]", entry, allowed) from None
     return ids
 
 
-def _token_id(value: Any) -> int | None:
-    """Return a whole number of Python or numpy as an int, None for all else."""
-    if isinstance(value, bool):
-        return None
+def _is_token_id(value: Any) -> bool:
     try:
-        return operator.index(value)
-    except TypeError:
-        return None
+        whole(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _conversation(messages: Any, where: str) -> Messages:
-    entries = _entries(messages)
-    if entries is None:
-        raise _refusal(where, messages, _CONVERSATION)
-    if not entries:
+    given = _entries(messages, where, _CONVERSATION)
+    if not given:
         raise RequestError(f"{where} is an empty list; send at least one message", param="messages")
-    for i, message in enumerate(entries):
-        _check_message(message, f"{where}[{i}]")
-    return entries
-
-
-def _check_message(message: Any, where: str) -> None:
-    """Refuse what no encoder can read; as in HTTP, only the turns of the assistant and of tools may lack content."""
-    if not isinstance(message, Mapping):
-        raise _refusal(where, message, "a message with role and content, such as {'role': 'user', 'content': 'Hello'}")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str):
-        raise _missing_or_wrong(f"{where}.role", role)
-    if not isinstance(content, str | list | tuple) and (content is not None or role not in _MAY_LACK_CONTENT):
-        raise _missing_or_wrong(f"{where}.content", content)
-
-
-def _missing_or_wrong(where: str, value: object) -> RequestError:
-    if value is None:
-        return RequestError(f"{where} is missing; a message has role and content, both text", param="messages")
-    return _refusal(where, value, "text; a message has role and content")
+    return [read_message(message, f"{where}[{i}]") for i, message in enumerate(given)]

@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from pypto_serving.api.connection import BoundedProtocol, max_connections
+from pypto_serving.api.connection import BoundedProtocol
+from pypto_serving.api.gate import Gate, raise_file_limit
+from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.types.config import ServerConfig, default_of
-from pypto_serving.util import counted
+from pypto_serving.util import MonotonicClock, counted
 
 logger = logging.getLogger("pypto_serving.api")
 
 DRAIN_TIMEOUT_S: float = default_of(ServerConfig, "drain_timeout_s")
 CLOSE_TIMEOUT_S = 2
+READ_TIMEOUT_S = 120.0
 TICK_S = 1.0
+REFUSAL_LOG_S = 10.0
 OnBound = Callable[[int], None]
 
 
@@ -34,10 +40,13 @@ class ApiServer:
 
     def __init__(self, app: FastAPI, host: str, port: int, drain_timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         self._service: Service = app.state.service
+        self._reading: Reading = app.state.reading
         self._socket = bind(host, port)
         self._drain_timeout_s = drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
-        self._max_connections = max_connections()
+        self._told_s = -math.inf
+        limit = self._service.serving.max_body_bytes
+        self._gate = Gate(raise_file_limit(), limit, MonotonicClock(), self._refused)
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -52,8 +61,15 @@ class ApiServer:
         )
 
     def _new_protocol(self, **uvicorns: Any) -> BoundedProtocol:
-        count = self._service.metrics.count_response
-        return BoundedProtocol(max_connections=self._max_connections, count_refusal=count, **uvicorns)
+        return BoundedProtocol(gate=self._gate, **uvicorns)
+
+    def _refused(self, status: int, reason: str) -> None:
+        """Count a request that its connection refused. Log at most one in REFUSAL_LOG_S: there may be thousands."""
+        self._service.metrics.count_response(status)
+        now_s = time.monotonic()
+        if now_s - self._told_s >= REFUSAL_LOG_S:
+            self._told_s = now_s
+            logger.warning("refused a request with a %d: %s (said at most every %g s)", status, reason, REFUSAL_LOG_S)
 
     @property
     def port(self) -> int:
@@ -69,6 +85,7 @@ class ApiServer:
             if self._drain is not None:
                 self._drain.cancel()
             self._socket.close()
+            await self._reading.close()
 
     def stop(self) -> None:
         """Drain and end: admit nothing more, finish the admitted requests. The second call ends now."""
@@ -117,12 +134,17 @@ async def serve(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a TCP socket. Raises OSError if nothing can listen there."""
+    """Bind a TCP socket, whose connections end when their client takes no data for READ_TIMEOUT_S.
+
+    Raises OSError if nothing can listen there.
+    """
     info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = info[0]
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_TIMEOUT_S * 1000))
         bound.bind(address)
     except BaseException:
         bound.close()

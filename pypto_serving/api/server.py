@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from pypto_serving import __version__
+from pypto_serving.api import openapi
 from pypto_serving.api.disconnect import nobody_listens
-from pypto_serving.api.errors import describe
-from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, OriginGuard, RequestScope
+from pypto_serving.api.errors import ApiError, describe
+from pypto_serving.api.middleware import SERVER_SEND, ApiKeyGuard, Faults, OriginGuard, RequestScope
+from pypto_serving.api.openai.answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    HealthState,
+    Model,
+    ModelList,
+    Version,
+)
 from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.fields import IGNORED_HEADER
 from pypto_serving.api.openai.models import list_models, retrieve_model
+from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
+from pypto_serving.api.openapi import MODEL_PARAMETER, TIER_PARAMETER
+from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.engine.client import EngineClient
@@ -29,9 +43,18 @@ from pypto_serving.engine.metrics import CONTENT_TYPE
 from pypto_serving.errors import PyptoError, RequestError
 from pypto_serving.types.tier import TIERS
 
+Handler = Callable[[Request], Awaitable[Response]]
+Responses = dict[int | str, dict[str, Any]]
+
 
 class Application(FastAPI):
-    """Pass the server's own `send` to handlers, in their scope."""
+    """Pass the server's own `send` to handlers, in their scope. Describe answers for /openapi.json."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            needs_key = self.state.service.serving.api_key is not None
+            self.openapi_schema = openapi.complete(super().openapi(), needs_key)
+        return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[SERVER_SEND] = send
@@ -39,14 +62,16 @@ class Application(FastAPI):
 
 
 def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
-    """Make the application; start nothing. `app.state.service` holds the Service of all handlers."""
+    """Make the application; start nothing. `app.state.service` and `app.state.reading` are for all handlers."""
     app = Application(title="pypto-serving", version=__version__)
     service = Service(engine, serving)
     app.state.service = service
+    app.state.reading = Reading(BodyReader(service.prompter, serving))
     _add_routes(app)
-    for kind in (PyptoError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _answer_lost)  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
+    app.add_middleware(Faults)
     if serving.api_key is not None:
         app.add_middleware(ApiKeyGuard, api_key=serving.api_key.strip())
     else:
@@ -64,21 +89,25 @@ def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
 
 
 def _add_routes(app: FastAPI) -> None:
-    for path, handler, schema in (
-        ("/v1/completions", create_completion, CompletionBody),
-        ("/v1/chat/completions", create_chat_completion, ChatBody),
+    def add(path: str, handler: Handler, answers: Responses, method: str = "GET", **described: Any) -> None:
+        app.add_api_route(
+            path, handler, methods=[method], responses=answers, openapi_extra=described, response_class=Response
+        )
+
+    for path, handler, body, answer, event in (
+        ("/v1/completions", create_completion, CompletionBody, Completion, Completion),
+        ("/v1/chat/completions", create_chat_completion, ChatBody, ChatCompletion, ChatCompletionChunk),
     ):
-        app.add_api_route(path, handler, methods=["POST"], openapi_extra=_documented(schema), response_model=None)
-    for path, reader in (
-        ("/v1/models", list_models),
-        ("/v1/models/{model_id:path}", retrieve_model),
-        ("/health", health),
-        ("/version", show_version),
-        ("/metrics", metrics),
-    ):
-        app.add_api_route(path, reader, methods=["GET"], response_model=None)
-    app.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"], response_model=None)
-    app.add_api_route("/health", health, methods=["HEAD"], response_model=None, include_in_schema=False)
+        answers = openapi.responses(answer, *openapi.GENERATING, event=event)
+        add(path, handler, answers, "POST", requestBody=openapi.body(body))
+    add("/v1/models", list_models, openapi.responses(ModelList))
+    add("/v1/models/{model_id:path}", retrieve_model, openapi.responses(Model, 404), parameters=[MODEL_PARAMETER])
+    add("/health", health, openapi.responses(HealthState, busy=HealthState))
+    add("/version", show_version, openapi.responses(Version))
+    add("/metrics", metrics, openapi.responses("text/plain"))
+    answers = openapi.responses("text/plain", 400)
+    add("/reset_prefix_cache", reset_prefix_cache, answers, "POST", parameters=[TIER_PARAMETER])
+    app.add_api_route("/health", health, methods=["HEAD"], include_in_schema=False)
 
 
 async def health(request: Request) -> Response:
@@ -111,13 +140,20 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
-def _documented(schema: type[BaseModel]) -> dict[str, Any]:
-    """Describe the request body for /openapi.json; the handler parses it itself."""
-    content = {"application/json": {"schema": schema.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
+async def _answer_lost(request: Request, error: HTTPException) -> Response:
+    """Answer a request to a path, or with a method, that no route has."""
+    app, asked = request.app, f"{request.method} {request.url.path}"[:200]
+    here = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    methods = sorted({name for route in here for name in route.methods})
+    if methods:
+        message = f"{asked} is not allowed here; use {' or '.join(methods)}"
+        return ApiError(405, message, "method_not_allowed", headers=(("allow", ", ".join(methods)),)).response()
+    known = [f"{name} {route.path_format}" for route in app.routes if route.include_in_schema for name in route.methods]
+    message = f"{asked} does not exist; there are {', '.join(known)} and GET /openapi.json"
+    return ApiError(404, message, "unknown_url").response()
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: PyptoError) -> Response:
     return describe(error).response()
 
 

@@ -1,19 +1,18 @@
-"""Hold what all handlers share: engine, tokenizer, chat encoder, seeds, admission and metrics."""
+"""Hold what all handlers share: engine, prompts, seeds, admission and metrics."""
 
 from __future__ import annotations
 
 import logging
 import time
 
-from pypto_serving.api.chat import load_encoder
 from pypto_serving.api.drain import Admission
+from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_eos_token_ids
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.metrics import ServerMetrics
-from pypto_serving.errors import ModelError, UnknownModelError
 from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
@@ -27,8 +26,8 @@ class Service:
     def __init__(self, engine: EngineClient, serving: ServingConfig) -> None:
         self.engine = engine
         self.serving = serving
-        self.tokenizer = _load_tokenizer(serving.model_dir)
-        self.chat_encoder = load_encoder(serving, self.tokenizer)
+        self.prompter = Prompter.load(engine.config, serving)
+        self.tokenizer = self.prompter.tokenizer
         self.eos_token_ids = _eos_token_ids(serving.model_dir, self.tokenizer, engine.config.vocab_size)
         self.model_name = serving.served_model_names[0]
         self.metrics = ServerMetrics(engine, self.model_name)
@@ -38,17 +37,6 @@ class Service:
         self.seeds = SeedSource(engine.config.seed)
         self._warned_fields: set[str] = set()
         logger.info("%s", serving.default_sampling.describe())
-
-    def resolve_model(self, name: str | None) -> str:
-        """Return the model name for the response. Raises UnknownModelError if `name` is not served."""
-        if name is None:
-            return self.model_name
-        if name not in self.serving.served_model_names:
-            names = ", ".join(repr(n) for n in self.serving.served_model_names)
-            raise UnknownModelError(
-                f"the model {name[:200]!r} does not exist here; this server has: {names}", param="model"
-            )
-        return name
 
     def warn_ignored(self, fields: list[str]) -> None:
         """Log each unknown request field once."""
@@ -65,16 +53,6 @@ class Service:
             detail = f"shutting down, {counted(self.admission.in_flight, 'request')} left"
             return Health(ok=False, status="draining", detail=detail, age_s=health.age_s)
         return health
-
-
-def _load_tokenizer(model_dir: str) -> Tokenizer | None:
-    if not model_dir:
-        return None
-    try:
-        return Tokenizer.load(model_dir)
-    except ModelError as error:
-        logger.warning("only prompts of token ids can be served: %s", error)
-        return None
 
 
 def _eos_token_ids(model_dir: str, tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:

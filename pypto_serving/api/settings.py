@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.api.text.files import read_optional_json
-from pypto_serving.errors import ConfigError, ModelError, RequestError
+from pypto_serving.errors import ConfigError, ModelError, RequestError, UnknownModelError
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
@@ -65,14 +65,26 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     default_sampling: DefaultSampling = DefaultSampling()
     chat_template: str | None = default_of(ServerConfig, "chat_template")
     log_requests: bool = default_of(ServerConfig, "log_requests")
+    client_priority: bool = default_of(ServerConfig, "client_priority")
     allowed_origins: tuple[str, ...] = default_of(ServerConfig, "allowed_origins")
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = default_of(ServerConfig, "max_body_bytes")
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("the served model name is empty; give at least one name")
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("the API key is empty; give a key or leave the option out")
+
+    def resolve_model(self, name: str | None) -> str:
+        """Return the model name for the response. Raises UnknownModelError if `name` is not served."""
+        if name is None:
+            return self.served_model_names[0]
+        if name not in self.served_model_names:
+            names = ", ".join(repr(n) for n in self.served_model_names)
+            raise UnknownModelError(
+                f"the model {name[:200]!r} does not exist here; this server has: {names}", param="model"
+            )
+        return name
 
     def __repr__(self) -> str:
         return f"ServingConfig({self.model_dir!r}, {self.served_model_names!r})"  # never the key
@@ -110,7 +122,9 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
         api_key=server.api_key,
         chat_template=server.chat_template,
         log_requests=server.log_requests,
+        client_priority=server.client_priority,
         allowed_origins=server.allowed_origins,
+        max_body_bytes=server.max_body_bytes,
     )
 
 

@@ -227,8 +227,7 @@ class Backend(ABC):
     def allocate(self) -> Sequence[StepBuffers]:
         """Allocate input buffers, one per dispatch in flight. A device backend returns shared or pinned memory."""
         limits = self.config.limits
-        dispatches = limits.held_steps * (1 if limits.traits.mixed_steps else 2)
-        return [StepBuffers.in_host_memory(self.config.groups, limits) for _ in range(dispatches)]
+        return [StepBuffers.in_host_memory(self.config.groups, limits) for _ in range(limits.held_dispatches)]
 
     def pin_main_thread(self) -> None:  # noqa: B027 (most backends pin nothing)
         """Pin the calling thread to a CPU, if that helps. The main thread of a worker process calls this once."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from pypto_serving.backend.base import Backend, Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
-from pypto_serving.errors import ConfigError
+from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import Engine, NativeSampler
-from pypto_serving.model.fingerprint import program_fingerprint
+from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
@@ -57,6 +57,13 @@ class CpuBackend(Backend):
 
     def prepare(self, progress: Progress) -> Any:
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""
+        state = checkpoint_state(self.config.model)
+        program = self._prepare(progress)
+        if checkpoint_state(self.config.model) != state:
+            raise ModelError(f"{self.config.model} was changed while it was loaded; start again when it is complete")
+        return program
+
+    def _prepare(self, progress: Progress) -> Any:
         config = self.config
         architecture, model_config = load_config(config.model)
         family = model_family(architecture)
@@ -71,7 +78,8 @@ class CpuBackend(Backend):
             return cpu_torch.prepare(config, architecture, model_config, progress)
         engine = self._engine = Engine(config.kernels, config.num_threads or len(os.sched_getaffinity(0)))
         model_class = family.native_program
-        name = model_class.name(model_config)
+        name, numerics = model_class.name(model_config), (engine.instruction_set, model_class.layout)
+        identity = program_fingerprint(config, progress, architecture, name, *numerics)
         file = None
         if config.packed_cache:
             shapes = (f"{name} {shape}" for name, shape in family.inventory(model_config).tensors().items())
@@ -80,6 +88,4 @@ class CpuBackend(Backend):
         model = model_class(model_config, PackedWeights(config.model, engine, progress, file), engine, config)
         if file is not None:
             file.save()
-        numerics = (engine.instruction_set, model_class.layout)
-        identity = program_fingerprint(config, architecture, name, *numerics)
         return NativeProgram(model, config, identity, engine)

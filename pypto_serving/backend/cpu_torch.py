@@ -68,11 +68,12 @@ def prepare(config: EngineConfig, architecture: str, model_config: Any, progress
     """Load weights, allocate the KV arena and run two warm-up steps. Raises ModelError."""
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     model_class = model_family(architecture).program
+    numerics = (f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), LAYOUT)
+    identity = program_fingerprint(config, progress, architecture, model_class.name, *numerics)
     with torch.inference_mode():
         model = model_class(model_config, Weights(config.model, config.dtype, progress), config)
     _keep_freed_memory()
-    numerics = (f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), LAYOUT)
-    program = TorchProgram(model, config, program_fingerprint(config, architecture, model_class.name, *numerics))
+    program = TorchProgram(model, config, identity)
     steps = _warm_up_steps(config)
     for done, step in enumerate(steps):
         progress("warm-up", done, len(steps))

@@ -1,4 +1,4 @@
-"""Stream completions from an OpenAI-compatible server and record arrival times."""
+"""Send completions to an OpenAI-compatible server and record when replies arrive."""
 
 from __future__ import annotations
 
@@ -13,53 +13,15 @@ from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.http import HttpClient
 from pypto_serving.bench.metrics import RequestRecord
 from pypto_serving.bench.options import Target
-from pypto_serving.errors import PyptoError
+from pypto_serving.bench.replies import StreamParser, WholeParser, error_text
+from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.util import decode_json
 
-_ERROR_TEXT_LIMIT = 300
 _MODELS_TIMEOUT_S = 10.0
 
 
 class ServerError(PyptoError):
     """The server under test does not answer a question that the run depends on."""
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-
-    def visible_text(self) -> str:
-        delta = self.delta
-        if delta is None:
-            return self.text or ""
-        return delta.content or delta.reasoning_content or delta.reasoning or ""
-
-    def calls_tool(self) -> bool:
-        return self.delta is not None and bool(self.delta.tool_calls)
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-    cached_tokens_by_tier: dict[str, int] | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
 
 
 class ModelCard(msgspec.Struct):
@@ -72,99 +34,6 @@ class ModelCard(msgspec.Struct):
 
 class _ModelList(msgspec.Struct):
     data: list[ModelCard]
-
-
-class StreamParser:
-    """Owns the RequestRecord of one reply. Parses bytes with their arrival times and fills the record.
-
-    Times are seconds of one clock. A reply succeeds if its status is 2xx, no chunk has an error, and it ends with a
-    finish_reason or [DONE].
-    """
-
-    _decoder = msgspec.json.Decoder(_Chunk)
-
-    def __init__(self, start_s: float, prompt_tokens: int | None) -> None:
-        self._record = RequestRecord(prompt_tokens=prompt_tokens or 0, start_s=start_s)
-        self._tail = b""
-        self._refusal = bytearray()
-        self._texts: list[str] = []
-        self._num_chunks = 0
-        self._last_s = start_s
-        self._finished = False
-        self._error = ""
-
-    def feed(self, status: int, data: bytes, now_s: float) -> None:
-        """Parse a piece of the body that arrived at `now_s`. It may end anywhere in a line."""
-        if not 200 <= status < 300:
-            self._refusal += data
-            return
-        *lines, self._tail = (self._tail + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                self._event(line[5:].strip(), now_s)
-
-    def finish(self, status: int) -> RequestRecord:
-        """Return the record of a complete reply with `status`."""
-        if not 200 <= status < 300:
-            return self.fail(f"HTTP {status}: {_error_text(self._refusal)}")
-        if self._error:
-            return self.fail(self._error)
-        if not self._finished:
-            return self.fail(f"the stream ended after {self._num_chunks} chunks, before finish_reason or [DONE]")
-        self._record.text = "".join(self._texts)
-        self._record.output_tokens = self._record.output_tokens or self._num_chunks
-        return self._record
-
-    def fail(self, error: str) -> RequestRecord:
-        """Return the record of a failed request: the error and the text so far, without latencies and output tokens."""
-        return RequestRecord(
-            prompt_tokens=self._record.prompt_tokens,
-            start_s=self._record.start_s,
-            text="".join(self._texts),
-            error=error,
-        )
-
-    def _event(self, event: bytes, now_s: float) -> None:
-        if event == b"[DONE]":
-            self._finished = True
-            return
-        try:
-            chunk = self._decoder.decode(event)
-        except msgspec.DecodeError as error:
-            self._error = self._error or f"a chunk is not what OpenAI sends: {error}: {_shorten(event)}"
-            return
-        if chunk.error:
-            self._error = self._error or f"error in the stream: {_message(chunk.error)}"
-        if chunk.choices:
-            self._choice(chunk.choices[0], now_s)
-        if chunk.usage is not None:
-            self._usage(chunk.usage)
-
-    def _usage(self, usage: _Usage) -> None:
-        record, details = self._record, usage.prompt_tokens_details
-        record.prompt_tokens = usage.prompt_tokens or record.prompt_tokens
-        record.output_tokens = usage.completion_tokens or record.output_tokens
-        if details is not None:
-            record.cached_tokens = details.cached_tokens
-            record.cached_by_tier = details.cached_tokens_by_tier or {}
-
-    def _choice(self, choice: _Choice, now_s: float) -> None:
-        record, text = self._record, choice.visible_text()
-        has_content = bool(text) or choice.calls_tool()
-        if has_content:
-            if self._num_chunks:
-                record.itls_s.append(now_s - self._last_s)
-            else:
-                record.ttft_s = now_s - record.start_s
-            self._num_chunks += 1
-            self._last_s = now_s
-            self._texts.append(text)
-        if has_content or choice.finish_reason:
-            record.latency_s = now_s - record.start_s
-        if choice.finish_reason:
-            self._finished = True
-            if not self._num_chunks:
-                record.ttft_s = record.latency_s
 
 
 class ApiClient:
@@ -183,17 +52,17 @@ class ApiClient:
             "messages" if chat else "prompt": prompt.content,
             "max_completion_tokens" if chat else "max_tokens": prompt.output_len,
             "temperature": target.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
         }
+        if target.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
         if target.ignore_eos:
             body["ignore_eos"] = True
         body |= target.extra_body
         return self._http.encode("POST", target.path, msgspec.json.encode(body))
 
     async def send(self, request: bytes, prompt_tokens: int | None) -> RequestRecord:
-        """Send an encoded request and follow its stream to the end, the first error or the timeout."""
-        parser = StreamParser(time.perf_counter(), prompt_tokens)
+        """Send an encoded request and follow its reply to the end, the first error or the timeout."""
+        parser = (StreamParser if self._target.stream else WholeParser)(time.perf_counter(), prompt_tokens)
         limit = asyncio.timeout(self._target.timeout_s)
         try:
             async with limit:
@@ -214,18 +83,18 @@ async def find_model(target: Target) -> ModelCard:
     """Return the card of `target.model`, or the first that the server lists. Raises ServerError."""
     http = open_http(target)
     body = bytearray()
-    url = f"{target.base_url}/v1/models"
+    url = target.url.origin + target.url.target("/v1/models")
     try:
         async with asyncio.timeout(_MODELS_TIMEOUT_S):
             status = await http.exchange(http.encode("GET", "/v1/models"), lambda _, data: body.extend(data))
         if not 200 <= status < 300:
-            raise ServerError(f"GET {url}: HTTP {status}: {_error_text(body)}")
-        cards = msgspec.json.decode(body, type=_ModelList).data
+            raise ServerError(f"GET {url}: HTTP {status}: {error_text(body)}")
+        cards = decode_json(body, _ModelList).data
     except TimeoutError:
         raise ServerError(f"GET {url}: no reply within {_MODELS_TIMEOUT_S:g} s; is the server up?") from None
     except OSError as error:
         raise ServerError(f"GET {url}: {error}; is the server up, and is its address right?") from None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise ServerError(f"GET {url}: not a list of models: {error}; give --model and --vocab-size") from None
     finally:
         http.close()
@@ -239,22 +108,6 @@ async def find_model(target: Target) -> ModelCard:
 def open_http(target: Target) -> HttpClient:
     """Open a client for the target. Send OPENAI_API_KEY, if set, as bearer token."""
     key = os.environ.get("OPENAI_API_KEY")
-    return HttpClient(target.base_url, {"Authorization": f"Bearer {key}"} if key else {})
-
-
-def _error_text(body: bytes | bytearray) -> str:
-    try:
-        reply = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        return _shorten(bytes(body)) or "empty reply"
-    return _message(reply["error"] if isinstance(reply, dict) and "error" in reply else reply)
-
-
-def _message(error: object) -> str:
-    if isinstance(error, dict):
-        error = error.get("message") or error
-    return _shorten(str(error).encode())
-
-
-def _shorten(text: bytes) -> str:
-    return " ".join(text[:_ERROR_TEXT_LIMIT].decode(errors="replace").split())
+    if key and not key.isprintable():
+        raise ConfigError("OPENAI_API_KEY is not one line of characters that can be printed, but must be")
+    return HttpClient(target.url, {"Authorization": f"Bearer {key}"} if key else {})

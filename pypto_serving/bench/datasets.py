@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from pypto_serving.bench.options import require_int
 from pypto_serving.errors import ConfigError
+from pypto_serving.util import decode_json
 
 _PROMPT_STREAM, _PREFIX_STREAM = 0, 1
 
@@ -177,8 +178,8 @@ class FileData:
     def _row(self, number: int, line: bytes) -> Prompt:
         where = f"--dataset-path {self.path}, line {number}"
         try:
-            row = msgspec.json.decode(line, type=_Row)
-        except msgspec.DecodeError as error:
+            row = decode_json(line, _Row)
+        except ValueError as error:
             raise ConfigError(f"{where}: {error}") from None
         contents = [c for c in (row.prompt, row.messages, row.prompt_token_ids) if c]
         if len(contents) != 1:

@@ -9,9 +9,10 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from typing import cast
-from urllib.parse import urlsplit
 
 import httptools
+
+from pypto_serving.types.server_url import ServerUrl
 
 Sink = Callable[[int, bytes], None]
 """Receives (HTTP status, piece of the body) for each piece that arrives."""
@@ -76,18 +77,15 @@ class Connection(asyncio.Protocol):
 class HttpClient:
     """A client for one origin. Owns its connections, and opens one more whenever all are busy."""
 
-    def __init__(self, base_url: str, headers: dict[str, str]) -> None:
-        url = urlsplit(base_url)
-        self._host = url.hostname or ""
-        self._tls = ssl.create_default_context() if url.scheme == "https" else None
-        self._port = url.port or (443 if self._tls else 80)
-        self._prefix = url.path.rstrip("/")
+    def __init__(self, url: ServerUrl, headers: dict[str, str]) -> None:
+        self._url = url
+        self._tls = ssl.create_default_context() if url.tls else None
         self._head = "".join(f"{k}: {v}\r\n" for k, v in {"Host": url.netloc, **headers}.items())
         self._idle: list[Connection] = []
 
     def encode(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Encode a request for `exchange`."""
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}"
+        head = f"{method} {self._url.target(path)} HTTP/1.1\r\n{self._head}"
         if body:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return head.encode() + b"\r\n" + body
@@ -126,5 +124,5 @@ class HttpClient:
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+        _, connection = await loop.create_connection(Connection, self._url.host, self._url.port, ssl=self._tls)
         return connection

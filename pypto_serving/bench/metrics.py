@@ -24,13 +24,14 @@ from pypto_serving.types.tier import TIERS
 class RequestRecord:
     """The client's measurements of one request, in seconds. It failed exactly if `error` is not empty.
 
-    If the server does not report cached tokens, `cached_tokens` is None and `cached_by_tier` is empty.
+    `ttft_s` is None for a reply that was not streamed. If the server does not report cached tokens, `cached_tokens` is
+    None and `cached_by_tier` is empty.
     """
 
     prompt_tokens: int = 0
     output_tokens: int = 0
     start_s: float = 0.0
-    ttft_s: float = 0.0
+    ttft_s: float | None = 0.0
     latency_s: float = 0.0
     itls_s: list[float] = field(default_factory=list)
     text: str = ""
@@ -40,8 +41,8 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per output token after the first. None for a single token."""
-        if self.output_tokens < 2:
+        """Seconds per output token after the first. None for a single token, and for a reply that was not streamed."""
+        if self.output_tokens < 2 or self.ttft_s is None:
             return None
         return (self.latency_s - self.ttft_s) / (self.output_tokens - 1)
 
@@ -51,6 +52,7 @@ def summarize(records: Sequence[RequestRecord], duration_s: float, reporting: Re
     good = [r for r in records if not r.error]
     total_input = sum(r.prompt_tokens for r in good)
     total_output = sum(r.output_tokens for r in good)
+    peak = peak_output_tokens_per_s(good)
     result: dict[str, Any] = {
         "duration": duration_s,
         "completed": len(good),
@@ -61,7 +63,8 @@ def summarize(records: Sequence[RequestRecord], duration_s: float, reporting: Re
         "request_goodput": None,
         "output_throughput": total_output / duration_s,
         "total_token_throughput": (total_input + total_output) / duration_s,
-        "max_output_tokens_per_s": peak_output_tokens_per_s(good),
+        # In a run that does not fill its last second, no second has as many tokens as the mean.
+        "max_output_tokens_per_s": None if peak is None else max(peak, total_output / duration_s),
         "max_concurrent_requests": peak_concurrency(good),
     }
     if reporting.goodput_ms:
@@ -112,19 +115,24 @@ def statistics_ms(metric: str, values_s: Sequence[float], percentiles: Sequence[
 
 def meets_goals(record: RequestRecord, goodput_ms: Mapping[str, float]) -> bool:
     """Return whether a request met every limit. One output token has no TPOT and meets every TPOT limit."""
-    seen_s = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.latency_s}
+    seen_s = {"ttft": record.ttft_s or 0.0, "tpot": record.tpot_s or 0.0, "e2el": record.latency_s}
     return all(seen_s[metric] * 1e3 <= limit_ms for metric, limit_ms in goodput_ms.items())
 
 
-def peak_output_tokens_per_s(records: Sequence[RequestRecord]) -> float:
-    """Return the most tokens in a bucket of one second. A request's tokens are spread evenly over its chunks."""
+def peak_output_tokens_per_s(records: Sequence[RequestRecord]) -> float | None:
+    """Return the most tokens in a bucket of one second. A request's tokens are spread evenly over its chunks.
+
+    None if replies were not streamed, so that nobody knows when tokens came.
+    """
     if not records:
         return 0.0
+    if any(r.ttft_s is None for r in records):
+        return None
     origin_s = min(r.start_s for r in records)
     buckets: dict[int, float] = {}
     for record in records:
         weight = record.output_tokens / (len(record.itls_s) + 1)
-        arrivals_s = record.start_s - origin_s + np.cumsum([record.ttft_s, *record.itls_s])
+        arrivals_s = record.start_s - origin_s + np.cumsum([record.ttft_s or 0.0, *record.itls_s])
         for second in arrivals_s.astype(int).tolist():
             buckets[second] = buckets.get(second, 0.0) + weight
     return max(buckets.values())
@@ -147,7 +155,7 @@ def _percentile_name(percentile: float) -> str:
 def _values_s(metric: Metric, records: Sequence[RequestRecord]) -> list[float]:
     match metric:
         case "ttft":
-            return [r.ttft_s for r in records]
+            return [r.ttft_s for r in records if r.ttft_s is not None]
         case "tpot":
             return [tpot_s for r in records if (tpot_s := r.tpot_s) is not None]
         case "itl":

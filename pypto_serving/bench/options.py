@@ -6,15 +6,14 @@ Every check raises ConfigError that names the command line option, its value, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
-
-import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.config import ServerConfig, default_of
+from pypto_serving.types.server_url import ServerUrl, parse_server_url
+from pypto_serving.util import brief, decode_json
 
 Backend = Literal["openai", "openai-chat"]
 Metric = Literal["ttft", "tpot", "itl", "e2el"]
@@ -22,6 +21,8 @@ RampStrategy = Literal["linear", "exponential"]
 
 ENDPOINTS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 METRICS: tuple[Metric, ...] = ("ttft", "tpot", "itl", "e2el")
+WHOLE_REPLY_METRIC: Metric = "e2el"
+"""The only latency of replies that are not streamed."""
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
@@ -39,14 +40,6 @@ def require_positive(option: str, value: float, *, infinite: bool = False) -> No
         raise ConfigError(f"{option} must be {wanted}, got {value}")
 
 
-def _is_http_url(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool((url.hostname or "").encode("idna")) and url.port != 0
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """The server under test, and options of every request to it."""
@@ -59,15 +52,22 @@ class Target:
     ignore_eos: bool = False
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 3600.0
+    stream: bool = True
 
     def __post_init__(self) -> None:
-        if not _is_http_url(self.base_url):
-            raise ConfigError(f"--base-url must look like http://HOST:PORT, got {self.base_url!r}")
+        try:
+            parse_server_url(self.base_url)
+        except ValueError:
+            raise ConfigError(f"--base-url must look like http://HOST:PORT, got {brief(self.base_url)}") from None
         if not self.path.startswith("/"):
             raise ConfigError(f"--endpoint must start with a slash, such as /v1/completions; got {self.endpoint!r}")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"--temperature must be a finite number, 0 or above, got {self.temperature}")
         require_positive("--timeout", self.timeout_s)
+
+    @property
+    def url(self) -> ServerUrl:
+        return parse_server_url(self.base_url)
 
     @property
     def path(self) -> str:
@@ -132,6 +132,14 @@ class Reporting:
     goodput_ms: Mapping[str, float] = field(default_factory=dict)
 
 
+def require_whole_reply(option: str, metrics: Iterable[str]) -> None:
+    """Raise ConfigError for a metric that cannot be measured without a stream."""
+    if unknown := [metric for metric in metrics if metric != WHOLE_REPLY_METRIC]:
+        raise ConfigError(
+            f"{option} names {unknown[0]}, which only streams show, but --disable-stream is given; drop one of them"
+        )
+
+
 def parse_metrics(text: str) -> tuple[Metric, ...]:
     """Parse `ttft,itl` to a tuple in the order of the table."""
     wanted = {name.strip() for name in text.split(",")}
@@ -184,6 +192,6 @@ def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
 def parse_extra_body(text: str) -> dict[str, Any]:
     """Parse a JSON object, to be merged into every request body."""
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--extra-body must be a JSON object, got {text!r}: {error}") from None
+        return decode_json(text, dict[str, Any])
+    except ValueError as error:
+        raise ConfigError(f"--extra-body must be a JSON object, got {brief(text)}: {error}") from None

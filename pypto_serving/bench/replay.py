@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pypto_serving.bench.client import ApiClient, ModelCard, find_model
+from pypto_serving.bench.client import ApiClient, ModelCard
 from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.metrics import RequestRecord, summarize, summarize_cache
 from pypto_serving.bench.options import Reporting, Target, require_int
@@ -20,7 +20,7 @@ from pypto_serving.bench.runner import Advance, Outcome, measure
 from pypto_serving.bench.simulator import Machine, Simulator
 from pypto_serving.bench.traces import Trace, load_trace, lru_hits
 from pypto_serving.errors import ConfigError
-from pypto_serving.util import parse_size
+from pypto_serving.util import counted, parse_size
 
 _REPORTING = Reporting(percentiles=(90.0, 99.0))
 SWEPT = ("device", "host", "disk")
@@ -59,14 +59,17 @@ class Source:
 
 
 async def replay(
-    source: Source, trace: Trace, target: Target, vocab_size: int | None, advance: Advance = lambda: None
+    source: Source,
+    trace: Trace,
+    target: Target,
+    card: ModelCard,
+    vocab_size: int | None,
+    advance: Advance = lambda: None,
 ) -> Outcome:
-    """Send the requests of `trace` to a server at the trace's times, even if earlier ones are unfinished.
+    """Send the requests of `trace` to the model of `card` at the trace's times, even if earlier ones are unfinished.
 
-    Raises ServerError or ConfigError before the first request: the server does not answer, or its window is too small.
+    Raises ConfigError before the first request if the size of the vocabulary is not known.
     """
-    card = await find_model(target)
-    _require_window(source, trace, card)
     vocab_size = _vocabulary(card, vocab_size)
     client = ApiClient(replace(target, ignore_eos=True), card.id)
     arrivals_s = np.array([request.arrival_s for request in trace.requests])
@@ -76,7 +79,9 @@ async def replay(
         client.close()
     result = source.settings(trace) | {"backend": target.backend, "model_id": card.id}
     result |= _summary(trace, seen.records, seen.duration_s, 1) | seen.load.to_result()
-    return Outcome(seen.records, result, list(filter(None, [seen.load.warning()])))
+    return Outcome(
+        seen.records, result, list(filter(None, [seen.load.warning(), _miss_warning(source, trace, result)]))
+    )
 
 
 def _encoded(client: ApiClient, trace: Trace, seed: int, vocab_size: int) -> Iterator[tuple[bytes, int]]:
@@ -95,15 +100,39 @@ def _vocabulary(card: ModelCard, given: int | None) -> int:
     return card.vocab_size
 
 
-def _require_window(source: Source, trace: Trace, card: ModelCard) -> None:
-    if card.max_model_len is None or trace.longest <= card.max_model_len:
-        return
-    scale = source.scale
-    while trace.longest * scale > card.max_model_len * source.scale:
+def fit_window(source: Source, trace: Trace, card: ModelCard) -> tuple[Trace, str]:
+    """Leave out the requests that the server's window cannot hold, and say so; raise ConfigError if that is all."""
+    window = card.max_model_len
+    if window is None or trace.longest <= window:
+        return trace, ""
+    kept = tuple(request for request in trace.requests if request.num_tokens <= window)
+    found = f"{len(trace.requests) - len(kept)} of {counted(len(trace.requests), 'request')}"
+    too_long = f"longer than the server's window of {window} tokens"
+    if not kept:
+        scale = _fitting(source.scale, trace, window)
+        raise ConfigError(
+            f"{found} are {too_long}, the longest has {trace.longest}: give --scale {scale}, or a server with a larger "
+            "max-model-len"
+        )
+    return replace(trace, requests=kept), f"{found} are left out: {too_long}"
+
+
+def _fitting(scale: Fraction, trace: Trace, window: int) -> Fraction:
+    """Return the largest half, quarter, ... of `scale` at which the longest request fits the window."""
+    longest = trace.longest / scale
+    while longest * scale > window:
         scale /= 2
-    raise ConfigError(
-        f"the longest request has {trace.longest} tokens, the server's window is {card.max_model_len}: "
-        f"give --scale {scale}, or a server with a larger max-model-len"
+    return scale
+
+
+def _miss_warning(source: Source, trace: Trace, result: dict[str, Any]) -> str:
+    """Say why nothing came from the cache, although prompts of the trace repeat."""
+    if result["hit_rate"] != 0 or not result["infinite_hit_rate"]:
+        return ""
+    return (
+        f"nothing came from the KV cache, though {result['infinite_hit_rate']:.1%} of the prompts repeat: a server "
+        f"finds no prefix shorter than its block, and at --scale {source.scale} a block of the trace has "
+        f"{counted(trace.block_size, 'token')}; give a larger --scale, or a server with a smaller block-size"
     )
 
 

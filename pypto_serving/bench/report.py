@@ -16,6 +16,7 @@ import msgspec
 from pypto_serving.bench.metrics import RequestRecord, details, summarize
 from pypto_serving.bench.options import METRICS, Reporting, Target, Traffic
 from pypto_serving.errors import ConfigError
+from pypto_serving.util import decode_json
 
 _WIDTH = 50
 _HEADINGS = {
@@ -144,10 +145,10 @@ def failure_lines(records: Sequence[RequestRecord]) -> list[str]:
 def load_result(path: Path) -> dict[str, Any]:
     """Load a saved result, ours or vLLM's. Raises ConfigError."""
     try:
-        result = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        result = decode_json(path.read_bytes(), dict[str, Any])
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; name a file that --save-result wrote") from None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not a JSON object ({error}); name a file that --save-result wrote") from None
     if not comparable(result):
         raise ConfigError(f"{path} holds no benchmark metrics; name a file that --save-result wrote")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,7 +157,6 @@ async def send_all(
 
     Return records in order. Each request is made before its arrival time, so making it delays nothing.
     """
-    _raise_open_file_limit()
     slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
     async def one(request: bytes, prompt_tokens: int | None) -> RequestRecord:
@@ -240,10 +238,3 @@ def _prompts(benchmark: Benchmark, vocabulary: Vocabulary | None) -> list[Prompt
 def _warm_up_warnings(records: Sequence[RequestRecord]) -> list[str]:
     errors = [r.error for r in records if r.error]
     return [f"{len(errors)} of {len(records)} warm-up requests failed: {errors[0]}"] if errors else []
-
-
-def _raise_open_file_limit() -> None:
-    """Raise the limit of open files: each request in flight has a socket, and the usual soft limit is 1024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

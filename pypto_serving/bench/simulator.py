@@ -167,7 +167,13 @@ class Simulator:
         config = machine.engine_config(trace.longest)
         self._trace = trace
         self._seed = seed
-        kv = KVCacheManager(config.groups, config.num_blocks, tiers=config.tiers, store_policy=config.kv_store)
+        kv = KVCacheManager(
+            config.groups,
+            config.num_blocks,
+            tiers=config.tiers,
+            store_policy=config.kv_store,
+            longest_blocks=config.longest_blocks,
+        )
         self._scheduler = Scheduler(config, kv)
         self._transfers = VirtualTransfers()
         self._block_bytes = machine.group.block_bytes

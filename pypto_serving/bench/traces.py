@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pypto_serving.bench.options import require_int, require_positive
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.arrays import Int32Array
-from pypto_serving.util import ceil_div
+from pypto_serving.util import ceil_div, decode_json
 
 TRACE_BLOCK = 512
 """Prompt tokens per hash id in a file."""
@@ -44,6 +44,11 @@ class TraceRequest(msgspec.Struct, frozen=True, gc=False):
     output_len: int
     hash_ids: tuple[int, ...]
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens."""
+        return self.input_len + self.output_len
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
@@ -55,7 +60,7 @@ class Trace:
     @property
     def longest(self) -> int:
         """Prompt and output tokens of the longest request."""
-        return max(r.input_len + r.output_len for r in self.requests)
+        return max(r.num_tokens for r in self.requests)
 
     @property
     def prompt_tokens(self) -> int:
@@ -150,8 +155,8 @@ def load_trace(path: Path) -> Trace:
 
 def _parse(where: str, line: bytes) -> _Line:
     try:
-        parsed = msgspec.json.decode(line, type=_Line)
-    except msgspec.DecodeError as error:
+        parsed = decode_json(line, _Line)
+    except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
     require_int(f"{where}: input_length", parsed.input_length, 1)
     require_int(f"{where}: output_length", parsed.output_length, 0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import typer
@@ -16,24 +18,56 @@ EXIT_INTERRUPTED = 130
 STARTED_S = time.monotonic()
 _VALIDATOR = re.compile(r"^(Invalid value for [^:]*: )Value error, ")
 """The beginning of messages from pydantic, with which typer checks values."""
+_WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Reasons why a write fails. Commands name the files that they write, so an error without a name is about stdout."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv`, by default this process's, and return the exit code."""
+    try:
+        code = _run(argv)
+    except typer.TyperException as error:
+        code = _fail(_VALIDATOR.sub(r"\1", error.format_message()), EXIT_USAGE)
+    except PyptoError as error:
+        code = _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except OSError as error:
+        return _refused(error)
+    return _flushed(code)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     from pypto_serving.cli.app import app
 
-    try:
-        code = typer.main.get_command(app).main(argv, prog_name=_program_name(), standalone_mode=False)
-    except typer.TyperException as error:
-        return _fail(_VALIDATOR.sub(r"\1", error.format_message()), EXIT_USAGE)
-    except PyptoError as error:
-        return _fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        sys.stdout = None  # nobody reads it any more, so there is nothing to flush
-        return EXIT_CRASH
+    code = typer.main.get_command(app).main(argv, prog_name=_program_name(), standalone_mode=False)
     return code if isinstance(code, int) else EXIT_OK
+
+
+def _flushed(code: int) -> int:
+    """Write what is left of the output and return `code`, or another one if that fails."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        return _refused(error)
+    return code
+
+
+def _refused(error: OSError) -> int:
+    """Say what the system refused, and return the exit code. A reader who closes a pipe needs no words."""
+    if error.filename is None and error.errno in _WRITE_ERRORS:
+        sys.stdout = None  # otherwise the interpreter flushes it again, and complains
+    if isinstance(error, BrokenPipeError):
+        return EXIT_CRASH
+    reason = (error.strerror or str(error)).lower()
+    if error.filename is not None:
+        reason = f"{error.filename}: {reason}"
+    elif error.errno in _WRITE_ERRORS:
+        reason = f"the output cannot be written: {reason}"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        reason += "; raise the limit of open files (ulimit -n)"
+    return _fail(reason, EXIT_CRASH)
 
 
 def _program_name() -> str:
@@ -44,5 +78,6 @@ def _program_name() -> str:
 
 def _fail(message: str, code: int) -> int:
     if message.strip():  # empty where help was shown instead
-        print(f"error: {' '.join(message.split())}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return code

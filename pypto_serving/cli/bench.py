@@ -65,6 +65,9 @@ def serve(
         bool, typer.Option("--ignore-eos", help="Generate to the full length; always on for random prompts.")
     ] = False,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
+    disable_stream: Annotated[
+        bool, typer.Option("--disable-stream", help="Ask for whole replies; of latencies only e2el is known then.")
+    ] = False,
     goodput: Annotated[
         list[str] | None, typer.Option(metavar="KEY:MS", help="Limit on ttft, tpot or e2el; may repeat.")
     ] = None,
@@ -118,6 +121,12 @@ def serve(
                 )
             case "custom":
                 dataset = datasets.FileData(path=dataset_path or Path(), output_len=custom_output_len)
+        metrics, goals = options.parse_metrics(percentile_metrics), options.parse_goodput(goodput or [])
+        if disable_stream and not is_given(context, "percentile_metrics"):
+            metrics = (options.WHOLE_REPLY_METRIC,)
+        if disable_stream:
+            options.require_whole_reply("--percentile-metrics", metrics)
+            options.require_whole_reply("--goodput", goals)
         benchmark = runner.Benchmark(
             target=options.Target(
                 base_url=server_url(base_url, host, port),
@@ -128,6 +137,7 @@ def serve(
                 ignore_eos=ignore_eos,
                 extra_body=options.parse_extra_body(extra_body),
                 timeout_s=timeout,
+                stream=not disable_stream,
             ),
             traffic=options.Traffic(
                 num_prompts=num_prompts,
@@ -140,9 +150,9 @@ def serve(
             ),
             dataset=dataset,
             reporting=options.Reporting(
-                metrics=options.parse_metrics(percentile_metrics),
+                metrics=metrics,
                 percentiles=options.parse_percentiles(metric_percentiles),
-                goodput_ms=options.parse_goodput(goodput or []),
+                goodput_ms=goals,
             ),
             tokenizer=tokenizer,
             vocab_size=vocab_size,
@@ -203,6 +213,8 @@ def _run(benchmark: Benchmark) -> Outcome:
     import uvloop
 
     from pypto_serving.bench.runner import run
+    from pypto_serving.setup.host import raise_file_limit
 
+    raise_file_limit()  # each request in flight has a socket
     with request_progress(benchmark.traffic.num_prompts) as advance:
         return uvloop.run(run(benchmark, advance))

@@ -39,7 +39,8 @@ def flag(name: str) -> str:
 
 def server_url(base_url: str | None, host: str, port: int) -> str:
     """Return the URL of the server, without a slash at the end."""
-    return (base_url or f"http://{f'[{host}]' if ':' in host else host}:{port}").rstrip("/")
+    own = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return own if base_url is None else base_url.rstrip("/")
 
 
 def check_shared(given: Sequence[str]) -> None:

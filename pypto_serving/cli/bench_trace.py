@@ -141,7 +141,7 @@ def trace(
             report.new_figure(1, 1)  # better no run than one that ends without its plot
         if not virtual:
             target = options.Target(base_url=server_url(base_url, host, port), model=model, timeout_s=timeout)
-            _show(loaded, _replay(source, loaded, target, vocab_size), kept, plot)
+            _show(*_replay(source, loaded, target, vocab_size), kept, plot)
             return
         machine = simulator.Machine(
             block_size=loaded.block_size if block_size is None else block_size,
@@ -171,13 +171,21 @@ def _check_combinations(context: typer.Context, virtual: bool) -> None:
     check_shared(given)
 
 
-def _replay(source: Source, loaded: Trace, target: Target, vocab_size: int | None) -> Outcome:
+def _replay(source: Source, loaded: Trace, target: Target, vocab_size: int | None) -> tuple[Trace, Outcome]:
+    """Replay what of the trace fits the server; return that, and the outcome."""
     import uvloop
 
-    from pypto_serving.bench.replay import replay
+    from pypto_serving.bench.client import find_model
+    from pypto_serving.bench.replay import fit_window, replay
+    from pypto_serving.setup.host import raise_file_limit
 
-    with request_progress(len(loaded.requests)) as advance:
-        return uvloop.run(replay(source, loaded, target, vocab_size, advance))
+    raise_file_limit()  # each request in flight has a socket
+    card = uvloop.run(find_model(target))
+    fitting, left_out = fit_window(source, loaded, card)
+    if left_out:
+        typer.echo(f"warning: {left_out}", err=True)
+    with request_progress(len(fitting.requests)) as advance:
+        return fitting, uvloop.run(replay(source, fitting, target, card, vocab_size, advance))
 
 
 def _simulate(source: Source, loaded: Trace, machine: Machine) -> Outcome:

@@ -1,4 +1,4 @@
-"""`check`: print the configuration that `serve` would run with, and load nothing."""
+"""`check`: print the configuration that `serve` would run with, and load no weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ALL_PANELS, takes_options
-from pypto_serving.errors import ConfigError
+from pypto_serving.errors import PyptoError
 from pypto_serving.setup.options import Options
 
 app = typer.Typer(add_completion=False)
@@ -22,16 +22,17 @@ def check(
 ) -> None:
     """Print the contents of the model's files, the resolved configuration with reasons, and the memory plan.
 
-    Nothing is loaded. For a model that cannot be served here, print its files and the sizes of its KV groups.
+    Nothing is loaded but the tokenizer. For a model that cannot be served here, print its files and KV groups.
     """
     from pypto_serving.api.settings import serving_config
+    from pypto_serving.api.text.files import has_tokenizer
+    from pypto_serving.api.text.tokenizer import Tokenizer
     from pypto_serving.cli import report
     from pypto_serving.cli.serve import with_chat
-    from pypto_serving.model.registry import load_contents
-    from pypto_serving.setup.prepare import model_spec, prepare
+    from pypto_serving.setup.events import check_ports
+    from pypto_serving.setup.prepare import model_contents, prepare
 
-    model = model_spec(options)
-    contents = load_contents(model.path) if model.path else None
+    model, contents = model_contents(options)
     if contents is not None and not json:
         report.show_files(model, contents)
     if why := model.obstacle:
@@ -39,12 +40,15 @@ def check(
         return
     try:
         resolved = prepare(options, model)
-    except ConfigError as error:
+        check_ports(options, resolved.engine, resolved.server)
+        serving = serving_config(resolved.server, model)
+        resolved, sampling = with_chat(resolved, serving), serving.default_sampling
+        if has_tokenizer(model.path):
+            Tokenizer.load(model.path)
+    except PyptoError as error:
         if json:
             typer.echo(report.as_json(model, contents, obstacle=str(error)))
         raise
-    serving = serving_config(resolved.server, model)
-    resolved, sampling = with_chat(resolved, serving), serving.default_sampling
     if json:
         typer.echo(report.as_json(model, contents, resolved, sampling.given()))
     else:

@@ -6,12 +6,15 @@ import http.client
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from pypto_serving.api.chat.output import TextPart
 from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.types.server_url import parse_server_url
+from pypto_serving.util import brief, parse_json
 
 TIMEOUT_S = 600.0
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError)
+"""Errors of reading a reply that has another shape."""
 
 
 class ServerError(PyptoError):
@@ -22,26 +25,29 @@ class ChatClient:
     """Sends requests to the server at `url`, with or without `/v1`. Owns no connection between calls."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url is {url}, but must be like http://127.0.0.1:8000")
-        self._url = url
-        self._tls = parts.scheme == "https"
-        self._address = parts.netloc.rpartition("@")[2]
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
+        try:
+            self._url = parse_server_url(url)
+        except ValueError:
+            raise ConfigError(f"--url is {brief(url)}, but must be like http://127.0.0.1:8000") from None
+        self._given = url
+        self._headers = {"Content-Type": b"application/json"}
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            if not api_key.isprintable():
+                raise ConfigError("--api-key is not one line of characters that can be printed, but must be")
+            self._headers["Authorization"] = f"Bearer {api_key}".encode()
 
     def models(self) -> list[str]:
-        """List the model names of the server, the usual one first; raise ServerError."""
+        """List the model names of the server, at least one, the usual one first; raise ServerError."""
         connection, response = self._request("GET", "/v1/models")
         try:
-            return [entry["id"] for entry in json.loads(response.read())["data"]]
-        except (ValueError, KeyError, TypeError):
-            raise ServerError(f"--url {self._url} is no OpenAI-compatible server") from None
+            names = [str(entry["id"]) for entry in parse_json(response.read())["data"]]
+        except (http.client.HTTPException, OSError, *_MALFORMED):
+            raise ServerError(f"--url {self._given} is no OpenAI-compatible server") from None
         finally:
             connection.close()
+        if not names:
+            raise ServerError(f"--url {self._given} serves no model")
+        return names
 
     def stream(
         self, model: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
@@ -55,6 +61,8 @@ class ChatClient:
                     raise ServerError(_error_message(event, "the server gave up on the answer"))
                 for choice in event["choices"]:
                     yield from _parts(choice["delta"])
+        except _MALFORMED:
+            raise ServerError("the server streams something other than OpenAI's events") from None
         except (http.client.HTTPException, OSError) as error:
             raise ServerError(f"the server ended the answer early: {type(error).__name__}") from None
         finally:
@@ -63,17 +71,19 @@ class ChatClient:
     def _request(
         self, method: str, path: str, body: str | None = None
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        connection = kind(self._address, timeout=TIMEOUT_S)
+        kind = http.client.HTTPSConnection if self._url.tls else http.client.HTTPConnection
+        connection = kind(self._url.host, self._url.port, timeout=TIMEOUT_S)
         try:
-            connection.request(method, self._prefix + path, body, self._headers)
+            connection.request(method, self._url.target(path), body, self._headers)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise ServerError(self._read_error(method, path, response))
         except (http.client.HTTPException, OSError) as error:
             connection.close()
             reason = getattr(error, "strerror", None) or type(error).__name__
-            raise ServerError(f"--url {self._url} cannot be reached: {reason.lower()}; is a server running?") from None
+            raise ServerError(
+                f"--url {self._given} cannot be reached: {reason.lower()}; is a server running?"
+            ) from None
         except ServerError:
             connection.close()
             raise
@@ -83,12 +93,12 @@ class ChatClient:
         """Read why the server refused a request. A 404 is about the URL, unless the server has more to say of it."""
         fallback = f"the server answered {response.status} {response.reason}"
         try:
-            message = _error_message(json.loads(response.read()), fallback)
+            message = _error_message(parse_json(response.read()), fallback)
         except ValueError:
             message = fallback
         vague = method == "GET" or message in (fallback, http.HTTPStatus.NOT_FOUND.phrase)
         if response.status == http.HTTPStatus.NOT_FOUND and vague:
-            asked = f"{'https' if self._tls else 'http'}://{self._address}{self._prefix}{path}"
+            asked = self._url.origin + self._url.target(path)
             return f"{asked} was not found there; --url should end in /v1, or be the server's root"
         return message
 
@@ -108,7 +118,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             continue
         if data.strip() == "[DONE]":
             return
-        yield json.loads(data)
+        yield parse_json(data)
 
 
 def _error_message(body: Any, fallback: str) -> str:

@@ -45,9 +45,9 @@ def generate(
         params = sampling_params(spec, {"max_tokens": None if chat else DEFAULT_MAX_TOKENS, **sampling})
         if chat:
             conversations = [[{"role": "user", "content": text}] for text in texts]
-            outputs = llm.chat(conversations, params, progress=False)
+            outputs = llm.chat(conversations, params)
         else:
-            outputs = llm.generate(texts, params, progress=False)
+            outputs = llm.generate(texts, params)
         for text, output in zip(texts, outputs, strict=True):
             typer.echo(jsonlib.dumps(_as_json(text, output)) if json else _as_text(output))
 

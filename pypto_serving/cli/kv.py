@@ -152,7 +152,7 @@ def clear(
     unused = [one.usage for one in found if not one.usage.in_use]
     in_use = len(found) - len(unused)
     if in_use:
-        typer.echo(f"{in_use} of {len(found)} parts are in use by a server and stay")
+        typer.echo(f"in use by a server, and kept: {in_use} of {counted(len(found), 'part')}")
     if not unused:
         typer.echo("nothing to delete")
         return EXIT_OK

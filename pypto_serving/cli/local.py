@@ -28,5 +28,5 @@ def local_model(options: Options) -> Iterator[tuple[LLM, ModelSpec]]:
     configure_logging(options.log_level or QUIET_DEFAULTS["log_level"])
     if sys.stderr.isatty():
         typer.echo(f"loading {spec.path or 'the null model'}", err=True)
-    with LLM.from_options(options, spec, QUIET_DEFAULTS) as llm:
+    with LLM.from_options(options, spec) as llm:
         yield llm, spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -15,8 +16,8 @@ from pypto_serving.cli.text_file import read_text
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.blocks import REMOTE_BLOCK_BYTES
 from pypto_serving.setup.defaults import DEFAULTS, shown_default
-from pypto_serving.setup.options import flag, make_options
-from pypto_serving.setup.rules import KERNELS, LOG_LEVELS
+from pypto_serving.setup.options import ENVIRONMENT, flag, make_options
+from pypto_serving.setup.rules import KERNELS, LOG_LEVELS, RULES, Choice
 from pypto_serving.util import format_size
 
 MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache", "Device and process"
@@ -62,7 +63,11 @@ FLAGS = (
     Flag("host", SERVER, "HOST", "Address to listen on."),
     Flag("port", SERVER, "PORT", "Port to listen on; 0 takes a free one."),
     Flag(
-        "api_key", SERVER, "KEY", "Key that clients must send; --api-key-file keeps it out of the process list.", "none"
+        "api_key",
+        SERVER,
+        "KEY",
+        f"Key that clients must send; --api-key-file or {ENVIRONMENT['api_key']} keeps it out of the process list.",
+        "none",
     ),
     Flag(
         "allowed_origins",
@@ -71,9 +76,11 @@ FLAGS = (
         "Origin whose web pages may call the server from a browser, as in http://localhost:3000; may repeat; * is any.",
         "none",
     ),
-    Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait; more are refused."),
+    Flag("max_queued_requests", SERVER, "N", "Maximum requests that wait for a row; more are refused."),
+    Flag("max_body_bytes", SERVER, "SIZE", "Largest body of a request, such as 64MiB."),
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("log_requests", SERVER, "", "Log one line per request."),
+    Flag("client_priority", SERVER, "", "Let requests choose their priority."),
     Flag("max_num_seqs", BATCHING, "N", "Maximum requests in one step.", str(_CPU.max_num_seqs)),
     Flag("max_num_batched_tokens", BATCHING, "TOKENS", "Token budget of one step.", str(_CPU.max_num_batched_tokens)),
     Flag(
@@ -83,6 +90,7 @@ FLAGS = (
         "Maximum prompt tokens of one request in one step; 0 is no limit.",
     ),
     Flag("chunked_prefill", BATCHING, "", "Let a prompt spread over several steps."),
+    Flag("fair_scheduling", BATCHING, "", "Start requests by the tokens their cache_salt got, not by arrival."),
     Flag("kv_memory", KV, "SIZE", "2GiB, bytes, or a share of free memory such as 0.3.", "half of what is free"),
     Flag(
         "block_size",
@@ -134,7 +142,7 @@ FLAGS = (
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
     Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
 )
-SWITCHES = {"log_requests", "chunked_prefill", "prefix_caching", "packed_cache"}
+SWITCHES = {"log_requests", "client_priority", "chunked_prefill", "fair_scheduling", "prefix_caching", "packed_cache"}
 LISTS = {"served_model_name", "allowed_origins"}
 
 ModelArgument = Annotated[
@@ -188,9 +196,21 @@ def _annotation(entry: Flag) -> Any:
     shown: dict[str, Any] = {"help": entry.help_text, "rich_help_panel": entry.panel}
     if entry.name in SWITCHES:
         return Annotated[bool | None, typer.Option(f"{name}/--no-{name[2:]}", **shown)]
+    rule = RULES[entry.name]
+    if isinstance(rule, Choice):
+        shown["autocompletion"] = _completion(rule.names)
     kind = list[str] | None if entry.name in LISTS else str | None
     names = (name, entry.alias) if entry.alias else (name,)
     return Annotated[kind, typer.Option(*names, metavar=entry.metavar, **shown)]
+
+
+def _completion(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Make the function that lists what shells offer for an unfinished value."""
+
+    def beginning_with(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return beginning_with
 
 
 def _make(values: dict[str, Any]) -> Any:
@@ -205,10 +225,9 @@ def _make(values: dict[str, Any]) -> Any:
             raise ConfigError("--api-key and --api-key-file are both given; drop one")
         values["api_key"] = read_text(key_file, "--api-key-file").strip()
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    return _with_file(given, config) if config else make_options(given)
-
-
-def _with_file(given: dict[str, Any], config: Path) -> Any:
+    environment = os.environ if "api_key" in values else None  # commands that start no server need no key
+    if config is None:
+        return make_options(given, environment=environment)
     from pypto_serving.cli.config_file import read_config  # yaml takes time to import
 
-    return make_options(given, read_config(config), config.name)
+    return make_options(given, read_config(config), config.name, environment=environment)

@@ -6,12 +6,16 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from pypto_serving.util import format_size
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-_SHOWN = {"weights": "loading weights", "warm-up": "warming up", "prepare": "preparing"}
+_SHOWN = {"digests": "digesting weights", "weights": "loading weights", "warm-up": "warming up", "prepare": "preparing"}
 """Phases of a worker, as they are shown."""
+_IN_BYTES = ("weights", "digests", "converting weights")
+"""Phases that count bytes; others count steps or blocks."""
 
 
 class LoadProgress:
@@ -33,9 +37,9 @@ class LoadProgress:
         if phase != self._phase:
             self._finish_phase()
             self._phase = phase
-            self._task = self._bar.add_task(_SHOWN.get(phase, phase), total=total) if self._bar else None
+            self._task = self._bar.add_task(_SHOWN.get(phase, phase), total=total, amount="") if self._bar else None
         if self._bar and self._task is not None:
-            self._bar.update(self._task, completed=done, total=total)
+            self._bar.update(self._task, completed=done, total=total, amount=_amount(phase, done, total))
         if done >= total:
             self._finish_phase()
 
@@ -56,11 +60,17 @@ class LoadProgress:
         self._phase, self._since_s = "", now_s
 
 
+def _amount(phase: str, done: int, total: int) -> str:
+    """Write how much of a phase is done."""
+    return f"{format_size(done)} of {format_size(total)}" if phase in _IN_BYTES else f"{done} of {total}"
+
+
 def _start_bar() -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    amount = TextColumn("{task.fields[amount]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
     bar = Progress(*columns, console=Console(stderr=True))
     bar.start()
     return bar

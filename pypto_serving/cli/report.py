@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -13,8 +16,9 @@ from pypto_serving.setup.kv_shares import GroupPlan, MemoryPlan
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import Contents, ModelSpec
-from pypto_serving.util import format_size
+from pypto_serving.util import counted, format_size
 
+MIN_COLUMNS = 20
 _MODEL_FACTS = ("path", "architecture", "dtype", "quantization", "num_parameters")
 _CHECKPOINT_FACTS = (
     "source",
@@ -29,16 +33,27 @@ def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
     """Print model, settings with their reasons and memory plan, to stderr if `err`, else to stdout."""
     for title, lines in _sections(resolved, model):
         typer.secho(title, bold=True, err=err)
-        for line in lines:
-            typer.echo(f"  {line}", err=err)
+        _echo(lines, err=err)
 
 
 def show_files(model: ModelSpec, contents: Contents) -> None:
     """Print the tensors in a model's files, and the memory of one sequence in each KV group, to stdout."""
     for title, lines in (("Tensors", _tensor_lines(contents)), ("KV of one sequence", _sequence_lines(model))):
         typer.secho(title, bold=True)
-        for line in lines:
-            typer.echo(f"  {line}")
+        _echo(lines, err=False)
+
+
+def _echo(lines: Iterable[str], *, err: bool) -> None:
+    """Print lines; on a terminal, break those that are too long for it between words."""
+    stream = sys.stderr if err else sys.stdout
+    columns = shutil.get_terminal_size().columns if stream is not None and stream.isatty() else 0
+    for line in lines:
+        shown = f"  {line}"
+        if columns > MIN_COLUMNS and len(shown) > columns:
+            shown = textwrap.fill(
+                shown, columns, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+            )
+        typer.echo(shown, err=err)
 
 
 def as_json(
@@ -98,7 +113,7 @@ def _planned(model: ModelSpec, memory: MemoryPlan) -> dict[str, Any]:
 
 def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Iterable[str]]]:
     weights = f", {model.quantization} weights" if model.quantization else ""
-    facts = f"{_count(model.num_parameters)} parameters, {model.num_layers} layers{weights}"
+    facts = f"{_count(model.num_parameters)} parameters, {counted(model.num_layers, 'layer')}{weights}"
     yield "Model", [f"{model.architecture}, {facts}"]
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
     yield "Memory plan", _memory_lines(resolved)
@@ -118,7 +133,7 @@ def _tensor_lines(contents: Contents) -> Iterable[str]:
     index = contents.index
     if index is not None:
         size = "" if index.total_size is None else f", {index.total_size} bytes"
-        yield f"index: {index.num_tensors} tensors in {index.num_files} files{size}"
+        yield f"index: {counted(index.num_tensors, 'tensor')} in {counted(index.num_files, 'file')}{size}"
     yield from contents.verdicts
 
 

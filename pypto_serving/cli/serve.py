@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -23,18 +22,20 @@ import typer
 from pypto_serving.cli import STARTED_S
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ALL_PANELS, takes_options
-from pypto_serving.errors import EXIT_OK, ConfigError
+from pypto_serving.errors import EXIT_OK, ConfigError, UnavailableError
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.setup.settings import Setting
 from pypto_serving.types.config import ServerConfig
 
 if TYPE_CHECKING:
+    from pypto_serving.api.reading.reading import Reading
     from pypto_serving.api.settings import ServingConfig
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.engine.async_engine import AsyncEngine
 
 app = typer.Typer(add_completion=False)
+logger = logging.getLogger("pypto_serving.api")
 LAST_REPLIES_S = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -62,10 +63,12 @@ def _run(options: Options) -> None:
     from pypto_serving import __version__
     from pypto_serving.api.settings import serving_config
     from pypto_serving.cli import report
+    from pypto_serving.setup.events import check_ports
     from pypto_serving.setup.prepare import model_spec, prepare
 
     model = model_spec(options)
     resolved = prepare(options, model)
+    check_ports(options, resolved.engine, resolved.server)
     check_address(options, resolved.server)
     serving = serving_config(resolved.server, model)
     typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
@@ -83,7 +86,7 @@ def check_address(options: Options, server: ServerConfig) -> None:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         raise _no_address(options, server) from None
     except OSError as error:
         raise _unusable(options, server, error) from None
@@ -134,7 +137,7 @@ async def _serve_http(
         listen(app, server.host, server.port, bound.set_result, drain_timeout_s=server.drain_timeout_s)
     )
     dead = asyncio.create_task(engine.wait_dead())
-    ready = asyncio.create_task(_announce(server, bound, engine, progress))
+    ready = asyncio.create_task(_announce(server, bound, engine, progress, app.state.reading))
     try:
         await asyncio.wait({http, dead}, return_when=asyncio.FIRST_COMPLETED)
         if dead.done():
@@ -157,9 +160,9 @@ async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) 
 
 
 async def _announce(
-    server: ServerConfig, bound: asyncio.Future[int], engine: AsyncEngine, progress: LoadProgress
+    server: ServerConfig, bound: asyncio.Future[int], engine: AsyncEngine, progress: LoadProgress, reading: Reading
 ) -> None:
-    """Print the line on stdout once the port is open and the worker is ready."""
+    """Print the line on stdout once the port is open and the worker is ready; then start the first reader of bodies."""
     port = await bound
     await engine.wait_ready()
     progress.close()
@@ -173,8 +176,12 @@ async def _announce(
     }
     if engine.ready is not None and engine.ready.kv_events is not None:
         line["kv_events"], line["kv_events_replay"] = engine.ready.kv_events
-    typer.echo(json.dumps(line))
-    sys.stdout.flush()
+    try:
+        typer.echo(json.dumps(line))
+    except OSError as error:
+        logger.warning("the ready line cannot be written to stdout: %s", os.strerror(error.errno or 0).lower())
+    with suppress(UnavailableError):  # it is tried again when a body needs it
+        await reading.start()
 
 
 def server_url(host: str, port: int) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from pypto_serving.engine.client import Health
+from pypto_serving.engine.deaths import Deaths
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
-from pypto_serving.ipc import Child, ChildFault, SocketChannel
+from pypto_serving.ipc import Child, ChildFault, Family, SocketChannel
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (
     AbortRequests,
@@ -37,13 +38,15 @@ log = logging.getLogger(__name__)
 
 SILENT_BEATS = 10
 STOP_PATIENCE_S = 8.0
+FAMILY_PATIENCE_S = 60.0
 MAX_CORE_RESPAWNS = 3
 
 
 class AsyncEngine:
     """Owns the engine core process and the streams of all requests in it. Lives in one event loop.
 
-    When a core dies, its requests end with a 503 and another core starts, at most MAX_CORE_RESPAWNS times in a row.
+    When a core dies, its requests end with a 503. Another core starts once the old one's worker has ended too, which
+    holds memory, and the lock of the disk tier's folder. See `Deaths` for how often; totals go on.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> None:
@@ -61,7 +64,9 @@ class AsyncEngine:
         self._wake = asyncio.Event()
         self._dead: PyptoError | None = None
         self._stopping = False
-        self._core_deaths = 0
+        self._family: Family | None = None
+        self._deaths = Deaths("the engine core", MAX_CORE_RESPAWNS, config.faults)
+        self._past = StepStats()
         self._heard_s = time.monotonic()
         self._finish_times: list[float] = []
 
@@ -73,7 +78,10 @@ class AsyncEngine:
 
     def _spawn(self) -> None:
         self._channel, end = SocketChannel.pair(FromCore)
-        self._child = Child("pypto_serving.engine", CoreStart(self.config, end.fileno()), end)
+        self._family = Family()
+        start = CoreStart(self.config, end.fileno(), self._family.fd)
+        self._child = Child("pypto_serving.engine", start, end, shared=(self._family.fd,))
+        self._family.born()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._child.pipe.fileno(), self._on_control)
         loop.add_reader(self._channel.socket.fileno(), self._read)
@@ -103,6 +111,9 @@ class AsyncEngine:
         if self._replacing is not None:
             await self._replacing
         await self._close(STOP_PATIENCE_S)
+        if self._family is not None:
+            self._family.close()
+            self._family = None
 
     async def _close(self, patience_s: float) -> None:
         """End the core and close its channel. From here on no request is admitted, since it would reach no core."""
@@ -151,12 +162,22 @@ class AsyncEngine:
         self.ready = None
         self._fail_all(RequestFault(503, "core_lost", "the engine core ended unexpectedly; send the request again"))
         await self._close(STOP_PATIENCE_S)
-        self._core_deaths += 1
-        if self._dead is None and self._core_deaths > MAX_CORE_RESPAWNS:
-            self._die(f"the engine core died {self._core_deaths} times in a row", EXIT_ENGINE)
+        await self._bury_workers()
+        self.stats = self._past = self.stats.ended()
+        too_many = self._deaths.add(time.monotonic())
+        if self._dead is None and too_many:
+            self._die(too_many, EXIT_ENGINE)
         if self._dead is None and not self._stopping:
             log.warning("the engine core ended unexpectedly; starting another")
             self._spawn()
+
+    async def _bury_workers(self) -> None:
+        """Wait until the workers of a core that ended have ended too."""
+        family, self._family = self._family, None
+        assert family is not None
+        if not await asyncio.to_thread(family.wait, FAMILY_PATIENCE_S):
+            log.warning("the worker of the last engine core has not ended after %.0f s", FAMILY_PATIENCE_S)
+        family.close()
 
     def _die(self, message: str, exit_code: int) -> None:
         self._dead = EngineDeadError(message, exit_code)
@@ -190,10 +211,11 @@ class AsyncEngine:
             self._die(message.message, message.exit_code)
 
     def _take_outputs(self, message: CoreOutputs) -> None:
-        if message.stats.num_steps > self.stats.num_steps:
-            self._core_deaths = 0
-        self.stats = message.stats
-        self.on_stats(message.stats)
+        stats = message.stats.after(self._past) if self._past.num_core_respawns else message.stats
+        if stats.num_steps > self.stats.num_steps:
+            self._deaths.progress()
+        self.stats = stats
+        self.on_stats(stats)
         stream_of, due = self._streams.get, self._due.append
         for output in message.outputs:
             stream = stream_of(output.request_id)
@@ -233,10 +255,12 @@ class AsyncEngine:
             raise UnavailableError(str(self._dead or "the server is shutting down"))
         if self._channel is None:
             raise UnavailableError("the engine core is being replaced; try again in a moment")
-        waiting, limit = len(self._streams) - self.stats.num_running, self.config.max_queued_requests
-        if waiting + count > limit:
+        unfinished, config = len(self._streams), self.config
+        if unfinished + count > config.max_unfinished:
+            waiting = max(0, unfinished - config.max_num_seqs)
             raise QueueFullError(
-                f"{max(waiting, 0)} requests are waiting and the queue holds {limit}; try again later",
+                f"{unfinished} requests are unfinished; this server runs {config.max_num_seqs} at once and queues "
+                f"{config.max_queued_requests}; try again later",
                 self._retry_after_s(waiting),
             )
 

@@ -53,6 +53,7 @@ class EngineCore:
             prefix_caching=config.enable_prefix_caching,
             tiers=config.tiers,
             store_policy=config.kv_store,
+            longest_blocks=config.longest_blocks,
             events=events,
         )
         self.scheduler = Scheduler(config, self._kv)
@@ -66,6 +67,7 @@ class EngineCore:
         self._num_respawns = 0
         self._last_step_s = clock.now()
         self._outputs: list[RequestOutput] = []
+        self._step_tokens: list[int] = []
         self._reported_s = 0.0
         self._work_since_s = 0.0
         self._checked = True
@@ -150,6 +152,7 @@ class EngineCore:
             if plan is None:
                 break
             self._checked = False
+            self._step_tokens.append(self.scheduler.counters.step_tokens)
             self._executor.send(plan)
         if transfers := self.scheduler.take_transfers(now_s):
             self._checked = False
@@ -172,7 +175,7 @@ class EngineCore:
     def _tell(self, now_s: float) -> None:
         self._reported_s = now_s
         self._api.send(CoreOutputs(self._outputs, self.stats()))
-        self._outputs = []
+        self._outputs, self._step_tokens = [], []
 
     def stats(self) -> StepStats:
         """Return one snapshot."""
@@ -185,7 +188,7 @@ class EngineCore:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             num_steps=counters.num_steps,
-            step_tokens=counters.step_tokens,
+            step_tokens=tuple(self._step_tokens),
             step_rows=counters.step_rows,
             max_step_rows=counters.max_step_rows,
             num_preemptions=counters.num_preemptions,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from pypto_serving.engine.deaths import Deaths
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_USAGE
 from pypto_serving.ipc import Child, ChildFault, ChildProgress, SocketChannel
 from pypto_serving.types.config import EngineConfig
@@ -82,21 +83,22 @@ class ProcessExecutor:
     - a step takes longer than `step_timeout_s`;
     - loading shows no progress for `load_timeout_s`.
 
-    Waits between lives double, and a completed step resets the count of deaths. Call `poll` at least once per
-    heartbeat. A gap of more than HELD_UP_BEATS heartbeats means that this process was stopped itself; then a worker's
-    silence proves nothing.
+    Waits between lives double until a step is completed; `Deaths` says how many lives there are. Each worker inherits
+    the file descriptors `inherited`. Call `poll` at least once per heartbeat. A gap of more than HELD_UP_BEATS
+    heartbeats means that this process was stopped itself; then a worker's silence proves nothing.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, inherited: tuple[int, ...] = ()) -> None:
         self.config = config
         self.epoch = 0
+        self._inherited = inherited
         self._child: Child | None = None
         self._channel: SocketChannel[FromWorker] | None = None
         self._transfers: SocketChannel[TransferReport] | None = None
         self._host_memory = HostMemory(config)
         self._up = False
         self._gave_up = False
-        self._deaths = 0
+        self._deaths = Deaths("the worker", config.faults.max_respawns, config.faults)
         self._restart_s = 0.0
         self._heard_s = 0.0
         self._sent_s: deque[float] = deque()
@@ -123,9 +125,9 @@ class ProcessExecutor:
         self.epoch += 1
         self._channel, end = SocketChannel.pair(FromWorker)
         self._transfers, transfers_end = SocketChannel.pair(TransferReport)
-        memory = self._host_memory
+        memory, shared = self._host_memory, (*self._host_memory.shared, *self._inherited)
         start = WorkerStart(self.config, end.fileno(), transfers_end.fileno(), memory.fd, self.epoch)
-        self._child = Child(self.config.worker_module, start, end, transfers_end, shared=memory.shared)
+        self._child = Child(self.config.worker_module, start, end, transfers_end, shared=shared)
         self._heard_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 
@@ -145,7 +147,7 @@ class ProcessExecutor:
                 events.append(said)
             elif isinstance(said, StepResult) and said.epoch == self.epoch:
                 self._sent_s.popleft()
-                self._deaths = 0
+                self._deaths.progress()
                 events.append(said)
         while (report := self._transfers.receive()) is not None:
             if report.epoch == self.epoch:
@@ -171,15 +173,13 @@ class ProcessExecutor:
     def _lose(self, reason: str) -> Event:
         code = self._close(patience_s=STOP_PATIENCE_S if reason == "it ended" else 0)
         fault, self._fault = self._fault, None
-        self._deaths += 1
+        too_many = self._deaths.add(self._now_s)
         if fault is not None and fault.exit_code in (EXIT_MODEL, EXIT_USAGE):
             return self._give_up(fault.message, fault.exit_code)
         cause = fault.message if fault is not None else f"{reason} (exit code {code})"
-        if self._deaths > self.config.faults.max_respawns:
-            return self._give_up(
-                f"the worker died {self._deaths} times without completing a step; last: {cause}", EXIT_ENGINE
-            )
-        delay_s = self.config.faults.respawn_delay_s * 2 ** (self._deaths - 1)
+        if too_many:
+            return self._give_up(f"{too_many}; last: {cause}", EXIT_ENGINE)
+        delay_s = self.config.faults.respawn_delay_s * 2 ** (self._deaths.in_a_row - 1)
         self._restart_s = self._now_s + delay_s
         log.warning("worker %d is lost: %s; starting another in %.1f s", self.epoch, cause, delay_s)
         return WorkerDown(cause)
@@ -199,7 +199,7 @@ class ProcessExecutor:
         return code
 
     def forgive(self) -> None:
-        self._deaths = 0
+        self._deaths.forgive()
         self._restart_s = min(self._restart_s, self._now_s + self.config.faults.respawn_delay_s)
 
     def send(self, plan: StepPlan) -> None:

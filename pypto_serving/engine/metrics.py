@@ -142,19 +142,18 @@ class ServerMetrics(Collector):
         token_bounds = _token_bounds(engine.config.max_model_len)
         self._histograms = {name: Histogram(bounds or token_bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self.first_token = self._histograms["vllm:time_to_first_token_seconds"]
+        self._step_tokens = self._histograms["vllm:iteration_tokens_total"]
         self.next_token = self._histograms["vllm:inter_token_latency_seconds"]
         self._finished: Counter[str] = Counter(dict.fromkeys(FINISH_REASONS, 0))
         self._responses: Counter[int] = Counter()
-        self._last_step = engine.stats.num_steps
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def observe_step(self, stats: StepStats) -> None:
-        """Record a new snapshot. Count each step once."""
-        if stats.num_steps != self._last_step:
-            self._last_step = stats.num_steps
-            self._histograms["vllm:iteration_tokens_total"].observe(stats.step_tokens)
+        """Record the steps of a new snapshot."""
+        for num_tokens in stats.step_tokens:
+            self._step_tokens.observe(num_tokens)
 
     def observe_finish(
         self, reason: str, num_prompt: int, num_output: int, e2e_s: float, timeline: Timeline | None
@@ -234,6 +233,7 @@ class ServerMetrics(Collector):
             ("vllm:generation_tokens", "Output tokens generated.", stats.generation_tokens),
             ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
             ("pypto:worker_respawns", "Worker restarts.", stats.num_respawns),
+            ("pypto:core_respawns", "Engine core restarts.", stats.num_core_respawns),
             ("pypto:engine_steps", "Engine steps.", stats.num_steps),
         ):
             yield self._counter(name, help_text, [("", value)])

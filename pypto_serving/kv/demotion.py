@@ -56,7 +56,9 @@ class Demotions:
         for group in self._groups:
             spare = group.pool.num_free - int(group.pool.num_blocks * EVICTION_MARGIN)
             self._take_released(group, 0 if self._policy == "through" else max(0, spare))
-        room = {group: math.ceil(group.pool.num_free * MAX_PINNED) for group in self._groups}
+        room = {
+            group: min(math.ceil(group.pool.num_free * MAX_PINNED), self._leases.room(group)) for group in self._groups
+        }
         for tier in self._tiers:
             while tier.num_stores < MAX_STORES and tier.accepts(now_s) and self._store(tier, tier.backlog, room):
                 pass
@@ -66,7 +68,7 @@ class Demotions:
         self._coming_free = None
         for tier in self._tiers:
             missing = OrderedDict.fromkeys(pair for pair in blocks if tier.find(*pair) is None)
-            room = dict.fromkeys(self._groups, len(missing))
+            room = {group: self._leases.room(group) for group in self._groups}
             while tier.accepts(now_s) and tier.storing_bytes < MAX_DEMOTING_BYTES:
                 if not self._store(tier, missing, room):
                     break
@@ -134,7 +136,7 @@ class Demotions:
     def _admit(self, tier: LowerTier, pair: GroupKey, block: int, room: Room) -> Moved:
         """Pin a device block, and give it a slot in the tier."""
         group, key = pair
-        room[group] -= group.pool.is_free(block)
+        room[group] -= block not in self._pins[group]
         self._pin(group, block)
         return Moved(group, block, tier.pools[group].allocate(1)[0], key)
 

@@ -60,6 +60,10 @@ class EventLog:
                     self._let_go.append(pair)
         self._events.append(AllBlocksCleared(tier))
 
+    def holds(self, g: int, key: bytes) -> bool:
+        """Return whether a tier holds this block."""
+        return (g, key) in self._blocks
+
     def lacks(self, g: int, key: bytes) -> bool:
         """Return whether a tier holds this block and nobody has described it."""
         block = self._blocks.get((g, key))

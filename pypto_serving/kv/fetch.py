@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from pypto_serving.kv.group import Find, GroupKey, KVGroup
 from pypto_serving.kv.lower_tier import LowerTier, fastest
@@ -12,44 +13,63 @@ from pypto_serving.kv.sequence import FindIn, SequenceState
 from pypto_serving.kv.tiers import TierManager
 
 
+class Fetch(enum.Enum):
+    """COMPUTE: there is nothing to load. BEGUN: wait for transfers. LATER: loading pays, and can begin after others."""
+
+    COMPUTE = "compute"
+    BEGUN = "begun"
+    LATER = "later"
+
+
 class Fetcher:
     """A part of the KVCacheManager, without state of its own: gives a request blocks to load into."""
 
     def __init__(self, tiers: TierManager, points: ResumePoints) -> None:
         self._tiers = tiers.tiers
+        self._leases = tiers.leases
         self._promotions = tiers.promotions
         self._points = points
 
-    def fetch(self, request_id: str, sequence: SequenceState, num_tokens: int, matched: int) -> bool:
-        """Begin to load what lower tiers hold of `num_tokens` tokens beyond `matched`; False to compute instead.
+    def fetch(self, request_id: str, sequence: SequenceState, num_tokens: int, matched: int, may_begin: bool) -> Fetch:
+        """Begin to load what lower tiers hold of `num_tokens` tokens beyond `matched`, if that pays.
 
         First, tiers that others fill too are asked once what they hold. Then the prefix that all tiers hold together is
-        considered, then the one that all but the slowest hold, and so on. Such a prefix
+        considered, then the one that all but the slowest hold, and so on. What would begin a transfer, or wait for one,
+        is tried later if not `may_begin`. Such a prefix
 
         1. is no longer than the match, and neither are those after it: compute;
         2. was refused just before, and the slowest tier adds nothing to it: go on to the next;
         3. is being loaded in part for another request: wait for that;
-        4. is expected to be loaded faster than computed: load it, or compute if its blocks do not fit;
+        4. is expected to be loaded faster than computed: load it, or compute if its blocks do not fit (see `_fill`);
         5. is not: it is refused.
         """
         if not sequence.asked:
+            unknown = list(self._unknown(sequence, num_tokens)) if self._promotions.has_shared else []
+            if unknown and not may_begin:
+                return Fetch.LATER
             sequence.asked = True
-            if self._promotions.ask(request_id, self._unknown(sequence, num_tokens)):
-                return True
+            if unknown:
+                self._promotions.ask(request_id, unknown)
+                return Fetch.BEGUN
         refused = matched
         for depth in range(len(self._tiers), 0, -1):
             fetched = sequence.longest(num_tokens - 1, self._find_in(depth))
             if fetched <= matched:
-                return False
+                return Fetch.COMPUTE
             if fetched == refused:
                 continue
             lacking = self._lacking(sequence, fetched)
-            if self._promotions.join(request_id, lacking):
-                return True
-            if self._promotions.pays(fetched - matched, self._bytes_by_tier(lacking)):
+            other = self._promotions.fill_of(lacking)
+            if other is None and not self._promotions.pays(fetched - matched, self._bytes_by_tier(lacking)):
+                refused = fetched
+            elif not may_begin:
+                return Fetch.LATER
+            elif other is not None:
+                self._promotions.join(request_id, other)
+                return Fetch.BEGUN
+            else:
                 return self._fill(request_id, sequence, fetched, fetched - matched)
-            refused = fetched
-        return False
+        return Fetch.COMPUTE
 
     def _find_in(self, depth: int) -> FindIn:
         """Find blocks on the device and in the first `depth` tiers."""
@@ -82,7 +102,7 @@ class Fetcher:
         """
         end = self._points.last(max(0, num_tokens - max(1, self._points.lag)))
         find_in = self._find_in(len(self._tiers))
-        for part in sequence.history_first:
+        for part in (*sequence.histories, *sequence.tails):
             find = find_in(part.group)
             for i in part.group.useful(0, end):
                 if find(part.keys[i]) is None:
@@ -97,19 +117,29 @@ class Fetcher:
                 sizes[tier] += group.block_bytes
         return sizes
 
-    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> bool:
-        """Give a request the blocks of its first `num_tokens` tokens and load the missing ones; False if none fit.
+    def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> Fetch:
+        """Give a request the blocks of its first `num_tokens` tokens and load the missing ones, if they fit.
 
-        That spares computing `num_spared` tokens.
+        That spares computing `num_spared` tokens. Loads that hang keep their blocks, so beside other transfers a fill
+        leaves room for one sequence of the longest length, or waits for the other fills.
         """
         found = [part.found(num_tokens) for part in sequence.parts]
         for part, blocks in zip(sequence.parts, found, strict=True):
             pool = part.group.pool
             if sum(1 for block_id in blocks if block_id is None or pool.is_free(block_id)) > pool.num_free:
-                return False
+                return Fetch.COMPUTE
+        if self._leases.num_loads and self._overfills(sequence, found):
+            return Fetch.LATER if self._promotions.num_fills else Fetch.COMPUTE
         filled = zip(sequence.parts, found, strict=True)
         wanted = [missing for part, blocks in filled for missing in part.fill(num_tokens, blocks)]
         sequence.set_capacity()
         sequence.filled = sequence.settled = num_tokens
         sequence.origins.update(self._promotions.load(request_id, wanted, num_spared))
-        return True
+        return Fetch.BEGUN
+
+    def _overfills(self, sequence: SequenceState, found: Iterable[Sequence[int | None]]) -> bool:
+        """Return whether loading the blocks not `found` would leave too little room in a group."""
+        return any(
+            blocks.count(None) > self._leases.room(part.group)
+            for part, blocks in zip(sequence.parts, found, strict=True)
+        )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 from pypto_serving.kv.events import EventLog, pool_events
+from pypto_serving.kv.keys import Keys
 from pypto_serving.kv.pool import BlockPool
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.types.kv import GroupSpec, KVCacheGroupSpec, TailSpec
@@ -23,7 +25,7 @@ class KVGroup(ABC):
         blocks  |   0   |   1   |   2   |   3   |   4   |
         rows               [-----------------)              [first_needed(n), n): what later tokens read
         needed          [---------------)                   complete blocks with such rows: 1 and 2
-        freed   [-------)                                   blocks without such rows: 0
+        passed  [-------)                                   blocks without such rows: 0
 
     `index` is the group's place in block tables and on wires.
     """
@@ -50,49 +52,44 @@ class KVGroup(ABC):
         """Return the most blocks that a request of `num_tokens` holds, `step_tokens` of them not settled."""
         return self.spec.live_blocks(num_tokens, step_tokens, self._points.step)
 
+    def first_needed(self, num_tokens: int) -> int:
+        """Return the first block that resuming at `num_tokens` needs."""
+        return self.spec.first_needed(num_tokens) // self.block_size
+
     def needed(self, num_tokens: int) -> range:
         """Return the complete blocks of `num_tokens` tokens that resuming there needs."""
-        return range(self.spec.first_needed(num_tokens) // self.block_size, num_tokens // self.block_size)
+        return range(self.first_needed(num_tokens), num_tokens // self.block_size)
 
     @abstractmethod
-    def accepted(self, keys: Sequence[bytes], limit: int, find: Find) -> int:
-        """Return the largest n <= `limit` at which this group can resume with the blocks that `find` finds.
+    def accepted(self, keys: Keys, limit: int, find: Find) -> int:
+        """Return the last resume point n <= `limit` at which this group can resume with the blocks that `find` finds.
 
-        `keys[i]` names block i. n is a multiple of the block size; another group may not accept it.
+        `keys[i]` names block i. Another group may not accept n.
         """
 
     @abstractmethod
-    def freed(self, start: int, end: int) -> range:
-        """Return the blocks that are needed at `start` settled tokens and no longer at `end`."""
+    def passed_at(self, block: int) -> float:
+        """Return the number of settled tokens from which block `block`, and all before it, are not needed any more."""
 
     @abstractmethod
     def useful(self, start: int, end: int) -> Iterator[int]:
         """Yield the blocks that end in (start, end] and are needed at some resume point, which may lie after `end`."""
 
-    @abstractmethod
-    def next_change(self, num_tokens: int) -> int:
-        """Return the least number of tokens above `num_tokens` at which `needed` differs."""
-
 
 class HistoryGroup(KVGroup):
     """Full or compressed attention: every block of [0, n) is needed to resume at n."""
 
-    def accepted(self, keys: Sequence[bytes], limit: int, find: Find) -> int:
-        """Return the tokens before the first block that is missing."""
+    def accepted(self, keys: Keys, limit: int, find: Find) -> int:
+        """Return the last resume point before the first block that is missing."""
         last = min(limit // self.block_size, len(keys))
-        for i in range(last):
-            if find(keys[i]) is None:
-                return i * self.block_size
-        return last * self.block_size
+        missing = next((i for i in range(last) if find(keys[i]) is None), last)
+        return self._points.last(missing * self.block_size)
 
-    def freed(self, start: int, end: int) -> range:
-        return range(0)
+    def passed_at(self, block: int) -> float:
+        return math.inf
 
     def useful(self, start: int, end: int) -> Iterator[int]:
         yield from range(start // self.block_size, end // self.block_size)
-
-    def next_change(self, num_tokens: int) -> int:
-        return (num_tokens // self.block_size + 1) * self.block_size
 
 
 class TailGroup(KVGroup):
@@ -100,23 +97,21 @@ class TailGroup(KVGroup):
 
     spec: TailSpec
 
-    def accepted(self, keys: Sequence[bytes], limit: int, find: Find) -> int:
-        """Return the end of the last run of present blocks that is long enough to resume there.
+    def accepted(self, keys: Keys, limit: int, find: Find) -> int:
+        """Return the last resume point whose needed blocks are all there.
 
-        A candidate at the end of block `last - 1` needs a run of blocks up to there. If one of them is missing, every
-        later candidate needs it too, so the next one ends where the missing block begins.
+        If one of a candidate's blocks is missing, every candidate between it and that block needs it too.
         """
-        last = min(limit // self.block_size, len(keys))
+        last = self._points.last(min(limit, len(keys) * self.block_size))
         while last > 0:
-            needed = self.needed(last * self.block_size)
-            missing = next((i for i in reversed(needed) if find(keys[i]) is None), None)
+            missing = next((i for i in reversed(self.needed(last)) if find(keys[i]) is None), None)
             if missing is None:
                 break
-            last = missing
-        return last * self.block_size
+            last = self._points.last(missing * self.block_size)
+        return last
 
-    def freed(self, start: int, end: int) -> range:
-        return range(self.needed(start).start, self.needed(end).start)
+    def passed_at(self, block: int) -> float:
+        return self.spec.last_reader((block + 1) * self.block_size - 1) + 1
 
     def useful(self, start: int, end: int) -> Iterator[int]:
         first, stop = start // self.block_size, end // self.block_size
@@ -126,16 +121,6 @@ class TailGroup(KVGroup):
             needed = self.needed(position)
             yield from range(max(first, needed.start), min(stop, needed.stop))
             first = max(first, needed.stop)
-
-    def next_change(self, num_tokens: int) -> int:
-        """Return the earlier of two token counts.
-
-        - The next block is complete.
-        - The last token that reads the first needed block is computed.
-        """
-        complete = (num_tokens // self.block_size + 1) * self.block_size
-        end_of_first = (self.needed(num_tokens).start + 1) * self.block_size
-        return min(complete, self.spec.last_reader(end_of_first - 1) + 1)
 
 
 GroupKey = tuple[KVGroup, bytes]

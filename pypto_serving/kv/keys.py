@@ -1,7 +1,8 @@
-"""Content addresses of blocks: a chain of 128-bit keys per request and group."""
+"""Content addresses of blocks: one chain of 128-bit links per sequence, from which each group derives its keys."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from pypto_serving.types.kv import GroupSpec
@@ -9,32 +10,88 @@ from pypto_serving.types.tier import KEY_BYTES
 from pypto_serving.util import hash128
 
 TOKEN_BYTES = 4
+VERSION = b"2"
+"""Of the rule for keys. Blocks that another version has stored are not found."""
 
 
-def root_key(group: GroupSpec, fingerprint: bytes, cache_salt: str) -> bytes:
-    """Return the parent key of the first block, which differs between models, numerics, groups and tenants."""
-    return hash128(fingerprint, group.name.encode(), group.block_size.to_bytes(4, "little"), cache_salt.encode())
+Keys = Sequence[bytes]
+"""Keys of the blocks of a sequence in one group, in order of position."""
 
 
 class KeyChain:
-    """Owns the keys of one sequence in one group, extended as its tokens become known.
+    """Owns the links of one sequence, one for each `step` tokens, extended as its tokens become known.
 
-    keys[i] = BLAKE2b-128(keys[i - 1] + int32 tokens of [i * B, (i + 1) * B + key_lookahead)), B = block_size.
+    links[i] = BLAKE2b-128(links[i - 1] + int32 tokens of [i * step, (i + 1) * step + lag))
+
+    `step` is the distance of resume points. No sequence resumes inside a link, so one hash names its blocks in all
+    groups. `lag` is the most tokens after a block on which its content depends.
     """
 
-    __slots__ = ("_group", "_root", "keys")
+    __slots__ = ("_lag", "_root", "_step", "links")
 
-    def __init__(self, group: GroupSpec, root: bytes) -> None:
-        self._group = group
-        self._root = root
-        self.keys: list[bytes] = []
+    def __init__(self, root: bytes, step: int, lag: int) -> None:
+        self._root, self._step, self._lag = root, step, lag
+        self.links: list[bytes] = []
 
     def extend(self, tokens: memoryview) -> None:
-        """Append the keys that `tokens` (bytes of int32, from position 0 on) determine."""
-        size, lookahead = self._group.block_size, self._group.key_lookahead
-        num_keys = (len(tokens) // TOKEN_BYTES - lookahead) // size
-        keys = self.keys
-        for i in range(len(keys), num_keys):
-            parent = keys[i - 1] if i else self._root
-            content = tokens[i * size * TOKEN_BYTES : ((i + 1) * size + lookahead) * TOKEN_BYTES]
-            keys.append(blake2b(parent + content, digest_size=KEY_BYTES).digest())
+        """Append the links that `tokens` (bytes of int32, from position 0 on) determine."""
+        step, lag, links = self._step * TOKEN_BYTES, self._lag * TOKEN_BYTES, self.links
+        parent = links[-1] if links else self._root
+        for start in range(len(links) * step, len(tokens) - lag - step + 1, step):
+            parent = blake2b(parent + tokens[start : start + step + lag], digest_size=KEY_BYTES).digest()
+            links.append(parent)
+
+    def until(self, position: int) -> bytes | None:
+        """Return the link that names tokens [0, position), None if it is not known. A link must end at `position`."""
+        last = position // self._step - 1
+        return self.links[last] if last < len(self.links) else None
+
+
+class DerivedKeys(Keys):
+    """Keys of one group, made when they are asked for.
+
+    Block i is block b of link l, where l, b = divmod(i, blocks in a link). Its key is BLAKE2b-128(links[l] + tag + b).
+    """
+
+    __slots__ = ("_known", "_links", "_per_link", "_tag")
+
+    def __init__(self, chain: KeyChain, tag: bytes, per_link: int) -> None:
+        self._links, self._tag, self._per_link = chain.links, tag, per_link
+        self._known: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._links) * self._per_link
+
+    def __getitem__(self, i: int) -> bytes:  # type: ignore[override]  # no slices
+        key = self._known.get(i)
+        if key is None:
+            link, place = divmod(i, self._per_link)
+            content = self._links[link] + self._tag + place.to_bytes(4, "little")
+            key = self._known[i] = blake2b(content, digest_size=KEY_BYTES).digest()
+        return key
+
+
+class KeyRule:
+    """Makes the keys of sequences of `groups`. Never changes.
+
+    The links themselves are the keys of one group with blocks as long as links, if possible one that keeps its history.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec], step: int, lag: int) -> None:
+        self._step, self._lag = step, lag
+        self._tags = [hash128(group.name.encode(), group.block_size.to_bytes(4, "little")) for group in groups]
+        self._per_link = [step // group.block_size for group in groups]
+        of_links = [g for g, group in enumerate(groups) if group.block_size == step]
+        self._named_by_links = min(of_links, key=lambda g: not groups[g].keeps_history, default=None)
+
+    def keys(self, fingerprint: bytes, cache_salt: str) -> tuple[KeyChain, list[Keys]]:
+        """Return an empty chain, and the keys that follow from it, by group.
+
+        They differ between models, numerics, sets of groups and tenants.
+        """
+        root = hash128(VERSION, fingerprint, cache_salt.encode(), *self._tags)
+        chain = KeyChain(root, self._step, self._lag)
+        return chain, [
+            chain.links if g == self._named_by_links else DerivedKeys(chain, tag, per_link)
+            for g, (tag, per_link) in enumerate(zip(self._tags, self._per_link, strict=True))
+        ]

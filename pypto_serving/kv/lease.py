@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from pypto_serving.types.tokens import pack_ids
 
 PATIENCE_S, SLOWEST_BYTES_PER_S = 10.0, 50e6
 """A transfer is overdue after PATIENCE_S and the time that the slowest usable tier takes for all on its way there."""
+
+MOVES: tuple[TransferKind, ...] = ("load", "store")
+"""Transfers that hold references to blocks."""
 
 
 class LeaseState(enum.Enum):
@@ -79,9 +82,15 @@ class Fill:
 
 
 class Leases:
-    """Owns every Lease until it ends, and the jobs that were not handed to the worker yet."""
+    """Owns every Lease until it ends, and the jobs that were not handed to the worker yet.
 
-    def __init__(self) -> None:
+    A transfer that hangs keeps its device blocks, so the leases together leave one sequence of the longest length,
+    `longest_blocks` in each group, room beside them; a load may break this if it is the only one.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], longest_blocks: Sequence[int]) -> None:
+        self._longest = dict(zip(groups, longest_blocks or [0] * len(groups), strict=True))
+        self._held: dict[KVGroup, Counter[int]] = {group: Counter() for group in groups}
         self._leases: dict[int, Lease] = {}
         self._outbox: list[TransferJob] = []
         self._num_jobs = 0
@@ -100,6 +109,8 @@ class Leases:
         if fill is not None:
             fill.num_leases += 1
         tier.on_the_way(kind, num_bytes)
+        for piece in moved if kind in MOVES else ():
+            self._held[piece.group][piece.block] += 1
         self._outbox.append(
             TransferJob(
                 job_id=self._num_jobs,
@@ -127,7 +138,21 @@ class Leases:
         """Remove the lease of a job that ended. The caller frees its blocks."""
         lease = self._leases.pop(job_id)
         lease.tier.on_the_way(lease.kind, -lease.num_bytes)
+        for group, block, _, _ in lease.moved if lease.kind in MOVES else ():
+            held = self._held[group]
+            held[block] -= 1
+            if not held[block]:
+                del held[block]
         return lease
+
+    def room(self, group: KVGroup) -> int:
+        """Count the device blocks that further transfers may hold."""
+        return group.pool.num_blocks - self._longest[group] - len(self._held[group])
+
+    @property
+    def num_loads(self) -> int:
+        """Number of loads that have not ended."""
+        return sum(1 for lease in self if lease.kind == "load")
 
     def abandon(self, fill: Fill) -> None:
         """Quarantine the leases of a fill that nobody waits for any more."""
@@ -142,14 +167,18 @@ class Leases:
                 lease.tier.pools[piece.group].free([piece.place])
         self._leases.clear()
         self._outbox.clear()
+        for held in self._held.values():
+            held.clear()
 
     def moving(self, tier: LowerTier | None = None) -> list[Lease]:
         """Return the leases that hold references to blocks, of one tier or of all."""
-        return [lease for lease in self if lease.kind in ("load", "store") and tier in (None, lease.tier)]
+        return [lease for lease in self if lease.kind in MOVES and tier in (None, lease.tier)]
 
     def references(self, group: KVGroup) -> Counter[int]:
         """Count the references to device blocks of a group."""
-        return Counter(piece.block for lease in self.moving() for piece in lease.moved if piece.group is group)
+        counted = Counter(piece.block for lease in self.moving() for piece in lease.moved if piece.group is group)
+        assert counted == self._held[group], "leases hold other blocks than they count"
+        return counted
 
     def check(self, tier: LowerTier) -> None:
         """Assert that a tier counts the bytes on their way as its leases do."""

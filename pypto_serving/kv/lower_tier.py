@@ -168,11 +168,11 @@ class LowerTier:
         return self.writable and not self.stuck and now_s >= self.retry_s
 
     def stats(self) -> TierStats:
-        """Return one snapshot."""
+        """Return one snapshot; a tier whose last store failed, on a full disk say, counts as not writable."""
         counters = self.counters
         return TierStats(
             tier=self.config.tier,
-            writable=self.writable,
+            writable=self.writable and self._retry_after_s == FIRST_RETRY_S,
             num_blocks=sum(self.config.num_slots),
             held_blocks=sum(pool.num_published for pool in self.pools.values()),
             queued_bytes=self.loading_bytes + self.storing_bytes,

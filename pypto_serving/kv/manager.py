@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.kv.events import EventLog
-from pypto_serving.kv.fetch import Fetcher
+from pypto_serving.kv.fetch import Fetch, Fetcher
 from pypto_serving.kv.group import make_groups
+from pypto_serving.kv.keys import KeyRule
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.kv.sequence import SequencePart, SequenceState, on_device
@@ -41,7 +43,8 @@ class KVCacheManager:
 
         (match | fetch)* → reserve → (reserve | commit)* → release → ... → forget
 
-    Nothing here does I/O or reads a clock. `tiers` configures the tiers; `events` notes what happens to cached blocks.
+    Nothing here does I/O or reads a clock. `tiers` configures the tiers, whose transfers leave room for a sequence of
+    `longest_blocks` blocks in each group; `events` notes what happens to cached blocks.
     """
 
     def __init__(
@@ -53,13 +56,15 @@ class KVCacheManager:
         fingerprint: bytes = b"",
         tiers: Iterable[TierConfig] = (),
         store_policy: StorePolicy = "through",
+        longest_blocks: Sequence[int] = (),
         events: EventLog | None = None,
     ) -> None:
         self.points = ResumePoints(specs)
         self.groups = make_groups(specs, self.points, events)
+        self._key_rule = KeyRule(specs, self.points.step, self.points.lag)
         self.prefix_caching = prefix_caching
         self._events = events
-        self._tiers = TierManager(self.groups, tiers, store_policy, events)
+        self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, events)
         self._fetcher = Fetcher(self._tiers, self.points)
         self._has_tiers = bool(self._tiers.tiers)
         self._sequences: dict[str, SequenceState] = {}
@@ -85,27 +90,59 @@ class KVCacheManager:
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
-            sequence = self._sequences[request_id] = SequenceState(self.groups, self.fingerprint, cache_salt)
+            sequence = SequenceState(self.groups, self._key_rule, self.fingerprint, cache_salt)
+            self._sequences[request_id] = sequence
         if sequence.filled:
             return Match(sequence.filled)
         if not self.prefix_caching:
             return NO_MATCH
         sequence.extend_keys(tokens)
-        if self._events is not None and self._events.num_unknown:
-            for part in sequence.parts:
-                for i in range(len(part.keys)):
-                    part.describe(i, tokens, sequence.salted, self._events)
         return Match(sequence.longest(len(tokens) - 1, on_device))
 
-    def fetch(self, request_id: str, num_tokens: int, match: Match) -> bool:
-        """Begin to load what lower tiers hold of a request of `num_tokens` tokens beyond `match`, if that pays.
+    def num_nameable(self, num_tokens: int) -> int:
+        """Return how many of the first `num_tokens` tokens lie before a resume point and in blocks with known keys."""
+        return self.points.last(max(0, num_tokens - self.points.lag)) if self.prefix_caching else 0
 
-        True: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
+    def next_key(self, request_id: str, num_tokens: int) -> bytes | None:
+        """Return the key that names a request's tokens up to the first resume point after `num_tokens`, if known."""
+        return self._sequences[request_id].chain.until(self.points.last(num_tokens) + self.points.step)
+
+    def num_shared(self, request_id: str, other_id: str, limit: int) -> int:
+        """Return the last resume point, at most `limit`, up to which the keys of two requests are known and equal."""
+        one, other = self._sequences[request_id].chain, self._sequences[other_id].chain
+        points = range(self.points.step, limit + 1, self.points.step)
+
+        def differ(position: int) -> bool:
+            key = one.until(position)
+            return key is None or key != other.until(position)
+
+        return bisect_left(points, True, key=differ) * self.points.step
+
+    def fetch(self, request_id: str, tokens: array[int], match: Match, may_begin: bool = True) -> Fetch:
+        """Begin to load what lower tiers hold of a request's `tokens` beyond `match`, if that pays.
+
+        BEGUN: the request has to wait until `transferred` names it, and match again; it may hold blocks meanwhile.
         """
         sequence = self._sequences[request_id]
         if not self._has_tiers or sequence.filled or not self.prefix_caching:
-            return False
-        return self._fetcher.fetch(request_id, sequence, num_tokens, match.num_tokens)
+            return Fetch.COMPUTE
+        if self._events is not None and self._events.num_unknown:
+            self._describe_lower(sequence, tokens, match.num_tokens, self._events)
+        return self._fetcher.fetch(request_id, sequence, len(tokens), match.num_tokens, may_begin)
+
+    def _describe_lower(self, sequence: SequenceState, tokens: array[int], start: int, events: EventLog) -> None:
+        """Describe the blocks that tiers hold of a sequence beyond `start` tokens, up to the first that none holds.
+
+        Those before are on the device, and were described when they were published or loaded.
+        """
+        end = len(sequence.chain.links) * self.points.step
+        for part in sequence.histories[:1]:
+            size, g, keys = part.group.block_size, part.group.index, part.keys
+            gap = next((i for i in range(start // size, len(keys)) if not events.holds(g, keys[i])), len(keys))
+            end = self.points.last(gap * size)
+        for part in sequence.parts:
+            for i in part.group.useful(start, end):
+                part.describe(i, tokens, sequence.salted, events)
 
     def holds_fill(self, request_id: str) -> bool:
         """Return whether a waiting request holds blocks that were, or are being, loaded for it."""
@@ -146,31 +183,64 @@ class KVCacheManager:
         sequence = self._sequences[request_id]
         if num_tokens <= sequence.capacity:
             return self._nothing
-        growth = []
-        for part in sequence.parts:
-            cached, pool = part.cached(match.num_tokens), part.group.pool
-            missing = part.group.num_blocks(num_tokens) - len(part.table) - len(cached)
-            if missing + sum(1 for block_id in cached if pool.is_free(block_id)) > pool.num_free:
+        if match.num_tokens and not sequence.capacity:
+            return self._start(sequence, num_tokens, match.num_tokens)
+        growing = [(part, part.missing(num_tokens)) for part in sequence.parts if part.capacity < num_tokens]
+        for part, count in growing:
+            if count > part.group.pool.num_free:
                 return None
-            growth.append((part, cached, max(0, missing)))
-        added = tuple([part.append(cached, missing) for part, cached, missing in growth])
-        sequence.settled = max(sequence.settled, match.num_tokens)
+        added = list(self._nothing)
+        for part, count in growing:
+            added[part.group.index] = part.grow(count)
         sequence.set_capacity()
-        return added
+        return tuple(added)
 
-    def fits(self, request_id: str, match: Match, num_tokens: int, step_tokens: int, spare: float) -> bool:
+    def _start(self, sequence: SequenceState, num_tokens: int, matched: int) -> BlockIds | None:
+        """Do what `reserve` does for a request without blocks that begins with `matched` cached tokens."""
+        cached = [part.cached(matched) for part in sequence.parts]
+        for part, blocks in zip(sequence.parts, cached, strict=True):
+            pool = part.group.pool
+            missing = part.group.num_blocks(num_tokens) - len(blocks)
+            if missing + sum(map(pool.is_free, blocks)) > pool.num_free:
+                return None
+        for part, blocks in zip(sequence.parts, cached, strict=True):
+            part.start(blocks)
+            part.grow(part.missing(num_tokens))
+        sequence.settled = matched
+        sequence.set_capacity()
+        return tuple([list(part.table) for part in sequence.parts])
+
+    def growth(self, num_computed: int, num_tokens: int) -> list[int]:
+        """Return how many more blocks of each group a request of `num_computed` tokens needs to reach `num_tokens`.
+
+        None of a window or state: as it grows it frees blocks too.
+        """
+        return [
+            group.num_blocks(num_tokens) - group.num_blocks(num_computed) if group.keeps_history else 0
+            for group in self.groups
+        ]
+
+    def fits(
+        self,
+        request_id: str,
+        match: Match,
+        num_tokens: int,
+        step_tokens: int,
+        spare: float,
+        promised: Iterable[int],
+    ) -> bool:
         """Return whether a request may grow to `num_tokens` with the blocks free now, leaving `spare` of each pool.
 
-        Of its tokens `step_tokens` are computed and not settled.
+        Of its tokens `step_tokens` are computed and not settled. `promised` blocks of each group are for others.
         """
         sequence = self._sequences[request_id]
-        for part in sequence.parts:
+        for part, kept in zip(sequence.parts, promised, strict=True):
             pool = part.group.pool
             cached = part.cached(match.num_tokens)
             in_use = sum(1 for block_id in cached if block_id != NULL_BLOCK and not pool.is_free(block_id))
-            in_use += len(part.live(sequence.settled))
+            in_use += len(part.table) - part.first
             needed = part.group.live_blocks(num_tokens, step_tokens) - in_use
-            if needed + int(pool.num_blocks * spare) > pool.num_free:
+            if needed + kept + int(pool.num_blocks * spare) > pool.num_free:
                 return False
         return True
 
@@ -196,17 +266,19 @@ class KVCacheManager:
         if not self.prefix_caching:
             self._settle(sequence, num_computed)
             return
-        sequence.extend_keys(tokens)
-        start, end = sequence.settled, min(num_computed, len(tokens) - self.points.lag)
-        if start < end:
+        end = min(num_computed, len(tokens) - self.points.lag)
+        if sequence.settled >= end:
+            return
+        start, position = self.points.last(sequence.settled), self.points.last(end)
+        if position > sequence.held:
+            sequence.extend_keys(tokens)
             for part in sequence.parts:
-                self._publish(part, sequence, tokens, start, end)
-            if sequence.tails:
-                self._pass_checkpoints(sequence, start, end, prompt_len)
-            self._settle(sequence, end)
+                self._publish(part, sequence, tokens, start, position)
+            self._pass_resume_points(sequence, start, position, prompt_len)
+        self._settle(sequence, end)
 
     def _publish(self, part: SequencePart, sequence: SequenceState, tokens: array[int], start: int, end: int) -> None:
-        """Publish the useful blocks of one group that end in (start, end]."""
+        """Publish the useful blocks of one group that end in (start, end], between two resume points."""
         keys, table, pool = part.keys, part.table, part.group.pool
         keep = self._has_tiers and part.group.keeps_history
         for i in part.group.useful(start, end):
@@ -216,19 +288,18 @@ class KVCacheManager:
             if self._events is not None:
                 part.describe(i, tokens, sequence.salted, self._events)
 
-    def _pass_checkpoints(self, sequence: SequenceState, start: int, end: int, prompt_len: int) -> None:
-        """Keep the tails of windows and states that settling (start, end] makes worth keeping.
+    def _pass_resume_points(self, sequence: SequenceState, start: int, end: int, prompt_len: int) -> None:
+        """Keep the tails of windows and states that settling (start, end], between two resume points, makes useful.
 
         1. At each checkpoint: have the tail stored in lower tiers once nobody refers to it.
-        2. At the last resume point, if it is a new one: hold the tail, instead of the one held before.
+        2. At `end`: hold the tail, instead of the one held before.
         """
-        for position in self.points.checkpoints(start, end, prompt_len):
-            self._keep_tails(sequence, position)
-        position = self.points.last(end)
-        if position > sequence.held:
-            sequence.held = position
-            for part in sequence.tails:
-                part.hold(position)
+        if sequence.tails and self._has_tiers:
+            for position in self.points.checkpoints(start, end, prompt_len):
+                self._keep_tails(sequence, position)
+        sequence.held = end
+        for part in sequence.tails:
+            part.hold(end)
 
     def _keep_tails(self, sequence: SequenceState, position: int) -> None:
         """Have the tails of a settled position stored in lower tiers once nobody refers to them."""
@@ -238,10 +309,13 @@ class KVCacheManager:
 
     def _settle(self, sequence: SequenceState, num_tokens: int) -> None:
         """Free the blocks that are not needed to resume at `num_tokens`."""
+        due: float = self.points.last(num_tokens) + self.points.step
         for part in sequence.tails:
-            part.free_passed(sequence.settled, num_tokens)
-        sequence.settled = num_tokens
-        sequence.due = min([part.group.next_change(num_tokens) for part in sequence.parts])
+            if part.passed_at <= num_tokens:
+                part.free_passed(num_tokens)
+            if part.passed_at < due:
+                due = part.passed_at
+        sequence.settled, sequence.due = num_tokens, due
 
     # The end.
 
@@ -257,7 +331,7 @@ class KVCacheManager:
         self._keep_tails(sequence, sequence.held)
         for part in sequence.parts:
             part.group.pool.free(part.tail)
-            part.group.pool.free(part.live(sequence.settled))
+            part.group.pool.free(part.live())
         sequence.clear()
 
     def demote(self, request_id: str, now_s: float) -> None:
@@ -266,7 +340,7 @@ class KVCacheManager:
         keys = [
             (part.group, key)
             for part in sequence.parts
-            for block_id in reversed([*part.tail, *part.live(sequence.settled)])
+            for block_id in reversed([*part.tail, *part.live()])
             if (key := part.group.pool.key(block_id)) is not None
         ]
         self.release(request_id)
@@ -284,7 +358,9 @@ class KVCacheManager:
 
         A copy that a lower tier has stored is not erased, and is found again by another process.
         """
-        blocks = [(part.group, key) for part in self._sequences[request_id].parts for key in part.keys]
+        sequence = self._sequences[request_id]
+        end = len(sequence.chain.links) * self.points.step
+        blocks = [(part.group, part.keys[i]) for part in sequence.parts for i in part.group.useful(0, end)]
         self._tiers.discard(blocks)
         for group, key in blocks:
             block_id = group.pool.find(key)
@@ -351,7 +427,8 @@ class KVCacheManager:
             references = self._tiers.references(group)
             for sequence in self._sequences.values():
                 part = sequence.parts[g]
-                live = part.live(sequence.settled)
+                live = part.live()
+                assert part.first == part.group.first_needed(sequence.settled), "a block was freed too early or late"
                 assert NULL_BLOCK not in live, f"null block inside the live part of group {group.spec.name}"
                 references.update(live)
                 references.update(part.tail)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -29,9 +28,10 @@ class Block:
 class BlockPool:
     """Owns every Block of one group: its references, its content, and its place in the queue of free blocks.
 
-    - The queue is evicted from its front: blocks without content come first, then published ones, the least recently
-      used first.
+    - Free blocks without content, `_empty`, are used first, from the end. Then come new ones, then those of the queue
+      `_free` from its front, the least recently used first.
     - Block 0 is the null block. It is never handed out.
+    - `num_free` of its `num_blocks` can be handed out.
     - `released` are the kept blocks that came free, the first one first, until a reader removes them from there.
     - `events` is told which keys are published and forgotten.
     - A Block is made when it is handed out for the first time, so a pool costs what it has held.
@@ -40,9 +40,10 @@ class BlockPool:
     def __init__(self, num_blocks: int, events: PoolEvents | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has none to hand out; it needs at least 2")
-        self.num_blocks = num_blocks - 1
+        self.num_blocks = self.num_free = num_blocks - 1
         self._blocks = [Block()]
         self._by_key: dict[bytes, int] = {}
+        self._empty: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._used_before_new = 0
         self.released: OrderedDict[int, None] = OrderedDict()
@@ -52,11 +53,6 @@ class BlockPool:
     @property
     def _num_unmade(self) -> int:
         return self.num_blocks + 1 - len(self._blocks)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out."""
-        return len(self._free) + self._num_unmade
 
     @property
     def num_published(self) -> int:
@@ -69,7 +65,7 @@ class BlockPool:
 
     def is_free(self, block_id: int) -> bool:
         """Return whether nobody refers to a block."""
-        return block_id in self._free or block_id >= len(self._blocks)
+        return block_id >= len(self._blocks) or not (self._blocks[block_id].ref_count or block_id == NULL_BLOCK)
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Take one more reference to blocks that are published or in use."""
@@ -77,6 +73,7 @@ class BlockPool:
             block = self._blocks[block_id]
             if block.ref_count == 0:
                 del self._free[block_id]
+                self.num_free -= 1
                 self.released.pop(block_id, None)
             block.ref_count += 1
 
@@ -87,30 +84,39 @@ class BlockPool:
         """
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
-        block_ids = [self._take() for _ in range(count)]
+        self.num_free -= count
+        first = max(0, len(self._empty) - count)
+        block_ids = self._empty[first:]
+        block_ids.reverse()
+        del self._empty[first:]
         for block_id in block_ids:
-            self.num_evicted += self._blocks[block_id].key is not None
-            self._forget(block_id)
             self._blocks[block_id].ref_count = 1
+        self._used_before_new = max(0, self._used_before_new - len(block_ids))
+        while len(block_ids) < count:
+            block_ids.append(self._take())
         return block_ids
 
     def _take(self) -> int:
-        """Remove the next block to use from the free ones.
+        """Remove the next block with content, or a new one, from the free ones, and take a reference to it.
 
-        1. The queue is empty: a block that was never made.
-        2. The front of the queue holds content, and blocks that were never made may be used: one of those.
-        3. Otherwise the front of the queue.
+        1. One that was never made, if there is one and it may be used.
+        2. The front of the queue.
         """
-        front = next(iter(self._free), None)
-        if front is None:
+        if not self._free or (self._num_unmade and not self._used_before_new):
             return self._make()
-        if self._blocks[front].key is not None and self._num_unmade and not self._used_before_new:
-            return self._make()
+        block_id, _ = self._free.popitem(last=False)
         self._used_before_new = max(0, self._used_before_new - 1)
-        return self._free.popitem(last=False)[0]
+        block = self._blocks[block_id]
+        if block.key is not None:
+            self.num_evicted += 1
+            self._forget(block_id)
+        block.ref_count = 1
+        return block_id
 
     def _make(self) -> int:
-        self._blocks.append(Block())
+        block = Block()
+        block.ref_count = 1
+        self._blocks.append(block)
         return len(self._blocks) - 1
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -120,11 +126,14 @@ class BlockPool:
             if block.ref_count < 1:
                 raise RuntimeError(f"block {block_id} is freed twice")
             block.ref_count -= 1
-            if block.ref_count == 0:
+            if block.ref_count:
+                continue
+            self.num_free += 1
+            if block.key is None:
+                self._empty.append(block_id)
+            else:
                 self._free[block_id] = None
-                if block.key is None:
-                    self._free.move_to_end(block_id, last=False)
-                elif block.kept:
+                if block.kept:
                     self.released[block_id] = None
 
     def publish(self, block_id: int, key: bytes) -> None:
@@ -154,33 +163,35 @@ class BlockPool:
         return self._blocks[block_id].key
 
     def touch(self, block_id: int, last: bool = True) -> None:
-        """Move a free block to the end of the queue, or, with `last` false, to its front."""
+        """Move a block in the queue to its end, or, with `last` false, to its front."""
         if block_id in self._free:
             self._free.move_to_end(block_id, last=last)
 
     def use_new_last(self) -> None:
         """Move new blocks to the end of the queue, and make none before it: what backs them may not have room."""
-        empty = itertools.takewhile(lambda block_id: self._blocks[block_id].key is None, self._free)
-        for block_id in [block_id for block_id in empty if self._blocks[block_id].new]:
-            self._free.move_to_end(block_id)
-        self._used_before_new = len(self._free)
+        for block_id in reversed(self._empty):
+            if self._blocks[block_id].new:
+                self._free[block_id] = None
+        self._empty = [block_id for block_id in self._empty if not self._blocks[block_id].new]
+        self._used_before_new = len(self._empty) + len(self._free)
 
     def fill(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Publish `keys` in free blocks without content; the first key is evicted first."""
         for block_id in range(len(self._blocks), min(max(block_ids, default=0), self.num_blocks) + 1):
             self._blocks.append(Block())
-            self._free[block_id] = None
-            self._free.move_to_end(block_id, last=False)
+            self._empty.append(block_id)
         for block_id, key in zip(block_ids, keys, strict=True):
-            if block_id in self._free and self._blocks[block_id].key is None and key not in self._by_key:
+            if self.is_free(block_id) and self._blocks[block_id].key is None and key not in self._by_key:
                 self.publish(block_id, key)
-                self._free.move_to_end(block_id)
+                self._free[block_id] = None
+        self._empty = [block_id for block_id in self._empty if self._blocks[block_id].key is None]
 
     def drop(self, block_id: int) -> None:
-        """Forget the content of a block, which is damaged or cleared. A free one goes to the front of the queue."""
+        """Forget the content of a block, which is damaged or cleared. A free one is used next."""
         self._forget(block_id)
         if block_id in self._free:
-            self._free.move_to_end(block_id, last=False)
+            del self._free[block_id]
+            self._empty.append(block_id)
 
     def drop_all(self) -> None:
         """Forget the content of all blocks, those in use too."""
@@ -199,11 +210,13 @@ class BlockPool:
 
     def check(self, references: dict[int, int]) -> None:
         """Assert that reference counts equal `references`, and that free + in use is everything."""
+        assert self.num_free == len(self._free) + len(self._empty) + self._num_unmade
+        free = {*self._free, *self._empty}
         for block_id, block in enumerate(self._blocks):
             assert block.ref_count == references.get(block_id, 0), (
                 f"block {block_id} has {block.ref_count} references, its users hold {references.get(block_id, 0)}"
             )
-            in_queue = block_id in self._free
+            in_queue = block_id in free
             assert in_queue == (block.ref_count == 0 and block_id != NULL_BLOCK), f"block {block_id} free={in_queue}"
             if block.key is not None:
                 assert self._by_key.get(block.key) == block_id, f"the key of block {block_id} finds another block"

@@ -16,6 +16,7 @@ from pypto_serving.types.tier import Tier, TransferDone
 class Promotions:
     """Owns the Fills, and the blocks that each brings; measures whether loading is faster than computing.
 
+    `_fills` are by the request that began them, `_joined` by the other requests that wait for them.
     A part of the TierManager, with which it shares `tiers` and `leases`.
     """
 
@@ -24,11 +25,13 @@ class Promotions:
         self._leases = leases
         self._prefill_rate = Rate()
         self._fills: dict[str, Fill] = {}
+        self._joined: dict[str, Fill] = {}
         self._filling: dict[GroupKey, Fill] = {}
 
     def forget_all(self) -> None:
         """Forget every fill, because the worker is gone."""
         self._fills.clear()
+        self._joined.clear()
         self._filling.clear()
 
     # Before.
@@ -47,13 +50,25 @@ class Promotions:
             tier.counters.refused_fills += 1
         return False
 
-    def join(self, request_id: str, wanted: Iterable[GroupKey]) -> bool:
-        """Wait for another fill that brings one of these blocks; False if there is none."""
+    def fill_of(self, wanted: Iterable[GroupKey]) -> Fill | None:
+        """Return the fill of another request that brings one of these blocks."""
         fills = (fill for pair in wanted if (fill := self._filling.get(pair)) is not None)
-        fill = next((fill for fill in fills if self._fills.get(fill.request_id) is fill), None)
-        if fill is not None:
-            fill.waiters.append(request_id)
-        return fill is not None
+        return next((fill for fill in fills if self._fills.get(fill.request_id) is fill), None)
+
+    def join(self, request_id: str, fill: Fill) -> None:
+        """Wait for the fill of another request."""
+        fill.waiters.append(request_id)
+        self._joined[request_id] = fill
+
+    @property
+    def num_fills(self) -> int:
+        """Number of fills that a request waits for."""
+        return len(self._fills)
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether others fill a tier too, so that it has to be asked."""
+        return any(tier.shared for tier in self._tiers)
 
     # Under way.
 
@@ -79,25 +94,32 @@ class Promotions:
                 self._leases.begin("load", tier, moved, fill)
         return {(piece.group, piece.key): tier.config.tier for tier, moved in parts.items() for piece in moved}
 
-    def ask(self, request_id: str, wanted: Iterable[GroupKey]) -> bool:
-        """Ask tiers that others fill too which of these blocks they hold; False if there is nothing to ask."""
-        shared = [tier for tier in self._tiers if tier.shared]
-        pieces = [Moved(group, NULL_BLOCK, NULL_BLOCK, key) for group, key in wanted] if shared else []
-        if not pieces:
-            return False
+    def ask(self, request_id: str, wanted: Iterable[GroupKey]) -> None:
+        """Ask tiers that others fill too which of these blocks they hold."""
+        pieces = [Moved(group, NULL_BLOCK, NULL_BLOCK, key) for group, key in wanted]
         fill = self._fills[request_id] = Fill(request_id, 0)
-        for tier in shared:
-            self._leases.begin("find", tier, pieces, fill)
-        return True
+        for tier in self._tiers:
+            if tier.shared:
+                self._leases.begin("find", tier, pieces, fill)
 
     def abandon(self, request_id: str) -> None:
         """Stop waiting; transfers still finish and publish their blocks."""
-        for other in self._fills.values():
-            if request_id in other.waiters:
-                other.waiters.remove(request_id)
+        joined = self._joined.pop(request_id, None)
+        if joined is not None:
+            joined.waiters.remove(request_id)
         fill = self._fills.pop(request_id, None)
         if fill is not None:
             self._leases.abandon(fill)
+
+    def waiting_for(self, leases: Iterable[Lease]) -> list[str]:
+        """Return the requests that wait for one of these leases: who began them, unless it gave up, and who joined."""
+        fills = dict.fromkeys(lease.fill for lease in leases if lease.fill is not None)
+        return [
+            name
+            for fill in fills
+            for name in (fill.request_id, *fill.waiters)
+            if fill in (self._fills.get(name), self._joined.get(name))
+        ]
 
     # Done.
 
@@ -139,6 +161,8 @@ class Promotions:
         if fill.num_leases:
             return []
         waiters = [(request_id, True) for request_id in fill.waiters]
+        for request_id in fill.waiters:
+            del self._joined[request_id]
         if lease.state is LeaseState.QUARANTINED:
             return waiters
         del self._fills[fill.request_id]
@@ -171,3 +195,6 @@ class Promotions:
         """Assert that a lease brings each block that somebody is told to wait for."""
         moving = {(piece.group, piece.key) for lease in self._leases for piece in lease.moved}
         assert self._filling.keys() <= moving, "a block is said to come, but nothing brings it"
+        fills = {lease.fill for lease in self._leases}
+        assert fills >= {*self._fills.values(), *self._joined.values()}, "a request waits for what nothing brings"
+        assert all(name in fill.waiters for name, fill in self._joined.items())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import Find, GroupKey, KVGroup
-from pypto_serving.kv.keys import KeyChain, root_key
+from pypto_serving.kv.keys import KeyRule, Keys
 from pypto_serving.kv.lease import Wanted
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.types.tier import Tier
@@ -24,27 +24,37 @@ def on_device(group: KVGroup) -> Find:
 class SequencePart:
     """The blocks of one request in one group.
 
-    `keys[i]` names block i, `table[i]` is its id: the null block where it was freed or is not needed. `tail` are the
-    blocks, this request's or others', that resuming at `SequenceState.held` needs; a window or state holds one
-    reference to each, beside the one of the table.
+    `keys[i]` names block i, `table[i]` is its id: the null block before `first`, where it was freed or is not needed.
+    Block `first` is freed at `passed_at` settled tokens. `tail` are the blocks, this request's or others', that
+    resuming at `SequenceState.held` needs; a window or state holds one reference to each, beside the table's.
     """
 
-    __slots__ = ("chain", "group", "keys", "table", "tail")
+    __slots__ = ("capacity", "first", "group", "keys", "passed_at", "table", "tail")
 
-    def __init__(self, group: KVGroup, root: bytes) -> None:
+    def __init__(self, group: KVGroup, keys: Keys) -> None:
         self.group = group
-        self.chain = KeyChain(group.spec, root)
-        self.keys = self.chain.keys
+        self.keys = keys
         self.clear()
 
     def clear(self) -> None:
         """Forget all blocks; the caller has freed them."""
         self.table: list[int] = []
         self.tail: list[int] = []
+        self.capacity = 0
+        self._begin(0)
 
-    def live(self, settled: int) -> list[int]:
-        """Return the part of the table that is not freed at `settled` tokens."""
-        return self.table[self.group.needed(settled).start :]
+    def _begin(self, first: int) -> None:
+        """Note the first block that is not freed."""
+        self.first = first
+        self.passed_at = self.group.passed_at(first)
+
+    def missing(self, num_tokens: int) -> int:
+        """Return how many more blocks the table needs to hold `num_tokens` tokens."""
+        return -((self.capacity - num_tokens) // self.group.block_size)
+
+    def live(self) -> list[int]:
+        """Return the part of the table that is not freed."""
+        return self.table[self.first :]
 
     def found(self, num_tokens: int) -> list[int | None]:
         """Return the blocks on the device that resuming at `num_tokens` needs, None for each that is missing."""
@@ -60,12 +70,18 @@ class SequencePart:
         assert None not in blocks, f"the match of {num_tokens} tokens no longer holds in group {name}"
         return [NULL_BLOCK] * self.group.needed(num_tokens).start + [b for b in blocks if b is not None]
 
-    def append(self, cached: list[int], num_fresh: int) -> list[int]:
-        """Append cached blocks, then fresh ones. Returns what was appended."""
-        pool = self.group.pool
-        pool.share(b for b in cached if b != NULL_BLOCK)
-        added = cached + pool.allocate(num_fresh)
+    def start(self, cached: list[int]) -> None:
+        """Begin the table with cached blocks."""
+        self._begin(cached.count(NULL_BLOCK))
+        self.group.pool.share(cached[self.first :])
+        self.table += cached
+        self.capacity = len(cached) * self.group.block_size
+
+    def grow(self, count: int) -> list[int]:
+        """Append fresh blocks to the table. Returns them."""
+        added = self.group.pool.allocate(count)
         self.table += added
+        self.capacity += count * self.group.block_size
         return added
 
     def fill(self, num_tokens: int, found: Sequence[int | None]) -> list[Wanted]:
@@ -75,15 +91,17 @@ class SequencePart:
         fresh = iter(pool.allocate(found.count(None)))
         blocks = [next(fresh) if block_id is None else block_id for block_id in found]
         self.table = [NULL_BLOCK] * needed.start + blocks
+        self.capacity = len(self.table) * self.group.block_size
+        self._begin(needed.start)
         missing = (i for i, block_id in zip(needed, found, strict=True) if block_id is None)
         return [Wanted(self.group, self.table[i], self.keys[i]) for i in missing]
 
-    def free_passed(self, start: int, end: int) -> None:
-        """Free the blocks that were needed at `start` settled tokens and are not at `end`."""
-        passed = self.group.freed(start, end)
-        if passed:
-            self.group.pool.free(self.table[passed.start : passed.stop])
-            self.table[passed.start : passed.stop] = [NULL_BLOCK] * len(passed)
+    def free_passed(self, num_tokens: int) -> None:
+        """Free the blocks that are not needed at `num_tokens` settled tokens."""
+        first, stop, table = self.first, self.group.first_needed(num_tokens), self.table
+        self.group.pool.free(table[first:stop])
+        table[first:stop] = [NULL_BLOCK] * (stop - first)
+        self._begin(stop)
 
     def tail_at(self, position: int) -> list[int]:
         """Return the blocks on the device, this request's or others', that resuming at `position` needs."""
@@ -107,26 +125,27 @@ class SequencePart:
 class SequenceState:
     """The blocks of one request in all groups. Changed by the KVCacheManager alone.
 
-    - `settled`: the number of tokens that are certainly computed and whose block keys are known. Their complete blocks
-      are published; blocks not needed to resume there are freed.
+    - `settled`: the number of tokens that are certainly computed and whose blocks depend on known tokens only. Their
+      blocks are published up to the last resume point; blocks not needed to resume there are freed.
     - `capacity`: the number of tokens that fit the reserved blocks.
-    - `due`: the number of computed tokens from which a commit has work to do.
+    - `due`: the number of computed tokens from which a commit has work to do: a resume point, or blocks to free.
     - `held`: the last settled resume point. The parts hold its tails.
     - `filled`: the number of tokens that are loaded, or being loaded, into the tables before the request runs.
     - `origins`: the tiers from which blocks were loaded for this request at any time.
     - `asked`: shared tiers were asked for its blocks.
     - `salted`: its blocks are not reported in KV events.
 
-    `tails` are the parts of windows and states. `history_first` are all parts, in the order in which they match.
+    `histories` are the parts that keep their history, `tails` those of windows and states.
     """
 
     __slots__ = (
         "asked",
         "capacity",
+        "chain",
         "due",
         "filled",
         "held",
-        "history_first",
+        "histories",
         "origins",
         "parts",
         "salted",
@@ -134,10 +153,11 @@ class SequenceState:
         "tails",
     )
 
-    def __init__(self, groups: Sequence[KVGroup], fingerprint: bytes, cache_salt: str) -> None:
-        self.parts = tuple(SequencePart(group, root_key(group.spec, fingerprint, cache_salt)) for group in groups)
+    def __init__(self, groups: Sequence[KVGroup], rule: KeyRule, fingerprint: bytes, cache_salt: str) -> None:
+        self.chain, keys = rule.keys(fingerprint, cache_salt)
+        self.parts = tuple(map(SequencePart, groups, keys))
+        self.histories = tuple(part for part in self.parts if part.group.keeps_history)
         self.tails = tuple(part for part in self.parts if not part.group.keeps_history)
-        self.history_first = (*(part for part in self.parts if part.group.keeps_history), *self.tails)
         self.salted = bool(cache_salt)
         self.asked = False
         self.origins: dict[GroupKey, Tier] = {}
@@ -145,22 +165,27 @@ class SequenceState:
 
     def clear(self) -> None:
         """Forget all blocks; the caller has freed them."""
-        self.capacity = self.settled = self.due = self.held = self.filled = 0
+        self.capacity = self.settled = self.held = self.filled = 0
+        self.due: float = 0
         for part in self.parts:
             part.clear()
 
     def extend_keys(self, tokens: array[int]) -> None:
         """Compute the keys that `tokens`, known from position 0 on, allow."""
         with memoryview(tokens) as view, view.cast("B") as data:
-            for part in self.parts:
-                part.chain.extend(data)
+            self.chain.extend(data)
 
     def longest(self, limit: int, find_in: FindIn) -> int:
-        """Return the largest n <= `limit` that every group accepts: each shrinks the candidate until none objects."""
+        """Return the largest n <= `limit` that every group accepts: each shrinks the candidate until none objects.
+
+        A group that keeps its history accepts every resume point before the one that it returned, so it is asked once.
+        """
         candidate, agreed = limit, -1
+        for part in self.histories:
+            candidate = part.group.accepted(part.keys, candidate, find_in(part.group))
         while candidate != agreed:
             agreed = candidate
-            for part in self.history_first:
+            for part in self.tails:
                 candidate = part.group.accepted(part.keys, candidate, find_in(part.group))
         return candidate
 
@@ -168,9 +193,10 @@ class SequenceState:
         """Return how many of the first tokens came from which tier, by the blocks of a group that keeps history."""
         if not self.origins:
             return Counter({"device": num_tokens})
-        part = self.history_first[0]
+        part = (*self.histories, *self.tails)[0]
         size = part.group.block_size
-        sources = Counter(self.origins.get((part.group, key), "device") for key in part.keys[: num_tokens // size])
+        keys = map(part.keys.__getitem__, range(num_tokens // size))
+        sources = Counter(self.origins.get((part.group, key), "device") for key in keys)
         return Counter({tier: count * size for tier, count in sources.items()})
 
     def forget_missing_origins(self) -> None:
@@ -180,4 +206,4 @@ class SequenceState:
 
     def set_capacity(self) -> None:
         """Note how many tokens the tables hold in every group."""
-        self.capacity = min(len(part.table) * part.group.block_size for part in self.parts)
+        self.capacity = min([part.capacity for part in self.parts])

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pypto_serving.kv.demotion import Demotions
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.group import GroupKey, KVGroup
-from pypto_serving.kv.lease import Leases, LeaseState
+from pypto_serving.kv.lease import Leases
 from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.kv.promotion import Promotions
 from pypto_serving.types.stats import TierStats
@@ -38,17 +38,18 @@ class TierManager:
         groups: Sequence[KVGroup],
         configs: Iterable[TierConfig],
         policy: StorePolicy,
+        longest_blocks: Sequence[int],
         events: EventLog | None,
     ) -> None:
         ordered = sorted(configs, key=lambda config: TIERS.index(config.tier))
         self.tiers = tuple(LowerTier(config, groups, events) for config in ordered)
-        self._leases = Leases()
-        self.promotions = Promotions(self.tiers, self._leases)
-        self.demotions = Demotions(groups, self.tiers, policy, self._leases)
+        self.leases = Leases(groups, longest_blocks)
+        self.promotions = Promotions(self.tiers, self.leases)
+        self.demotions = Demotions(groups, self.tiers, policy, self.leases)
 
     def open(self, inventories: Iterable[TierInventory]) -> None:
         """Begin a new worker life with empty device pools. Host memory keeps what it held, except moving blocks."""
-        self._leases.forget_all()
+        self.leases.forget_all()
         self.promotions.forget_all()
         self.demotions.forget_all()
         held = {inventory.tier: inventory for inventory in inventories}
@@ -62,11 +63,11 @@ class TierManager:
     def take_jobs(self, now_s: float) -> list[TransferJob]:
         """Return the jobs to hand to the worker now."""
         self.demotions.plan(now_s)
-        return self._leases.take_jobs(now_s)
+        return self.leases.take_jobs(now_s)
 
     def take_done(self, done: TransferDone, now_s: float) -> list[tuple[str, bool]]:
         """End a transfer. Returns the requests that waited for it, and whether each got all that it waited for."""
-        lease = self._leases.end(done.job_id)
+        lease = self.leases.end(done.job_id)
         if lease.kind == "store":
             self.demotions.stored(lease, done, now_s)
         elif lease.kind == "clear":
@@ -79,15 +80,14 @@ class TierManager:
 
     def overdue(self, now_s: float) -> list[str]:
         """Mark the tiers that are stuck now. Returns the requests that wait for them; they should compute instead."""
-        late = [lease for lease in self._leases if now_s > lease.due_s]
+        late = [lease for lease in self.leases if now_s > lease.due_s]
         for tier in self.tiers:
             tier.stuck = any(lease.tier is tier for lease in late)
-        fills = [lease.fill for lease in late if lease.fill and lease.state is LeaseState.FILLING]
-        return list(dict.fromkeys(name for fill in fills for name in (fill.request_id, *fill.waiters)))
+        return self.promotions.waiting_for(late)
 
     def clear(self, tier_names: Collection[Tier]) -> None:
         """Forget what some lower tiers hold, and have their stores do so. Moving blocks will not be published."""
-        for lease in self._leases:
+        for lease in self.leases:
             lease.void |= "device" in tier_names or lease.tier.config.tier in tier_names
         for tier in self.tiers:
             if tier.config.tier in tier_names:
@@ -96,7 +96,7 @@ class TierManager:
     def discard(self, blocks: Sequence[GroupKey]) -> None:
         """Forget these blocks in every lower tier. Transfers that contain one will publish nothing."""
         unwanted = set(blocks)
-        for lease in self._leases.moving():
+        for lease in self.leases.moving():
             lease.void |= any((piece.group, piece.key) in unwanted for piece in lease.moved)
         for tier in self.tiers:
             for group, key in blocks:
@@ -109,7 +109,7 @@ class TierManager:
         tier.discarded.clear()
         for pool in tier.pools.values():
             pool.drop_all()
-        self._leases.begin("clear", tier, [])
+        self.leases.begin("clear", tier, [])
 
     def record_hits(self, sources: Counter[Tier]) -> None:
         """Count the cached tokens of a request by the tier they came from."""
@@ -124,11 +124,11 @@ class TierManager:
 
     def is_idle(self, now_s: float) -> bool:
         """Return whether nothing moves and nothing waits to be stored where it can be."""
-        return not self._leases and not any(tier.backlog for tier in self.tiers if tier.accepts(now_s))
+        return not self.leases and not any(tier.backlog for tier in self.tiers if tier.accepts(now_s))
 
     def references(self, group: KVGroup) -> Counter[int]:
         """Count the references of leases to device blocks of a group."""
-        return self._leases.references(group)
+        return self.leases.references(group)
 
     def check(self) -> None:
         """Assert in every tier and group: free + held + in use = total, and references equal those of leases.
@@ -137,11 +137,11 @@ class TierManager:
         """
         for tier in self.tiers:
             references: dict[KVGroup, Counter[int]] = {group: Counter() for group in tier.pools}
-            for lease in self._leases.moving(tier):
+            for lease in self.leases.moving(tier):
                 for piece in lease.moved:
                     references[piece.group][piece.place] += 1
             for group, pool in tier.pools.items():
                 if pool.num_published <= CHECKED_BLOCKS:
                     pool.check(references[group])
-            self._leases.check(tier)
+            self.leases.check(tier)
         self.promotions.check()

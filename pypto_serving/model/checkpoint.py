@@ -6,7 +6,6 @@ Format, https://github.com/huggingface/safetensors#format: the header length n i
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import read_json_file
+from pypto_serving.util import parse_json
 
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes per item of the stored dtypes that can be served."""
@@ -128,9 +128,9 @@ def _read_header(file: Path) -> list[StoredTensor]:
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise ModelError(f"{file} is truncated or no safetensors file: {size} bytes, header of {length}")
         try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            raise ModelError(f"{file}: the safetensors header is not valid JSON") from None
+            header = parse_json(stream.read(length))
+        except ValueError as error:
+            raise ModelError(f"{file}: the safetensors header is not valid JSON: {error}") from None
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise ModelError(f"{file}: the safetensors header does not list tensors")
     header.pop("__metadata__", None)
@@ -139,7 +139,9 @@ def _read_header(file: Path) -> list[StoredTensor]:
 
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:
     match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
+            0 <= begin <= end and all(isinstance(size, int) and size >= 0 for size in shape)
+        ):
             item_bytes = (ITEM_BYTES | _INTEGER_BYTES).get(dtype)
             if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
                 raise ModelError(f"{file}: tensor {name} of shape {shape} in {dtype} has {end - begin} bytes")

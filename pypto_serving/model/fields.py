@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pypto_serving.errors import ModelError
+from pypto_serving.util import brief, parse_json
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises ModelError in one line if it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
     except OSError as error:
@@ -72,7 +73,7 @@ class Fields:
     def require(self, holds: bool, key: str, value: object, allowed: str) -> None:
         """Raise ModelError naming `key` and `value` unless `holds`."""
         if not holds:
-            raise ModelError(f"{self.source}: {key} is {json.dumps(value, default=str)}, but must be {allowed}")
+            raise ModelError(f"{self.source}: {key} is {_shown(value)}, but must be {allowed}")
 
     def _number(self, keys: tuple[str, ...], default: Any, holds: Callable[[Any], bool], allowed: str) -> Any:
         value = self.get(*keys)
@@ -83,3 +84,12 @@ class Fields:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         self.require(is_number and holds(value), keys[0], value, allowed)
         return value
+
+
+def _shown(value: object) -> str:
+    """Return `value` as it stands in the file, cut to 100 characters."""
+    try:
+        text = json.dumps(value, default=str)
+    except RecursionError:
+        return brief(value)
+    return text if len(text) <= 100 else text[:97] + "..."

@@ -4,35 +4,41 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pypto_serving.model.checkpoint import Checkpoint
+from pypto_serving.model.checkpoint import weight_files
+from pypto_serving.model.digests import digests, file_state
+from pypto_serving.model.tensors import Progress
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import hash128
 
-_PAGE_BYTES = 4096
-_SAMPLED_PAGES = 64
+
+def checkpoint_state(model_dir: str | Path) -> bytes:
+    """Hash the states of config.json and of the weight files to 16 bytes, which name the checkpoint on this machine."""
+    directory = Path(model_dir)
+    files = (directory / "config.json", *weight_files(directory))
+    return hash128(*(file_state(file).encode() for file in files))
 
 
-def fingerprint(model_dir: str | Path) -> bytes:
-    """Hash config.json, headers, sizes and evenly sampled pages to 16 bytes, which change when the weights do."""
-    checkpoint = Checkpoint.open(model_dir)
-    parts = [(checkpoint.directory / "config.json").read_bytes()]
-    for file in checkpoint.files:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header = stream.read(int.from_bytes(stream.read(8), "little"))
-            start = stream.tell()
-            pages = (size - start) // _PAGE_BYTES
-            offsets = {start + pages * i // _SAMPLED_PAGES * _PAGE_BYTES for i in range(_SAMPLED_PAGES)}
-            parts += [header, size.to_bytes(8, "little")]
-            for offset in sorted(offsets):
-                stream.seek(offset)
-                parts.append(stream.read(_PAGE_BYTES))
-    return hash128(*parts)
+def checkpoint_digest(model_dir: str | Path, cache: str, progress: Progress) -> bytes:
+    """Hash config.json and every byte of the weight files to 16 bytes, which name the checkpoint everywhere.
+
+    See `digests` for `cache`, `progress` and errors.
+    """
+    directory = Path(model_dir)
+    return hash128((directory / "config.json").read_bytes(), *digests(weight_files(directory), cache, progress))
 
 
-def program_fingerprint(config: EngineConfig, architecture: str, program: str, *numerics: str) -> bytes:
-    """Hash everything but tokens that the content of a KV block depends on to 16 bytes."""
+def program_fingerprint(
+    config: EngineConfig, progress: Progress, architecture: str, program: str, *numerics: str
+) -> bytes:
+    """Hash everything but tokens that the content of a KV block depends on to 16 bytes.
+
+    All bytes of the weights are read only for blocks that others may read, or that outlive the replica.
+    """
+    if config.shares_kv:
+        weights = checkpoint_digest(config.model, config.cache_dir, progress)
+    else:
+        weights = checkpoint_state(config.model)
     blocks = tuple(f"{group.name} {group.block_size}" for group in config.groups)
     rope = f"max_model_len {config.max_model_len}"
     words = (architecture, config.dtype, rope, *blocks, program, *numerics)
-    return hash128(fingerprint(config.model), *(word.encode() for word in words))
+    return hash128(weights, *(word.encode() for word in words))

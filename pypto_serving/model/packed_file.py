@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels import PANEL, Engine, hashes, zeros
-from pypto_serving.model.checkpoint import Checkpoint
-from pypto_serving.model.fingerprint import fingerprint
+from pypto_serving.model.fingerprint import checkpoint_state
 from pypto_serving.util import ceil_div, hash128
 
 log = logging.getLogger(__name__)
@@ -39,13 +38,8 @@ _ALIGNMENT = 4096
 
 
 def packed_key(model_dir: str | Path, *words: str) -> bytes:
-    """Hash everything that packed weights depend on to 16 bytes: checkpoint, layout and the caller's `words`.
-
-    The checkpoint's fingerprint only samples pages, so modification times are hashed too.
-    """
-    files = Checkpoint.open(model_dir).files
-    times = [f"{file.name} {file.stat().st_mtime_ns}" for file in files]
-    return hash128(fingerprint(model_dir), *(word.encode() for word in (LAYOUT, *times, *words)))
+    """Hash everything that packed weights depend on to 16 bytes: checkpoint, layout and the caller's `words`."""
+    return hash128(checkpoint_state(model_dir), *(word.encode() for word in (LAYOUT, *words)))
 
 
 class _Entry(msgspec.Struct):

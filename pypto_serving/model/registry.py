@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.contents import STORED_DTYPES, Inventory, read_contents
+from pypto_serving.model.contents import STORED_DTYPES, read_contents
 from pypto_serving.model.family import ModelFamily
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.quantization import SECTION
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
-from pypto_serving.util import LazyRegistry
+from pypto_serving.util import LazyRegistry, brief
 
 FAMILIES = LazyRegistry(
     "architecture",
@@ -22,6 +24,7 @@ FAMILIES = LazyRegistry(
     },
 )
 
+CONFIG_FILE = "config.json"
 DEFAULT_BLOCK_SIZE = 32
 """Tokens per KV block: one panel of the CPU kernels."""
 
@@ -36,57 +39,69 @@ def model_family(architecture: str) -> ModelFamily:
     return family
 
 
-def load_config(model_dir: str | Path) -> tuple[str, Any]:
-    """Read architecture and configuration of a checkpoint folder; raise ModelError."""
-    path = Path(model_dir) / "config.json"
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """The config.json of a checkpoint folder, read once: its object, and what the family makes of that.
+
+    Methods raise ModelError for values that are not supported.
+    """
+
+    directory: str
+    architecture: str
+    family: ModelFamily
+    model: Any
+    raw: Mapping[str, Any]
+
+    def stored_dtype(self) -> str:
+        """Return the dtype of weights that are not quantised: bfloat16, float16 or float32."""
+        fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
+        stored = fields.get("dtype", "torch_dtype") or ("float32" if fields.get(SECTION) is None else "bfloat16")
+        fields.require(stored in tuple(STORED_DTYPES), "dtype", stored, "float32, bfloat16 or float16")
+        return str(stored)
+
+    def serving_dtype(self, dtype: str = "auto") -> str:
+        """Decide the dtype that weights, activations and KV are served in."""
+        if dtype == "auto":
+            stored, quantised = self.stored_dtype(), self.raw.get(SECTION) is not None
+            dtype = "bfloat16" if quantised or stored == "float16" else stored
+        if dtype not in SERVING_DTYPES:
+            raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
+        return dtype
+
+    def spec(self, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE) -> ModelSpec:
+        """Describe the checkpoint to the engine, without its weights.
+
+        `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and
+        bfloat16 beside int8 weights.
+        """
+        serving = self.serving_dtype(dtype)
+        return self.family.spec(self.model, self.directory, self.architecture, serving, block_size)
+
+    def contents(self) -> Contents:
+        """List what the folder holds, by the best source that is there: files, an index, or config.json alone.
+
+        Raises ModelError for a damaged index too.
+        """
+        return read_contents(self.directory, self.family.inventory(self.model), self.stored_dtype())
+
+
+def read_config(model_dir: str | Path) -> CheckpointConfig:
+    """Read the config.json of a checkpoint folder; raise ModelError for one that is missing or not supported."""
+    path = Path(model_dir) / CONFIG_FILE
     raw = read_json_file(path)
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ModelError(f"{path}: architectures is {names!r}, but must name one")
-    return names[0], model_family(names[0]).parse(raw, str(path))
+        raise ModelError(f"{path}: architectures is {brief(names)}, but must name one")
+    family = model_family(names[0])
+    return CheckpointConfig(str(model_dir), names[0], family, family.parse(raw, str(path)), raw)
 
 
-def load_inventory(model_dir: str | Path) -> Inventory:
-    """Read which tensors config.json implies; raise ModelError."""
-    architecture, config = load_config(model_dir)
-    return model_family(architecture).inventory(config)
+def load_config(model_dir: str | Path) -> tuple[str, Any]:
+    """Read architecture and configuration of a checkpoint folder; raise ModelError."""
+    config = read_config(model_dir)
+    return config.architecture, config.model
 
 
 def load_spec(model_dir: str | Path, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE) -> ModelSpec:
-    """Read what a checkpoint folder holds, without its weights.
-
-    `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and
-    bfloat16 beside int8 weights.
-    Raises ModelError for a missing or invalid config.json and for architectures and values not supported.
-    """
-    architecture, config = load_config(model_dir)
-    serving = serving_dtype(model_dir, dtype)
-    return model_family(architecture).spec(config, str(model_dir), architecture, serving, block_size)
-
-
-def load_contents(model_dir: str | Path) -> Contents:
-    """List what a checkpoint folder holds, by the best source that is there: files, an index, or config.json alone.
-
-    Raises ModelError as `load_spec` does, and for a damaged index.
-    """
-    return read_contents(model_dir, load_inventory(model_dir), stored_dtype(model_dir))
-
-
-def stored_dtype(model_dir: str | Path) -> str:
-    """Read the dtype that config.json names for weights that are not quantised: bfloat16, float16 or float32."""
-    path = Path(model_dir) / "config.json"
-    fields = Fields(read_json_file(path), str(path))
-    stored = fields.get("dtype", "torch_dtype") or ("float32" if fields.get(SECTION) is None else "bfloat16")
-    fields.require(stored in tuple(STORED_DTYPES), "dtype", stored, "float32, bfloat16 or float16")
-    return str(stored)
-
-
-def serving_dtype(model_dir: str | Path, dtype: str = "auto") -> str:
-    """Decide the dtype that weights, activations and KV are served in."""
-    if dtype == "auto":
-        quantised = read_json_file(Path(model_dir) / "config.json").get(SECTION) is not None
-        stored = stored_dtype(model_dir)
-        dtype = "bfloat16" if quantised or stored == "float16" else stored
-    if dtype not in SERVING_DTYPES:
-        raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
-    return dtype
+    """Read what a checkpoint folder holds, without its weights. See `CheckpointConfig.spec`."""
+    return read_config(model_dir).spec(dtype, block_size)

@@ -47,6 +47,12 @@ def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
     )
 
 
+def started(request: Request, first: RequestOutput) -> RequestOutput:
+    """Return the `first` output of a request with its cached tokens and its times so far."""
+    timeline = request.timeline(request.first_token_s)
+    return msgspec.structs.replace(first, cached_by_tier=request.cached_by_tier, timeline=timeline)
+
+
 def finished(request: Request, reason: str, fault: RequestFault | None, now_s: float) -> RequestOutput:
     """Return the last output of a request."""
     last = request.tokens[-1]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import budget, outputs
+from pypto_serving.sched.fairness import FairQueue, TokenShares
+from pypto_serving.sched.following import Following
 from pypto_serving.sched.loading import Loading
 from pypto_serving.sched.order import by_order, decodes_and_prompts, victim_for
 from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request, Status
+from pypto_serving.sched.rows import Rows
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, new_row, plain_tokens, rows_of, step_plan
 from pypto_serving.sched.strikes import MAX_STRIKES, Strikes
 from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import publication_lag
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import NOT_FINITE, StepPlan, StepResult
 from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
@@ -32,7 +35,8 @@ class Scheduler:
 
     A request is in one of these places:
 
-        _waiting    the queue: not started, preempted, or put back after a worker died
+        _waiting    the queue: not started, preempted, or put back after a worker died; in `_following` too if it waits
+                    for a prefix that a running request computes
         _loading    waits for blocks from a lower tier (WAITING_FOR_KV)
         _running    has a row and blocks
     """
@@ -42,18 +46,19 @@ class Scheduler:
         self.kv = kv
         self.counters = Counters()
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
+        self._shares = TokenShares() if config.fair_scheduling else None
+        self._waiting = WaitingQueue() if self._shares is None else FairQueue(self._shares)
         self._running: dict[str, Request] = {}
-        self._loading = Loading()
+        self._loading = Loading(self._waiting, kv)
+        self._following = Following(kv)
         self._in_flight: deque[Step] = deque()
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._dropped_rows: list[int] = []
+        self._rows = Rows(config.max_num_seqs)
         self._num_arrived = 0
         self._num_planned = 0
         self._last_writer = 0
         self._strikes = Strikes()
-        self._unsettled = config.max_num_batched_tokens * config.depth + publication_lag(config.groups)
-        require_blocks(config, config.num_blocks, self._unsettled)
+        self._unsettled = config.unsettled_tokens
+        require_blocks(config, config.num_blocks)
 
     def worker_ready(
         self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory] = ()
@@ -63,7 +68,7 @@ class Scheduler:
         Raises ConfigError if a pool is too small for one request.
         """
         assert not self._running and not self._in_flight and not self._loading
-        require_blocks(self.config, num_blocks, self._unsettled)
+        require_blocks(self.config, num_blocks)
         self.kv.open(num_blocks, fingerprint, inventories)
 
     # Requests come and go.
@@ -78,6 +83,8 @@ class Scheduler:
         self._num_arrived += 1
         request = Request(source, self._num_arrived, self.config.max_model_len)
         self._requests[request.id] = request
+        if self._shares is not None:
+            self._shares.enter(request)
         self._waiting.push(request)
         return None
 
@@ -93,7 +100,10 @@ class Scheduler:
         self._leave(request)
         self._waiting.remove(request)
         self._loading.forget(request.id)
+        self._following.forget(request.id)
         self._strikes.forget(request.id)
+        if self._shares is not None:
+            self._shares.leave(request)
         request.status = Status.FINISHED
         self.kv.forget(request.id)
         del self._requests[request.id]
@@ -104,8 +114,7 @@ class Scheduler:
         if request.status is not Status.RUNNING:
             return
         del self._running[request.id]
-        self._dropped_rows.append(request.row)
-        self._free_rows.append(request.row)
+        self._rows.give_back(request.row)
         request.life += 1
         request.row = -1
         request.num_committed = request.num_computed_tokens = request.num_placeholders = 0
@@ -126,34 +135,56 @@ class Scheduler:
             self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
             for request in self._waiting.take_expired(now_s)
         ]
-        for request_id in self.kv.expire_fills(now_s):
-            self._stop_waiting_for_kv(request_id)
+        self._loading.expire(now_s)
+        for request in self._following.update():
+            self._waiting.bring_back(request)
         self.kv.plan_stores(now_s)
         step = Step(self._num_planned + 1, now_s, self.config.max_num_batched_tokens, len(self.kv.groups))
         if self._strikes.suspects:
             self._schedule_alone(step, now_s)
         else:
-            self._schedule_running(step)
-            if not step.short_of_blocks:
-                self._admit_waiting(step, now_s)
+            self._schedule_all(step, now_s)
         return (self._dispatch(step) if step.scheduled else None), expired
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_all(self, step: Step, now_s: float) -> None:
         """Schedule decodes first, less the share of the budget that is kept for prompts; then prompts.
 
-        A decode that finds no blocks takes nothing of the budget: the next one is tried. Drafts get what is left when
-        every decode has its own token.
+        Decodes get again what prompts leave of the budget, and drafts what is left when every decode has its own token.
         """
         decodes, prompts = decodes_and_prompts(self._running.values())
-        head = prompts[0] if prompts else self._waiting.peek() if self._free_rows else None
+        head = self._waiting.peek() if self._rows else None
+        if prompts and (head is None or prompts[0].order < head.order):
+            head = prompts[0]
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
         step.draft_budget = max(0, decode_budget - len(decodes)) if self.config.num_drafts else 0
-        for request in decodes:
-            if len(step.scheduled) >= decode_budget:
-                break
+        left = iter(decodes)
+        self._schedule_decodes(step, left, decode_budget)
+        self._schedule_prompts(step, prompts, now_s)
+        self._schedule_decodes(step, left, step.budget)
+
+    def _schedule_decodes(self, step: Step, decodes: Iterator[Request], most: int) -> None:
+        """Take and schedule up to `most` decodes. One that finds no blocks does not count: the next is tried."""
+        end = len(step.scheduled) + most
+        for request in decodes if most > 0 else ():
             self._schedule(step, request, 1)
+            if len(step.scheduled) >= end:
+                return
+
+    def _schedule_prompts(self, step: Step, prompts: list[Request], now_s: float) -> None:
+        """Schedule running and waiting prompts in order. A running one before which others start keeps its blocks."""
         for request in prompts:
+            self._promise(step, request)
+        for request in prompts:
+            self._admit_waiting(step, now_s, before=request)
+            self._promise(step, request, -1)
             self._schedule(step, request, request.num_uncomputed_tokens)
+            self._promise(step, request)
+        self._admit_waiting(step, now_s)
+
+    def _promise(self, step: Step, request: Request, sign: int = 1) -> None:
+        """Keep the blocks that a running prompt still needs from requests that start; or, with -1, do so no longer."""
+        if request.status is Status.RUNNING and request.num_uncomputed_tokens > 1:
+            step.promise(self.kv.growth(request.num_computed_tokens, request.num_tokens), sign)
 
     def _schedule(self, step: Step, request: Request, missing: int, anyone: bool = False) -> None:
         """Add as many of a running request's `missing` tokens as fit; preempt others if nothing else frees blocks.
@@ -172,7 +203,7 @@ class Scheduler:
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         while blocks is None:
             if not self._find_blocks(step, request, count, anyone):
-                step.short_of_blocks = True
+                step.admits = False
                 return
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
         if any(blocks):
@@ -193,7 +224,7 @@ class Scheduler:
 
         Return False if no other request can give any, or if stores in progress will free enough.
         """
-        if self._release_loaded(request):
+        if self._loading.release_one(request):
             return True
         if self.kv.will_fit(request.id, request.num_computed_tokens + count):
             return False
@@ -201,13 +232,6 @@ class Scheduler:
         if victim is not None:
             self._preempt(step, victim)
         return victim is not None
-
-    def _release_loaded(self, beneficiary: Request) -> bool:
-        """Free the blocks loaded for another waiting request. Return False if there is none."""
-        other = self._loading.take_loaded(beneficiary.id)
-        if other is not None:
-            self.kv.release(other)
-        return other is not None
 
     def _enter(self, step: Step, request: Request, count: int, num_drafts: int = 0) -> None:
         """Add tokens of a running request to the step. Until the step commits, every draft counts as accepted."""
@@ -219,51 +243,45 @@ class Scheduler:
         request.last_step = step.step_id
         step.add(Scheduled(request, request.life, count, num_drafts, samples))
 
-    def _admit_waiting(self, step: Step, now_s: float) -> None:
-        """Start waiting requests in order until rows, budget or blocks run out."""
-        while step.budget > 0 and self._free_rows:
+    def _admit_waiting(self, step: Step, now_s: float, before: Request | None = None) -> None:
+        """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
+        while step.admits and step.budget > 0 and self._rows and not self._following.is_full:
             request = self._waiting.peek()
-            if request is None or request.id in step.preempted or not self._admit(step, request, now_s):
+            if request is None or (before is not None and request.order > before.order):
                 return
+            held_up = request.id in step.preempted or request.id == self._loading.put_off_id
+            step.admits = not held_up and self._admit(step, request, now_s)
 
     def _admit(self, step: Step, request: Request, now_s: float) -> bool:
-        """Start a waiting request, or let it wait for its KV. Return False if it must stay in the queue."""
+        """Start a waiting request, or let it wait for its KV. Return False if it must stay first in the queue."""
         match = self.kv.match(request.id, request.tokens, request.source.cache_salt)
-        spare = SPARE_BLOCKS if self._running else 0.0
-        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare):
-            if self._running or self._loading or not self._release_loaded(request):
-                return False
-        may_wait = not self._strikes.suspects and not self._loading.is_full
-        if may_wait and self.kv.fetch(request.id, request.num_tokens, match):
-            self._wait_for_kv(request)
+        may_wait = not self._strikes.suspects
+        if may_wait and self._following.follow(request, match):
+            self._waiting.set_aside(request)
             return True
+        spare = SPARE_BLOCKS if self._running else 0.0
+        while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
+            if self._running or self._loading or not self._loading.release_one(request):
+                return False
+        if may_wait:
+            fetch = self.kv.fetch(request.id, request.tokens, match, may_begin=not self._loading.is_full)
+            if fetch is Fetch.BEGUN:
+                self._loading.wait(request)
+                return True
+            if fetch is Fetch.LATER:
+                self._loading.put_off(request.id)
+                return False
         count = budget.chunk(self.config, step, request.num_tokens - match.num_tokens)
         if count == 0 or self.kv.reserve(request.id, match.num_tokens + count, match) is None:
             return False
         self._start(step, request, match, now_s)
         self._enter(step, request, count)
+        self._promise(step, request)
         return True
-
-    def _wait_for_kv(self, request: Request) -> None:
-        """Move a request out of the queue while its blocks are loaded, so that others can start."""
-        self._waiting.remove(request)
-        request.status = Status.WAITING_FOR_KV
-        self._loading.wait(request)
 
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
         """Record transfers that ended and queue the requests that waited for them."""
-        for transfer in done:
-            for request_id in self.kv.transferred(transfer, now_s):
-                self._stop_waiting_for_kv(request_id)
-
-    def _stop_waiting_for_kv(self, request_id: str) -> None:
-        """Queue a request whose KV loads have ended or were given up. Do nothing if it is not waiting."""
-        request = self._loading.stop_waiting(request_id)
-        if request is not None:
-            request.status = Status.WAITING
-            self._waiting.push(request)
-            if self.kv.holds_fill(request_id):
-                self._loading.hold(request_id)
+        self._loading.transferred(done, now_s)
 
     def take_transfers(self, now_s: float) -> Transfers | None:
         """Return the transfers to start now, or None.
@@ -278,9 +296,10 @@ class Scheduler:
         self._waiting.remove(request)
         self._loading.forget(request.id)
         request.status = Status.RUNNING
-        request.row = self._free_rows.pop()
+        request.row = self._rows.take()
         request.num_committed = request.num_computed_tokens = match.num_tokens
         self._running[request.id] = request
+        self._following.lead(request)
         if request.num_cached_tokens < 0:
             self._record_first_start(request, match, now_s)
         step.new_rows.append(new_row(request, self.kv.table(request.id)))
@@ -311,9 +330,9 @@ class Scheduler:
         self._num_planned = step.step_id
         self._in_flight.append(step)
         self.counters.record_step(len(step.scheduled), self.config.max_num_batched_tokens - step.budget)
-        plan = step_plan(step, self._dropped_rows)
-        self._dropped_rows.clear()
-        return plan
+        if self._shares is not None:
+            self._shares.charge(step.scheduled)
+        return step_plan(step, self._rows.take_dropped())
 
     # Results.
 
@@ -344,12 +363,13 @@ class Scheduler:
     def _append(self, request: Request, count: int, token_id: int, now_s: float) -> RequestOutput:
         """Do what `_take` does for a row of one token and nothing else, at less cost: most rows are such."""
         request.num_placeholders -= 1
-        if not request.first_token_s:
-            request.first_token_s = now_s
         request.tokens.append(token_id)
         self.counters.generation_tokens += 1
         reason = outputs.stop_reason(request, token_id)
         output = outputs.token_added(request, token_id)
+        if not request.first_token_s:
+            request.first_token_s = now_s
+            output = outputs.started(request, output)
         self._advance(request, count)
         return output if reason is None else outputs.merged(output, self._finish(request, reason, now_s=now_s))
 
@@ -357,8 +377,6 @@ class Scheduler:
         """Append the sampled tokens of a row, up to the one that ends its request. Take back rejected drafts."""
         request, reason = entry.request, None
         request.num_placeholders -= 1 + entry.num_drafts
-        if row.token_ids and not request.first_token_s:
-            request.first_token_s = now_s
         count = 0
         while reason is None and count < len(row.token_ids):
             request.tokens.append(row.token_ids[count])
@@ -366,6 +384,9 @@ class Scheduler:
             count += 1
         self.counters.record_output(count, entry.num_drafts)
         output = outputs.tokens_added(request, row, count)
+        if row.token_ids and not request.first_token_s:
+            request.first_token_s = now_s
+            output = outputs.started(request, output)
         if reason is None and row.fault is not None:
             if row.fault.code == NOT_FINITE:
                 self.kv.discard(request.id)
@@ -406,7 +427,7 @@ class Scheduler:
         for request in [*self._running.values(), *self._loading]:
             self._back_to_waiting(request)
         self._loading.clear()
-        self._dropped_rows.clear()
+        self._rows.take_dropped()
         return [output for entry, start in struck if (output := self._strike(entry, start, now_s)) is not None]
 
     def _strike(self, entry: Scheduled, start: int, now_s: float) -> RequestOutput | None:
@@ -443,12 +464,12 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that rows, queues, registry and KV agree."""
-        rows = [request.row for request in self._running.values()]
-        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), "rows leaked"
+        self._rows.check(request.row for request in self._running.values())
         queued = len(self._running) + len(self._waiting) + len(self._loading)
         assert len(self._requests) == queued, "a request is in no queue"
         assert len(self.kv) <= len(self._requests), "the KV manager remembers finished requests"
         self._strikes.check(self._requests.keys())
+        self._following.check({request.id for request in self._waiting})
         for request in self._running.values():
             assert request.num_committed <= request.num_computed_tokens <= request.num_tokens
             assert len(request.tokens) <= request.max_tokens

@@ -61,8 +61,11 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
 class Step:
     """A step that is being planned, then in flight. Owned by the Scheduler.
 
-    `budget` is the number of tokens left to schedule, `draft_budget` the part of it that drafts may take. `new_blocks`
-    has one list per KV group: row, block id, row, ...
+    - `budget`: the number of tokens left to schedule.
+    - `draft_budget`: the part of it that drafts may take.
+    - `new_blocks`: one list per KV group: row, block id, row, ...
+    - `admits`: further requests may start; false once a running or waiting one does not find blocks.
+    - `promised`: the blocks of each group that running prompts will need after this step.
     """
 
     def __init__(self, step_id: int, now_s: float, budget: int, num_groups: int) -> None:
@@ -73,10 +76,11 @@ class Step:
         self.scheduled: list[Scheduled] = []
         self.requests: set[str] = set()
         self.preempted: set[str] = set()
-        self.short_of_blocks = False
+        self.admits = True
         self.has_drafts = False
         self.new_rows: list[NewRow] = []
         self.new_blocks: list[list[int]] = [[] for _ in range(num_groups)]
+        self.promised = [0] * num_groups
 
     def add(self, entry: Scheduled) -> None:
         """Add the tokens of a request and take them from the budget."""
@@ -85,6 +89,10 @@ class Step:
         self.has_drafts |= entry.num_drafts > 0
         self.requests.add(entry.request.id)
         self.scheduled.append(entry)
+
+    def promise(self, blocks: Sequence[int], sign: int) -> None:
+        """Add to the blocks of each group that running prompts will need, or subtract from them."""
+        self.promised = [before + sign * more for before, more in zip(self.promised, blocks, strict=True)]
 
     def add_blocks(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
         """Add a row's new blocks, one sequence of ids per KV group."""

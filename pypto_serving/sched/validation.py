@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import max_live_blocks
 from pypto_serving.types.request import EngineRequest, RequestFault
 from pypto_serving.types.sampling import SamplingParams, check_named_ids
 
 
-def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...], unsettled: int) -> None:
+def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...]) -> None:
     """Raise ConfigError if any group's pool is too small for one request of the longest length.
 
-    `num_blocks` counts each pool's null block. `unsettled` is the most tokens of a request that steps in flight compute
-    or that wait for the keys of their blocks.
+    Tiers below the device need one more block, to move it. `num_blocks` counts each pool's null block.
     """
-    live = max_live_blocks(config.groups, config.max_model_len, unsettled)
-    for group, available, needed in zip(config.groups, num_blocks, live, strict=True):
-        if needed > available - 1:
+    more = " and tiers one more" if config.tiers else ""
+    for group, available, needed in zip(config.groups, num_blocks, config.longest_blocks, strict=True):
+        if needed + bool(config.tiers) > available - 1:
             raise ConfigError(
                 f"KV group {group.name} has {available - 1} blocks, a request of {config.max_model_len} tokens needs "
-                f"{needed}; raise the option kv-memory or lower the option max-model-len"
+                f"{needed}{more}; raise the option kv-memory or lower the option max-model-len"
             )
 
 

@@ -18,10 +18,13 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "host": default_of(ServerConfig, "host"),
         "port": default_of(ServerConfig, "port"),
         "drain_timeout": default_of(ServerConfig, "drain_timeout_s"),
+        "max_body_bytes": default_of(ServerConfig, "max_body_bytes"),
         "log_requests": default_of(ServerConfig, "log_requests"),
+        "client_priority": default_of(ServerConfig, "client_priority"),
         "max_queued_requests": default_of(EngineConfig, "max_queued_requests"),
         "long_prefill_token_threshold": default_of(EngineConfig, "long_prefill_token_threshold"),
         "chunked_prefill": default_of(EngineConfig, "enable_chunked_prefill"),
+        "fair_scheduling": default_of(EngineConfig, "fair_scheduling"),
         "prefix_caching": default_of(EngineConfig, "enable_prefix_caching"),
         "block_size": DEFAULT_BLOCK_SIZE,
         "kv_host_memory": False,
@@ -39,7 +42,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 """By the name of the option; False where it is off."""
 
 QUIET_DEFAULTS: Mapping[str, Any] = MappingProxyType({**DEFAULTS, "log_level": "warning"})
-"""Defaults of commands that answer on the terminal, where logs would be in the way."""
+"""Defaults of `LLM` and of commands that answer on the terminal, where logs would be in the way."""
 
 
 def shown_default(name: str) -> str:
@@ -47,6 +50,6 @@ def shown_default(name: str) -> str:
     value = DEFAULTS[name]
     if isinstance(value, bool):
         return "on" if value else "off"
-    if name == "kv_disk_size":
+    if name in ("kv_disk_size", "max_body_bytes"):
         return format_size(value).replace(" ", "")
     return f"{value:g}" if isinstance(value, float) else str(value)

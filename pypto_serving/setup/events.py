@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.setup.options import Options
 from pypto_serving.setup.rules import MAX_PORT
 from pypto_serving.setup.settings import Settings
+from pypto_serving.types.config import EngineConfig, ServerConfig
 
 
 def choose_events(settings: Settings) -> tuple[str, str]:
@@ -29,6 +31,35 @@ def choose_events(settings: Settings) -> tuple[str, str]:
         raise ConfigError(f"{label} is {replay}, and so is {options.label('kv_events')}; give another, or drop this")
     settings.record("kv_events_replay", replay or False, reason)
     return endpoint, replay
+
+
+def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) -> None:
+    """Raise ConfigError if two of the HTTP server, the KV events and their replay would take the same port."""
+    http = f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
+    taken = [(options.label("port"), http)]
+    for name in ("kv_events", "kv_events_replay"):
+        endpoint = getattr(engine, name)
+        for other, at in taken:
+            if _clash(endpoint, at):
+                raise ConfigError(f"{options.label(name)} is {endpoint}, where {other} listens too; give another port")
+        taken.append((options.label(name), endpoint))
+
+
+def _clash(one: str, other: str) -> bool:
+    """Return whether two endpoints cannot both be bound: the same port of the same address, or of any."""
+    (address, port), (other_address, other_port) = _parts(one), _parts(other)
+    if not port or port != other_port:
+        return False
+    return address == other_address or "*" in (address, other_address)
+
+
+def _parts(endpoint: str) -> tuple[str, int]:
+    """Return address and port of a TCP endpoint; `*` is any address, and port 0 any free one, or no TCP."""
+    if not endpoint.startswith("tcp:") or _is_free_port(endpoint):
+        return "", 0
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    address = address.strip("[]").lower()
+    return {"0.0.0.0": "*", "::": "*", "localhost": "127.0.0.1"}.get(address, address), int(port)
 
 
 def _is_free_port(endpoint: str) -> bool:

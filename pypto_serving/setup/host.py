@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +14,11 @@ from pathlib import Path
 
 import msgspec
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.types.tier import PART_NAME
+
+MIN_FILES, MAX_FILES = 64, 65536
+"""Open files that an engine or a client needs at least, and the most that are of use."""
 
 
 class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +53,30 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk: DiskFacts | None = None
 
 
+def raise_file_limit() -> None:
+    """Raise this process's soft limit of open files as far as is of use; raise ConfigError if it stays too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if wanted < MIN_FILES:
+        raise ConfigError(
+            f"this process may open {wanted} files, but needs {MIN_FILES}; raise the limit of open files (ulimit -n)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
     """Read memory and CPUs from /proc and the control groups of this process; `root` is for tests."""
-    groups = list(_control_groups(root))
-    return HostFacts(available_bytes=_available_bytes(root, groups), num_cpus=_num_cpus(groups))
+    return HostFacts(available_bytes=_available_bytes(root), num_cpus=_num_cpus(root))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address to listen on; a name other than localhost may be any."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def read_cache_dir() -> str:
@@ -85,35 +111,56 @@ def read_disk_facts(folder: Path) -> DiskFacts:
     return DiskFacts(disk_bytes=disk.total, free_bytes=disk.free, used=used)
 
 
-def _control_groups(root: Path) -> Iterator[Path]:
-    """List this process's cgroup v2 folder and its parents, up to the container's root."""
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, use, and the key in memory.stat of page cache that can be taken back: in control groups v2, then v1."""
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """List the folders of this process's control group and of its parents, v2 or v1, up to the container's root.
+
+    A line of /proc/self/cgroup is `number:controllers:path`; v2 has one line, without controllers.
+    """
     top = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            own = top / line[3:].strip("/")
-            yield from (path for path in (own, *own.parents) if path.is_relative_to(top))
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = top / controller if controllers else top
+        own = base / path.strip("/")
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(base))
 
 
-def _available_bytes(root: Path, groups: list[Path]) -> int:
+def _available_bytes(root: Path) -> int:
     """Return MemAvailable, or less under the tightest limit; page cache under a limit counts as free."""
     kib = _keyed_int(root / "proc/meminfo", "MemAvailable:")
     free = kib * 1024 if kib is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for group in groups:
-        limit, current = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
-        if limit.isdigit() and current.isdigit():
-            cached = _keyed_int(group / "memory.stat", "inactive_file") or 0
-            free = min(free, int(limit) - int(current) + cached)
+    for group in _control_groups(root, "memory"):
+        for max_name, current_name, cached_key in _MEMORY_FILES:
+            limit, current = _int(group / max_name), _int(group / current_name)
+            if limit is not None and current is not None:
+                cached = _keyed_int(group / "memory.stat", cached_key) or 0
+                free = min(free, limit - current + cached)
     return max(0, free)
 
 
-def _num_cpus(groups: list[Path]) -> int:
+def _num_cpus(root: Path) -> int:
     """Count the CPUs of the affinity mask, or of the tightest quota if that is less; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for group in groups:
-        quota, _, period = _read(group / "cpu.max").strip().partition(" ")
-        if quota.isdigit() and period.isdigit():
+    for group in _control_groups(root, "cpu"):
+        v2, v1 = group / "cpu.max", (group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+        quota, _, period = (_read(v2) or " ".join(map(_read, v1))).strip().partition(" ")
+        if quota.strip().isdigit() and period.strip().isdigit():
             allowed = min(allowed, int(quota) // int(period))
     return max(1, allowed)
+
+
+def _int(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
 
 
 def _read(path: Path) -> str:

@@ -3,7 +3,7 @@
 On the device, memory is given out in this order, as long as it lasts:
 
 1. the null block of every group
-2. one sequence of `max_model_len` tokens, with whole steps of it in flight
+2. one sequence of `max_model_len` tokens, with whole steps of it in flight; with tiers, an eighth more for transfers
 3. windows and states of the other `max_num_seqs` - 1 sequences while they decode, from at most half of the memory
 4. the rest as in a lower tier: history of N tokens, and windows and states at the checkpoints of N tokens
 """
@@ -25,12 +25,14 @@ from pypto_serving.util import ceil_div
 
 MAX_SLOT = 2**31
 """Slots, block id * block_size + offset, are int32."""
+TRANSFERRED_PART = 8
+"""With lower tiers there is one more block for so many blocks of the longest sequence."""
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of one KV group in one tier; on the device, `num_blocks` includes the null block.
 
-    first_blocks: blocks of one sequence of full length, with the steps in flight.
+    first_blocks: blocks of one sequence of full length, with the steps in flight and blocks for transfers.
     more_blocks: blocks of each further sequence.
     """
 
@@ -98,10 +100,21 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         return count, min([model_len, *((g.num_blocks - 1) // count * g.block_tokens for g in history)])
 
 
-def max_sequence_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, step_tokens: int) -> int:
-    """Count the bytes of all null blocks and of one sequence of `model_len` tokens, `step_tokens` not settled."""
+def first_blocks(groups: Sequence[KVCacheGroupSpec], model_len: int, step_tokens: int, tiered: bool) -> tuple[int, ...]:
+    """Count the blocks of one sequence of `model_len` tokens, `step_tokens` not settled.
+
+    Transfers to and from lower tiers leave a sequence these blocks, so `tiered` adds an eighth that they can hold.
+    """
     live = max_live_blocks(groups, model_len, step_tokens)
-    return sum((1 + blocks) * group.block_bytes for blocks, group in zip(live, groups, strict=True))
+    return tuple(blocks + ceil_div(blocks, TRANSFERRED_PART) * tiered for blocks in live)
+
+
+def max_sequence_bytes(
+    groups: Sequence[KVCacheGroupSpec], model_len: int, step_tokens: int, tiered: bool = False
+) -> int:
+    """Count the bytes of all null blocks and of `first_blocks`."""
+    first = first_blocks(groups, model_len, step_tokens, tiered)
+    return sum((1 + blocks) * group.block_bytes for blocks, group in zip(first, groups, strict=True))
 
 
 def tail_bytes(groups: Sequence[KVCacheGroupSpec], model_len: int, decode_tokens: int) -> int:
@@ -122,18 +135,19 @@ def plan_groups(
     step_tokens: int,
     decode_tokens: int,
     max_num_seqs: int,
+    tiered: bool = False,
 ) -> tuple[GroupPlan, ...]:
     """Share `kv_bytes` out among the groups, for at most `max_num_seqs` full sequences.
 
     One sequence has up to `step_tokens` tokens that are computed and not settled, each further one `decode_tokens`.
     `kv_bytes` must hold `max_sequence_bytes`; the plan never takes more than `kv_bytes`.
     """
-    first = max_live_blocks(groups, model_len, step_tokens)
+    first = first_blocks(groups, model_len, step_tokens, tiered)
     more = max_live_blocks(groups, model_len, decode_tokens)
     per_token = blocks_per_token(groups)
     cost = sum((blocks * group.block_bytes for blocks, group in zip(per_token, groups, strict=True)), Fraction())
     tails = tail_bytes(groups, model_len, decode_tokens)
-    spare = kv_bytes - max_sequence_bytes(groups, model_len, step_tokens)
+    spare = kv_bytes - max_sequence_bytes(groups, model_len, step_tokens, tiered)
     num_more = min(num_beside(kv_bytes, tails, max_num_seqs), spare // max(1, tails))
     longest = Fraction(max_num_seqs * -(-model_len // resume_step(groups)) * resume_step(groups))
     num_tokens = min(longest, (spare - num_more * tails) / cost) if cost else longest

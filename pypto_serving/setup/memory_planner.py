@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
@@ -10,9 +10,10 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.rules import MAX_KV_BYTES
-from pypto_serving.types.kv import publication_lag
+from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
-from pypto_serving.util import format_size
+from pypto_serving.types.step import BackendLimits
+from pypto_serving.util import ceil_div, format_size
 
 PROCESS_BYTES = 512 << 20
 """Resident memory of the API process, the core and the worker beside weights, KV and activations."""
@@ -40,6 +41,7 @@ class MemoryPlanner:
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
         self.host_bytes = self._host_bytes()
+        self.tiered = bool(self.host_bytes or options.kv_disk or options.kv_remote)
 
     def step_tokens(self, model_len: int) -> int:
         """Return the token budget of a step."""
@@ -78,6 +80,7 @@ class MemoryPlanner:
             self._unsettled(model_len, self.step_tokens(model_len)),
             self._unsettled(model_len, 1),
             self.max_num_seqs,
+            self.tiered,
         )
         plan = MemoryPlan(
             groups=groups,
@@ -97,8 +100,15 @@ class MemoryPlanner:
     def _workspace(self, model_len: int) -> int:
         if self.backend.simulated:
             return 0
+        limits = BackendLimits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.step_tokens(model_len),
+            max_model_len=model_len,
+            depth=self.backend.depth,
+            traits=self.backend.traits,
+        )
         positions = self.model.position_bytes * model_len
-        return positions + workspace_bytes(self.model, self.max_num_seqs, self.step_tokens(model_len))
+        return positions + row_bytes(self.model.kv_groups, limits) + workspace_bytes(self.model, limits)
 
     def _room(self, model_len: int) -> int:
         """Return the bytes that weights, workspace and host tier leave for KV."""
@@ -117,13 +127,13 @@ class MemoryPlanner:
         """Return the bytes that KV may take, null blocks included."""
         given = self.options.kv_memory
         if given is None:
-            return min(self._room(model_len), self.available_bytes) // 2
+            return max(0, min(self._room(model_len), self.available_bytes)) // 2
         return int(given * self.available_bytes) if isinstance(given, float) else given
 
     def _kv_needed(self, model_len: int) -> int:
         """Return the bytes of one sequence of `model_len` tokens, null blocks included."""
         unsettled = self._unsettled(model_len, self.step_tokens(model_len))
-        return max_sequence_bytes(self.model.kv_groups, model_len, unsettled)
+        return max_sequence_bytes(self.model.kv_groups, model_len, unsettled, self.tiered)
 
     def _fits(self, model_len: int) -> bool:
         return self._kv_needed(model_len) <= self._kv_limit(model_len) <= self._room(model_len)
@@ -208,14 +218,26 @@ def largest(fits: Callable[[int], bool], high: int) -> int:
     return low
 
 
-def workspace_bytes(model: ModelSpec, max_num_seqs: int, step_tokens: int) -> int:
+def row_bytes(groups: Sequence[KVCacheGroupSpec], limits: BackendLimits) -> int:
+    """Return the bytes of tokens and block tables of all rows in the worker, and of the tables in its buffers.
+
+    They are taken as rows are first used, and kept.
+    """
+    tables = sum(ceil_div(limits.max_model_len, group.block_size) for group in groups)
+    rows = max(limits.max_num_seqs, *limits.traits.padded_rows, 0)
+    kept, copied = limits.max_num_seqs * (limits.max_model_len + tables), limits.held_dispatches * rows * tables
+    return 4 * (kept + copied)
+
+
+def workspace_bytes(model: ModelSpec, limits: BackendLimits) -> int:
     """Estimate the bytes of activations, logits and processes.
 
     A layer of width h has about 12 h^2 parameters and keeps about 32 h float32 values per token alive; logits
     exist twice in float32, for the rows that sample.
     """
     width = int((model.num_parameters / (12 * max(1, model.num_layers))) ** 0.5)
-    rows = min(max_num_seqs, step_tokens)
+    step_tokens = limits.max_num_batched_tokens
+    rows = min(limits.max_num_seqs, step_tokens)
     return PROCESS_BYTES + 4 * (32 * width * step_tokens + 2 * model.vocab_size * rows)
 
 

@@ -14,14 +14,16 @@ from pypto_serving.util import brief
 
 ALIASES = {"device": "backend"}
 """Other names of options, in configuration files and arguments."""
+ENVIRONMENT = {"api_key": "PYPTO_SERVING_API_KEY"}
+"""Environment variables that give an option where nothing else does."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options that the user gave; None means not given. Values are checked and normalised here.
 
-    `from_file` lists the options that the configuration file `config_file` gave; the others are flags, or with
-    `as_arguments` arguments of a Python call. Raises ConfigError, in one line that names the option, its value and the
-    allowed values.
+    `from_file` lists the options that the configuration file `config_file` gave, `from_environment` those of
+    environment variables; the others are flags, or with `as_arguments` arguments of a Python call. Raises
+    ConfigError, in one line that names the option, its value and the allowed values.
     """
 
     model: str | None = None
@@ -40,6 +42,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int | None = None
     chunked_prefill: bool | None = None
+    fair_scheduling: bool | None = None
     block_size: int | None = None
     kv_memory: int | float | None = None
     prefix_caching: bool | None = None
@@ -56,9 +59,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int | None = None
     drain_timeout: float | None = None
     step_timeout: float | None = None
+    max_body_bytes: int | None = None
     log_requests: bool | None = None
+    client_priority: bool | None = None
     config_file: str = ""
     from_file: frozenset[str] = frozenset()
+    from_environment: frozenset[str] = frozenset()
     as_arguments: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +87,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
         One that was not given is named like option `beside`, or like what the configuration file gave, if anything.
         """
+        if name in self.from_environment:
+            return ENVIRONMENT[name]
         if self._filed(name, beside):
             return f"{flag(name)} in {self.config_file}"
         if self.as_arguments:
@@ -118,9 +126,10 @@ def make_options(
     file_values: Mapping[str, Any] | None = None,
     config_file: str = "",
     *,
+    environment: Mapping[str, str] | None = None,
     as_arguments: bool = False,
 ) -> Options:
-    """Make options of values `given` directly, which win, and values of a configuration file.
+    """Make options of values `given` directly, which win, then of a configuration file, then of the `environment`.
 
     None counts as not given; names may be written with dashes. Messages name what was `given` as flags, or as arguments
     of a Python call. Raises ConfigError for a bad value, an unknown name, or an option given twice.
@@ -128,8 +137,15 @@ def make_options(
     direct = _known(given, "", as_arguments)
     filed = _known(file_values or {}, f" in {config_file}")
     from_file = frozenset(filed.keys() - direct.keys())
-    values = {**filed, **direct}
-    return Options(**values, config_file=config_file, from_file=from_file, as_arguments=as_arguments)
+    found = {name: (environment or {}).get(variable) for name, variable in ENVIRONMENT.items()}
+    ambient = {name: value for name, value in found.items() if value is not None and name not in direct.keys() | filed}
+    return Options(
+        **{**filed, **direct, **ambient},
+        config_file=config_file,
+        from_file=from_file,
+        from_environment=frozenset(ambient),
+        as_arguments=as_arguments,
+    )
 
 
 def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) -> dict[str, Any]:

@@ -14,22 +14,23 @@ from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.library import runnable
 from pypto_serving.model.null.spec import NULL_MODELS, null_spec
-from pypto_serving.model.registry import load_spec
+from pypto_serving.model.registry import CheckpointConfig, read_config
 from pypto_serving.setup.defaults import DEFAULTS
-from pypto_serving.setup.host import read_cache_dir, read_disk_facts, read_host_facts
+from pypto_serving.setup.host import raise_file_limit, read_cache_dir, read_disk_facts, read_host_facts
 from pypto_serving.setup.locate import locate_model
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.resolver import Resolved, resolve
-from pypto_serving.types.model import ModelSpec
+from pypto_serving.types.model import Contents, ModelSpec
 
 logger = logging.getLogger(__name__)
 
 
 def prepare(options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS) -> Resolved:
-    """Resolve the configuration for `model` on this machine, and log the warnings.
+    """Resolve the configuration for `model` on this machine, and log the warnings. Also raise the limit of open files.
 
     `defaults` are those of setup/defaults.py, perhaps with changes. Raises ConfigError or ModelError.
     """
+    raise_file_limit()
     template = options.chat_template
     if template is not None and not _is_file(template):
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
@@ -58,13 +59,25 @@ def _is_file(path: str) -> bool:
 
 def model_spec(options: Options) -> ModelSpec:
     """Read what the engine must know about the model that `options` name, fetching its files if need be."""
-    if options.backend == "null" and options.model in (None, *NULL_MODELS):
-        return _null_spec(options)
-    path = locate_model(options.model)
-    dtype, block_size = options.dtype or DEFAULTS["dtype"], options.block_size or DEFAULTS["block_size"]
-    spec = load_spec(path, dtype=dtype, block_size=block_size)
+    return _null_spec(options) if _is_null(options) else _spec(options, read_config(locate_model(options.model)))
+
+
+def model_contents(options: Options) -> tuple[ModelSpec, Contents | None]:
+    """Read what `model_spec` does, and what the model's files hold; None for a model without files."""
+    if _is_null(options):
+        return _null_spec(options), None
+    config = read_config(locate_model(options.model))
+    return _spec(options, config), config.contents()
+
+
+def _is_null(options: Options) -> bool:
+    return options.backend == "null" and options.model in (None, *NULL_MODELS)
+
+
+def _spec(options: Options, config: CheckpointConfig) -> ModelSpec:
+    spec = config.spec(options.dtype or DEFAULTS["dtype"], options.block_size or DEFAULTS["block_size"])
     if spec.own_blocks and options.block_size is not None:
-        raise _no_block_size(options, str(path))
+        raise _no_block_size(options, config.directory)
     return spec
 
 

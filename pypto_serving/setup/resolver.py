@@ -13,11 +13,11 @@ from pypto_serving.model.null.spec import NULL_MODELS
 from pypto_serving.setup.blocks import choose_block_size
 from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.events import choose_events
-from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.host import HostFacts, is_loopback
 from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads
 from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
-from pypto_serving.setup.options import Options
+from pypto_serving.setup.options import ENVIRONMENT, Options
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import options_named
@@ -63,6 +63,7 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
             depth=backend.depth,
             traits=backend.traits,
             kernels=kernels,
+            cache_dir=host.cache_dir,
             packed_cache=choose_packed_cache(settings, host, kernels),
             num_threads=choose_threads(settings, model, host),
             tiers=tiers,
@@ -126,6 +127,7 @@ def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, A
         "enable_chunked_prefill": chunked,
         "max_num_batched_tokens": settings.pick("max_num_batched_tokens", step_tokens, reason),
         "long_prefill_token_threshold": threshold,
+        "fair_scheduling": settings.pick_fixed("fair_scheduling"),
         "enable_prefix_caching": settings.pick_fixed("prefix_caching"),
         "max_queued_requests": settings.pick_fixed("max_queued_requests"),
     }
@@ -154,14 +156,24 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     settings.record("api_key", "set" if key else "none", origin_or("api_key", "default: open"))
     origins = options.allowed_origins or ()
     settings.record("allowed_origins", ", ".join(origins) or "none", origin_or("allowed_origins", "default: no others"))
+    max_body_bytes: int = options.max_body_bytes or settings.defaults["max_body_bytes"]
+    settings.record("max_body_bytes", format_size(max_body_bytes), origin_or("max_body_bytes", "default"))
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
+    host = settings.pick_fixed("host", "default: this machine only")
+    if not key and not is_loopback(host):
+        settings.warnings.append(
+            f"{options.label('host')} is {host} and there is no API key, so whoever reaches this machine may use the "
+            f"server: give {options.label('api_key', beside='host')}, or set {ENVIRONMENT['api_key']}"
+        )
     return ServerConfig(
         served_model_names=names,
-        host=settings.pick_fixed("host", "default: this machine only"),
+        host=host,
         port=settings.pick_fixed("port"),
         api_key=key,
         chat_template=template,
         drain_timeout_s=settings.pick_fixed("drain_timeout"),
         log_requests=settings.pick_fixed("log_requests"),
+        client_priority=settings.pick_fixed("client_priority"),
         allowed_origins=origins,
+        max_body_bytes=max_body_bytes,
     )

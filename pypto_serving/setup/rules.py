@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex, get_args
+from typing import Any, Protocol, get_args
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.types.model import SERVING_DTYPES
 from pypto_serving.types.pool_url import POOL_PARAMETERS, parse_pool_url
 from pypto_serving.types.tier import StorePolicy
-from pypto_serving.util import parse_size
+from pypto_serving.util import parse_size, whole
 
 KERNELS = ("auto", "avx512_bf16", "avx512", "avx2", "portable", "torch")
 DTYPES = ("auto", *SERVING_DTYPES)
@@ -43,7 +42,7 @@ class Whole:
         return f"a whole number from {self.low} to {self.high}"
 
     def parse(self, value: object) -> int:
-        number = int(value) if isinstance(value, str) else _integer(value)
+        number = int(value) if isinstance(value, str) else whole(value)
         if not self.low <= number <= self.high:
             raise ValueError
         return number
@@ -76,7 +75,7 @@ class Seconds:
         return f"a number of seconds {'from 0' if self.zero else 'above 0'} to {self.high:g}"
 
     def parse(self, value: object) -> float:
-        number = float(value if isinstance(value, float | str) else _integer(value))
+        number = float(value if isinstance(value, float | str) else whole(value))
         if not (0 < number <= self.high or (self.zero and number == 0)):
             raise ValueError
         return number
@@ -194,21 +193,11 @@ class Size:
         return number
 
 
-def _integer(value: object) -> int:
-    """Return an integer of any kind, NumPy's too, as int; raise ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ValueError
-    try:
-        return operator.index(value)
-    except TypeError:  # an array
-        raise ValueError from None
-
-
 def _bytes_or_fraction(value: object) -> int | float:
     """Return bytes as int, or a fraction in (0, 1) as float; raise ValueError for other numbers such as 1.5 or 1.0."""
     number = _number(value) if isinstance(value, str) else value
     if not isinstance(number, float):
-        return _integer(number)
+        return whole(number)
     if not 0 < number < 1:
         raise ValueError
     return float(number)
@@ -238,6 +227,7 @@ RULES: dict[str, Rule] = {
     "max_num_batched_tokens": Whole(1, 1 << 20),
     "long_prefill_token_threshold": Whole(0, MAX_TOKENS),
     "chunked_prefill": Switch(),
+    "fair_scheduling": Switch(),
     "block_size": PowerOfTwo(1, 1024),
     "kv_memory": Memory(),
     "prefix_caching": Switch(),
@@ -254,6 +244,8 @@ RULES: dict[str, Rule] = {
     "max_queued_requests": Whole(1, 1_000_000),
     "drain_timeout": Seconds(86400, zero=True),
     "step_timeout": Seconds(86400),
+    "max_body_bytes": Size(),
     "log_requests": Switch(),
+    "client_priority": Switch(),
     "allowed_origins": Texts(),
 }

@@ -24,7 +24,7 @@ from pypto_serving.store.index import SlotTable
 from pypto_serving.store.mounts import is_shared
 from pypto_serving.store.slab import Slab
 from pypto_serving.types.tier import TierInventory
-from pypto_serving.util import Clock, MonotonicClock, format_size
+from pypto_serving.util import Clock, MonotonicClock, counted, format_size
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +98,14 @@ class DiskStore:
             self._tables.append(table)
             self._slabs.append(Slab(folder.path, group, size, table.num_slots, writable=writable))
             if table.num_slots < count:
-                self._faults.say("index", f"no room for more than the {table.num_slots} slots of group {group}")
+                self._faults.say(
+                    "index", f"no room for more than the {counted(table.num_slots, 'slot')} of group {group}"
+                )
         for table, slab in zip(self._tables, self._slabs, strict=True):
             lost = table.drop_from(slab.without_room(table.entries().slots))
             damaged += table.num_damaged + lost
         if damaged and writable:
-            self._faults.say("damaged", f"{damaged} blocks were damaged or cut off, and are forgotten")
+            self._faults.say("damaged", f"{counted(damaged, 'block')} damaged or cut off: forgotten")
         if writable:
             self._make_room(0)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.types.kv import KVCacheGroupSpec, resume_step
+from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks, publication_lag, resume_step
 from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
 
@@ -30,6 +30,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: longest step, and longest time without a completed step while work waits.
     load_timeout_s: longest time without progress while loading.
     max_respawns: restarts of a worker without a completed step in between.
+    max_deaths: deaths of a worker, or of a core, within `deaths_window_s`, also with steps in between.
     respawn_delay_s: delay before the first restart; it doubles with each further one.
     """
 
@@ -37,6 +38,8 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: float = 120.0
     load_timeout_s: float = 300.0
     max_respawns: int = 6
+    max_deaths: int = 30
+    deaths_window_s: float = 600.0
     respawn_delay_s: float = 0.1
 
 
@@ -53,9 +56,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: blocks of each group, the null block 0 included.
     kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
+    cache_dir: folder for digests of weights; empty for none.
     packed_cache: folder for weights packed for the CPU kernels; empty for none.
     tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
     kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
+    fair_scheduling: whether waiting requests start by the tokens that their cache salts got.
     traits: what programs of the backend can do.
     num_drafts: draft tokens of a row in one step; no option sets it yet.
     backend_options: read by the backend alone.
@@ -73,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    fair_scheduling: bool = False
     max_queued_requests: int = 4096
     depth: int = 1
     traits: BackendTraits = BackendTraits()
@@ -80,6 +86,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     num_threads: int = 0
     kernels: str = ""
+    cache_dir: str = ""
     packed_cache: str = ""
     tiers: tuple[TierConfig, ...] = ()
     kv_store: StorePolicy = "through"
@@ -103,12 +110,36 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             if self.enable_chunked_prefill and 0 < value < least:
                 problem = f"is {value}, but {programs} computes prompts in chunks of {chunk} tokens"
                 raise UnmetError(name, f"{problem}; give at least {least}")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            problem = f"is {self.max_num_batched_tokens}, but without chunked prefill a step holds a whole prompt"
+            longest = f"max_model_len is {self.max_model_len}; give at least {self.max_model_len}"
+            raise UnmetError("max_num_batched_tokens", f"{problem}, and {longest}")
         if chunk > 1 and (step := resume_step(self.groups)) % chunk:
             problem = f"lets prompts be resumed every {step} tokens, but {programs} computes them in chunks of {chunk}"
             raise UnmetError("block_size", f"{problem}; give a multiple of {chunk}")
         if self.num_drafts > traits.max_drafts:
             problem = f"is {self.num_drafts}, but {programs} verifies at most {traits.max_drafts}; ask for fewer"
             raise UnmetError("num_drafts", problem)
+
+    @property
+    def max_unfinished(self) -> int:
+        """Return how many requests the replica takes at once: those with a row, and those that wait for one."""
+        return self.max_num_seqs + self.max_queued_requests
+
+    @property
+    def shares_kv(self) -> bool:
+        """Return True if blocks of KV, or their keys, leave the processes of this replica."""
+        return bool(self.kv_events) or any(tier.tier in ("disk", "remote") for tier in self.tiers)
+
+    @property
+    def unsettled_tokens(self) -> int:
+        """Return the most tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
+        return self.max_num_batched_tokens * self.depth + publication_lag(self.groups)
+
+    @property
+    def longest_blocks(self) -> tuple[int, ...]:
+        """Return the most blocks of each group that one request of the longest length holds."""
+        return max_live_blocks(self.groups, self.max_model_len, self.unsettled_tokens)
 
     @property
     def limits(self) -> BackendLimits:
@@ -123,7 +154,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open."""
+    """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open.
+
+    client_priority: whether requests may name a priority.
+    """
 
     served_model_names: tuple[str, ...]
     host: str = "127.0.0.1"
@@ -132,4 +166,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     drain_timeout_s: float = 30.0
     log_requests: bool = False
+    client_priority: bool = True
     allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 64 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -37,7 +38,11 @@ class KVTensorSpec(msgspec.Struct, frozen=True, kw_only=True):
         return math.prod(self.row_shape) * DTYPE_BYTES[self.dtype]
 
 
-class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+class _AbstractStruct(abc.ABCMeta, msgspec.StructMeta):
+    """The type of structs with abstract methods."""
+
+
+class GroupSpec(msgspec.Struct, metaclass=_AbstractStruct, frozen=True, kw_only=True, tag_field="kind"):
     """Layers that are addressed by one block table. A block holds `block_size` source tokens of every layer.
 
     | spec           | kind           | a query at position p reads                  | needed to resume at n tokens  |
@@ -78,27 +83,27 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
         """Bytes of one block over all layers of the group."""
         return sum(len(t.layers) * (self.block_size // t.ratio) * t.row_bytes for t in self.tensors)
 
+    @abc.abstractmethod
     def first_needed(self, num_tokens: int) -> int:
         """Return the first position whose row the token at position `num_tokens`, or one after it, reads."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def min_live_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a request needs at once while it grows to `num_tokens` one token at a time.
 
         Checkpoints are not counted.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
         """Return the most blocks that a request of `num_tokens` holds while `step_tokens` of them are not settled.
 
         `step` is the distance of positions at which sequences can be resumed.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def blocks_per_token(self, step: int) -> Fraction:
         """Return the blocks that a cached sequence takes per token."""
-        raise NotImplementedError
 
 
 class FullSpec(GroupSpec, frozen=True, kw_only=True, tag="full"):
@@ -132,21 +137,21 @@ class TailSpec(GroupSpec, frozen=True, kw_only=True):
     keeps_history: ClassVar[bool] = False
 
     @property
+    @abc.abstractmethod
     def _repeat(self) -> int:
         """Tokens after which the places of rows in blocks repeat."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def last_reader(self, position: int) -> int:
         """Return the last position that reads the row at `position`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read_blocks(self, step_tokens: int) -> int:
         """Return the most blocks over which `step_tokens` successive tokens and the rows they read can extend."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def tail_blocks(self, step: int) -> int:
         """Return the most blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple."""
-        raise NotImplementedError
 
     def min_live_blocks(self, num_tokens: int) -> int:
         recent = range(max(0, num_tokens - self._repeat), num_tokens)

@@ -86,7 +86,8 @@ class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """New tokens of a request from one committed step. Only the last output of a request has a `finish_reason`.
 
-    Only the last output has `cached_by_tier`: the number of cached tokens from each of `types.tier.TIERS`.
+    Only the output with the first token and the last one have a `timeline`, which ends there, and `cached_by_tier`: the
+    number of cached tokens from each of `types.tier.TIERS`.
     """
 
     request_id: str

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat
 
 import msgspec
 
 from pypto_serving.errors import RequestError
-from pypto_serving.util import brief
+from pypto_serving.util import brief, entries, whole
 
 INT32_MAX = 2**31 - 1
 MAX_LOGPROBS = 20
@@ -61,12 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(-1 <= self.top_k <= INT32_MAX, "top_k", self.top_k, f"0 or -1 (off), or between 1 and {INT32_MAX}")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        _require(
-            self.max_tokens is None or 1 <= self.max_tokens <= INT32_MAX,
-            "max_tokens",
-            self.max_tokens,
-            f"between 1 and {INT32_MAX}",
-        )
+        check_max_tokens(self.max_tokens)
         limit = self.max_tokens if self.max_tokens is not None else 2**31
         _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
@@ -85,9 +79,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require(
                 longest <= MAX_STOP_CHARS, "stop", _Words(f"{longest} characters long"), f"at most {MAX_STOP_CHARS}"
             )
-        _check_ids("stop_token_ids", self.stop_token_ids)
-        num_ids = len(self.stop_token_ids)
-        _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
+        if self.stop_token_ids:
+            num_ids = len(self.stop_token_ids)
+            _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
+            _check_ids("stop_token_ids", self.stop_token_ids)
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:
@@ -132,6 +127,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         put("logit_bias", _biases("logit_bias", self.logit_bias))
 
 
+def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
+    """Raise RequestError that names the field `name` unless `value` is None or a number of output tokens."""
+    _require(value is None or 1 <= value <= INT32_MAX, name, value, f"between 1 and {INT32_MAX}")
+
+
 def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise RequestError if a parameter names a token id outside the vocabulary."""
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
@@ -166,10 +166,8 @@ def _check_ids(name: str, token_ids: Iterable[int]) -> None:
 
 def _whole(name: str, value: object) -> int:
     try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        return whole(value)
+    except ValueError:
         raise _refusal(name, value, "a whole number") from None
 
 
@@ -203,13 +201,9 @@ def _switch(name: str, value: object) -> bool:
 
 def _entries(name: str, value: Any, allowed: str) -> list[Any]:
     """List what `value` holds, nothing for None. Raises RequestError for one string, bytes or a mapping."""
-    if value is None:
-        return []
     try:
-        if isinstance(value, str | bytes | bytearray | memoryview | Mapping):
-            raise TypeError
-        return list(value)
-    except TypeError:
+        return [] if value is None else entries(value)
+    except ValueError:
         raise _refusal(name, value, allowed) from None
 
 
@@ -225,8 +219,8 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
-    entries = _entries(name, value, "a list of token ids")
-    return tuple(i if type(i) is int else _whole(f"{name}[{at}]", i) for at, i in enumerate(entries))
+    ids = _entries(name, value, "a list of token ids")
+    return tuple(i if type(i) is int else _whole(f"{name}[{at}]", i) for at, i in enumerate(ids))
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:

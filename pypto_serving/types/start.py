@@ -22,7 +22,11 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 
 class CoreStart(msgspec.Struct, frozen=True):
-    """What an engine core needs to start. `channel` is the inherited file descriptor to the API process."""
+    """What an engine core needs to start.
+
+    Inherited file descriptors: `channel` to the API process, `family`, which the core's workers inherit too.
+    """
 
     config: EngineConfig
     channel: int
+    family: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, TypeVar
+
 import msgspec
 
 from pypto_serving.types.tier import Tier
@@ -36,12 +38,29 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     refused_fills: int
     saved_s: float
 
+    TOTALS: ClassVar = (
+        "hit_tokens",
+        "loaded_blocks",
+        "loaded_bytes",
+        "load_s",
+        "stored_blocks",
+        "stored_bytes",
+        "store_s",
+        "evicted_blocks",
+        "failed_blocks",
+        "lost_blocks",
+        "refused_fills",
+        "saved_s",
+    )
+
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """A snapshot of a replica. Counters start with the core; times are seconds of the host's monotonic clock.
+    """A snapshot of a replica. Times are seconds of the host's monotonic clock.
+
+    Totals start with the core where the core makes the snapshot, and with the API process where that keeps it.
 
     `work_since_s` is the time since which there are unfinished requests, 0 when idle. `kv_usage` is the share of blocks
-    in use, per KV group.
+    in use, per KV group. `step_tokens` are the tokens of each step since the snapshot before.
     """
 
     ready: bool = False
@@ -51,14 +70,50 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     num_running: int = 0
     num_waiting: int = 0
     num_steps: int = 0
-    step_tokens: int = 0
+    step_tokens: tuple[int, ...] = ()
     step_rows: int = 0
     max_step_rows: int = 0
     num_preemptions: int = 0
     num_respawns: int = 0
+    num_core_respawns: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     kv_usage: tuple[float, ...] = ()
     tiers: tuple[TierStats, ...] = ()
+
+    TOTALS: ClassVar = (
+        "epoch",
+        "num_steps",
+        "num_preemptions",
+        "num_respawns",
+        "num_core_respawns",
+        "prompt_tokens",
+        "generation_tokens",
+        "prefix_queries",
+        "prefix_hits",
+    )
+
+    def ended(self) -> StepStats:
+        """Return the totals alone: what is left of a core that ended, and is started again."""
+        totals = {name: getattr(self, name) for name in self.TOTALS}
+        tiers = tuple(
+            msgspec.structs.replace(tier, writable=False, num_blocks=0, held_blocks=0, queued_bytes=0, backlog_blocks=0)
+            for tier in self.tiers
+        )
+        return StepStats(**totals | {"num_core_respawns": self.num_core_respawns + 1}, tiers=tiers)
+
+    def after(self, past: StepStats) -> StepStats:
+        """Return this snapshot with the totals of the cores before, `past`, added."""
+        tiers = tuple(map(_sum, self.tiers, past.tiers)) if past.tiers else self.tiers
+        return _sum(msgspec.structs.replace(self, tiers=tiers), past)
+
+
+_Stats = TypeVar("_Stats", StepStats, TierStats)
+
+
+def _sum(now: _Stats, past: _Stats) -> _Stats:
+    """Return `now` with the totals of `past` added."""
+    totals = {name: getattr(now, name) + getattr(past, name) for name in now.TOTALS}
+    return msgspec.structs.replace(now, **totals)

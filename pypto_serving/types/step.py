@@ -137,6 +137,11 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         """Most steps that the program holds at once: 1 if the host samples, since it needs each step's logits."""
         return self.depth if self.traits.samples_on_device else 1
 
+    @property
+    def held_dispatches(self) -> int:
+        """Most dispatches that the program holds at once. Each has buffers of its own."""
+        return self.held_steps * (1 if self.traits.mixed_steps else 2)
+
 
 class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A worker's first message: facts about its prepared program, and the contents of its stores."""

@@ -26,6 +26,11 @@ def unpack_ids(data: bytes) -> Int32Array:
     return np.frombuffer(data, dtype="<i4")
 
 
+def view_ids(data: bytes) -> Sequence[int]:
+    """View bytes of `pack_ids` as a sequence of integers, without a copy."""
+    return memoryview(data).cast("i")
+
+
 def pack_few(ids: Sequence[int]) -> bytes:
     """Encode ids like `pack_ids`, quicker for a few."""
     return struct.pack(f"<{len(ids)}i", *ids)

@@ -72,7 +72,7 @@ class RowBatch:
         self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
         self._next_layout = 0
         copies = zip(*(layout.copies for layout in self._layouts), strict=True)
-        self._tables = [RowTables(rows, list(each)) for each in copies]
+        self.tables = [RowTables(rows, list(each)) for each in copies]
 
     def pack(self, plan: StepPlan) -> list[Dispatch]:
         """Apply a plan's differences and lay out its tokens: in one dispatch, or in two if steps are split."""
@@ -83,7 +83,7 @@ class RowBatch:
         fresh: list[list[Int32Array]] = [[] for _ in self._groups]
         for new in plan.new_rows:
             self._add(new, fresh)
-        for table, data, ids in zip(self._tables, plan.new_blocks, fresh, strict=True):
+        for table, data, ids in zip(self.tables, plan.new_blocks, fresh, strict=True):
             if data:
                 pairs = unpack_ids(data).reshape(-1, 2)
                 table.append(pairs.tolist())
@@ -103,7 +103,7 @@ class RowBatch:
         self.ahead[new.row] = 0
         self._lives[new.row] += 1
         self.samplers.set(new.row, new.sampling, new.prompt_len)
-        for group, table, data, ids in zip(self._groups, self._tables, new.blocks, fresh, strict=True):
+        for group, table, data, ids in zip(self._groups, self.tables, new.blocks, fresh, strict=True):
             blocks = unpack_ids(data)
             table.set(new.row, blocks)
             ids.append(blocks[new.num_computed // group.block_size :])
@@ -130,7 +130,11 @@ class RowBatch:
         drafts: Int32Array | None,
         fresh: tuple[Int32Array, ...],
     ) -> Dispatch:
-        """Lay out `counts` tokens of `rows`, and at most `drafts` more of each row that samples."""
+        """Lay out `counts` tokens of `rows`, and at most `drafts` more of each row that samples, in order of lines."""
+        layout = self._layouts[self._next_layout]
+        self._next_layout = (self._next_layout + 1) % len(self._layouts)
+        if (order := layout.lines.order(rows)) is not None:
+            rows, counts, drafts = rows[order], counts[order], None if drafts is None else drafts[order]
         computed, known, pending = self.num_computed[rows], self.num_tokens[rows], NONE
         if self._holds_steps:
             ahead = self.ahead[rows]
@@ -141,9 +145,7 @@ class RowBatch:
             drafts = self._draft(rows, known, drafts)
             counts = counts + drafts
         part = Part(kind, rows, counts, computed, samples, drafts, pending)
-        layout = self._layouts[self._next_layout]
-        self._next_layout = (self._next_layout + 1) % len(self._layouts)
-        inputs = layout.fill(part, self.tokens, self._tables, fresh)
+        inputs = layout.fill(part, self.tokens, self.tables, fresh)
         self.num_computed[rows] = inputs.context_lens[: len(rows)]
         sampling, positions, own = rows, known, drafts
         if len(samples) < len(rows):
@@ -181,8 +183,8 @@ class RowBatch:
         most = 1 if dispatch.num_drafts is None else 1 + dispatch.num_drafts
         spare = np.where(counts > 0, most - counts, 0)
         if dispatch.lives is not None:
-            same = (dispatch.lives == self._lives[rows]).nonzero()[0]
-            token_ids = token_ids[np.isin(np.arange(len(rows)).repeat(counts), same)]
+            same = dispatch.lives == self._lives[rows]
+            token_ids = token_ids[same.repeat(counts)]
             rows, counts, spare = rows[same], counts[same], spare[same]
             self.ahead[rows] -= counts + spare
         self.num_computed[rows] -= spare

@@ -10,7 +10,7 @@ import numpy as np
 from pypto_serving.backend.base import DispatchKind, StepBuffers, StepInputs
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
-from pypto_serving.worker.tables import PackedTable, RowTables
+from pypto_serving.worker.tables import Lines, PackedTable, RowTables
 
 NONE: Int32Array = np.empty(0, dtype=np.int32)
 
@@ -40,6 +40,7 @@ class Layout:
         self._buffers = buffers
         self._padded_rows = padded_rows
         self.copies = [PackedTable(table) for table in buffers.block_tables]
+        self.lines = Lines(len(buffers.rows))
         self._offsets: Int32Array = np.arange(len(buffers.token_ids), dtype=np.int32)
 
     def fill(

@@ -1,4 +1,4 @@
-"""RowTables and PackedTable: block tables of a worker's rows, and their packed copies in dispatch buffers."""
+"""RowTables, PackedTable and Lines: block tables of a worker's rows, and where dispatch buffers have copies of them."""
 
 from __future__ import annotations
 
@@ -58,3 +58,39 @@ class PackedTable:
             self._owner[num_rows:padded] = -1
             self._buffer[num_rows:padded, 0] = 0
         return self._buffer[:padded, : lengths.max(initial=0)]
+
+
+class Lines:
+    """Owns the order of rows in one dispatch's buffers: a row keeps its line, so that its tables stay copied.
+
+    The line of a row that leaves goes to a new row, or to the row on the last line.
+    """
+
+    def __init__(self, num_lines: int) -> None:
+        # One more entry than there are lines: -1, which stands for no row and no line, indexes it.
+        self._rows: Int32Array = np.full(num_lines + 1, -1, dtype=np.int32)
+        self._asked = b""
+        self._order: Int32Array | None = None
+
+    def order(self, rows: Int32Array) -> Int32Array | None:
+        """Return the index into `rows` [r] of the row on each of r lines; None if they are in this order already."""
+        asked = rows.tobytes()
+        if asked != self._asked:
+            order = self._arrange(rows)
+            self._asked, self._order = asked, None if (order[1:] > order[:-1]).all() else order
+        return self._order
+
+    def _arrange(self, rows: Int32Array) -> Int32Array:
+        """Leave rows on their lines if these are among the first r, and put the others on free ones, in order."""
+        num_rows, num_lines = len(rows), len(self._rows) - 1
+        line_of: Int32Array = np.full(num_lines + 1, -1, dtype=np.int32)
+        line_of[self._rows[:-1]] = np.arange(num_lines, dtype=np.int32)
+        line_of[-1] = -1
+        lines = line_of[rows]
+        stays = (lines >= 0) & (lines < num_rows)
+        order: Int32Array = np.full(num_rows, -1, dtype=np.int32)
+        order[lines[stays]] = stays.nonzero()[0]
+        order[order < 0] = (~stays).nonzero()[0]
+        self._rows[lines[~stays]] = -1
+        self._rows[:num_rows] = rows[order]
+        return order

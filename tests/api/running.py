@@ -11,16 +11,27 @@ from concurrent.futures import Future
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 
+from pypto_serving.api.openai.answers import ChatCompletion, ChatCompletionChunk, Completion, Error
 from pypto_serving.api.run import ApiServer
 from pypto_serving.api.server import create_app
 from pypto_serving.api.settings import ServingConfig
 from tests.api.scripted_engine import WAIT_S, ScriptedEngine
 
+DESCRIBED = {
+    "/v1/completions": (Completion, Completion),
+    "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk),
+}
+"""What /openapi.json says of answers and of their events."""
+
 
 class RunningServer:
-    """Started when made; `stop` ends it. `call` runs a function in the server's event loop."""
+    """Started when made; `stop` ends it. `call` runs a function in the server's event loop.
+
+    All that it answers must be as described.
+    """
 
     def __init__(self, engine: ScriptedEngine, serving: ServingConfig, drain_timeout_s: float = 5.0) -> None:
         self.engine = engine
@@ -69,7 +80,12 @@ class RunningServer:
         assert not self.thread.is_alive()
 
     def post(self, path: str, body: Any) -> httpx.Response:
-        return self.http.post(path, json=body)
+        response = self.http.post(path, json=body)
+        if path in DESCRIBED:
+            kind = DESCRIBED[path][0] if response.status_code == 200 else Error
+            if response.headers["content-type"] == "application/json":
+                msgspec.json.decode(response.content, type=kind)
+        return response
 
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The events of a stream, which must end with [DONE]."""
@@ -77,7 +93,10 @@ class RunningServer:
         assert response.status_code == 200, response.text
         *events, done, rest = response.text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
-        return [json.loads(event.removeprefix("data: ")) for event in events]
+        found = [event.removeprefix("data: ") for event in events]
+        for event in found:
+            msgspec.json.decode(event, type=DESCRIBED[path][1])
+        return list(map(json.loads, found))
 
     def raw_post(self, path: str, body: dict[str, Any]) -> socket.socket:
         """A socket over which the request was sent and nothing was read."""

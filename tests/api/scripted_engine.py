@@ -120,7 +120,7 @@ class ScriptedEngine:
         with self.changed:
             self.requests += requests
             self.changed.notify_all()
-        self.stats = StepStats(ready=True, num_steps=len(self.requests), step_tokens=len(requests))
+        self.stats = StepStats(ready=True, num_steps=len(self.requests), step_tokens=(len(requests),))
         self.on_stats(self.stats)
         return submission.stream
 
@@ -191,7 +191,7 @@ def outputs_of(request: EngineRequest, script: Script, rng: random.Random) -> li
 
 def merge_finish(outputs: list[RequestOutput], script: Script) -> list[RequestOutput]:
     """A stop token arrives together with its finish_reason, as from a real engine."""
-    if script.stop_token_id is None or len(outputs) < 2:
+    if script.finish != "stop" or script.fault or len(outputs) < 2:
         return outputs
     *head, last, end = outputs
     merged = RequestOutput(

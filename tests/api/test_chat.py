@@ -13,6 +13,7 @@ from pypto_serving.api.chat.template import TemplateEncoder, find_template
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.types.tokens import unpack_ids
+from tests.api.bad_bodies import BAD_CHATS, names_of
 from tests.api.checkpoint import TEXT, write_checkpoint
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import Script
@@ -78,6 +79,24 @@ def test_logprobs(server: RunningServer, tokenizer: Tokenizer) -> None:
     assert content[0]["top_logprobs"][0] == {key: content[0][key] for key in ("token", "logprob", "bytes")}
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_logprobs_are_those_of_the_content(server: RunningServer, tokenizer: Tokenizer, skip: bool) -> None:
+    """The end token is among them only where it is shown."""
+    ids = [*tokenizer.encode("the fox"), tokenizer.eos_token_id or 0]
+    server.engine.script = lambda request: Script(ids, finish="stop")
+    body = {"messages": [HELLO], "logprobs": True, "skip_special_tokens": skip}
+    reply = server.post(PATH, body).json()
+    choice = reply["choices"][0]
+    said = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]).decode()
+    assert said == choice["message"]["content"] == ("the fox" if skip else "the fox<|end|>")
+    assert reply["usage"]["completion_tokens"] == len(ids)
+    events = server.events(PATH, body)
+    streamed = [
+        entry for event in events for c in event["choices"] for entry in (c["logprobs"] or {"content": []})["content"]
+    ]
+    assert streamed == choice["logprobs"]["content"]
+
+
 def test_content_parts_and_template_arguments(server: RunningServer, tokenizer: Tokenizer) -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     body = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"shout": True}}
@@ -90,24 +109,7 @@ def test_max_completion_tokens(server: RunningServer) -> None:
     assert result["usage"]["completion_tokens"] == 3
 
 
-BAD = [
-    ({"messages": []}, "messages", "at least one message"),
-    ({"messages": "hi"}, "messages", "array"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-    ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
-    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
-    ({"messages": [HELLO], "top_logprobs": 3}, "top_logprobs", "logprobs = true"),
-    ({"messages": [HELLO], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
-    ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "not supported"),
-    ({"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
-    ({"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
-    ({"messages": [HELLO], "max_completion_tokens": 500}, "max_completion_tokens", "512 tokens"),
-]
-
-
-@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD)])
+@pytest.mark.parametrize(("body", "param", "words"), BAD_CHATS, ids=names_of(BAD_CHATS))
 def test_what_cannot_be_served_is_named(server: RunningServer, body: dict[str, Any], param: str, words: str) -> None:
     response = server.post(PATH, body)
     error = response.json()["error"]
@@ -176,6 +178,18 @@ def test_templates_fail_in_their_sandbox(source: str) -> None:
 def test_a_damaged_template_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="not valid Jinja"):
         TemplateEncoder("{% if %}", {})
+
+
+@pytest.mark.parametrize("source", ["{{ 9 ** 9 ** 9 }}", "{{ 'x' * 99999999999 }}", "{{ 'x' | center(9999999999) }}"])
+def test_compiling_a_template_computes_nothing(source: str) -> None:
+    TemplateEncoder("{% if false %}" + source + "{% set x = " + source[2:-2] + "%}{% endif %}", {})
+    with pytest.raises(ModelError, match="autoescape is not supported"):
+        TemplateEncoder("{% autoescape " + source[2:-2] + "%}{% endautoescape %}", {})
+
+
+def test_a_template_too_deep_to_compile_is_a_model_error() -> None:
+    with pytest.raises(ModelError, match="not valid Jinja"):
+        TemplateEncoder("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", {})
 
 
 def test_where_templates_are_found(tmp_path: Path) -> None:

@@ -177,4 +177,4 @@ def test_cached_tokens_are_always_reported(server: RunningServer, tokenizer: Tok
 def test_a_long_text_is_encoded_beside_the_event_loop(server: RunningServer) -> None:
     response = server.post(PATH, {"prompt": "fox " * 9000, "max_tokens": 4})
     assert response.status_code == 400
-    assert "context is 512 tokens" in response.json()["error"]["message"]
+    assert "maximum context length is 512 tokens" in response.json()["error"]["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 
 from pypto_serving.errors import QueueFullError, UnavailableError
 from pypto_serving.types.request import RequestFault
+from tests.api.bad_bodies import BAD_COMPLETIONS, names_of
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import Script
 
 PATH = "/v1/completions"
 PATHS = [PATH, "/v1/chat/completions"]
+FRIEND = "https://friend.example"
 HELLO = {"role": "user", "content": "hello"}
 
 
@@ -29,59 +32,7 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     return error
 
 
-BAD = [
-    ({}, "prompt", "missing"),
-    ({"prompt": ""}, "prompt", "empty"),
-    ({"prompt": []}, "prompt", "empty"),
-    ({"prompt": [[]]}, "prompt", "prompt[0] is an empty list"),
-    ({"prompt": ["hello", ""]}, "prompt", "prompt[1] is empty"),
-    ({"prompt": [1, "a"]}, "prompt", "'a'"),
-    ({"prompt": [True]}, "prompt", "True"),
-    ({"prompt": [[1], "a", 2.5]}, "prompt", "prompt[2]"),
-    ({"prompt": {"a": 1}}, "prompt", "must be a string"),
-    ({"prompt": [10**9]}, "prompt", "1000000000"),
-    ({"prompt": [-1]}, "prompt", "-1"),
-    ({"prompt": [5] * 512}, "prompt", "512 tokens"),
-    ({"prompt": [5] * 600}, "prompt", "600 tokens"),
-    ({"prompt": "a" * 100, "max_tokens": 1000}, "max_tokens", "1000"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "between 1 and 2147483647"),
-    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
-    ({"prompt": "a", "temperature": -1}, "temperature", "between 0 and 100"),
-    ({"prompt": "a", "temperature": "hot"}, "temperature", "number"),
-    ({"prompt": "a", "top_p": 0}, "top_p", "above 0"),
-    ({"prompt": "a", "min_p": 2}, "min_p", "between 0 and 1"),
-    ({"prompt": "a", "top_k": -5}, "top_k", "0 or -1"),
-    ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
-    ({"prompt": ["a"] * 3, "n": 128}, "prompt", "384 sequences"),
-    ({"prompt": "a", "n": True}, "n", "integer"),
-    ({"prompt": "a", "seed": 2**64}, "seed", "64-bit"),
-    ({"prompt": "a", "stop": [1]}, "stop", "list of strings"),
-    ({"prompt": "a", "stop": ""}, "stop", "not empty"),
-    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
-    ({"prompt": "a", "n": 128, "stop": ["ab" * 513] * 16}, "stop", "1026 characters long, but must be at most 1024"),
-    ({"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
-    ({"prompt": "a", "n": 128, "cache_salt": "x" * 1025}, "cache_salt", "1025 characters"),
-    ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
-    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "-1"),
-    ({"prompt": "a", "stop_token_ids": [10**4000]}, "stop_token_ids", "token ids"),
-    ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),
-    ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
-    ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
-    ({"prompt": "a", "echo": True}, "echo", "not supported"),
-    ({"prompt": "a", "priority": 2**31}, "priority", "priority is 2147483648, but must be between -2147483647 and"),
-    ({"prompt": "a", "priority": "high"}, "priority", "integer"),
-    ({"prompt": "a", "priority": 0.5}, "priority", "integer"),
-    ({"prompt": "a", "cache_salt": ""}, "cache_salt", "cache_salt is empty; send text, or leave it out"),
-    ({"prompt": "a", "cache_salt": 5}, "cache_salt", "string"),
-    ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "0.5"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-    ({"prompt": "a", "best_of": 4}, "best_of", "set it to 1"),
-    ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
-    ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "leave it out"),
-]
-
-
-@pytest.mark.parametrize(("body", "param", "words"), BAD, ids=[f"{param}-{i}" for i, (_, param, _) in enumerate(BAD)])
+@pytest.mark.parametrize(("body", "param", "words"), BAD_COMPLETIONS, ids=names_of(BAD_COMPLETIONS))
 def test_bad_requests_name_field_and_value(server: RunningServer, body: dict[str, Any], param: str, words: str) -> None:
     error = error_of(server.post(PATH, body), 400)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
@@ -92,7 +43,8 @@ def test_bad_requests_name_field_and_value(server: RunningServer, body: dict[str
 def test_a_context_error_names_both_lengths(server: RunningServer) -> None:
     error = error_of(server.post(PATH, {"prompt": [5] * 500, "max_tokens": 30}), 400)
     assert error["code"] == "context_length_exceeded"
-    for number in ("500 tokens", "30", "512 tokens", "at most 12"):
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. However, ")
+    for number in ("500 tokens", "30", "at most 12"):
         assert number in error["message"]
     assert server.post(PATH, {"prompt": [5] * 500}).status_code == 200
     assert server.engine.requests[-1].params.max_tokens == 12
@@ -127,6 +79,15 @@ def test_priority_and_cache_salt_reach_the_engine(server: RunningServer, path: s
     assert (server.engine.requests[-1].priority, server.engine.requests[-1].cache_salt) == (0, "")
 
 
+def test_a_server_may_deny_priorities_to_clients(start: Callable[..., RunningServer]) -> None:
+    server = start(client_priority=False)
+    for path, said in ((PATHS[0], {"prompt": "a"}), (PATHS[1], {"messages": [HELLO]})):
+        error = error_of(server.post(path, {**said, "priority": -5}), 400)
+        assert (error["param"], error["code"]) == ("priority", "unsupported_field")
+        assert "priority is -5, but this server lets no client choose one" in error["message"]
+        assert server.post(path, {**said, "priority": 0}).status_code == 200
+
+
 def test_neutral_and_ignored_fields_are_accepted(server: RunningServer) -> None:
     response = server.post(PATH, {"prompt": "a", **NEUTRAL})
     assert response.status_code == 200
@@ -156,8 +117,17 @@ def test_an_unknown_model_is_a_404_that_lists_the_names(server: RunningServer) -
 
 
 def test_routes_that_do_not_exist(server: RunningServer) -> None:
-    error_of(server.http.get("/nowhere"), 404)
-    error_of(server.http.get(PATH), 405)
+    error = error_of(server.post("/v1/embeddings", {}), 404)
+    assert error["message"].startswith("POST /v1/embeddings does not exist; there are POST /v1/completions, ")
+    assert "GET /v1/models/{model_id}" in error["message"] and error["code"] == "unknown_url"
+    for method, path, allowed in (
+        ("GET", PATH, "POST"),
+        ("POST", "/health", "GET, HEAD"),
+        ("PUT", "/v1/models/a/b", "GET"),
+    ):
+        response = server.http.request(method, path)
+        assert f"{method} {path} is not allowed here; use " in error_of(response, 405)["message"]
+        assert response.headers["allow"] == allowed
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"3", b"null", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 5000])
@@ -189,11 +159,21 @@ def test_an_engine_that_cannot_serve_is_a_503(server: RunningServer) -> None:
     assert int(response.headers["retry-after"]) > 0
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_fault_before_the_first_token_has_its_own_status(server: RunningServer, stream: bool) -> None:
-    server.engine.script = lambda request: Script([], fault=RequestFault(503, "queue_timeout", "waited too long"))
-    error = error_of(server.post(PATH, {"prompt": "a", "stream": stream}), 503)
-    assert (error["message"], error["code"]) == ("waited too long", "queue_timeout")
+def test_a_fault_before_the_first_token_has_its_own_status_or_is_an_event(server: RunningServer) -> None:
+    server.engine.script = lambda request: Script([], fault=RequestFault(503, "queue_timeout", "waited\u2028too long"))
+    error = error_of(server.post(PATH, {"prompt": "a"}), 503)
+    assert (error["message"], error["code"]) == ("waited\u2028too long", "queue_timeout")
+    stream = server.post(PATH, {"prompt": "a", "stream": True})
+    assert (stream.status_code, len(stream.text.splitlines())) == (200, 2)
+    assert json.loads(stream.text.removeprefix("data: "))["error"] == error
+
+
+@pytest.mark.parametrize("value", [0, -1, None])
+def test_no_pings_are_sent_unless_asked_for(server: RunningServer, value: int | None) -> None:
+    assert server.post(PATH, {"prompt": "a", "sse_ping_interval": value}).status_code == 200
+    for wrong in (-2, 3601, "1", 0.5):
+        error = error_of(server.post(PATH, {"prompt": "a", "sse_ping_interval": wrong}), 400)
+        assert error["param"] == "sse_ping_interval"
 
 
 def test_a_fault_within_a_stream_ends_it_with_an_error_event(server: RunningServer) -> None:
@@ -215,14 +195,37 @@ def test_a_fault_of_one_choice_aborts_the_others(server: RunningServer) -> None:
     assert len(server.engine.aborted) == 2
 
 
-def test_an_unforeseen_error_is_a_500_without_details(start: Callable[..., RunningServer]) -> None:
-    server = start()
+def test_an_unforeseen_error_is_a_500_without_details(
+    start: Callable[..., RunningServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start(allowed_origins=(FRIEND,))
 
     def broken(request: object) -> Script:
         raise ZeroDivisionError("secret")
 
     server.engine.script = broken
-    assert "secret" not in error_of(server.post(PATH, {"prompt": "a"}), 500)["message"]
+    for path, body in ((PATH, {"prompt": "a"}), (PATHS[1], {"messages": [HELLO], "stream": True})):
+        response = server.http.post(path, json=body, headers={"x-request-id": "mine", "origin": FRIEND})
+        message = error_of(response, 500)["message"]
+        assert "secret" not in message and "under mine" in message
+        assert response.headers["x-request-id"] == "mine"
+        assert response.headers["access-control-allow-origin"] == FRIEND
+    assert "request mine failed" in caplog.text and "ZeroDivisionError: secret" in caplog.text
+    counted = 'pypto:http_responses_total{model_name="tiny",status="500"} 2.0'
+    assert counted in server.http.get("/metrics").text
+
+
+def test_an_unforeseen_error_within_a_stream_is_named_too(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(form: object, delta: object) -> bytes:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr("pypto_serving.api.openai.sse.EventFormat.event", broken)
+    response = server.post(PATH, {"prompt": "a", "stream": True})
+    message = json.loads(response.text.removeprefix("data: "))["error"]["message"]
+    name = re.search(r"cmpl-\w+", message)
+    assert name and f"stream {name[0]} failed" in caplog.text and "secret" not in message
 
 
 def test_the_api_key_guards_everything_but_health(start: Callable[..., RunningServer]) -> None:

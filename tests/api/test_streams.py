@@ -6,10 +6,12 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable
+from typing import IO
 
 import pytest
+from starlette.types import Message
 
-from pypto_serving.api.openai.respond import begun
+from pypto_serving.api.openai.respond import PING, begun, pinging
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import RequestFault
 from tests.api.checkpoint import TEXT
@@ -44,10 +46,14 @@ def chunks_of(connection: socket.socket) -> list[bytes]:
         assert response.readline() == b"HTTP/1.1 200 OK\r\n"
         while response.readline() != b"\r\n":
             pass
-        chunks = []
-        while size := int(response.readline(), 16):
-            chunks.append(response.read(size))
-            response.readline()
+        return chunks_after_head(response)
+
+
+def chunks_after_head(response: IO[bytes]) -> list[bytes]:
+    chunks = []
+    while size := int(response.readline(), 16):
+        chunks.append(response.read(size))
+        response.readline()
     return chunks
 
 
@@ -73,11 +79,78 @@ def test_a_client_that_leaves_while_it_stalls_frees_its_request(narrow: RunningS
     narrow.wait_idle()
 
 
+def test_a_client_that_stalls_for_good_is_cut_off(
+    start: Callable[..., RunningServer], tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pypto_serving.api.run.READ_TIMEOUT_S", 0.5)
+    server = start(config={"max_model_len": 100_000})
+    server.engine.script = lambda request: Script((tokenizer.encode(TEXT) * 50_000)[:50_000], hang=True)
+    with server.raw_post(PATH, {"prompt": "hello", "stream": True, "max_tokens": 50_000}):
+        server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+
+
 def test_a_fault_while_a_client_stalls_reaches_it(narrow: RunningServer, tokenizer: Tokenizer) -> None:
     fault = RequestFault(500, "request_failed", "three workers died")
     with stalled(narrow, Script((tokenizer.encode(TEXT) * NUM_TOKENS)[:NUM_TOKENS], fault=fault)) as connection:
         last = chunks_of(connection)[-1]
     assert json.loads(last.removeprefix(b"data: "))["error"]["message"] == "three workers died"
+
+
+def test_the_status_line_does_not_wait_for_the_first_token(server: RunningServer) -> None:
+    server.engine.script = lambda request: Script([], hang=True)
+    with server.raw_post(PATH, {"prompt": "hello", "stream": True}) as connection:
+        head = connection.recv(4096)
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"\r\ncontent-type: text/event-stream" in head
+        assert head.endswith(b"\r\n\r\n"), "clients take a chunk for the first token"
+        server.call(server.engine.finish_hanging)
+        assert b"[DONE]" in b"".join(chunks_after_head(connection.makefile("rb")))
+
+
+def test_silent_streams_are_pinged_on_request(server: RunningServer) -> None:
+    server.engine.script = lambda request: Script([], hang=True)
+    with server.raw_post(PATH, {"prompt": "hello", "stream": True, "sse_ping_interval": 1}) as connection:
+        assert connection.recv(4096).endswith(b"\r\n\r\n")
+        assert connection.recv(4096) == b"8\r\n: ping\n\n\r\n"
+        server.call(server.engine.finish_hanging)
+        assert b"[DONE]" in b"".join(chunks_after_head(connection.makefile("rb")))
+
+
+def test_pings_fill_silences_only() -> None:
+    async def main() -> None:
+        written: list[bytes] = []
+        pinged = asyncio.Event()
+
+        async def write(message: Message) -> None:
+            written.append(message["body"])
+            if message["body"] == PING:
+                pinged.set()
+
+        async with pinging(write, 0.05) as noted_write:
+            await pinged.wait()
+            pinged.clear()
+            await noted_write({"type": "http.response.body", "body": b"token"})
+            await pinged.wait()
+        assert written == [PING, b"token", PING]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_events_have_one_line_each(start: Callable[..., RunningServer], chat: bool, logprobs: bool) -> None:
+    """Whatever a client takes for the end of a line, as Python's splitlines does U+0085, U+2028 and U+2029."""
+    server = start(served_model_names=("m\u2028",))
+    said = "a\u2028b\u2029c\x85d\r\x0b\x1ce"
+    tokens = server.service.tokenizer.encode(said)
+    server.engine.script = lambda request: Script(tokens)
+    path = "/v1/chat/completions" if chat else PATH
+    wants = ({"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}) if logprobs else {}
+    body = {"messages": [{"role": "user", "content": "a"}]} if chat else {"prompt": "a"}
+    response = server.post(path, {**body, **wants, "max_tokens": 99, "stream": True})
+    *lines, done = [line for line in response.text.splitlines() if line]
+    assert done == "data: [DONE]" and len(lines) == response.text.count("data: ") - 1
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    assert "".join(c["delta"].get("content", "") if chat else c["text"] for c in choices) == said
 
 
 def test_what_was_begun_by_hand_is_ended_by_a_task() -> None:

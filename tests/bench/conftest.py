@@ -75,6 +75,23 @@ class Modes:
         """A quarter of the prompt comes from the cache."""
         await x.stream(cached={"cached_tokens": len(x.body["prompt"]) // 4})
 
+    async def not_cached(self, x: Exchange) -> None:
+        await x.stream(cached={"cached_tokens": 0})
+
+    async def whole(self, x: Exchange) -> None:
+        """One reply with three tokens, not streamed."""
+        assert "stream" not in x.body and "stream_options" not in x.body
+        await x.start(200, JSON)
+        piece = {"message": {"content": "abc"}} if x.chat else {"text": "abc"}
+        usage = {"prompt_tokens": 8, "completion_tokens": 3}
+        reply = json.dumps({"choices": [{"index": 0, **piece, "finish_reason": "length"}], "usage": usage}).encode()
+        await x.write(reply[:10])
+        await x.write(reply[10:], more=False)
+
+    async def empty_whole(self, x: Exchange) -> None:
+        await x.start(200, JSON)
+        await x.write(b"{}", more=False)
+
     async def cached_in_tiers(self, x: Exchange) -> None:
         """A quarter comes from the device, a quarter from disk."""
         quarter = len(x.body["prompt"]) // 4
@@ -156,6 +173,7 @@ class Server:
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        assert not scope["path"].startswith("/v1/v1")
         if scope["path"] == "/v1/models":
             await send({"type": "http.response.start", "status": 200, "headers": JSON})
             await send({"type": "http.response.body", "body": json.dumps({"data": [self.model_card]}).encode()})

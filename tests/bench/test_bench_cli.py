@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pypto_serving.cli.bench import bench_app
+from pypto_serving.setup.locate import BUNDLED
 
 SMALL = ["--random-input-len", "8", "--random-output-len", "4", "--num-prompts", "6"]
 
@@ -28,6 +29,49 @@ def test_serve_prints_the_table(server):
     assert "Successful requests:                     6" in result.stdout
     assert "Maximum request concurrency:             2" in result.stdout
     assert "Request goodput (req/s):" in result.stdout
+
+
+@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+def test_the_base_url_may_end_in_v1(server, suffix):
+    for backend in ("openai", "openai-chat"):
+        named = ("--backend", backend, "--tokenizer", BUNDLED)
+        result = invoke("serve", "--base-url", server.url + suffix, *SMALL, *named)
+        assert result.exit_code == 0, result.output
+        assert "Successful requests:                     6" in result.stdout
+
+
+@pytest.mark.parametrize("backend", [(), ("--backend", "openai-chat", "--tokenizer", BUNDLED)])
+def test_whole_replies_have_no_latencies_of_tokens(server, tmp_path, backend):
+    where = ("--save-result", "--save-detailed", "--result-dir", tmp_path, "--result-filename", "r.json")
+    model = ("--model", "whole", "--vocab-size", 50)
+    result = serve(server, "--disable-stream", *model[: None if not backend else 2], *backend, *where)
+    assert result.exit_code == 0, result.output
+    assert "Successful requests:                     6" in result.stdout
+    assert "Mean E2EL (ms):" in result.stdout and "Total generated tokens:                  18" in result.stdout
+    assert "Peak output token throughput (tok/s):    n/a" in result.stdout
+    assert "TTFT" not in result.stdout and "TPOT" not in result.stdout and "ITL" not in result.stdout
+    saved = json.loads((tmp_path / "r.json").read_text())
+    assert saved["mean_e2el_ms"] > 0 and not [key for key in saved if "ttft_ms" in key or "tpot" in key]
+    assert saved["ttfts"] == [None] * 6 and saved["generated_texts"] == ["abc"] * 6
+
+
+@pytest.mark.parametrize(
+    ("model", "error"), [("server_error", "HTTP 500: the engine died"), ("empty_whole", "error in")]
+)
+def test_whole_replies_that_fail(server, model, error):
+    result = serve(server, "--disable-stream", "--model", model, "--vocab-size", 50)
+    assert result.exit_code == 1
+    assert f"failed: 6 x {error}" in result.stderr
+
+
+@pytest.mark.parametrize("option", [("--percentile-metrics", "e2el,ttft"), ("--goodput", "tpot:5")])
+def test_metrics_of_streams_are_refused_without_one(server, option):
+    result = serve(server, "--disable-stream", *option)
+    assert result.exit_code == 2
+    assert "which only streams show, but --disable-stream is given; drop one of them" in result.stderr
+    assert (
+        serve(server, "--disable-stream", "--model", "whole", "--vocab-size", 9, "--goodput", "e2el:9e9").exit_code == 0
+    )
 
 
 def test_serve_over_chat_from_a_file(server, tmp_path):

@@ -7,9 +7,10 @@ import socket
 
 import pytest
 
-from pypto_serving.bench.client import ApiClient, ServerError, StreamParser, find_model
+from pypto_serving.bench.client import ApiClient, ServerError, find_model
 from pypto_serving.bench.datasets import Prompt
 from pypto_serving.bench.options import Target
+from pypto_serving.bench.replies import StreamParser
 
 PROMPT = Prompt([1, 2, 3], 3, 4)
 MESSAGES = Prompt([{"role": "user", "content": "hi"}], None, 4)
@@ -76,7 +77,7 @@ def test_slow_stream(server):
         ("server_error", "HTTP 500: the engine died"),
         ("busy", "HTTP 429: queue full"),
         ("error_in_stream", "error in the stream: lost the worker"),
-        ("cut", "the stream ended after 1 chunks, before finish_reason or [DONE]"),
+        ("cut", "the stream ended after 1 chunk, before finish_reason or [DONE]"),
         ("unfinished", "the stream ended after 2 chunks, before finish_reason or [DONE]"),
         ("not_a_stream", "the stream ended after 0 chunks, before finish_reason or [DONE]"),
         ("garbage", "a chunk is not what OpenAI sends"),

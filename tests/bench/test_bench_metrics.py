@@ -107,6 +107,14 @@ def test_peak_output_spreads_tokens_over_chunks():
     assert peak_output_tokens_per_s([]) == 0
 
 
+@pytest.mark.parametrize("duration_s", [0.2, 1.0, 1.5])
+def test_the_peak_is_never_below_the_mean(duration_s):
+    """A run of 0.2 s has no second of its own."""
+    late = record(duration_s - 0.1, 0.05, tokens=50)
+    result = summarize([record(0.0, 0.1, tokens=50), late], duration_s, Reporting())
+    assert result["max_output_tokens_per_s"] >= result["output_throughput"] == pytest.approx(100 / duration_s)
+
+
 def test_peak_concurrency_of_half_open_intervals():
     back_to_back = [record(0.0, 1.0), record(1.0, 1.0)]
     assert peak_concurrency(back_to_back) == 1

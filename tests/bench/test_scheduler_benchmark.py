@@ -7,6 +7,8 @@ import itertools
 from scheduler import Ours, growth, row
 from scheduler_trace import PREFIX_TOKENS, Arrival, Replay, Trace, at_context, replay, steady, with_waiting
 
+from pypto_serving.model.null.spec import deepseek_v4_groups
+
 
 def small(*arrivals: Arrival) -> Trace:
     return Trace("small", 2, 64, 512, 40, 2, 6, arrivals)
@@ -41,13 +43,19 @@ def test_rows_are_always_taken() -> None:
     assert found.tokens > 0.95 * 4 * (trace.warm + trace.steps)
 
 
+def test_the_groups_of_deepseek_v4_do_the_same_work() -> None:
+    trace = at_context(1000)
+    assert replay(trace, Ours(trace, deepseek_v4_groups())).tokens == replay(trace, Ours(trace)).tokens
+
+
 def test_growth_is_that_of_our_median() -> None:
-    seen = [[Replay(1, 10, 0, 0), Replay(1, 1, 0, 0)], [Replay(9, 12, 0, 0), Replay(1, 9, 0, 0)]]
+    seen = [[Replay(1, 10, 0, 0, 0), Replay(1, 1, 0, 0, 0)], [Replay(9, 12, 0, 0, 0), Replay(1, 9, 0, 0, 0)]]
     assert growth([at_context(100), at_context(1000)], seen) == "ours, context 1000 over context 100: 1.20"
 
 
 def test_a_row_of_the_table() -> None:
-    trace = small()
-    assert row(trace, [Replay(10, 9, 1, 5), Replay(40, 39, 4, 5)])[-3:] == ["0.25", "0.25", "yes"]
-    assert row(trace, [Replay(30, 9, 1, 5), Replay(40, 39, 4, 6)])[-1] == "no (5 and 6 tokens)"
-    assert row(trace, [Replay(30, 9, 1, 5)]) == ["small", "30", "9", "1"]
+    trace, plain, v4 = small(), Replay(10, 9, 1, 50, 5), Replay(15, 9, 1, 60, 5)
+    assert row(trace, [plain, v4]) == ["small", "10", "9", "1", "50", "15", "9", "1", "60", "1.50", "1.20", "yes"]
+    assert row(trace, [plain, v4, Replay(40, 39, 4, 0, 5)])[-3:] == ["0.25", "0.25", "yes"]
+    assert row(trace, [plain, v4, Replay(15, 39, 4, 0, 6)])[-1] == "no (5 and 6 tokens)"
+    assert row(trace, [plain, Replay(10, 9, 1, 80, 5)])[-1] == "no"

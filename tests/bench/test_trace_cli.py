@@ -80,15 +80,32 @@ def test_failures_are_counted(server, path):
     assert "failed: 3 x HTTP 500: the engine died" in result.stderr
 
 
-def test_a_window_that_is_too_small_names_a_scale_that_fits(server, path):
-    server.model_card["max_model_len"] = 300
+def test_requests_beyond_the_window_are_left_out_and_counted(server, path):
+    server.model_card["max_model_len"] = 1027
+    result = replay(server, path, "cached")
+    assert result.exit_code == 0, result.output
+    assert sorted(len(body["prompt"]) for body in server.bodies) == [64, 1024]
+    assert "warning: 1 of 3 requests are left out: longer than the server's window of 1027 tokens" in result.stderr
+    assert "Successful requests:                     2" in result.stdout
+
+
+def test_a_window_that_holds_no_request_names_a_scale_that_fits(server, path):
+    server.model_card["max_model_len"] = 30
     result = replay(server, path, "ok", "--scale", "1/2")
     assert result.exit_code == 2 and not server.bodies
     assert result.stderr == (
-        "error: the longest request has 545 tokens, the server's window is 300: give --scale 1/4, or a server with a "
-        "larger max-model-len\n"
+        "error: 3 of 3 requests are longer than the server's window of 30 tokens, the longest has 545: "
+        "give --scale 1/64, or a server with a larger max-model-len\n"
     )
-    assert replay(server, path, "ok", "--scale", "1/4").exit_code == 0
+    assert replay(server, path, "ok", "--scale", "1/64").exit_code == 0
+
+
+def test_a_replay_without_any_hit_says_what_may_be_wrong(server, path):
+    result = replay(server, path, "not_cached", "--scale", "1/32")
+    assert result.exit_code == 0, result.output
+    assert "warning: nothing came from the KV cache, though" in result.stderr
+    assert "at --scale 1/32 a block of the trace has 16 tokens; give a larger --scale" in result.stderr
+    assert "nothing came from" not in replay(server, path, "cached").stderr
 
 
 def test_a_vocabulary_that_the_server_does_not_tell_must_be_given(server, path):

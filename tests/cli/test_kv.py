@@ -176,7 +176,7 @@ def test_clear_deletes_what_no_server_uses(disk: Disk, capsys: pytest.CaptureFix
     (disk.root / "notes").touch()
     code, out, _ = run(capsys, "clear", disk.root, "--yes")
     assert code == 0
-    assert out.splitlines()[0] == "1 of 4 parts are in use by a server and stay"
+    assert out.splitlines()[0] == "in use by a server, and kept: 1 of 4 parts"
     assert out.splitlines()[1].startswith("deleted ")
     assert len(disk.folders()) == 1
     assert all(put(store, HELD))

@@ -22,7 +22,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-QUICK_FAULTS = FaultConfig(respawn_delay_s=0.01)
+QUICK_FAULTS = FaultConfig(respawn_delay_s=0.01, max_deaths=200)
 
 
 def engine_config(model: Path, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:

@@ -30,7 +30,11 @@ class Server:
         self.ready: dict[str, Any] = {}
         self._family: list[psutil.Process] = []
         if wait:
-            self.wait_ready()
+            try:
+                self.wait_ready()
+            except BaseException:
+                self.stop(signal.SIGKILL)
+                raise
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
@@ -47,7 +51,7 @@ class Server:
         return httpx.Client(base_url=self.url, timeout=120)
 
     def family(self) -> list[psutil.Process]:
-        """The API process, the engine core and the worker."""
+        """The API process, the engine core, the worker, and readers."""
         api = psutil.Process(self.process.pid)
         return [api, *api.children(recursive=True)]
 

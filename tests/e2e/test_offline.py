@@ -199,16 +199,16 @@ def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any, message: s
         ([[]], "messages[0] is an empty list; send at least one message"),
         (["hi"], "messages[0] is 'hi', but must be a list of messages"),
         ([{"role": "user", "content": "hi"}, "hi"], "messages[1] is 'hi', but must be a message with role and content"),
-        ([{"role": "user"}], "messages[0].content is missing; a message has role and content"),
-        ([{"content": "hi"}], "messages[0].role is missing; a message has role and content"),
-        ([{"role": "user", "content": 5}], "messages[0].content is 5, but must be text; a message has role and"),
-        ([[{"role": 5, "content": "hi"}]], "messages[0][0].role is 5, but must be text"),
+        ([{"role": "user"}], "messages[0].content is missing; send a string"),
+        ([{"content": "hi"}], "messages[0].role is missing; send a string"),
+        ([{"role": "user", "content": 5}], "messages[0].content is 5, but must be a string or a list of"),
+        ([[{"role": 5, "content": "hi"}]], "messages[0][0].role is 5, but must be a string"),
     ],
 )
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=re.escape(message)) as caught:
         llm.chat(messages, progress=False)
-    assert caught.value.param == "messages"
+    assert str(caught.value.param).startswith("messages")
     with pytest.raises(RequestError, match="messages"):
         next(llm.stream_chat(messages))
 

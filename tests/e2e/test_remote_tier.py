@@ -17,8 +17,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.skipif(NO_POOL is not None, reason=st
 @pytest.fixture
 def pool() -> Iterator[Pool]:
     started = Pool()
-    yield started
-    started.stop()
+    try:
+        yield started
+    finally:
+        started.stop()
 
 
 def stored(server: Server) -> float:

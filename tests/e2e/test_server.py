@@ -163,33 +163,33 @@ def test_overload_is_429_with_retry_after() -> None:
 
 
 def test_drain_finishes_what_was_admitted() -> None:
-    draining = Server()
     body = {"prompt": [5], "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with draining.http.stream("POST", "/v1/completions", json=body) as reply:
-        lines = reply.iter_lines()
-        next(lines)
-        os.kill(draining.process.pid, signal.SIGTERM)
-        rest = list(lines)
-    assert rest[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in rest
-    assert draining.stop() == EXIT_OK
+    with Server() as draining:
+        with draining.http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            os.kill(draining.process.pid, signal.SIGTERM)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""] or "data: [DONE]" in rest
+        assert draining.stop() == EXIT_OK
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_idle_server_stops_at_once_with_exit_code_0(signum: int) -> None:
-    idle = Server()
-    assert idle.stop(signum, timeout_s=5) == EXIT_OK
+    with Server() as idle:
+        assert idle.stop(signum, timeout_s=5) == EXIT_OK
 
 
 def test_a_killed_server_leaves_no_process() -> None:
-    victim = Server()
-    family = victim.family()
-    assert len(family) == 3
-    victim.process.kill()
-    victim.process.wait()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert not alive
-    assert victim.process.stdout is not None
-    victim.process.stdout.close()
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    with Server() as victim:
+        victim.http.post("/v1/chat/completions", json=chat).raise_for_status()
+        family = victim.family()
+        assert len(family) == 4  # API process, core, worker, reader
+        victim.process.kill()
+        victim.process.wait()
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not alive
 
 
 def test_api_key_guards_everything_but_health() -> None:

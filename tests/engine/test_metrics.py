@@ -89,10 +89,10 @@ def test_a_request_leaves_its_times() -> None:
 
 def test_each_step_is_counted_once() -> None:
     _, metrics = new_metrics()
-    for num_steps, step_tokens in ((1, 64), (1, 64), (2, 8)):
+    for num_steps, step_tokens in ((1, (64,)), (1, ()), (3, (6, 2))):
         metrics.observe_step(StepStats(num_steps=num_steps, step_tokens=step_tokens))
     found = scraped(metrics)
-    assert (found["vllm:iteration_tokens_total_count"], found["vllm:iteration_tokens_total_sum"]) == (2, 72)
+    assert (found["vllm:iteration_tokens_total_count"], found["vllm:iteration_tokens_total_sum"]) == (3, 72)
 
 
 def test_responses_are_counted_by_status() -> None:

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import psutil
 import pytest
 
 from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.engine import async_engine
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EngineDeadError, QueueFullError, UnavailableError
 from pypto_serving.types.config import EngineConfig, FaultConfig
 from pypto_serving.types.request import EngineRequest, RequestOutput
 from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import TierConfig
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.simulation import null_config
@@ -105,6 +108,20 @@ async def answers_are_right(engine: AsyncEngine, count: int = 6, max_tokens: int
 
 def test_requests_are_answered_and_everything_ends() -> None:
     run(config(), answers_are_right)
+
+
+def test_requests_wait_in_the_queue_while_the_worker_loads() -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(config())
+        await engine.start()
+        try:
+            assert engine.health().status == "loading"
+            await answers_are_right(engine)
+            assert engine.health().status == "ready"
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("point", ["before", "after", "hang", "raise"])
@@ -233,6 +250,94 @@ def test_a_core_that_dies_fails_its_requests_and_is_replaced() -> None:
     run(config(), scenario)
 
 
+def test_totals_go_on_when_a_core_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And deaths count as in a row only if no step was completed in between."""
+    monkeypatch.setattr(async_engine, "MAX_CORE_RESPAWNS", 1)
+    names = (*(name for name in StepStats.TOTALS if name != "num_core_respawns"), "num_core_respawns")
+    seen: list[tuple[int, ...]] = []
+
+    def watch(stats: StepStats) -> None:
+        seen.append(tuple(getattr(stats, name) for name in names))
+
+    async def scenario(engine: AsyncEngine) -> None:
+        engine.on_stats = watch
+        await answers_are_right(engine)
+        for deaths, count in ((1, 2), (2, 1)):
+            before = engine.stats
+            assert engine._child is not None
+            core = engine._child.pid
+            os.kill(core, signal.SIGKILL)
+            while engine._child is None or engine._child.pid == core:
+                watch(engine.stats)
+                await asyncio.sleep(0.01)
+            await engine.wait_ready()
+            await answers_are_right(engine, count, max_tokens=3)
+            assert engine.stats.num_core_respawns == deaths
+            assert engine.stats.generation_tokens == before.generation_tokens + 3 * count
+        assert all(x <= y for one, two in pairwise(seen) for x, y in zip(one, two, strict=True))
+        assert engine.stats.tiers[0].stored_blocks > 0
+
+    tier = TierConfig(tier="host", size_bytes=1 << 20, num_slots=(64,))
+    run(config(tiers=(tier,)), scenario)
+
+
+def test_another_core_waits_for_the_worker_of_the_one_that_died(tmp_path: Path) -> None:
+    """It holds the lock of the disk tier's folder: the next worker would only read it, all its life."""
+
+    async def scenario(engine: AsyncEngine) -> None:
+        await answers_are_right(engine, count=1, max_tokens=5)
+        assert engine._child is not None and engine.stats.tiers[0].writable
+        os.kill(engine._child.pid, signal.SIGKILL)
+        while engine.ready is not None:
+            await asyncio.sleep(0.01)
+        await engine.wait_ready()
+        await answers_are_right(engine, count=1, max_tokens=5)
+        assert engine.stats.tiers[0].writable
+
+    tier = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(64,), place=str(tmp_path / "kv"))
+    lingering = {"faults": {"1": ["linger", 2]}}
+    run(config(tiers=(tier,), worker_module="tests.faulty_worker", backend_options=lingering), scenario)
+
+
+def test_a_full_disk_is_not_writable_until_there_is_room(tmp_path: Path) -> None:
+    """The worker may not let files grow, as on a full disk, and then it may."""
+
+    async def store_until(engine: AsyncEngine, writable: bool, name: str) -> None:
+        for i in range(1000):
+            await collect(engine, request(f"{name}{i}", 40, 2))
+            if engine.stats.tiers[0].writable == writable:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"writable is still {not writable}")
+
+    async def scenario(engine: AsyncEngine) -> None:
+        assert engine.ready is not None
+        worker = psutil.Process(engine.ready.worker_pid)
+        _, hard = worker.rlimit(psutil.RLIMIT_FSIZE)
+        assert engine.stats.tiers[0].writable
+        worker.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
+        await store_until(engine, False, "full")
+        assert engine.stats.tiers[0].stored_blocks == 0
+        worker.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+        await store_until(engine, True, "room")
+        assert engine.stats.tiers[0].stored_blocks > 0
+
+    tier = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(64,), place=str(tmp_path / "kv"))
+    run(config(tiers=(tier,)), scenario)
+
+
+def test_a_worker_that_dies_after_a_few_steps_of_each_life_ends_the_replica() -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        outputs = await collect(engine, request("q", 10, 200))
+        fault = outputs["q"][-1].fault
+        assert fault is not None and fault.status == 503
+        assert "the worker died 4 times within 600 s; last: it ended" in str(await engine.wait_dead())
+
+    options = {"faults": {str(epoch): ["after", 3] for epoch in range(1, 60)}}
+    mortal = config(worker_module="tests.faulty_worker", backend_options=options)
+    run(msgspec.structs.replace(mortal, faults=msgspec.structs.replace(QUICK, max_deaths=3)), scenario)
+
+
 def test_a_core_that_stops_is_replaced() -> None:
     async def scenario(engine: AsyncEngine) -> None:
         assert engine._child is not None
@@ -250,13 +355,28 @@ def test_a_core_that_stops_is_replaced() -> None:
 
 def test_the_queue_is_bounded_and_admission_is_all_or_nothing() -> None:
     async def scenario(engine: AsyncEngine) -> None:
-        engine.submit([request(f"q{i}", 10, 200) for i in range(3)])
+        engine.submit([request(f"q{i}", 10, 200) for i in range(4)])
         with pytest.raises(QueueFullError) as raised:
             engine.submit([request("more1"), request("more2")])
         assert 1 <= raised.value.retry_after_s <= 60
-        assert set(engine._streams) == {"q0", "q1", "q2"}
+        assert set(engine._streams) == {"q0", "q1", "q2", "q3"}
 
     run(config(max_queued_requests=4, max_num_seqs=1), scenario)
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_requests_for_which_rows_are_free_do_not_count_as_waiting(pause: bool) -> None:
+    """A burst of exactly the rows and the queue is admitted, whatever the core has scheduled of it so far."""
+
+    async def scenario(engine: AsyncEngine) -> None:
+        for i in range(24 + 2):
+            engine.submit([request(f"q{i}", 10, 200)])
+            if pause:
+                await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="26 requests are unfinished; this server runs 24 at once and queues"):
+            engine.submit([request("more")])
+
+    run(config(max_queued_requests=2, max_num_seqs=24), scenario)
 
 
 def test_a_closed_stream_frees_its_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from pathlib import Path
@@ -58,11 +59,14 @@ def test_useful_blocks_are_those_that_some_position_needs(
 
 @settings(max_examples=200, deadline=None)
 @given(GROUPS, st.integers(0, 100))
-def test_nothing_changes_before_the_next_change(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
+def test_a_block_is_passed_once_it_is_not_needed(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
     for one in make_groups(groups, ResumePoints(groups), None):
-        needed = [one.needed(n) for n in range(num_tokens, one.next_change(num_tokens) + 1)]
-        bounds = [(blocks.start, blocks.stop) for blocks in needed]
-        assert bounds[0] != bounds[-1] and set(bounds[:-1]) == {bounds[0]}
+        first = one.needed(num_tokens).start
+        passed_at = one.passed_at(first)
+        assert (passed_at == math.inf) == one.keeps_history
+        for n in range(num_tokens, min(passed_at, num_tokens + 50)):
+            assert one.needed(n).start == first
+        assert one.keeps_history or one.needed(int(passed_at)).start > first
 
 
 @pytest.mark.parametrize("kind", GROUP_SETS)
@@ -126,7 +130,7 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     marks = {*range(kv.points.interval, last + 1, kv.points.interval), min(last, kv.points.last(prompt_len)), last}
     for spec, one, blocks_of_g in zip(groups, kv.groups, stored(kv, "a"), strict=True):
         tails = {i for n in marks for i in one.needed(n)}
-        assert blocks_of_g == (set(range((total - 1 - lag) // spec.block_size)) if spec.keeps_history else tails)
+        assert blocks_of_g == (set(range(last // spec.block_size)) if spec.keeps_history else tails)
     assert blocks_in_use(kv) == (0,) * len(groups)
 
 
@@ -137,14 +141,16 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     chunk=st.sampled_from([1, 7, 64, 300]),
     depth=st.integers(1, 3),
     prompt_len=st.integers(1, 1500),
+    answer_len=st.sampled_from([1, 40, 140]),
     caching=st.booleans(),
 )
 def test_a_sequence_fits_blocks_for_one(
-    kind: str, lookahead: int, chunk: int, depth: int, prompt_len: int, caching: bool
+    kind: str, lookahead: int, chunk: int, depth: int, prompt_len: int, answer_len: int, caching: bool
 ) -> None:
     """And twice in a row, so that what is cached of the first must make way for the second."""
     groups = tuple(msgspec.structs.replace(spec, key_lookahead=lookahead) for spec in GROUP_SETS[kind])
-    longest = prompt_len + 200
+    prompt_len = min(prompt_len, 300 * chunk)  # more than windows and lookahead, in at most 300 steps
+    longest = prompt_len + answer_len + 10
     live = max_live_blocks(groups, longest, chunk * depth + publication_lag(groups))
     config = null_config(
         groups,
@@ -156,7 +162,7 @@ def test_a_sequence_fits_blocks_for_one(
     )
     simulation = Simulation(config)
     for first in (1, 2):
-        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=190)
+        request_id = simulation.add([first, *range(prompt_len - 1)], max_tokens=answer_len)
         simulation.run()
         simulation.assert_correct(request_id)
     assert simulation.counters.num_preemptions == 0
@@ -227,12 +233,12 @@ def test_a_prompt_is_resumed_at_its_checkpoints_on_the_device_and_in_host_memory
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, tmp_path: Path) -> None:
-    simulation = replica(chunk, (tier("disk", tmp_path),))
+def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, memory_disk: Path) -> None:
+    simulation = replica(chunk, (tier("disk", memory_disk),))
     simulation.add(PROMPT)
     simulation.run()
     simulation.executor.stop()
-    again = replica(chunk, (tier("disk", tmp_path),))
+    again = replica(chunk, (tier("disk", memory_disk),))
     for shared, expected in ((2100, 2048), (4990, 4096), (5000, 4992)):
         assert cached(again, shared) == {"disk": expected}
         forget_device(again)
@@ -240,14 +246,14 @@ def test_a_prompt_is_resumed_at_its_checkpoints_after_a_restart(chunk: int, tmp_
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_second_replica_resumes_at_checkpoints_of_the_first(chunk: int, tmp_path: Path) -> None:
+def test_a_second_replica_resumes_at_checkpoints_of_the_first(chunk: int, memory_disk: Path) -> None:
     """The ends of prompt and turn, which only the first one knows, are among them."""
 
     def sharing() -> Simulation:
-        simulation = replica(chunk, (tier("disk", tmp_path),))
+        simulation = replica(chunk, (tier("disk", memory_disk),))
         program = NullBackend(simulation.config).prepare(lambda phase, done, total: None)
         sizes = program.memory.block_bytes
-        simulation.executor.stores["disk"] = FileStore(tmp_path, b"", sizes, (100,) * len(sizes))
+        simulation.executor.stores["disk"] = FileStore(memory_disk, b"", sizes, (100,) * len(sizes))
         simulation.turn()
         return simulation
 

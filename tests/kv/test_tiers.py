@@ -125,18 +125,18 @@ def test_a_thousand_schedules(kind: str, policy: str) -> None:
 
 @pytest.mark.parametrize("kind", GROUP_SETS)
 @pytest.mark.parametrize("host", [False, True])
-def test_restarts_over_a_disk_give_the_same_answers(kind: str, host: bool, tmp_path: Path) -> None:
+def test_restarts_over_a_disk_give_the_same_answers(kind: str, host: bool, memory_disk: Path) -> None:
     rng, found = random.Random(f"{kind} {host} disk"), 0
     for _ in range(4):
-        simulation = tiered(kind, tmp_path, host, depth=rng.choice((1, 2, 3)))
+        simulation = tiered(kind, memory_disk, host, depth=rng.choice((1, 2, 3)))
         churn(simulation, rng, num_requests=25, deaths=0.01, aborts=0.1)
         found += hits(simulation)["disk"]
         simulation.executor.stop()
     assert found > 0
 
 
-def test_a_preempted_request_resumes_from_two_tiers_and_takes_one_victim_at_a_time(tmp_path: Path) -> None:
-    simulation = tiered("plain", tmp_path, max_num_batched_tokens=64)
+def test_a_preempted_request_resumes_from_two_tiers_and_takes_one_victim_at_a_time(memory_disk: Path) -> None:
+    simulation = tiered("plain", memory_disk, max_num_batched_tokens=64)
     rng = random.Random(5)
     for _ in range(4):
         simulation.add([rng.randrange(1000) for _ in range(70)], max_tokens=120)
@@ -204,3 +204,46 @@ def test_a_clear_is_not_lost_with_a_worker(tmp_path: Path) -> None:
     again.turn()
     assert lower(again).stats().held_blocks == 6, "only what was stored after the clear"
     again.executor.stop()
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_stores_that_hang_leave_room_for_the_longest_request(preempted: bool) -> None:
+    """Every job that stores may be the last one: what all of them hold is bounded, that of preempted requests too."""
+    simulation = tiered("plain", max_model_len=320, max_num_batched_tokens=320)
+    simulation.executor.is_stuck = lambda job: job.kind == "store"
+    rng = random.Random(8)
+
+    def finish() -> None:
+        for _ in range(1000):
+            simulation.turn()
+            simulation.clock.advance(0.1)
+        assert simulation.last.keys() == simulation.prompts.keys()
+
+    for _ in range(4):
+        simulation.add([rng.randrange(1000) for _ in range(100)], max_tokens=100 if preempted else 2)
+    finish()
+    assert (simulation.counters.num_preemptions > 0) == preempted
+    assert lower(simulation).storing_bytes > 0
+    longest = simulation.add([rng.randrange(1000) for _ in range(310)], max_tokens=10)
+    finish()
+    simulation.assert_correct(longest)
+    simulation.executor.is_stuck = lambda job: False
+    simulation.run()
+
+
+def test_every_request_whose_prefix_is_below_the_device_loads_it() -> None:
+    """Also with more of them than may load at once: the others wait, as loading is faster than computing."""
+    tiers = (TierConfig(tier="host", size_bytes=0, num_slots=(1000,)),)
+    simulation = Simulation(
+        null_config(plain_groups(16), 1000, tiers=tiers, max_num_seqs=100, max_num_batched_tokens=2000)
+    )
+    prompts = [[i, *range(50)] for i in range(80)]
+    for tokens in prompts:
+        simulation.add(tokens)
+    simulation.run()
+    simulation.client.send(ClearCache(("device",)))
+    simulation.turn()
+    simulation.executor.delay = lambda: 3
+    again = [simulation.add(tokens) for tokens in prompts]
+    simulation.run()
+    assert {simulation.last[request_id].cached_by_tier for request_id in again} == {(0, 48, 0, 0)}

@@ -53,6 +53,7 @@ TORCH_FREE_MODEL = {
     "config",
     "contents",
     "convert",
+    "digests",
     "family",
     "fields",
     "fingerprint",

@@ -1,4 +1,4 @@
-"""Runs a torch program on a device that this machine need not have: `python -m tests.model.far_device PATH`.
+"""Runs a torch program on a device that this machine need not have: `python -m tests.model.far_device PATH...`.
 
 `far` is a device of torch whose tensors are CPU tensors in disguise. As on a GPU, operations refuse to mix them with
 tensors of the CPU, except for copies and single numbers.
@@ -144,7 +144,7 @@ def run(path: Path, device: torch.device) -> list[Tensor]:
 
 
 def main(path: str) -> None:
-    """Print the largest difference between what a model says there and here."""
+    """Print the largest difference between what a model says there and here, on a line of its own."""
     with torch.no_grad():
         here = run(Path(path), torch.device("cpu"))
         with FarMode():
@@ -156,4 +156,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    torch.set_num_threads(1)
+    for path in sys.argv[1:]:
+        main(path)

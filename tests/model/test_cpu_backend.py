@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -13,8 +15,10 @@ import torch
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.attention import KVArena, product
+from pypto_serving.model.checkpoint import SINGLE_FILE
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
+from pypto_serving.types.tier import TierConfig
 from tests.model.conftest import MakeCheckpoint
 from tests.model.cpu_backend import config_for, prepare, resident_bytes
 from tests.model.sequences import Sequences, compute
@@ -63,6 +67,38 @@ def test_the_fingerprint_names_what_pages_depend_on(checkpoint: MakeCheckpoint) 
     assert len(prints) == len(configs)
     assert prepare(config_for(path, num_blocks=(50,))).fingerprint in prints
     assert all(len(fingerprint) == 16 for fingerprint in prints)
+
+
+def test_every_byte_of_the_weights_counts_where_others_read_kv(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A byte that no page sampled before: a disk or remote tier would serve the KV of other weights."""
+    copy, changed = (shutil.copytree(checkpoint(), tmp_path / name) for name in ("copy", "changed"))
+    with (changed / SINGLE_FILE).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    disk = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(1,), place="unused")
+    for shared in ({"tiers": (disk,)}, {"kv_events": "tcp://127.0.0.1:5557"}):
+        first, same, other = (
+            prepare(msgspec.structs.replace(config_for(path), **shared)).fingerprint
+            for path in (checkpoint(), copy, changed)
+        )
+        assert first == same != other
+
+
+def test_kv_that_stays_in_the_replica_costs_no_read(checkpoint: MakeCheckpoint) -> None:
+    seen: list[str] = []
+    host = TierConfig(tier="host", size_bytes=1 << 20, num_slots=(1,))
+    for tiers in ((), (host,)):
+        CpuBackend(config_for(checkpoint(), tiers=tiers)).prepare(lambda phase, *_: seen.append(phase))
+    assert "digests" not in seen
+
+
+def test_weights_that_change_while_they_are_loaded_are_refused(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """The fingerprint would belong to other weights."""
+    copy = shutil.copytree(checkpoint(), tmp_path / "copy")
+    with pytest.raises(ModelError, match="was changed while it was loaded"):
+        CpuBackend(config_for(copy)).prepare(lambda *_: os.utime(copy / SINGLE_FILE, (0, 0)))
 
 
 def test_other_kv_groups_are_refused(checkpoint: MakeCheckpoint) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint files: both layouts, every kind of damage by name, and a fingerprint that notices changes."""
+"""Checkpoint files: both layouts, every kind of damage by name, and an identity that follows changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from pypto_serving.model.fingerprint import fingerprint
+from pypto_serving.model.fingerprint import checkpoint_digest, checkpoint_state
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
@@ -168,15 +168,26 @@ def test_a_tensor_in_two_files(copy: Callable[..., Path]) -> None:
     assert "two files" in refusal(path)
 
 
-def test_the_fingerprint_follows_weights_and_config(copy: Callable[..., Path]) -> None:
+def digest(path: Path) -> bytes:
+    return checkpoint_digest(path, "", lambda *_: None)
+
+
+@pytest.mark.parametrize("identity", [digest, checkpoint_state])
+def test_the_identity_follows_weights_and_config(copy: Callable[..., Path], identity: Callable[[Path], bytes]) -> None:
     path = copy()
-    prints = {fingerprint(path)}
-    assert fingerprint(path) in prints and len(fingerprint(path)) == 16
+    seen = {identity(path)}
+    assert identity(path) in seen and len(identity(path)) == 16
     change(path, lambda tensors: tensors[EMBEDDING].add_(1))
-    prints.add(fingerprint(path))
+    seen.add(identity(path))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
-    prints.add(fingerprint(path))
+    seen.add(identity(path))
     change(path, lambda tensors: tensors.update({"model.extra": torch.ones(1)}))
-    prints.add(fingerprint(path))
-    assert len(prints) == 4
+    seen.add(identity(path))
+    assert len(seen) == 4
+
+
+def test_a_copy_has_the_same_digest_and_another_state(checkpoint: MakeCheckpoint, copy: Callable[..., Path]) -> None:
+    original, path = checkpoint(), copy()
+    assert digest(path) == digest(original)
+    assert checkpoint_state(path) != checkpoint_state(original)

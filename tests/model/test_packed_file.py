@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,29 +26,11 @@ from pypto_serving.kernels import Engine, hashes, runnable
 from pypto_serving.model.packed_file import MAGIC
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
-from tests.model.sequences import Array, Sequences, load_program
+from tests.model.packing import load, logits
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="this installation has no kernels")
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENS = np.arange(40) % 300
-
-
-def load(path: Path, folder: Path | str = "", kernels: str = "") -> Any:
-    """A program; what it keeps is written when this returns."""
-    program = load_program(path, "bfloat16", 8, 128, kernels=kernels or runnable()[0], packed_cache=str(folder))
-    for thread in threading.enumerate():
-        if thread.name == "packed-file":
-            thread.join()
-    return program
-
-
-def logits(program: Any) -> Array:
-    """[positions that a few chunks end at, vocab]."""
-    sequences = Sequences(program)
-    sequence = sequences.add(TOKENS)
-    sequences.run(sequence, (17, 1, 16, 1, 5))
-    return np.stack(list(sequence.logits.values()))
 
 
 def packed(folder: Path) -> Path:
@@ -175,7 +156,7 @@ def test_a_changed_checkpoint_is_packed_anew(kept: Kept, tmp_path: Path, change:
     assert len(list(folder.iterdir())) == 2
 
 
-def test_a_change_between_the_sampled_pages_is_seen(kept: Kept, tmp_path: Path) -> None:
+def test_another_time_of_change_is_another_file(kept: Kept, tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "cache"
     shutil.copytree(kept.model, model)
     load(model, folder)
@@ -217,7 +198,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
 START = """
 import sys
 from pathlib import Path
-from tests.model.test_packed_file import load, logits
+from tests.model.packing import load, logits
 import os, threading
 {patch}
 print("ready", flush=True)

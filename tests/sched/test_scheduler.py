@@ -97,6 +97,21 @@ def test_preemption_is_bounded_and_the_oldest_is_never_a_victim() -> None:
     assert computed < 3 * sum(30 + 120 for _ in requests), "most of the work was thrown away"
 
 
+@pytest.mark.parametrize("kind", ["plain", "deepseek_v4"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_admission_leaves_room_for_prompts_that_are_being_computed(kind: str, depth: int) -> None:
+    """The threshold cuts every prompt, so the first chunks of all would fit at once."""
+    groups, num_blocks = {"plain": (plain_groups(16), 141), "deepseek_v4": (deepseek_v4_groups(), 2000)}[kind]
+    blocks = tuple(18 if group.keeps_history and kind == "deepseek_v4" else num_blocks for group in groups)
+    changes = {"max_model_len": 1024, "max_num_batched_tokens": 256, "long_prefill_token_threshold": 32}
+    simulation = Simulation(null_config(groups, blocks, depth=depth, **changes))
+    for i in range(8):
+        simulation.add(prompt(800, i), max_tokens=4)
+    run_all(simulation)
+    assert simulation.counters.num_preemptions == 0
+    assert sum(int(unpack_ids(plan.num_tokens).sum()) for plan in simulation.executor.plans) == 8 * 803
+
+
 def test_a_victim_is_never_in_the_step_that_preempts_it() -> None:
     simulation = Simulation(null_config(num_blocks=18))
     for i in range(8):
@@ -184,7 +199,6 @@ def test_finished_requests_leave_the_registry() -> None:
     run_all(simulation)
     scheduler = simulation.core.scheduler
     assert not scheduler._requests and len(scheduler.kv) == 0
-    assert len(scheduler._waiting._heap) == 0
 
 
 def test_a_queue_timeout_fails_the_request_alone() -> None:
@@ -377,3 +391,53 @@ def test_a_decode_without_blocks_does_not_keep_the_others_from_running(seed: int
         simulation.add(prompt(rng.randrange(1, 20), i), max_tokens=rng.randrange(1, 40))
     run_all(simulation)
     assert simulation.counters.num_preemptions > 0
+
+
+def test_a_whole_prompt_of_the_budget_waits_for_blocks_beside_decodes() -> None:
+    """In the steps that are kept for the prompt, decodes go on if it cannot start."""
+    config = null_config(num_blocks=18, enable_chunked_prefill=False, max_num_batched_tokens=256, max_num_seqs=8)
+    simulation = Simulation(config)
+    decodes = [simulation.add(prompt(16, i), max_tokens=40) for i in range(4)]
+    for _ in range(8):
+        simulation.turn()
+    before = len(simulation.executor.plans)
+    whole = simulation.add(prompt(255), max_tokens=1)
+    run_all(simulation)
+    assert len(simulation.tokens[whole]) == 1
+    beside = simulation.executor.plans[before:-1]
+    assert [len(plan.rows) // 4 for plan in beside] == [len(decodes)] * len(beside)
+
+
+def test_a_step_without_chunked_prefill_must_hold_the_longest_prompt() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 64, .* give at least 256"):
+        null_config(enable_chunked_prefill=False, max_num_batched_tokens=64)
+
+
+def test_decodes_use_the_share_of_a_prompt_that_cannot_start() -> None:
+    simulation = Simulation(null_config(num_blocks=36, max_num_batched_tokens=8))
+    decodes = [simulation.add(prompt(8, i), max_tokens=80) for i in range(8)]
+    for _ in range(40):
+        simulation.turn()
+    before = len(simulation.executor.plans)
+    simulation.add(prompt(240), max_tokens=1)
+    for _ in range(10):
+        simulation.turn()
+    assert {len(plan.rows) // 4 for plan in simulation.executor.plans[before:]} == {len(decodes)}
+    run_all(simulation)
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+def test_the_budget_goes_to_the_most_important_prompt(budget: int) -> None:
+    """The running prompt keeps its row and its blocks, and goes on when the other is done."""
+    simulation = Simulation(null_config(num_blocks=100, max_model_len=1024, max_num_batched_tokens=budget))
+    low = simulation.add(prompt(900), max_tokens=2, priority=5)
+    for _ in range(4):
+        simulation.turn()
+    before = len(simulation.executor.plans)
+    high = simulation.add(prompt(100, 1), max_tokens=1, priority=-5)
+    while high not in simulation.last:
+        simulation.turn()
+    assert len(simulation.executor.plans) - before <= -(-100 // budget) + 1
+    run_all(simulation)
+    assert len(simulation.tokens[low]) == 2 and simulation.counters.num_preemptions == 0
+    assert sum(int(unpack_ids(plan.num_tokens).sum()) for plan in simulation.executor.plans) == 900 + 1 + 100

@@ -219,8 +219,8 @@ def assert_shape(shape: Shape, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_answers_are_the_oracles_in_every_shape(shape: Shape, tmp_path: Path) -> None:
-    assert_shape(shape, tmp_path)
+def test_answers_are_the_oracles_in_every_shape(shape: Shape, memory_disk: Path) -> None:
+    assert_shape(shape, memory_disk)
 
 
 DEVICES: dict[str, Shape] = {
@@ -242,16 +242,16 @@ DEVICES: dict[str, Shape] = {
 
 @pytest.mark.parametrize("groups", FACTORS["groups"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_answers_are_the_oracles_on_every_device(device: str, groups: str, tmp_path: Path) -> None:
+def test_answers_are_the_oracles_on_every_device(device: str, groups: str, memory_disk: Path) -> None:
     plain = {name: values[0] for name, values in FACTORS.items()}
-    assert_shape(plain | DEVICES[device] | {"groups": groups}, tmp_path)
+    assert_shape(plain | DEVICES[device] | {"groups": groups}, memory_disk)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
-def test_many_schedules_in_every_shape(shape: Shape, tmp_path: Path) -> None:
+def test_many_schedules_in_every_shape(shape: Shape, memory_disk: Path) -> None:
     for seed in range(50):
-        simulation = replica(shape, tmp_path / str(seed), SPARE_BLOCKS[seed % 2])
+        simulation = replica(shape, memory_disk / str(seed), SPARE_BLOCKS[seed % 2])
         churn(simulation, random.Random(f"{name_of(shape)} {seed}"), num_requests=25)
         simulation.executor.stop()
 

@@ -32,6 +32,7 @@ def test_every_flag_says_its_default() -> None:
         ("port", "(default: 8000)"),
         ("drain_timeout", "(default: 30)"),
         ("kv_disk_size", "(default: 16GiB)"),
+        ("max_body_bytes", "(default: 64MiB)"),
         ("chunked_prefill", "(default: on)"),
         ("max_num_seqs", "(default: 256)"),
         ("block_size", "(default: 32; with --kv-remote as many as make 256 KiB)"),
@@ -47,7 +48,7 @@ def test_help_texts(name: str, text: str) -> None:
 def test_fixed_defaults_are_what_is_resolved(name: str) -> None:
     """Block size and dtype are read with the model's files."""
     value, reason = setting(make_resolved(), name.replace("_", "-"))
-    assert value == ("16 GiB" if name == "kv_disk_size" else DEFAULTS[name])
+    assert value == {"kv_disk_size": "16 GiB", "max_body_bytes": "64 MiB"}.get(name, DEFAULTS[name])
     assert "default" in reason
     assert RULES.keys() >= {name} and shown_default(name) in SHOWN[name]
 

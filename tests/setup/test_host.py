@@ -27,6 +27,35 @@ def test_host_facts_respect_the_tightest_control_group(tmp_path: Path) -> None:
     assert read_host_facts(tmp_path) == HostFacts(available_bytes=2 * MIB, num_cpus=1)
 
 
+@pytest.mark.parametrize("where", ["docker/box", "docker", ""], ids=["own", "parent", "as seen in a container"])
+def test_host_facts_respect_control_groups_v1(tmp_path: Path, where: str) -> None:
+    write(tmp_path / "proc/meminfo", "MemTotal: 999 kB\nMemAvailable:    8192 kB\n")
+    write(
+        tmp_path / "proc/self/cgroup",
+        "12:cpu,cpuacct:/docker/box\n9:memory:/docker/box\n1:name=systemd:/docker/box\n0::/docker/box\n",
+    )
+    write(tmp_path / "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
+    write(tmp_path / "sys/fs/cgroup/memory/memory.usage_in_bytes", str(MIB))
+    write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n")
+    write(tmp_path / "sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n")
+    memory, cpu = tmp_path / "sys/fs/cgroup/memory" / where, tmp_path / "sys/fs/cgroup/cpu" / where
+    write(memory / "memory.limit_in_bytes", f"{3 * MIB}\n")
+    write(memory / "memory.usage_in_bytes", f"{2 * MIB}\n")
+    write(memory / "memory.stat", f"inactive_file 1\ntotal_inactive_file {MIB}\n")
+    write(cpu / "cpu.cfs_quota_us", "150000\n")
+    write(cpu / "cpu.cfs_period_us", "100000\n")
+    assert read_host_facts(tmp_path) == HostFacts(available_bytes=2 * MIB, num_cpus=1)
+
+
+def test_a_group_beside_ours_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path / "proc/meminfo", "MemAvailable:    4096 kB\n")
+    write(tmp_path / "proc/self/cgroup", "9:memory:/docker/box\nnonsense\n")
+    for other in ("memory/docker/other", "docker/box"):
+        write(tmp_path / "sys/fs/cgroup" / other / "memory.limit_in_bytes", "1")
+        write(tmp_path / "sys/fs/cgroup" / other / "memory.usage_in_bytes", "0")
+    assert read_host_facts(tmp_path).available_bytes == 4 * MIB
+
+
 def test_the_cache_folder_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     for wanted, folder in (("/var/cache", "/var/cache"), ("", "/home/me/.cache"), ("relative", "/home/me/.cache")):

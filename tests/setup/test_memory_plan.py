@@ -9,14 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pypto_serving.backend.base import StepBuffers
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import max_sequence_bytes, plan_groups, tail_bytes
-from pypto_serving.setup.memory_planner import largest, size_option
+from pypto_serving.setup.memory_planner import largest, row_bytes, size_option
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
+from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.util import GIB, parse_size
+from pypto_serving.worker.batch import RowBatch
 from tests.setup.small import FULL, GROUPS, MIB, STATE, WINDOW, make_model, make_resolved, setting
 from tests.simulation import in_pages
 
@@ -89,6 +92,31 @@ def test_a_length_that_is_chosen_leaves_room_for_windows_and_states_of_others() 
 def test_tables_for_every_position_are_planned() -> None:
     without, tables = (make_resolved(make_model(position_bytes=size)).memory for size in (0, 1024))
     assert tables.workspace_bytes == without.workspace_bytes + 4096 * 1024
+
+
+@pytest.mark.parametrize("groups", [(FULL,), deepseek_v4_groups()])
+@pytest.mark.parametrize(
+    "traits", [BackendTraits(), BackendTraits(mixed_steps=False, padded_rows=(8, 32), samples_on_device=True)]
+)
+def test_tokens_and_tables_of_all_rows_are_planned(groups: tuple[KVCacheGroupSpec, ...], traits: BackendTraits) -> None:
+    limits = BackendLimits(max_num_seqs=24, max_num_batched_tokens=64, max_model_len=1000, depth=2, traits=traits)
+    buffers = [StepBuffers.in_host_memory(groups, limits) for _ in range(limits.held_dispatches)]
+    batch = RowBatch(groups, limits, buffers)
+    tables = [table for each in buffers for table in each.block_tables]
+    arrays = [batch.tokens, *(table.blocks for table in batch.tables), *tables]
+    assert row_bytes(groups, limits) == sum(array.nbytes for array in arrays)
+
+
+def test_many_rows_of_long_sequences_leave_less_for_kv() -> None:
+    """256 rows of a million tokens: gigabytes that the plan once left out."""
+    model = make_model(deepseek_v4_groups(), max_position_embeddings=1 << 20)
+    large = HostFacts(available_bytes=64 * GIB, num_cpus=4)
+    few, many = (
+        make_resolved(model, large, max_num_seqs=n, max_model_len=1 << 20).memory.workspace_bytes for n in (1, 256)
+    )
+    assert many - few > 255 * 4 * (1 << 20)
+    with pytest.raises(ConfigError, match=r"--kv-memory is 0 B, too little .* give --max-model-len \d+ or less"):
+        make_resolved(model, large, max_num_seqs=65536, max_model_len=1 << 20)
 
 
 def test_longest_length_that_fits_is_the_default() -> None:

@@ -41,6 +41,11 @@ def test_default_server_is_local_and_open() -> None:
     assert server.served_model_names == ("small",)
 
 
+def test_priorities_can_be_denied_to_clients() -> None:
+    assert make_resolved().server.client_priority
+    assert not make_resolved(client_priority=False).server.client_priority
+
+
 def test_api_keys_are_not_shown() -> None:
     resolved = make_resolved(api_key="secret")
     assert resolved.server.api_key == "secret"
@@ -154,7 +159,7 @@ def test_packed_weights_are_kept_if_asked_for() -> None:
     host = msgspec.structs.replace(HOST, kernels=("avx2", "portable"), cache_dir="/home/me/.cache/pypto-serving")
     model = make_model(needs_torch="")
     kept = make_resolved(model, host, packed_cache=True)
-    assert kept.engine.packed_cache == host.cache_dir
+    assert kept.engine.packed_cache == kept.engine.cache_dir == host.cache_dir
     assert setting(kept, "packed-cache") == (host.cache_dir, "given by --packed-cache")
     for options, reason in (
         ({}, "default"),

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.server import Server
@@ -66,11 +67,12 @@ def settle(server: Server) -> None:
 
 def footprint(server: Server) -> list[tuple[str, int, int]]:
     """Role, resident bytes and descriptors of each process."""
-    roles = ("api", "core", "worker")
-    return [
-        (role, process.memory_info().rss, process.num_fds())
-        for role, process in zip(roles, server.family(), strict=True)
-    ]
+    return [(role_of(process), process.memory_info().rss, process.num_fds()) for process in server.family()]
+
+
+def role_of(process: psutil.Process) -> str:
+    """The module that a child runs; the first process is the API's."""
+    return next((part for part in process.cmdline() if part.startswith("pypto_serving.")), "api")
 
 
 def check_clean(server: Server) -> None:

@@ -55,10 +55,10 @@ class Expected:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_at_any_point_loses_nothing_that_was_answered_for(tmp_path: Path, kind: str) -> None:
-    command = [sys.executable, "-m", "tests.store.workload", str(tmp_path), kind]
+def test_a_kill_at_any_point_loses_nothing_that_was_answered_for(memory_disk: Path, kind: str) -> None:
+    command = [sys.executable, "-m", "tests.store.workload", str(memory_disk), kind]
     subprocess.run(command, check=True, cwd=ROOT, timeout=120)
-    folders = list(tmp_path.iterdir())
+    folders = list(memory_disk.iterdir())
     assert len(folders) > 80
     for folder in folders:
         expected = Expected()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pypto_serving.api.chat.output import NewParser
+from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import has_tokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.util import LazyRegistry
@@ -24,11 +24,17 @@ class EncodedChat:
     """A conversation as a prompt, text or token ids. `new_parser` makes the parser of one output; None: plain text."""
 
     prompt: str | list[int]
-    new_parser: NewParser | None = None
+    new_parser: OutputFormat | None = None
 
 
 class ChatEncoder(Protocol):
-    """Encode conversations for one model family. Stateless after loading."""
+    """Encode conversations for one model family. Stateless after loading.
+
+    `runs_templates` tells whether `encode` runs a program that came with the model, and may not end.
+    """
+
+    @property
+    def runs_templates(self) -> bool: ...
 
     @property
     def request_fields(self) -> frozenset[str]:
@@ -64,6 +70,8 @@ ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
 class UnavailableEncoder:
     """Refuse every chat with the reason why the model cannot chat."""
 
+    runs_templates = False
+
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
@@ -96,7 +104,7 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
 
 def describe_chat(serving: ServingConfig) -> tuple[str, str]:
     """Name what encodes chats, or "off", with the reason. Raises like `load_encoder`, but reads no tokenizer."""
-    if not serving.model_dir or not (Path(serving.model_dir) / "tokenizer.json").is_file():
+    if not has_tokenizer(serving.model_dir):
         return "off", "this model has no tokenizer.json"
     try:
         found: tuple[str, str] = ORIGINS.load(_family(serving))(serving)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pypto_serving.api.chat import EncodedChat
-from pypto_serving.api.chat.deepseek_v4_output import THINK_END, DeepseekV4Parser
+from pypto_serving.api.chat.deepseek_v4_output import THINK_END, DeepseekV4Format
 from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_tools, read_turns, refuse, with_request
 from pypto_serving.api.chat.dsml import to_json, write_calls, write_tools
 from pypto_serving.api.settings import ServingConfig
@@ -77,6 +76,7 @@ class Mode:
 class DeepseekV4Encoder:
     """Encode conversations for DeepSeek V4. See ChatEncoder."""
 
+    runs_templates = False
     request_fields = frozenset({"tools", "response_format", "reasoning_effort", "thinking"})
 
     def __init__(self, efforts: Mapping[str, str] = FIRST_EFFORTS) -> None:
@@ -107,7 +107,7 @@ class DeepseekV4Encoder:
         if not asks and not continues:
             return EncodedChat(text)
         reads_calls = any(turn.tools for turn in turns)
-        return EncodedChat(text, partial(DeepseekV4Parser, mode.thinking and not continues, reads_calls))
+        return EncodedChat(text, DeepseekV4Format(mode.thinking and not continues, reads_calls))
 
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:

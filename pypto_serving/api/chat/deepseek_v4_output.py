@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pypto_serving.api.chat.dsml import CALLS_START, BlockReader
 from pypto_serving.api.chat.output import Part, TextKind, TextPart
 
 THINK_END = "</think>"
 _GAP = "\n\n"
 """Precedes a block of calls and belongs to it."""
+
+
+class DeepseekV4Format(msgspec.Struct, frozen=True):
+    """How to parse the outputs of one prompt; see DeepseekV4Parser. Called, it makes a parser."""
+
+    thinks: bool
+    reads_calls: bool
+
+    def __call__(self) -> DeepseekV4Parser:
+        return DeepseekV4Parser(self.thinks, self.reads_calls)
 
 
 class DeepseekV4Parser:

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
@@ -23,6 +24,8 @@ from pypto_serving.errors import ModelError, RequestError
 
 logger = logging.getLogger("pypto_serving.api")
 
+MAX_CHARS = 256 << 20
+"""Longest output of a template; no context holds more."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
@@ -30,12 +33,13 @@ class TemplateEncoder:
     """Render a compiled template. See ChatEncoder."""
 
     request_fields = frozenset[str]()
+    runs_templates = True
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`. Raises ModelError if it is not a valid template."""
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template of this model is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
 
@@ -43,12 +47,24 @@ class TemplateEncoder:
         """Render the conversation. Raises RequestError with the template's own message."""
         try:
             values = self._special_tokens | {"messages": list(messages)} | dict(kwargs)
-            return EncodedChat(self._template.render(**values))
+            return EncodedChat(self._render(values))
+        except RequestError:
+            raise
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
         except Exception as error:  # a template may fail in any way on unexpected messages
             detail = f"{type(error).__name__}: {error}"
             raise RequestError(f"the chat template failed on these messages: {detail}", param="messages") from error
+
+    def _render(self, values: Mapping[str, Any]) -> str:
+        pieces, num_chars = [], 0
+        for piece in self._template.generate(values):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > MAX_CHARS:
+                message = f"the chat template writes more than {MAX_CHARS} characters for these messages; send fewer"
+                raise RequestError(message, param="messages")
+        return "".join(pieces)
 
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> TemplateEncoder:
@@ -106,9 +122,32 @@ class _GenerationTag(jinja2.ext.Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Compute nothing while compiling: `9 ** 9 ** 9` would never end, and compiling has no bound of its own."""
+
+    def _output_child_to_const(
+        self,
+        node: jinja2.nodes.Expr,
+        frame: jinja2.compiler.Frame,
+        finalize: jinja2.compiler.CodeGenerator._FinalizeInfo,
+    ) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def visit_EvalContextModifier(
+        self, node: jinja2.nodes.EvalContextModifier, frame: jinja2.compiler.Frame
+    ) -> NoReturn:
+        self.fail("the tag autoescape is not supported", node.lineno)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    code_generator_class = _CodeGenerator
+
+
+def _environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

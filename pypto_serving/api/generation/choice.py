@@ -10,7 +10,7 @@ from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
 from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.request import EngineRequest, RequestOutput, Timeline
 from pypto_serving.types.tokens import id_list
 
 ONE_ID = 4
@@ -30,6 +30,7 @@ class Choice:
     """Detokenize one sequence, find its stop strings and count its tokens. Owned by its Generation.
 
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
+    `timeline` has the engine's times so far.
     `token_ids` collects the output tokens, a stop token included, if `keep_token_ids`; else it is None.
     """
 
@@ -50,6 +51,7 @@ class Choice:
         "num_tokens",
         "prompt",
         "request_id",
+        "timeline",
         "token_ids",
     )
 
@@ -73,6 +75,7 @@ class Choice:
         self.num_cached = 0
         self.cached_by_tier: tuple[int, ...] = ()
         self.finish_reason: str | None = None
+        self.timeline: Timeline | None = None
         self.token_ids: list[int] | None = [] if keep_token_ids else None
         self._min_tokens = params.min_tokens
         self._tokenizer = tokenizer
@@ -83,6 +86,11 @@ class Choice:
         self._num_chars = 0
         plain = self._stops is None and self._entries is None and self.token_ids is None
         self._push_plain = self._detokenizer.push if plain and self._detokenizer is not None else None
+
+    def begin(self, output: RequestOutput) -> None:
+        """Note what came with the first token: the times so far, and how much of the prompt was cached where."""
+        self.timeline = output.timeline
+        self.cached_by_tier = output.cached_by_tier
 
     def take(self, output: RequestOutput) -> Delta | None:
         """Add an engine output; return the delta to send, None if there is nothing to show yet.
@@ -105,11 +113,15 @@ class Choice:
         """
         text, reason, before = "", output.finish_reason, self.num_tokens
         self.cached_by_tier = output.cached_by_tier or self.cached_by_tier
-        silent_at = len(ids) - 1 if reason == "stop" and ids and ids[-1] == output.stop_token_id else -1
+        self.timeline = output.timeline or self.timeline
+        last = len(ids) - 1 if reason == "stop" else -1
+        silent_at = last if ids and ids[last] == output.stop_token_id else -1
         for i, token_id in enumerate(ids):
             self.num_tokens += 1
             if self._entries is not None and output.logprobs is not None:
-                self._entries.append(token_entry(token_id, output.logprobs[i], self._tokenizer, self._num_chars))
+                ends = i == last and (i == silent_at or self._is_silent(token_id))
+                values = output.logprobs[i]
+                self._entries.append(token_entry(token_id, values, self._tokenizer, self._num_chars, ends))
             if i != silent_at:
                 text += self._push(token_id)
             if self._stops is not None and self._stops.matched is not None:
@@ -129,17 +141,18 @@ class Choice:
     def _stopped(self) -> bool:
         return self._stops is not None and self._stops.matched is not None
 
+    def _is_silent(self, token_id: int) -> bool:
+        return self._detokenizer is not None and self._detokenizer.is_silent(token_id)
+
     def _push(self, token_id: int) -> str:
         if self._detokenizer is None:
             return ""
         text = self._detokenizer.push(token_id)
         self._num_chars += len(text)
-        if self._stops is None or self.num_tokens <= self._min_tokens:
-            return text
-        return self._stops.push(text)
+        return text if self._stops is None else self._stops.push(text, self.num_tokens > self._min_tokens)
 
     def _flush(self) -> str:
         text = "" if self._detokenizer is None else self._detokenizer.flush()
         if self._stops is None:
             return text
-        return self._stops.push(text) + self._stops.flush()
+        return self._stops.push(text, self.num_tokens > self._min_tokens) + self._stops.flush()

@@ -1,13 +1,9 @@
-"""Report requests that cannot be queued, or that the engine gave up."""
+"""Report requests that the engine gave up."""
 
 from __future__ import annotations
 
-from pypto_serving.errors import RequestError, RequestFailedError
+from pypto_serving.errors import RequestFailedError
 from pypto_serving.types.request import RequestFault
-
-
-class TooManyChoicesError(RequestError):
-    """The request has more choices than the queue can ever hold."""
 
 
 class EngineFaultError(RequestFailedError):

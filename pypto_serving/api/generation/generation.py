@@ -8,10 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 
+import msgspec
+
 from pypto_serving.api.generation.choice import Choice, Delta
-from pypto_serving.api.generation.errors import EngineFaultError, TooManyChoicesError
+from pypto_serving.api.generation.errors import EngineFaultError
 from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.request import GenerationRequest, engine_requests
+from pypto_serving.api.generation.request import GenerationRequest, check_num_choices, engine_requests
 from pypto_serving.api.generation.stops import StopPatterns
 from pypto_serving.api.generation.usage import Usage, count_usage
 from pypto_serving.api.service import Service
@@ -31,7 +33,7 @@ class Generation:
     """Run the choices of one request. Owned by its maker, which must call `close`.
 
     Making one submits the request. Raises QueueFullError or UnavailableError if it is not admitted,
-    TooManyChoicesError if it has more choices than the queue can ever hold.
+    RequestError if it has more choices than the server can ever hold.
     """
 
     __slots__ = (
@@ -53,7 +55,7 @@ class Generation:
         self._arrival_s = time.monotonic()
         self._observe_first = service.metrics.first_token.observe
         self._observe_next = service.metrics.next_token.observe
-        _require_queue_space(request, service.engine.config.max_queued_requests)
+        check_num_choices(request.num_choices, len(request.prompts), service.engine.config)
         requests = engine_requests(request, service.seeds, service.eos_token_ids, self._arrival_s)
         self._choices = _new_choices(request, requests, service.tokenizer)
         service.admission.enter()
@@ -101,7 +103,11 @@ class Generation:
             if choice is None or choice.finish_reason is not None:
                 continue
             if output.token_ids:
-                (self._observe_next if choice.num_tokens else self._observe_first)(now_s - choice.last_s)
+                if choice.num_tokens:
+                    self._observe_next(now_s - choice.last_s)
+                else:
+                    self._observe_first(now_s - choice.last_s)
+                    choice.begin(output)
                 choice.last_s = now_s
             delta = choice.take(output)
             if delta is None:
@@ -134,7 +140,10 @@ class Generation:
         reason = choice.finish_reason if choice.finish_reason and output.fault is None else "error"
         self._open -= 1
         e2e_s = now_s - self._arrival_s
-        service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, output.timeline)
+        timeline = choice.timeline
+        if timeline is not None and output.finish_reason is None:  # a stop string ended it here
+            timeline = msgspec.structs.replace(timeline, finished_s=now_s)
+        service.metrics.observe_finish(reason, choice.num_prompt, choice.num_tokens, e2e_s, timeline)
         if output.fault is not None:
             if output.fault.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 self._given_up.append(choice)
@@ -154,12 +163,6 @@ class Generation:
             tokens = sum(choice.num_tokens for choice in cut)
             choices = counted(len(cut), "unfinished choice")
             logger.info("aborted %s: %s after %s", self.id, choices, counted(tokens, "output token"))
-
-
-def _require_queue_space(request: GenerationRequest, limit: int) -> None:
-    """Refuse a request that the queue could not hold if it were empty."""
-    if (total := request.num_choices) > limit:
-        raise TooManyChoicesError(f"the request makes {total} sequences, but this server queues at most {limit}")
 
 
 def _new_choices(

@@ -25,15 +25,19 @@ class ScoredToken(msgspec.Struct, frozen=True, gc=False):
 class TokenEntry(msgspec.Struct, frozen=True, gc=False):
     """The log-probabilities at one output position: of the chosen token and of the most likely ones, best first.
 
-    `offset` is where the text of the token begins in the output, in characters.
+    `offset` is where the text of the token begins in the output, in characters. `ends`: the token ended the sequence
+    and has no text.
     """
 
     chosen: ScoredToken
     top: list[ScoredToken]
     offset: int
+    ends: bool = False
 
 
-def token_entry(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer | None, offset: int) -> TokenEntry:
+def token_entry(
+    token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer | None, offset: int, ends: bool = False
+) -> TokenEntry:
     """Decode what the engine sent for one output token."""
 
     def score(token_id: int, logprob: float, rank: int) -> ScoredToken:
@@ -43,4 +47,4 @@ def token_entry(token_id: int, logprobs: TokenLogprobs, tokenizer: Tokenizer | N
     ids = id_list(logprobs.top_ids)
     values = np.frombuffer(logprobs.top_logprobs, dtype="<f4").tolist()
     top = [score(i, value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), 1)]
-    return TokenEntry(score(token_id, logprobs.logprob, logprobs.rank), top, offset)
+    return TokenEntry(score(token_id, logprobs.logprob, logprobs.rank), top, offset, ends)

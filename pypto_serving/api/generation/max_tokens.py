@@ -19,16 +19,17 @@ def fit_max_tokens(
     room = max_model_len - num_prompt
     if room < 1:
         raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens, but the model's context is {max_model_len} tokens, "
-            f"prompt and at least one output token together; shorten the prompt",
+            max_model_len,
+            f"However, the prompt has {num_prompt} tokens and needs room for at least one output token; shorten it",
             param="prompt",
         )
     if asked is None:
         return room if default is None else min(default, room)
     if asked > room:
         raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens and {field} is {asked}, together {num_prompt + asked}, but the "
-            f"model's context is {max_model_len} tokens; shorten the prompt or ask for at most {room} tokens",
+            max_model_len,
+            f"However, the prompt has {num_prompt} tokens and {field} is {asked}, together {num_prompt + asked}; "
+            f"shorten the prompt or ask for at most {room} tokens",
             param=field,
         )
     return asked

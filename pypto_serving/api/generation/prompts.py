@@ -2,51 +2,81 @@
 
 from __future__ import annotations
 
-from pypto_serving.api.chat import EncodedChat
-from pypto_serving.api.service import Service
+import logging
+
+from pypto_serving.api.chat import ChatEncoder, EncodedChat, load_encoder
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.api.text.files import has_tokenizer
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ContextLengthError, RequestError
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import brief
 
+logger = logging.getLogger("pypto_serving.api")
+
 MAX_CHARS_PER_TOKEN = 256
-"""Longer texts are refused before they are encoded."""
+"""Longer texts are refused before they are rendered or encoded."""
 
 
-async def encode_text(service: Service, text: str, where: str, add_special_tokens: bool) -> list[int]:
-    """Encode one text; `where` names its field in errors, such as `prompt[2]`.
+class Prompter:
+    """Make prompts for one model. Does not change after loading, so any thread may use it.
 
-    Raises RequestError if the text is empty, cannot fit the context, or the model has no tokenizer.
+    `tokenizer` is None for a model without one. Errors name the field at fault by its place, such as `prompt[2]`.
     """
-    if service.tokenizer is None:
-        raise RequestError(f"this model has no tokenizer.json: {where} must be a list of token ids", param="prompt")
-    limit = service.engine.config.max_model_len
-    if len(text) > limit * MAX_CHARS_PER_TOKEN:
-        raise ContextLengthError(
-            f"{where} has {len(text)} characters, which cannot fit the model's context of {limit} tokens; shorten it",
-            param=field_of(where),
-        )
-    ids = await service.tokenizer.encode_async(text, add_special_tokens)
-    if not ids:
-        raise RequestError(f"{where} is empty; send at least one token", param=field_of(where))
-    return check_token_ids(service, ids, where)
 
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, chat_encoder: ChatEncoder) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.chat_encoder = chat_encoder
 
-async def encode_chat(service: Service, chat: EncodedChat, add_special_tokens: bool) -> list[int]:
-    """Encode the prompt of a chat. Raises RequestError like `encode_text` and `check_token_ids`."""
-    if isinstance(chat.prompt, str):
-        return await encode_text(service, chat.prompt, "messages", add_special_tokens)
-    return check_token_ids(service, chat.prompt, "messages")
+    @classmethod
+    def load(cls, config: EngineConfig, serving: ServingConfig) -> Prompter:
+        """Load tokenizer and chat encoder. Raises ModelError if one of them is damaged."""
+        tokenizer = _load_tokenizer(serving.model_dir)
+        return cls(config, tokenizer, load_encoder(serving, tokenizer))
 
+    def encode_text(self, text: str, where: str, add_special_tokens: bool) -> list[int]:
+        """Encode one text. Raises RequestError if it is empty, cannot fit, or the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError(f"this model has no tokenizer.json: {where} must be a list of token ids", param="prompt")
+        self.check_length(len(text), where)
+        ids = self.tokenizer.encode(text, add_special_tokens)
+        if not ids:
+            raise RequestError(f"{where} is empty; send at least one token", param=field_of(where))
+        return self.check_token_ids(ids, where)
 
-def check_token_ids(service: Service, ids: list[int], where: str) -> list[int]:
-    """Return `ids`, which are not empty. Raises RequestError if one is outside the vocabulary."""
-    vocab_size = service.engine.config.vocab_size
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        bad = next(i for i in ids if not 0 <= i < vocab_size)
-        message = f"{where}: token id {brief(bad)} is not between 0 and {vocab_size - 1}"
-        raise RequestError(message, param=field_of(where))
-    return ids
+    def encode_chat(self, chat: EncodedChat, add_special_tokens: bool) -> list[int]:
+        """Encode the prompt of a chat. Raises RequestError like `encode_text` and `check_token_ids`."""
+        if isinstance(chat.prompt, str):
+            return self.encode_text(chat.prompt, "messages", add_special_tokens)
+        return self.check_token_ids(chat.prompt, "messages")
+
+    def check_length(self, num_chars: int, where: str) -> None:
+        """Raise ContextLengthError if a text of `num_chars` characters has too many tokens whatever they are."""
+        limit = self.config.max_model_len
+        if num_chars > limit * MAX_CHARS_PER_TOKEN:
+            problem = f"However, {where} has {num_chars} characters, which cannot fit; shorten it"
+            raise ContextLengthError(limit, problem, param=field_of(where))
+
+    def check_token_ids(self, ids: list[int], where: str) -> list[int]:
+        """Return `ids`, which are not empty. Raises RequestError if one is outside the vocabulary."""
+        vocab_size = self.config.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            message = f"{where}: token id {brief(bad)} is not between 0 and {vocab_size - 1}"
+            raise RequestError(message, param=field_of(where))
+        return ids
 
 
 def field_of(where: str) -> str:
     """Return the field of a place: `prompt` of `prompt[2]`."""
     return where.partition("[")[0]
+
+
+def _load_tokenizer(model_dir: str) -> Tokenizer | None:
+    """Load the tokenizer, None for a model that has none. Raises ModelError if it is damaged."""
+    if has_tokenizer(model_dir):
+        return Tokenizer.load(model_dir)
+    if model_dir:
+        logger.warning("only prompts of token ids can be served: %s has no tokenizer.json", model_dir)
+    return None

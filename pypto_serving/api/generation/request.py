@@ -7,25 +7,31 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pypto_serving.api.chat.output import NewParser
+from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams, check_named_ids
-from pypto_serving.types.tokens import pack_ids
+from pypto_serving.types.tokens import pack_ids, view_ids
 
 
-@dataclass(frozen=True, slots=True)
-class FittedPrompt:
+class FittedPrompt(msgspec.Struct, frozen=True):
     """A prompt and how to continue it; both fit the context. Made by `fit_prompt`.
 
-    `params.n` is the number of choices. `new_parser` makes the parser of one choice's text; None means plain text.
+    `packed_ids` are its token ids as bytes of `pack_ids`. `params.n` is the number of choices. `new_parser` makes the
+    parser of one choice's text; None means plain text.
     """
 
-    token_ids: Sequence[int]
+    packed_ids: bytes
     params: SamplingParams
-    new_parser: NewParser | None = None
+    new_parser: OutputFormat | None = None
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Return a view of the token ids."""
+        return view_ids(self.packed_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,16 @@ class GenerationRequest:
         return sum(prompt.params.n for prompt in self.prompts)
 
 
+def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) -> None:
+    """Raise RequestError if not even an idle server could hold `num_choices` choices of `num_prompts` prompts."""
+    if num_choices > config.max_unfinished:
+        raise RequestError(
+            f"the request makes {num_choices} sequences, but this server runs {config.max_num_seqs} at once and queues "
+            f"{config.max_queued_requests}; ask for fewer",
+            param="prompt" if num_prompts > 1 else "n",
+        )
+
+
 def fit_prompt(
     token_ids: Sequence[int],
     params: SamplingParams,
@@ -55,7 +71,7 @@ def fit_prompt(
     *,
     default_max_tokens: int | None = None,
     max_tokens_field: str = "max_tokens",
-    new_parser: NewParser | None = None,
+    new_parser: OutputFormat | None = None,
 ) -> FittedPrompt:
     """Make a FittedPrompt whose max_tokens fits the context; see `fit_max_tokens` for the cases and errors.
 
@@ -68,7 +84,7 @@ def fit_prompt(
     )
     skip = params.skip_special_tokens and new_parser is None
     params = msgspec.structs.replace(params, max_tokens=max_tokens, skip_special_tokens=skip)
-    return FittedPrompt(token_ids, params, new_parser)
+    return FittedPrompt(pack_ids(token_ids), params, new_parser)
 
 
 def engine_requests(
@@ -77,13 +93,13 @@ def engine_requests(
     """Make one engine request for each choice, in order; choices of a prompt share its seed and token ids."""
     made: list[EngineRequest] = []
     for prompt in request.prompts:
-        seed, token_ids = seeds.seed_of(prompt.params), pack_ids(prompt.token_ids)
+        seed = seeds.seed_of(prompt.params)
         params = msgspec.structs.replace(prompt.params, n=1)
         for choice in range(prompt.params.n):
             made.append(
                 EngineRequest(
                     request_id=f"{request.id}-{len(made)}",
-                    token_ids=token_ids,
+                    token_ids=prompt.packed_ids,
                     params=params,
                     eos_token_ids=eos_token_ids,
                     seed=seed,

@@ -29,16 +29,20 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """Add text; return the new text that cannot belong to a stop string."""
+    def push(self, text: str, may_end: bool = True) -> str:
+        """Add text; return the new text that cannot belong to a stop string.
+
+        Without `may_end` a stop string that ends in `text` does not count; one that only begins there does.
+        """
         if self.matched is not None:
             return ""
         start = len(self._held)
         self._held += text
         for end, char in enumerate(text, start + 1):
-            self.matched = self._advance(char)
-            if self.matched is not None:
-                return self._release(end - len(self.matched))
+            found = self._advance(char)
+            if found is not None and may_end:
+                self.matched = found
+                return self._release(end - len(found))
         return self._release(len(self._held) - max(self._states, default=0))
 
     def flush(self) -> str:
@@ -58,9 +62,10 @@ class StopStrings:
                 state = failure[state - 1]
             if pattern[state] == char:
                 state += 1
+            if state == len(pattern):
+                found = found or pattern
+                state = failure[-1]
             states[i] = state
-            if state == len(pattern) and found is None:
-                found = pattern
         return found
 
 

@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import Request
 
 from pypto_serving.api.errors import BodyTooLargeError, ContentTypeError
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules
+from pypto_serving.api.openai.params import cache_salt_of, priority_of
 from pypto_serving.api.openai.schemas import GenerationBody
-from pypto_serving.api.service import Service
+from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 
+MAX_VALUES = 2_000_000
+"""Bounds the values of a body before it is parsed, by the characters that come with each."""
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytearray:
     """Read the whole body. Raises BodyTooLargeError above `limit` bytes.
 
     Up to four times the limit is received and dropped first: a client that is cut off while it sends does not read the
     answer.
     """
-    chunks: list[bytes] = []
+    body = bytearray()
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
         if size <= limit:
-            chunks.append(chunk)
+            body += chunk
         elif size > 4 * limit:
             break
         else:
-            chunks.clear()
+            body.clear()
     if size > limit:
-        raise BodyTooLargeError(f"the request body has more than {limit} bytes, the limit of this server; send less")
-    return b"".join(chunks)
+        raise BodyTooLargeError(limit)
+    return body
 
 
-async def parse_body(request: Request, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
+def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
     """Return the body as `schema` and the names of ignored fields. Raises RequestError naming the field at fault."""
-    service: Service = request.app.state.service
-    _require_json(request)
-    raw = await read_body(request, service.serving.max_body_bytes)
+    if len(raw) > MAX_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        message = f"the request body has more than {MAX_VALUES} commas and opening brackets; send fewer values"
+        raise RequestError(message, code="too_many_values")
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
@@ -51,11 +54,23 @@ async def parse_body(request: Request, schema: type[BodyT], rules: FieldRules) -
         if not body.stream:
             raise RequestError("stream_options is only allowed together with stream = true", param="stream_options")
         unknown += STREAM_OPTION_RULES.screen(body.stream_options.extra, "stream_options.")
-    service.warn_ignored(unknown)
     return body, unknown
 
 
-def _require_json(request: Request) -> None:
+def read_common(body: GenerationBody, ignored: list[str], serving: ServingConfig) -> dict[str, Any]:
+    """Return the fields of ReadBody that both endpoints share. Raises RequestError."""
+    return {
+        "model": serving.resolve_model(body.model),
+        "stream": bool(body.stream),
+        "include_usage": body.include_usage,
+        "ping_s": body.ping_s,
+        "ignored": ignored,
+        "priority": priority_of(body, serving.client_priority),
+        "cache_salt": cache_salt_of(body),
+    }
+
+
+def require_json(request: Request) -> None:
     """Raise ContentTypeError unless the body is declared as JSON, which no form of a web page can do."""
     declared = request.headers.get("content-type", "")
     kind = declared.partition(";")[0].strip().lower()

@@ -23,10 +23,14 @@ def completion_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | No
 
 
 def chat_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | None:
-    """Write one object per token, with its bytes, since a token may be part of a character."""
+    """Write one object per token of the content, with its bytes, since a token may be part of a character."""
     if entries is None:
         return None
-    content = [_chat_entry(entry.chosen) | {"top_logprobs": list(map(_chat_entry, entry.top))} for entry in entries]
+    content = [
+        _chat_entry(entry.chosen) | {"top_logprobs": list(map(_chat_entry, entry.top))}
+        for entry in entries
+        if not entry.ends
+    ]
     return {"content": content, "refusal": None}
 
 

@@ -21,7 +21,7 @@ async def list_models(request: Request) -> Response:
 async def retrieve_model(request: Request) -> Response:
     """Describe the model under one of its names. Raises UnknownModelError for any other name."""
     service: Service = request.app.state.service
-    return _json(describe_model(service, service.resolve_model(request.path_params["model_id"])))
+    return _json(describe_model(service, service.serving.resolve_model(request.path_params["model_id"])))
 
 
 def describe_model(service: Service, name: str) -> dict[str, Any]:

@@ -43,8 +43,14 @@ def sampling_params(
     )
 
 
-def priority_of(body: GenerationBody) -> int:
-    """Return the priority; lower is served earlier. Raises RequestError if it does not fit 32 bits."""
+def priority_of(body: GenerationBody, may_choose: bool) -> int:
+    """Return the priority; lower is served earlier. Raises RequestError if it does not fit 32 bits.
+
+    Unless clients `may_choose`, only 0, the default, is accepted.
+    """
+    if body.priority and not may_choose:
+        message = f"priority is {brief(body.priority)}, but this server lets no client choose one; leave it out"
+        raise RequestError(message, param="priority", code="unsupported_field")
     if body.priority is not None and not -MAX_PRIORITY <= body.priority <= MAX_PRIORITY:
         message = f"priority is {brief(body.priority)}, but must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
         raise RequestError(message, param="priority")

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from pypto_serving.api.generation.prompts import check_token_ids, encode_text, field_of
-from pypto_serving.api.service import Service
+from pypto_serving.api.generation.prompts import Prompter, field_of
+from pypto_serving.api.generation.request import check_num_choices
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 
-async def encode_prompts(service: Service, prompt: Any, add_special_tokens: bool) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises RequestError that names the prompt at fault."""
+def encode_prompts(prompter: Prompter, prompt: Any, num_each: int, add_special_tokens: bool) -> Iterator[list[int]]:
+    """Iterate over the token ids of each prompt, of which `num_each` choices are wanted.
+
+    Raises RequestError that names the prompt at fault.
+    """
     if isinstance(prompt, str) or _is_ids(prompt):
-        return [await _encode(service, prompt, "prompt", add_special_tokens)]
+        return iter([_encode(prompter, prompt, "prompt", add_special_tokens)])
     if not isinstance(prompt, list):
         raise _bad_type("prompt", prompt)
     if not prompt:
         raise RequestError("prompt is an empty list; send at least one prompt with at least one token", param="prompt")
     if type(prompt[0]) is int:
         raise _bad_type("prompt", next(entry for entry in prompt if type(entry) is not int))
-    return [await _encode(service, entry, f"prompt[{i}]", add_special_tokens) for i, entry in enumerate(prompt)]
+    check_num_choices(len(prompt) * num_each, len(prompt), prompter.config)
+    return (_encode(prompter, entry, f"prompt[{i}]", add_special_tokens) for i, entry in enumerate(prompt))
 
 
-async def _encode(service: Service, entry: Any, where: str, add_special_tokens: bool) -> list[int]:
+def _encode(prompter: Prompter, entry: Any, where: str, add_special_tokens: bool) -> list[int]:
     if isinstance(entry, str):
-        return await encode_text(service, entry, where, add_special_tokens)
+        return prompter.encode_text(entry, where, add_special_tokens)
     if _is_ids(entry):
-        return check_token_ids(service, entry, where)
+        return prompter.check_token_ids(entry, where)
     if entry == []:
         raise RequestError(f"{where} is an empty list; send at least one token", param=field_of(where))
     raise _bad_type(where, entry)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Generator
+import time
+from collections.abc import AsyncIterator, Awaitable, Generator
+from contextlib import asynccontextmanager, suppress
 from types import coroutine
 from typing import Any
 
@@ -11,39 +14,29 @@ import msgspec
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pypto_serving.api.disconnect import nobody_listens, until_disconnect
-from pypto_serving.api.errors import describe
+from pypto_serving.api.errors import describe, internal_error
 from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.errors import TooManyChoicesError
-from pypto_serving.api.generation.generation import Generation
-from pypto_serving.api.generation.request import GenerationRequest
+from pypto_serving.api.generation.generation import Consume, Generation
 from pypto_serving.api.middleware import SERVER_SEND
-from pypto_serving.api.openai.sse import EventFormat
-from pypto_serving.api.service import Service
+from pypto_serving.api.openai.sse import EventFormat, error_event
+from pypto_serving.api.reading.wire import ReadBody
 from pypto_serving.engine.stream import Pause
-from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.errors import PyptoError
 
 logger = logging.getLogger("pypto_serving.api")
 
-DONE = b"data: [DONE]\n\n"
-
-
-def submit(service: Service, request: GenerationRequest) -> Generation:
-    """Submit the request. Raises what Generation raises; too many choices name the field that asked for them."""
-    try:
-        return Generation(service, request)
-    except TooManyChoicesError as error:
-        raise RequestError(str(error), param="prompt" if len(request.prompts) > 1 else "n") from None
+DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 
 
 async def respond(
-    request: Request, generation: Generation, form: EventFormat, stream: bool, headers: dict[str, str]
+    request: Request, generation: Generation, form: EventFormat, body: ReadBody, headers: dict[str, str]
 ) -> Response:
-    """Make the response of a generation; it closes the generation when it ends."""
-    if stream:
-        return EventStream(generation, form, headers)
+    """Make the response that `body` asks for; it closes the generation when it ends."""
+    if body.stream:
+        return EventStream(generation, form, headers, body.ping_s)
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
         content = msgspec.json.encode(form.response(outputs, generation.usage()))
@@ -57,16 +50,18 @@ async def respond(
 class EventStream(Response):
     """Stream a generation as server-sent events; waiting deltas leave in one write.
 
-    The status line waits for the first output, so a request that fails earlier gets its own status.
+    The status line leaves at once, since the request is admitted; an error that comes later is an event. With
+    `ping_s`, a comment is sent whenever nothing else was for that many seconds.
     """
 
-    def __init__(self, generation: Generation, form: EventFormat, headers: dict[str, str]) -> None:
+    def __init__(
+        self, generation: Generation, form: EventFormat, headers: dict[str, str], ping_s: float | None = None
+    ) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
         self._generation = generation
         self._form = form
-        self._extra_headers = headers
-        self._started = False
+        self._ping_s = ping_s
         fixed = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
@@ -76,43 +71,66 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._run(scope, receive, send))
-        except ClientDisconnect:
-            if not self._started:
-                await nobody_listens()(scope, receive, send)
+            with suppress(ClientDisconnect):
+                await until_disconnect(receive, self._run(send, scope[SERVER_SEND]))
         finally:
             self._generation.close()
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        write: Send = scope[SERVER_SEND]
+    async def _run(self, send: Send, write: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with pinging(write, self._ping_s) as noted_write:
+                await self._generation.run(self._writer(noted_write))
+            last = self._form.usage_event(self._generation.usage()) + DONE
+        except PyptoError as error:
+            last = error_event(describe(error))
+        except Exception:
+            logger.exception("stream %s failed", self._generation.id)
+            last = error_event(internal_error(self._generation.id))
+        await write({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _writer(self, write: Send) -> Consume:
+        """Return the consumer that writes deltas. The opening waits for the first: clients take it for a token."""
         event, opening = self._form.event, self._form.opening()
 
         def pass_on(deltas: list[Delta]) -> Pause:
+            nonlocal opening
             body = event(deltas[0]) if len(deltas) == 1 else b"".join(map(event, deltas))
-            if not self._started:
-                return self._start(send, write, opening + body)
+            if opening:
+                body, opening = opening + body, b""
             if not body:
                 return None
             return begun(write({"type": "http.response.body", "body": body, "more_body": True}))
 
-        try:
-            await self._generation.run(pass_on)
-            last = self._form.usage_event(self._generation.usage()) + DONE
-        except Exception as error:
-            known = isinstance(error, PyptoError)
-            if not self._started and known:
-                return await describe(error).response(self._extra_headers)(scope, receive, send)
-            if not self._started:
-                raise
-            if not known:
-                logger.exception("a stream failed")
-            last = b"data: " + describe(error).payload() + b"\n\n"
-        await write({"type": "http.response.body", "body": last, "more_body": False})
+        return pass_on
 
-    async def _start(self, send: Send, write: Send, body: bytes) -> None:
-        self._started = True
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await write({"type": "http.response.body", "body": body, "more_body": True})
+
+@asynccontextmanager
+async def pinging(write: Send, interval_s: float | None) -> AsyncIterator[Send]:
+    """Yield a `write` to use in the block, in which a comment is written whenever nothing else was for `interval_s`."""
+    if interval_s is None:
+        yield write
+        return
+    written_s = time.monotonic()
+
+    async def noted_write(message: Message) -> None:
+        nonlocal written_s
+        written_s = time.monotonic()
+        await write(message)
+
+    async def ping() -> None:
+        while True:
+            if (wait_s := written_s + interval_s - time.monotonic()) > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await noted_write({"type": "http.response.body", "body": PING, "more_body": True})
+
+    task = asyncio.create_task(ping())
+    try:
+        yield noted_write
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 def begun(work: Awaitable[None]) -> Pause:

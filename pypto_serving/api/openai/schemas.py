@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from pypto_serving.types.sampling import MAX_STOP_IDS
 
+MAX_MESSAGES = 16_384
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -18,6 +19,7 @@ _PROMPT_SCHEMA = {
 }
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+MAX_PING_S = 3600
 
 
 class _Body(BaseModel):
@@ -39,6 +41,7 @@ class GenerationBody(_Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    sse_ping_interval: int | None = Field(None, ge=-1, le=MAX_PING_S)
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -60,9 +63,16 @@ class GenerationBody(_Body):
         """Tell whether the last event of a stream has the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def ping_s(self) -> float | None:
+        """Return after how many silent seconds a stream sends a comment; None for never."""
+        return self.sse_ping_interval if self.sse_ping_interval and self.sse_ping_interval > 0 else None
+
 
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
+
+    model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     logprobs: int | None = None
@@ -76,7 +86,7 @@ class ChatMessage(_Body):
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(fail_fast=True)
+    messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

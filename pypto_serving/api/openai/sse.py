@@ -7,12 +7,24 @@ from typing import Any
 
 import msgspec
 
+from pypto_serving.api.errors import ApiError
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.usage import usage_object
 
 encode = msgspec.json.encode
+
+
+def one_line(event: bytes) -> bytes:
+    """Escape the characters beyond ASCII at which some clients split lines: U+0085, U+2028 and U+2029."""
+    event = event.replace(b"\xc2\x85", b"\\u0085")
+    return event.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+
+
+def error_event(error: ApiError) -> bytes:
+    """Write the event that ends a stream in which `error` came up."""
+    return one_line(b"data: " + error.payload() + b"\n\n")
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -36,7 +48,7 @@ class EventFormat(ABC):
     def __init__(self, head: Head, whole: str, event: str, around_text: bytes) -> None:
         """`whole` and `event` are the values of `object` in a whole response and in an event."""
         self._base = {"id": head.id, "object": whole, "created": head.created, "model": head.model}
-        self._head = b"data: " + encode({**self._base, "object": event})[:-1] + b',"choices":['
+        self._head = one_line(b"data: " + encode({**self._base, "object": event})[:-1] + b',"choices":[')
         self._end = b'}],"usage":null}\n\n' if head.include_usage else b"}]}\n\n"
         self._include_usage = head.include_usage
         before, after = around_text.split(b"%b")
@@ -50,7 +62,10 @@ class EventFormat(ABC):
     def event(self, delta: Delta) -> bytes:
         """Write the events of one delta; b"" if it is held back for later."""
         if delta.logprobs is None and delta.finish_reason is None:
-            return self._before[delta.index] + encode(delta.text) + self._after
+            text = encode(delta.text)
+            if not delta.text.isascii():
+                text = one_line(text)
+            return self._before[delta.index] + text + self._after
         return self.rare_event(delta)
 
     @abstractmethod
@@ -62,8 +77,8 @@ class EventFormat(ABC):
         return b'%b{"index":%d%b,"logprobs":%b,"finish_reason":%b%b' % (
             self._head,
             index,
-            middle,
-            b"null" if logprobs is None else encode(logprobs),
+            one_line(middle),
+            b"null" if logprobs is None else one_line(encode(logprobs)),
             b"null" if finish_reason is None else encode(finish_reason),
             self._end,
         )

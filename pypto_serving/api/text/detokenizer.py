@@ -34,6 +34,10 @@ class Detokenizer:
         context = list(prompt_ids[-self.CONTEXT :])
         self._restart([] if self._decode(context).endswith(REPLACEMENT) else context)
 
+    def is_silent(self, token_id: int) -> bool:
+        """Tell whether the token is special and left out of the text."""
+        return token_id in self._silent
+
     def push(self, token_id: int) -> str:
         """Add a token; return the text that became certain, often "" for a part of a character."""
         if token_id in self._silent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 def read_optional_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; return {} if the file does not exist. Raises ModelError if it is damaged."""
     return read_json_file(path) if path.exists() else {}
+
+
+def has_tokenizer(model_dir: str | Path) -> bool:
+    """Return whether a checkpoint has a tokenizer.json, readable or not. A model without files, "", has none."""
+    return bool(str(model_dir)) and os.path.lexists(Path(model_dir) / "tokenizer.json")
 
 
 def load_special_tokens(model_dir: str | Path) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import re
@@ -13,11 +12,10 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from pypto_serving.api.text.files import load_special_tokens, read_optional_json
+from pypto_serving.api.text.files import has_tokenizer, load_special_tokens, read_optional_json
 from pypto_serving.errors import ModelError, RequestError
 
 REPLACEMENT = "\ufffd"
-LONG_TEXT_CHARS = 16_384
 WHOLE_TEXTS = 16_384
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -44,12 +42,12 @@ class Tokenizer:
     def load(cls, model_dir: str | Path) -> Tokenizer:
         """Read a checkpoint's tokenizer. Raises ModelError if tokenizer.json is missing or damaged."""
         path = Path(model_dir) / "tokenizer.json"
-        if not path.is_file():
+        if not has_tokenizer(model_dir):
             raise ModelError(f"{path} does not exist: this checkpoint has no fast tokenizer; add its tokenizer.json")
         try:
             raw = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
-            raise ModelError(f"{path} cannot be read: {error}; download the checkpoint again") from error
+            raise ModelError(f"{path} is damaged: {error}; download the checkpoint again") from error
         special = load_special_tokens(model_dir)
         _apply_bos_eos(raw, read_optional_json(Path(model_dir) / "tokenizer_config.json"), special)
         return cls(raw, special)
@@ -64,12 +62,6 @@ class Tokenizer:
         except TypeError as error:
             raise RequestError("the text holds a lone surrogate, which is not valid Unicode; remove it") from error
         return ids
-
-    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode like `encode`, but long texts in a thread, outside the interpreter lock."""
-        if len(text) < LONG_TEXT_CHARS:
-            return self.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.encode, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; ids outside the vocabulary have none."""

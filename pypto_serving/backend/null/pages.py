@@ -133,12 +133,11 @@ class Pages:
         return _join(digests)
 
     def _read(self, table: Int32Array, g: int, start: int, end: int, tensor: int = 0) -> UInt64Array:
-        """Read rows of positions [start, end) through a table: slot = block * block_size + position % block_size."""
-        group = self.groups[g]
-        positions = np.arange(start, end, group.tensors[tensor].ratio)
-        blocks: Int32Array = table[positions // group.block_size]
-        slots = blocks * group.block_size + positions % group.block_size
-        values: UInt64Array = self.arenas[g][self._place(g, tensor, slots)]
-        if (blocks == 0).any() or (values == POISON).any():
+        """Read rows of positions [start, end) through a table."""
+        group, ratio = self.groups[g], self.groups[g].tensors[tensor].ratio
+        index, offset = np.divmod(np.arange(start, end, ratio), group.block_size)
+        blocks: Int32Array = table[index]
+        values: UInt64Array = self.arenas[g][blocks, self._columns[g][tensor] + offset // ratio]
+        if not blocks.all() or (values == POISON).any():
             raise RuntimeError(f"group {group.name}: a row of positions [{start}, {end}) is read but was not written")
         return values

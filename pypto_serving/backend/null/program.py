@@ -108,7 +108,7 @@ class NullProgram:
         """Hold a dispatch until it is collected. Raises RuntimeError if it violates the traits."""
         traits = self.limits.traits
         self._held.append((inputs, sampling))
-        held = self.limits.held_steps * (1 if traits.mixed_steps else 2)
+        held = self.limits.held_dispatches
         _require(len(self._held) <= held, f"{len(self._held)} dispatches are held, but at most {held} can be")
         _require((sampling is not None) == traits.samples_on_device, "sampling inputs go to a device that samples")
         counts = np.diff(inputs.query_start)
@@ -129,7 +129,9 @@ class NullProgram:
     def _check_chunks(self, inputs: StepInputs, counts: Int32Array) -> None:
         """Require that a chunk is a multiple of `chunk_tokens`, except the last one of a prompt."""
         size = self.limits.traits.chunk_tokens
-        ends = np.isin(inputs.query_start[1:] - 1, inputs.logits_rows)
+        sampling = np.zeros(len(inputs.token_ids), bool)
+        sampling[inputs.logits_rows] = True
+        ends = sampling[inputs.query_start[1:] - 1]
         # A row that failed while a later step was in flight computes one token and does not sample.
         cut = counts[: inputs.num_rows][~ends[: inputs.num_rows]]
         _require(not (cut[cut > 1] % size).any(), f"a prompt is cut at a place that is no multiple of {size}")

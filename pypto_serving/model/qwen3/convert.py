@@ -24,13 +24,12 @@ from numpy.typing import NDArray
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.checkpoint import INDEX_FILE, INT8, SINGLE_FILE, Checkpoint
 from pypto_serving.model.fields import read_json_file
-from pypto_serving.model.fingerprint import fingerprint
+from pypto_serving.model.fingerprint import checkpoint_state
 from pypto_serving.model.quantization import SECTION, Quantization, scale_name
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
-from pypto_serving.util import hash128
 
 STATE_FILE = "unfinished-conversion.json"
 """Names the source of an unfinished conversion; locked while a process converts."""
@@ -191,7 +190,7 @@ class _Conversion:
 @contextmanager
 def _claim(source: Path, target: Path) -> Iterator[None]:
     """Own `target` for the conversion of `source`; raises ConfigError where it holds anything else."""
-    identity, state = _identity(source), target / STATE_FILE
+    identity, state = checkpoint_state(source).hex(), target / STATE_FILE
     _make_target(target)
     with _locked(target) as file:
         what = _as_json({"format": Quantization.name, "source": identity})
@@ -202,7 +201,7 @@ def _claim(source: Path, target: Path) -> Iterator[None]:
         file.write(what)
         _flush(file)
         yield
-        if _identity(source) != identity:
+        if checkpoint_state(source).hex() != identity:
             (target / "config.json").unlink()
             raise ModelError(f"{source} changed meanwhile; delete {target} and convert again")
         state.unlink()
@@ -237,12 +236,6 @@ def _locked(target: Path) -> Iterator[BinaryIO]:
         if not (state.exists() and os.path.samestat(os.fstat(file.fileno()), state.stat())):
             raise ConfigError(f"TARGET {target} was finished by another process just now")
         yield file
-
-
-def _identity(source: Path) -> str:
-    """Return the identity of a checkpoint: its fingerprint, which only samples the weights, and their files' times."""
-    times = [f"{file.name} {file.stat().st_mtime_ns}" for file in Checkpoint.open(source).files]
-    return hash128(fingerprint(source), *(time.encode() for time in times)).hex()
 
 
 def _header(places: Mapping[str, _Place]) -> bytes:

@@ -40,6 +40,29 @@ def test_token_ids_are_kept_up_to_the_one_that_completes_a_stop_string(size: int
     assert TOKENIZER.decode(choice.token_ids).startswith(text + "mps" if stop else text)
 
 
+@pytest.mark.parametrize("size", [1, 3, 50])
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "said"),
+    [
+        ("ab", 0, ""),
+        ("ab", 1, ""),  # begins within min_tokens, ends after it
+        ("ab", 2, "abx"),  # ends within min_tokens, so the next one counts
+        ("bxab", 3, "a"),
+        ("aba", 3, "abx"),
+        ("x", 9, "abxabax"),
+    ],
+)
+def test_stop_strings_count_where_they_end(size: int, stop: str, min_tokens: int, said: str) -> None:
+    """One that ends after `min_tokens` counts, wherever it begins."""
+    ids = [TOKENIZER.encode(char)[0] for char in "abxabax"]
+    choice, text = new_choice(stop=(stop,), min_tokens=min_tokens), ""
+    for output in portions(ids, size):
+        if choice.finish_reason is None and (delta := choice.take(output)) is not None:
+            text += delta.text
+    assert text == said
+    assert choice.finish_reason == ("length" if said == "abxabax" else "stop")
+
+
 def test_token_ids_are_not_kept_unless_asked_for() -> None:
     choice = new_choice()
     for output in portions([5, 6], 1):

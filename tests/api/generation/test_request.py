@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Parser
+from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Format
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.request import GenerationRequest, engine_requests, fit_prompt
 from pypto_serving.api.generation.seeds import SeedSource
@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_refused(num_prompt: int, asked: int | None) -> Non
 def test_a_parser_sees_special_tokens() -> None:
     params = SamplingParams(max_tokens=5)
     plain = fit_prompt([1], params, CONFIG)
-    parsed = fit_prompt([1], params, CONFIG, new_parser=lambda: DeepseekV4Parser(True, True))
+    parsed = fit_prompt([1], params, CONFIG, new_parser=DeepseekV4Format(True, True))
     assert (plain.params.skip_special_tokens, parsed.params.skip_special_tokens) == (True, False)
 
 

@@ -13,7 +13,10 @@ from pypto_serving.types.tokens import pack_ids
 
 
 def test_prompts_with_different_numbers_of_choices() -> None:
-    prompts = [FittedPrompt([1] * 10, SamplingParams(n=3)), FittedPrompt([1] * 4, SamplingParams(n=1))]
+    prompts = [
+        FittedPrompt(pack_ids([1] * 10), SamplingParams(n=3)),
+        FittedPrompt(pack_ids([1] * 4), SamplingParams(n=1)),
+    ]
     request = GenerationRequest("a", prompts)
     made = engine_requests(request, SeedSource(0), (), 0.0)
     choices = list(_new_choices(request, made, None).values())

@@ -47,9 +47,10 @@ def test_truncation_and_padding_of_the_checkpoint_are_off(tmp_path: Path) -> Non
 def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json does not exist"):
         Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
-        Tokenizer.load(tmp_path)
+    for damage in ("{", "[]", "", "\0", '{"a":' * 100_000):
+        (tmp_path / "tokenizer.json").write_text(damage)
+        with pytest.raises(ModelError, match=r"tokenizer\.json is damaged: .+; download the checkpoint again"):
+            Tokenizer.load(tmp_path)
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"generation_config\.json holds a JSON list"):
         load_eos_token_ids(tmp_path)

@@ -32,6 +32,7 @@ from pypto_serving.types.step import NewRow, StepPlan
 from pypto_serving.types.tier import Tier, TierConfig, Transfers
 from pypto_serving.types.tokens import unpack_ids
 from tests.checkpoints import make_checkpoint, random_model
+from tests.deepseek_v4 import FAST as FAST_MODEL
 from tests.deepseek_v4 import check_greedy
 from tests.model.sequences import Sequences, poison
 from tests.simulation import Simulation
@@ -61,15 +62,17 @@ class Subject:
 
 FAST: dict[str, Any] = {"kind": "deepseek_v4_fast", "longest": 70, "interval": 32}
 RELEASED: dict[str, Any] = {"kind": "deepseek_v4", "longest": 600, "interval": 256}
-QUICK: dict[str, Any] = {"dtype": "float32", "changes": {"n_routed_experts": 4, "hc_sinkhorn_iters": 2}}
+SMALL: dict[str, Any] = {"n_routed_experts": 4, "hc_sinkhorn_iters": 2, "num_hidden_layers": 3}
+TORCH_FAST: dict[str, Any] = {"dtype": "float32", "changes": SMALL | {"layer_types": FAST_MODEL["layer_types"][:3]}}
+TORCH: dict[str, Any] = {"dtype": "float32", "changes": SMALL | {"compress_ratios": [0, 4, 128, 0]}}
 NATIVE: dict[str, Any] = {"dtype": "bfloat16", "changes": {"o_lora_rank": 32}}
 SUBJECTS = {
-    "torch": Subject(**FAST, **QUICK, output=14, steps=(7, 16, 64, 120), requests=10),
+    "torch": Subject(**FAST, **TORCH_FAST, output=14, steps=(7, 16, 64, 120), requests=10),
     "native": Subject(**FAST, **NATIVE, output=24, steps=(7, 16, 64, 120), requests=18),
-    "torch, ratios 4 and 128": Subject(**RELEASED, **QUICK, output=10, steps=(60, 128, 300, 700), requests=8),
+    "torch, ratios 4 and 128": Subject(**RELEASED, **TORCH, output=10, steps=(60, 128, 300, 700), requests=8),
     "native, ratios 4 and 128": Subject(**RELEASED, **NATIVE, output=16, steps=(60, 128, 300, 700), requests=14),
 }
-"""In torch, steps are slow: some of the model and of the traffic is less than in the kernels."""
+"""In torch, steps are slow: one layer of each kind, and less traffic than in the kernels."""
 
 MAX_NUM_SEQS = 6
 DEPTH = 2
@@ -262,7 +265,7 @@ class Poisoner:
         """To be called after each turn of the simulation."""
         executor = self._simulation.executor
         pools = [group.pool for group in self._simulation.core.scheduler.kv.groups]
-        empty = [{block for block in pool._free if pool.key(block) is None} for pool in pools]
+        empty = [set(pool._empty) for pool in pools]
         if self._empty is not None:
             self._empty = [before & now for before, now in zip(self._empty, empty, strict=True)]
         if executor._completed_step >= self._last_step and executor._runner is not None:

@@ -66,9 +66,10 @@ subjects = pytest.mark.parametrize(
 
 
 @subjects
-def test_some_schedules(oracles: Oracles, tmp_path: Path, subject: str) -> None:
+def test_some_schedules(oracles: Oracles, memory_disk: Path, subject: str) -> None:
     count = FEW[subject]
-    totals = sum((run(oracles(subject), kind, range(2, 2 + count), tmp_path / kind) for kind in KINDS), Counter[str]())
+    found = (run(oracles(subject), kind, range(2, 2 + count), memory_disk / kind) for kind in KINDS)
+    totals = sum(found, Counter[str]())
     for name in ("preemptions", "deaths", "device, end of a prompt", "disk, end of a prompt"):
         assert totals[name], f"never: {name}"
 
@@ -78,7 +79,7 @@ def test_some_schedules(oracles: Oracles, tmp_path: Path, subject: str) -> None:
 @pytest.mark.parametrize("first", range(1000, 1200, 50))
 @pytest.mark.parametrize("kind", KINDS)
 @subjects
-def test_two_hundred_schedules(oracles: Oracles, tmp_path: Path, subject: str, kind: str, first: int) -> None:
-    totals = run(oracles(subject), kind, range(first, first + 50), tmp_path)
+def test_two_hundred_schedules(oracles: Oracles, memory_disk: Path, subject: str, kind: str, first: int) -> None:
+    totals = run(oracles(subject), kind, range(first, first + 50), memory_disk)
     for name in ("device, common checkpoint", "device, end of a prompt", *EVENTS[kind]):
         assert totals[name], f"never: {name}"

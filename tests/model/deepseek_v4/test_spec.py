@@ -15,7 +15,7 @@ from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.released import FLASH
 from pypto_serving.model.deepseek_v4.spec import model_spec
 from pypto_serving.model.null.spec import deepseek_v4_groups
-from pypto_serving.model.registry import load_config, load_contents, load_spec
+from pypto_serving.model.registry import load_config, load_spec, read_config
 from tests.model.deepseek_v4.configs import PLAIN_FLASH, PRO
 
 SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
@@ -55,7 +55,7 @@ def test_a_released_config(tmp_path: Path) -> None:
     assert (spec.architecture, spec.dtype, spec.num_layers) == ("DeepseekV4ForCausalLM", "bfloat16", 43)
     assert (spec.num_parameters, spec.max_position_embeddings) == (284_332_240_471, 1 << 20)
     assert spec.quantization == "fp8 with fp4 experts" and "not served" in spec.obstacle
-    contents = load_contents(tmp_path)
+    contents = read_config(tmp_path).contents()
     assert (contents.source, contents.index, contents.verdicts) == ("config.json", None, ())
     assert sum(tensors.num_bytes for tensors in contents.tensors) == 159_609_485_896
     assert [tensors.dtype for tensors in contents.tensors] == ["I8", "F8_E8M0", "F8_E4M3", "BF16", "F32", "I64"]

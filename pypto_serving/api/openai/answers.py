@@ -1,0 +1,193 @@
+"""Describe answers for /openapi.json. They are written as bytes elsewhere; a test holds both together."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Answer(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all answers: no field goes undescribed."""
+
+
+class TokensByTier(Answer):
+    device: int
+    host: int
+    disk: int
+    remote: int
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: int
+    cached_tokens_by_tier: TokensByTier
+
+
+class Usage(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(Answer):
+    """The answer of POST /v1/completions; with `stream`, one event."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class CalledFunction(Answer):
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatAnswer(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatDelta(Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Answer):
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(Answer):
+    """The answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(Answer):
+    """One event of POST /v1/chat/completions with `stream`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+    vocab_size: int
+    default_sampling: dict[str, float]
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class HealthState(Answer):
+    status: Literal["ready", "loading", "draining", "stalled", "silent", "dead"]
+    detail: str
+    last_step_age_s: float
+
+
+class Version(Answer):
+    version: str
+
+
+class ErrorDetails(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """Every error, and the last event of a stream that fails."""
+
+    error: ErrorDetails
+
+
+ANSWERS: tuple[type[Answer], ...] = (
+    Completion,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Model,
+    ModelList,
+    HealthState,
+    Version,
+    Error,
+)
+
+
+def schemas(reference: str) -> dict[str, Any]:
+    """Return the JSON schemas of all answers by name; `reference` is a reference with `{name}` for the name."""
+    return msgspec.json.schema_components(ANSWERS, ref_template=reference)[1]

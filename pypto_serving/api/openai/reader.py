@@ -1,0 +1,23 @@
+"""Read the bodies of both endpoints."""
+
+from __future__ import annotations
+
+from pypto_serving.api.generation.prompts import Prompter
+from pypto_serving.api.openai.chat_body import read_chat
+from pypto_serving.api.openai.completion_body import read_completion
+from pypto_serving.api.reading.wire import Endpoint, ReadBody
+from pypto_serving.api.settings import ServingConfig
+
+_READ = {"completions": read_completion, "chat": read_chat}
+
+
+class BodyReader:
+    """Parse bodies, check their fields, and make their prompts. Does not change; takes as long as a body makes it."""
+
+    def __init__(self, prompter: Prompter, serving: ServingConfig) -> None:
+        self.prompter = prompter
+        self.serving = serving
+
+    def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
+        """Return what the body says. Raises RequestError that names the field at fault."""
+        return _READ[endpoint](self.prompter, self.serving, raw)

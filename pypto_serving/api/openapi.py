@@ -1,0 +1,94 @@
+"""Make the document that GET /openapi.json answers with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from pypto_serving.api.openai.answers import Answer, Error, schemas
+from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
+from pypto_serving.types.tier import TIERS
+
+REFERENCE = "#/components/schemas/{name}"
+BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody)
+_ERRORS = {
+    400: "The request cannot be served as sent; the message says why.",
+    401: "The API key is missing or wrong.",
+    403: "A web page of this origin may not call this server.",
+    404: "There is no such model.",
+    408: "The request came too slowly.",
+    413: "The body is too large.",
+    415: "The body is not declared as JSON.",
+    429: "The queue is full; Retry-After says when to come back.",
+    431: "There are too many headers, or they are too long.",
+    500: "The server failed on this request.",
+    503: "The server cannot serve now; Retry-After says when to come back.",
+}
+ALWAYS = (401, 403, 408, 431, 503)
+GENERATING = (400, 404, 413, 415, 429, 500)
+TIER_PARAMETER = {
+    "name": "tier",
+    "in": "query",
+    "description": "A tier to forget; may repeat. Default: all.",
+    "schema": {"type": "array", "items": {"type": "string", "enum": list(TIERS)}},
+}
+MODEL_PARAMETER = {
+    "name": "model_id",
+    "in": "path",
+    "required": True,
+    "description": "A name of the served model; it may contain slashes.",
+    "schema": {"type": "string"},
+}
+
+
+def reference(kind: type[Answer] | type[BaseModel]) -> dict[str, str]:
+    """Refer to the schema of an answer or a body."""
+    return {"$ref": REFERENCE.format(name=kind.__name__)}
+
+
+def body(kind: type[BaseModel]) -> dict[str, Any]:
+    """Describe a request body, which the handler parses itself."""
+    return {"required": True, "content": {"application/json": {"schema": reference(kind)}}}
+
+
+def responses(
+    answer: type[Answer] | str, *errors: int, event: type[Answer] | None = None, busy: type[Answer] = Error
+) -> dict[int | str, dict[str, Any]]:
+    """Describe the responses of an endpoint: its `answer`, or the media type of one, and its errors.
+
+    `event` is what an event of a stream holds, `busy` what a 503 has.
+    """
+    good: dict[str, Any] = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(answer)
+    if event is not None:
+        text = "Server-sent events; each but the last, `[DONE]`, holds this, or an Error at the end."
+        good["text/event-stream"] = {"schema": {"description": text, "anyOf": [reference(event), reference(Error)]}}
+    described: dict[int | str, dict[str, Any]] = {status: _error(status) for status in sorted({*ALWAYS, *errors})}
+    described[503]["content"] = _json(busy)
+    return {200: {"description": "The answer.", "content": good}, **described}
+
+
+def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
+    """Add the schemas that the document refers to, and the API key if there is one."""
+    components = document.setdefault("components", {})
+    components["schemas"] = schemas(REFERENCE)
+    for kind in BODIES:
+        schema = kind.model_json_schema(ref_template=REFERENCE.replace("{name}", "{model}"))
+        components["schemas"] |= schema.pop("$defs", {}) | {kind.__name__: schema}
+    for schema in components["schemas"].values():
+        for field in schema.get("properties", {}).values():
+            if field.get("default", ...) is None:
+                del field["default"]  # a field that is not given; where it is required, null is no value of it
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        document["paths"]["/health"]["get"]["security"] = []
+    return document
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {"description": _ERRORS[status], "content": _json(Error)}
+
+
+def _json(kind: type[Answer]) -> dict[str, Any]:
+    return {"application/json": {"schema": reference(kind)}}

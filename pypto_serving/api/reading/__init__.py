@@ -1,0 +1,7 @@
+"""Read the bodies of requests without holding up the event loop.
+
+- `wire`: what a body says, and the messages between this process and its readers.
+- `process`: one reader process, watched from here.
+- `reading`: which bodies are read here, and which by a reader.
+- `__main__`: the reader itself.
+"""

@@ -1,0 +1,54 @@
+"""Decide where a body is read: small ones here, others by a reader."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from pypto_serving.api.disconnect import until_disconnect
+from pypto_serving.api.middleware import BODY_PARSED
+from pypto_serving.api.openai.body import read_body, require_json
+from pypto_serving.api.openai.reader import BodyReader
+from pypto_serving.api.reading.process import ReaderProcess
+from pypto_serving.api.reading.wire import Endpoint, ReadBody
+
+SMALL_BYTES = 16 << 10
+"""A body of at most this size is read at once, in a few milliseconds at the worst."""
+QUICK_BYTES = 256 << 10
+"""Larger bodies have a reader of their own, so that they hold up nobody else's."""
+
+
+class Reading:
+    """Read bodies so that none holds up the event loop. Owned by the application; used in its event loop only.
+
+    Chats that run a template of the checkpoint always go to a reader, since only a process can be stopped.
+    """
+
+    def __init__(self, reader: BodyReader) -> None:
+        self._here = reader
+        config, serving = reader.prompter.config, reader.serving
+        self._quick = ReaderProcess(config, serving)
+        self._slow = ReaderProcess(config, serving)
+
+    async def read(self, request: Request, endpoint: Endpoint) -> ReadBody:
+        """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
+        require_json(request)
+        try:
+            return await self._read(request, endpoint, await read_body(request, self._here.serving.max_body_bytes))
+        finally:
+            request.scope.get(BODY_PARSED, lambda: None)()
+
+    async def _read(self, request: Request, endpoint: Endpoint, raw: bytearray) -> ReadBody:
+        templates = endpoint == "chat" and self._here.prompter.chat_encoder.runs_templates
+        if len(raw) <= SMALL_BYTES and not templates:
+            return self._here.read(endpoint, raw)
+        reader = self._quick if len(raw) <= QUICK_BYTES else self._slow
+        return await until_disconnect(request.receive, reader.read(endpoint, raw))
+
+    async def start(self) -> None:
+        """Start the reader of usual bodies before the first one comes. Raises UnavailableError."""
+        await self._quick.start()
+
+    async def close(self) -> None:
+        """End the readers."""
+        await self._quick.close()
+        await self._slow.close()

@@ -1,0 +1,43 @@
+"""Deaths: decide whether a child that died is started again."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pypto_serving.types.config import FaultConfig
+from pypto_serving.util import counted
+
+
+class Deaths:
+    """Counts the deaths of `child`: those in a row without a completed step, and those in a window of time.
+
+    The second count ends a child that completes a few steps in each life.
+    """
+
+    def __init__(self, child: str, most_in_a_row: int, faults: FaultConfig) -> None:
+        self.in_a_row = 0
+        self._child = child
+        self._most_in_a_row = most_in_a_row
+        self._most, self._window_s = faults.max_deaths, faults.deaths_window_s
+        self._times_s: deque[float] = deque()
+
+    def add(self, now_s: float) -> str | None:
+        """Count a death. Return the reason not to start the child again, or None."""
+        self.in_a_row += 1
+        self._times_s.append(now_s)
+        while self._times_s[0] < now_s - self._window_s:
+            self._times_s.popleft()
+        if self.in_a_row > self._most_in_a_row:
+            return f"{self._child} died {counted(self.in_a_row, 'time')} without completing a step"
+        if len(self._times_s) > self._most:
+            return f"{self._child} died {counted(len(self._times_s), 'time')} within {self._window_s:.0f} s"
+        return None
+
+    def progress(self) -> None:
+        """Begin a new row, since a step was completed."""
+        self.in_a_row = 0
+
+    def forgive(self) -> None:
+        """Forget all deaths, since something else explains them."""
+        self.in_a_row = 0
+        self._times_s.clear()

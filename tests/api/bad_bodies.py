@@ -1,0 +1,80 @@
+"""Bodies that are refused with a 400: the body, the field that the error names, and words of its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+HELLO = {"role": "user", "content": "hello"}
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "prompt", "missing"),
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[]]}, "prompt", "prompt[0] is an empty list"),
+    ({"prompt": ["hello", ""]}, "prompt", "prompt[1] is empty"),
+    ({"prompt": [1, "a"]}, "prompt", "'a'"),
+    ({"prompt": [True]}, "prompt", "True"),
+    ({"prompt": [[1], "a", 2.5]}, "prompt", "prompt[2]"),
+    ({"prompt": {"a": 1}}, "prompt", "must be a string"),
+    ({"prompt": [10**9]}, "prompt", "1000000000"),
+    ({"prompt": [-1]}, "prompt", "-1"),
+    ({"prompt": [5] * 512}, "prompt", "512 tokens"),
+    ({"prompt": [5] * 600}, "prompt", "600 tokens"),
+    ({"prompt": "a" * 100, "max_tokens": 1000}, "max_tokens", "1000"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "between 1 and 2147483647"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
+    ({"prompt": "a", "temperature": -1}, "temperature", "between 0 and 100"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature", "number"),
+    ({"prompt": "a", "top_p": 0}, "top_p", "above 0"),
+    ({"prompt": "a", "min_p": 2}, "min_p", "between 0 and 1"),
+    ({"prompt": "a", "top_k": -5}, "top_k", "0 or -1"),
+    ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
+    ({"prompt": ["a"] * 5, "n": 128}, "prompt", "640 sequences, but this server runs 256 at once and queues 256"),
+    ({"prompt": "a", "n": True}, "n", "integer"),
+    ({"prompt": "a", "seed": 2**64}, "seed", "64-bit"),
+    ({"prompt": "a", "stop": [1]}, "stop", "list of strings"),
+    ({"prompt": "a", "stop": ""}, "stop", "not empty"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"prompt": "a", "n": 128, "stop": ["ab" * 513] * 16}, "stop", "1026 characters long, but must be at most 1024"),
+    ({"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids", "at most 1024"),
+    ({"prompt": "a", "n": 128, "cache_salt": "x" * 1025}, "cache_salt", "1025 characters"),
+    ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "1000000"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", "-1"),
+    ({"prompt": "a", "stop_token_ids": [10**4000]}, "stop_token_ids", "token ids"),
+    ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
+    ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    ({"prompt": "a", "priority": 2**31}, "priority", "priority is 2147483648, but must be between -2147483647 and"),
+    ({"prompt": "a", "priority": "high"}, "priority", "integer"),
+    ({"prompt": "a", "priority": 0.5}, "priority", "integer"),
+    ({"prompt": "a", "cache_salt": ""}, "cache_salt", "cache_salt is empty; send text, or leave it out"),
+    ({"prompt": "a", "cache_salt": 5}, "cache_salt", "string"),
+    ({"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "0.5"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"prompt": "a", "best_of": 4}, "best_of", "set it to 1"),
+    ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
+    ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "leave it out"),
+]
+
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": "hi"}, "messages", "array"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
+    ({"messages": [HELLO], "top_logprobs": 3}, "top_logprobs", "logprobs = true"),
+    ({"messages": [HELLO], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+    ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "not supported"),
+    ({"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+    ({"messages": [HELLO], "max_completion_tokens": 500}, "max_completion_tokens", "512 tokens"),
+    ({"messages": [HELLO], "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, but"),
+]
+
+
+def names_of(bad: list[tuple[dict[str, Any], str, str]]) -> list[str]:
+    """Names of the cases in reports."""
+    return [f"{param}-{i}" for i, (_, param, _) in enumerate(bad)]

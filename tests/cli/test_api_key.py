@@ -1,0 +1,128 @@
+"""The API key of a server: where it may come from, which source wins, and that nothing shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pypto_serving.cli import main
+
+VARIABLE = "PYPTO_SERVING_API_KEY"
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """Run `check` for the null model."""
+    code = main(["check", "--backend", "null", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_key_is_never_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("very-secret\n")
+    for argv in (["--api-key", "very-secret"], ["--api-key-file", str(tmp_path / "key")]):
+        code, out, err = run(capsys, *argv)
+        assert code == 0
+        assert "given by --api-key" in out
+        assert "very-secret" not in out + err
+
+
+def test_api_key_file_must_hold_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("\n")
+    code, _, err = run(capsys, "--api-key-file", str(tmp_path / "key"))
+    assert (code, err) == (2, "error: --api-key is empty, but must be text on one line, not empty\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("api-key: 12345", "api-key in c.yaml is not text, but must be; put it in quotes"),
+        ("api-key: [12345]", "api-key in c.yaml is not text, but must be; put it in quotes"),
+        ('api-key: "12345\\n6"', "api-key in c.yaml is not one line of characters that can be printed, but must be"),
+    ],
+)
+def test_a_refused_key_is_not_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    assert run(capsys, "--config", str(tmp_path / "c.yaml")) == (2, "", f"error: {message}\n")
+
+
+def reason(out: str) -> str:
+    """The line of the setting, without its name."""
+    return next(line.split(maxsplit=1)[1] for line in out.splitlines() if line.split()[:1] == ["api-key"])
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("secret-of-a-file\n")
+    (tmp_path / "c.yaml").write_text("api-key: secret-of-the-configuration")
+    config, flags = ("--config", str(tmp_path / "c.yaml")), ("--api-key-file", str(tmp_path / "key"))
+    assert reason(run(capsys)[1]).split() == ["none", "default:", "open"]
+    monkeypatch.setenv(VARIABLE, "secret-of-the-environment")
+    for argv, source in (
+        ((), VARIABLE),
+        (config, "in c.yaml"),
+        ((*config, *flags), "by --api-key"),
+        (("--api-key", "secret-flag"), "by --api-key"),
+    ):
+        code, out, err = run(capsys, *argv)
+        assert (code, err) == (0, "")
+        assert reason(out).startswith("set ") and reason(out).endswith(source)
+        assert "secret" not in out
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [
+        ("", "is empty, but must be text on one line, not empty"),
+        ("secret\nx", "is not one line of characters that can be printed, but must be"),
+    ],
+)
+def test_a_refused_key_of_the_environment_is_named_and_not_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str, wrong: str
+) -> None:
+    """An empty one is no server without a key: somebody meant to set it."""
+    monkeypatch.setenv(VARIABLE, value)
+    assert run(capsys) == (2, "", f"error: {VARIABLE} {wrong}\n")
+
+
+def test_the_variable_is_of_servers_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_help_names_every_source(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--api-key-file" in out and VARIABLE in out
+
+
+WARNING = "--host is {} and there is no API key, so whoever reaches this machine may use the server: give --api-key, or"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.7", "::ffff:1.2.3.4", "some.name"])
+def test_an_open_address_without_a_key_is_a_warning(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    assert run(capsys, "--host", host)[0] == 0
+    assert caplog.messages == [f"{WARNING.format(host)} set {VARIABLE}"]
+    caplog.clear()
+    assert run(capsys, "--host", host, "--api-key", "k")[0] == 0
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost", "::ffff:127.0.0.1"])
+def test_an_address_of_this_machine_only_is_fine(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, host: str
+) -> None:
+    assert run(capsys, "--host", host)[0] == 0
+    assert caplog.messages == []

@@ -1,0 +1,180 @@
+"""Commands on files and addresses that are wrong on purpose: one line that names them, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pypto_serving.cli import main
+from pypto_serving.setup.locate import BUNDLED
+from tests.addresses import HOSTILE
+
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+TOO_DEEP = "nested too deeply"
+
+
+def run_line(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str]:
+    """Return the exit code and the only line on stderr."""
+    code = main(list(map(str, argv)))
+    (line,) = capsys.readouterr().err.splitlines()
+    return code, line
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(BUNDLED, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "model.safetensors.index.json"]
+)
+def test_deep_json_in_a_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path, name: str) -> None:
+    (checkpoint / name).write_text(DEEP)
+    code, line = run_line(capsys, "check", checkpoint)
+    assert code == 3
+    assert line == f"error: {checkpoint / name} is not valid JSON: it is {TOO_DEEP}"
+
+
+@pytest.mark.parametrize("json", [[], ["--json"]])
+@pytest.mark.parametrize("damage", ["{", "[]", "", DEEP, "a folder", "a dangling link"], ids=lambda text: text[:15])
+def test_a_damaged_tokenizer(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, damage: str, json: list[str]
+) -> None:
+    path = checkpoint / "tokenizer.json"
+    path.unlink()
+    match damage:
+        case "a folder":
+            path.mkdir()
+        case "a dangling link":
+            path.symlink_to("nowhere")
+        case _:
+            path.write_text(damage)
+    code, line = run_line(capsys, "check", checkpoint, *json)
+    assert code == 3
+    assert line.startswith(f"error: {path} is damaged: ") and line.endswith("; download the checkpoint again")
+
+
+def test_a_damaged_tokenizer_ends_a_start(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").write_text("{")
+    for command in (["serve", str(checkpoint), "--port", "0"], ["generate", "--model", str(checkpoint), "x"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "pypto_serving", *command], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr.splitlines()[-1].startswith(f"error: {checkpoint / 'tokenizer.json'} is damaged: ")
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("depth", [10, 400, 900])
+def test_deep_values_are_named_in_short(capsys: pytest.CaptureFixture[str], checkpoint: Path, depth: int) -> None:
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    nested = "[" * depth + "]" * depth
+    (checkpoint / "config.json").write_text(json.dumps(config | {"hidden_size": "DEEP"}).replace('"DEEP"', nested))
+    code, line = run_line(capsys, "check", checkpoint)
+    assert code == 3
+    assert "hidden_size is " in line and "but must be a positive whole number" in line
+    assert len(line) < 300 + len(str(checkpoint))
+
+
+def with_header(checkpoint: Path, header: str) -> Path:
+    data = header.encode()
+    (checkpoint / "model.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(100))
+    return checkpoint
+
+
+def entry(shape: Any, offsets: Any) -> str:
+    return json.dumps({"t": {"dtype": "BF16", "shape": shape, "data_offsets": offsets}})
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (DEEP, TOO_DEEP),
+        ("[" * 100_000, TOO_DEEP),
+        (entry(["a"], [0, 2]), "is damaged"),
+        (entry([[1]], [0, 2]), "is damaged"),
+        (entry([-1], [2, 0]), "is damaged"),
+        (entry([1], [-2, 0]), "is damaged"),
+        (entry([1.0], [0, 2]), "is damaged"),
+        (entry([1], [0, "2"]), "is damaged"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_hostile_header_is_a_verdict(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, header: str, reason: str
+) -> None:
+    assert main(["check", str(with_header(checkpoint, header)), "--json"]) == 0
+    (verdict,) = json.loads(capsys.readouterr().out)["checkpoint"]["verdicts"]
+    assert verdict.startswith(f"files: {checkpoint / 'model.safetensors'}: the ") and verdict.endswith(reason)
+
+
+def test_convert_names_a_hostile_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    convert = ("convert", checkpoint, checkpoint.parent / "new", "--format", "w8a8")
+    with_header(checkpoint, DEEP)
+    code, line = run_line(capsys, *convert)
+    assert (code, line.endswith(f"header is not valid JSON: it is {TOO_DEEP}")) == (3, True)
+    (checkpoint / "config.json").write_text(DEEP)
+    assert run_line(capsys, *convert)[0] == 3
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("check", "--backend", "null", "--config", "FILE"),
+        ("bench", "trace", "FILE", "--virtual"),
+        ("bench", "serve", "--dataset-name", "custom", "--dataset-path", "FILE", "--model", "x"),
+        ("bench", "compare", "FILE", "FILE"),
+        ("bench", "serve", "--extra-body", DEEP),
+    ],
+    ids=lambda argv: " ".join(argv)[:60],
+)
+@pytest.mark.parametrize("content", [DEEP.encode(), b"\xff\xfe{}", b"\0", b"1" * 5000], ids=lambda text: str(text[:6]))
+def test_hostile_files(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: tuple[str, ...], content: bytes
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    code, line = run_line(capsys, *(path if part == "FILE" else part for part in argv))
+    assert code == 2
+    assert len(line) < 400
+
+
+@pytest.mark.parametrize("url", HOSTILE)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("chat", "--url"),
+        ("bench", "serve", "--num-prompts", "1", "--base-url"),
+        ("bench", "trace", "--requests", "1", "--base-url"),
+    ],
+    ids=" ".join,
+)
+def test_hostile_addresses(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], url: str) -> None:
+    code, line = run_line(capsys, *argv, url)
+    assert code == 2
+    assert line.startswith(f"error: {argv[-1]} ") and "http://" in line and len(line) < 250
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 300, "[", "a b"])
+def test_hostile_hosts(capsys: pytest.CaptureFixture[str], host: str) -> None:
+    code, line = run_line(capsys, "serve", "--backend", "null", "--host", host)
+    assert code == 2
+    assert line.startswith("error: --host ") and "is no address of this machine" in line
+    assert main(["bench", "serve", "--host", host, "--num-prompts", "1"]) in (1, 2)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\r\nX: y", "\0"])
+def test_hostile_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    wrong = "is not one line of characters that can be printed, but must be"
+    assert run_line(capsys, "chat", "--url", "http://127.0.0.1:1", "--api-key", key) == (2, f"error: --api-key {wrong}")
+    if "\0" not in key:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        code, line = run_line(capsys, "bench", "serve", "--base-url", "http://127.0.0.1:1", "--num-prompts", "1")
+        assert (code, line) == (2, f"error: OPENAI_API_KEY {wrong}")

@@ -1,0 +1,53 @@
+"""Ports of KV events beside that of the HTTP server."""
+
+from __future__ import annotations
+
+import pytest
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.setup.events import check_ports
+from pypto_serving.setup.options import make_options
+from tests.setup.small import make_resolved
+
+
+def check(**given: object) -> None:
+    resolved = make_resolved(**given)
+    check_ports(make_options(given), resolved.engine, resolved.server)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"kv_events": "tcp://*:5557", "port": 5557},
+            r"^--kv-events is tcp://\*:5557, where --port listens too; give another port$",
+        ),
+        ({"kv_events": "tcp://127.0.0.1:5557", "port": 5557}, "^--kv-events is"),
+        ({"kv_events": "tcp://localhost:5557", "port": 5557}, "^--kv-events is"),
+        ({"kv_events": "tcp://10.0.0.1:5557", "host": "0.0.0.0", "port": 5557}, "^--kv-events is"),
+        ({"kv_events": "tcp://[::1]:5557", "host": "::1", "port": 5557}, "^--kv-events is"),
+        ({"kv_events": "tcp://*:7999"}, r"^--kv-events-replay is tcp://\*:8000, where --port listens too"),
+        (
+            {"kv_events": "tcp://*:5557", "kv_events_replay": "tcp://127.0.0.1:5557"},
+            "^--kv-events-replay is tcp://127.0.0.1:5557, where --kv-events listens too",
+        ),
+    ],
+)
+def test_a_port_that_is_taken_twice_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"kv_events": "tcp://*:5557"},
+        {"kv_events": "tcp://10.0.0.1:8000"},
+        {"kv_events": "tcp://*:0", "port": 0},
+        {"kv_events": "tcp://*:*"},
+        {"kv_events": "ipc:///run/kv:8000"},
+    ],
+)
+def test_ports_of_their_own(given: dict[str, object]) -> None:
+    check(**given)
