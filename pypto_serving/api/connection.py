@@ -51,6 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._num_bytes = self._body_bytes = 0
         self._in_body = self._surplus = False
+        self._last_words: ApiError | None = None
         self._answered: RequestResponseCycle | None = None
 
     # The connection.
@@ -73,6 +74,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
+        if self._last_words is not None:
+            return
         self._unset_keepalive_if_required()
         continues = self._head_bytes > 0
         try:
@@ -144,6 +147,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete:
             self._gate.idle(self)
+            if self._last_words is not None:
+                self._end(self._last_words)
 
     def _body_parsed(self) -> None:
         if not self._in_body:
@@ -203,25 +208,41 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def refuse_busy(self, reason: str) -> None:
         """Answer with a 503 and end the connection."""
-        self._refuse(_busy(reason))
+        self._refuse(_busy(reason), at_once=True)
 
-    def _refuse(self, answer: ApiError) -> None:
-        """Answer with an error, unless an answer has begun, and close the connection."""
+    def _refuse(self, answer: ApiError, at_once: bool = False) -> None:
+        """Answer with an error, unless an answer has begun, and close the connection.
+
+        If a head is refused, the requests before it are answered first, unless `at_once`; what follows it is not read.
+        """
         self._stop_timer()
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._last_words is not None:
             return
         cycle: Any = self.cycle
-        if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
-            self._gate.refused(answer.status, answer.message)
-            if cycle is not None:
-                cycle.scope[ANSWERED] = True
-            body, retry_after_s = answer.payload(), answer.retry_after_s
-            retry = "" if retry_after_s is None else f"retry-after: {retry_after_s}\r\n"
-            head = (
-                f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\n"
-                f"{retry}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+        if cycle is None or cycle.response_complete:
+            self._count(answer)
+            self._end(answer)
+        elif not (self._in_body or at_once):
+            self._count(answer)
+            self._last_words = answer
+        elif cycle.response_started or self.pipeline:
+            self.transport.close()
+        else:
+            self._count(answer)
+            cycle.scope[ANSWERED] = True
+            self._end(answer)
+
+    def _count(self, answer: ApiError) -> None:
+        self._gate.refused(answer.status, answer.message)
+
+    def _end(self, answer: ApiError) -> None:
+        body, retry_after_s = answer.payload(), answer.retry_after_s
+        retry = "" if retry_after_s is None else f"retry-after: {retry_after_s}\r\n"
+        head = (
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\n"
+            f"{retry}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
         self.transport.close()
 
 

@@ -274,10 +274,20 @@ def test_pipelined_requests_are_answered_in_order_up_to_a_bound(connect: Callabl
     _, data = answer(client)
     asked = [int(i) for i in re.findall(rb"the model 'm(\d+)'", data)]
     assert asked == [*range(connection.MAX_PIPELINED), 99]
-    many = connect()
+
+
+@pytest.mark.parametrize(
+    ("more", "status"), [(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * 1000, 429), (b"\0\0\0", 400)]
+)
+def test_requests_before_one_that_is_refused_are_answered(
+    server: RunningServer, connect: Callable[[], socket.socket], more: bytes, status: int
+) -> None:
+    before, client = server.service.metrics._responses[status], connect()
     with suppress(BrokenPipeError, ConnectionResetError):
-        many.sendall(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
-    assert answer(many)[1].count(b"HTTP/1.1 200") < 100
+        client.sendall(HEAD + LENGTH + b"\r\n" + BODY + more)
+    statuses = [int(found) for found in re.findall(rb"HTTP/1.1 (\d+)", answer(client)[1])]
+    assert len(statuses) > 1 and statuses == [200] * (len(statuses) - 1) + [status]
+    assert server.service.metrics._responses[status] == before + 1
 
 
 def test_a_disconnect_ends_the_first_of_pipelined_requests(

@@ -136,6 +136,13 @@ def test_bodies_that_are_no_json_objects(server: RunningServer, raw: bytes) -> N
         error_of(server.http.post(path, content=raw), 400)
 
 
+def test_an_error_repeats_little_of_what_was_sent(server: RunningServer) -> None:
+    bodies = {"model": "x" * 10**6, "prompt": "a"}, {"messages": [{"role": "x" * 10**6, "content": "a"}]}
+    for path, body in zip(PATHS, bodies, strict=True):
+        response = server.post(path, body)
+        assert response.status_code >= 400 and len(response.content) < 3000
+
+
 def test_a_body_over_the_limit(server: RunningServer) -> None:
     for size in (100_001, 390_000):
         error = error_of(server.http.post(PATH, content=b" " * size), 413)
