@@ -29,7 +29,7 @@ def waiting(arrival: int, priority: int = 0, deadline_s: float | None = None) ->
 
 def num_requests() -> int:
     gc.collect()
-    return sum(isinstance(each, Request) for each in gc.get_objects())
+    return sum(type(each) is Request for each in gc.get_objects())
 
 
 def test_aborted_requests_of_low_priority_are_forgotten_at_once() -> None:
