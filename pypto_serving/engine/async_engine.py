@@ -245,7 +245,8 @@ class AsyncEngine:
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         """Admit all of `requests` or none. Raises QueueFullError or UnavailableError."""
         self._require_admission(len(requests))
-        self._send(AddRequests(list(requests)))
+        for message in AddRequests.pack(requests):
+            self._send(message)
         stream = OutputStream([request.request_id for request in requests], self.abort)
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
         return stream

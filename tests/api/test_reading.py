@@ -156,6 +156,15 @@ def test_an_error_of_ours_reaches_the_log_of_the_api_process() -> None:
     assert "ZeroDivisionError: b'x'" in fault.traceback
 
 
+def test_parameters_come_from_a_reader_once(roomy: RunningServer) -> None:
+    """However many prompts there are; and the core gets no stop strings."""
+    stops = [f"{i:04}" + "s" * 1000 for i in range(16)]
+    raw = json.dumps({"prompt": [[1]] * 200, "stop": stops, "stop_token_ids": list(range(1000))}).encode()
+    service = roomy.service
+    reader = BodyReader(service.prompter, service.serving)
+    assert len(answer(reader, "completions", raw)) < 2 * len(raw)
+
+
 def new_reader(checkpoint: Path, tokenizer: Tokenizer) -> ReaderProcess:
     return ReaderProcess(engine_config(tokenizer.raw.get_vocab_size()), load_serving_config(checkpoint))
 

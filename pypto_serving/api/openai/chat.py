@@ -24,9 +24,10 @@ async def create_chat_completion(request: Request) -> Response:
     reading: Reading = request.app.state.reading
     body = await reading.read(request, "chat")
     service.warn_ignored(body.ignored)
-    wanted = GenerationRequest(f"chatcmpl-{uuid.uuid4().hex}", body.prompts, body.priority, body.cache_salt)
+    wanted = GenerationRequest(
+        f"chatcmpl-{uuid.uuid4().hex}", body.prompts, body.params, body.priority, body.cache_salt
+    )
     generation = Generation(service, wanted)
     head = Head(generation.id, int(time.time()), body.model, wanted.num_choices, body.include_usage)
-    new_parser = body.prompts[0].new_parser
-    form = ChatFormat(head) if new_parser is None else ParsedChatFormat(head, new_parser)
+    form = ChatFormat(head) if body.new_parser is None else ParsedChatFormat(head, body.new_parser)
     return await respond(request, generation, form, body, ignored_header(body.ignored))

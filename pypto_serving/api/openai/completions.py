@@ -27,7 +27,7 @@ async def create_completion(request: Request) -> Response:
     reading: Reading = request.app.state.reading
     body = await reading.read(request, "completions")
     service.warn_ignored(body.ignored)
-    wanted = GenerationRequest(f"cmpl-{uuid.uuid4().hex}", body.prompts, body.priority, body.cache_salt)
+    wanted = GenerationRequest(f"cmpl-{uuid.uuid4().hex}", body.prompts, body.params, body.priority, body.cache_salt)
     generation = Generation(service, wanted)
     head = Head(generation.id, int(time.time()), body.model, wanted.num_choices, body.include_usage)
     return await respond(request, generation, CompletionFormat(head), body, ignored_header(body.ignored))

@@ -7,11 +7,13 @@ from typing import Literal
 
 import msgspec
 
+from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.errors import ApiError
 from pypto_serving.api.generation.request import FittedPrompt
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.sampling import SamplingParams
 
 Endpoint = Literal["completions", "chat"]
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat")
@@ -22,7 +24,10 @@ SIZE_BYTES = 8
 
 
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
-    """A body after parsing, rendering and encoding. `ignored` are the names of unknown fields."""
+    """A body after parsing, rendering and encoding. `ignored` are the names of unknown fields.
+
+    `new_parser` makes the parser of one choice's text; None means plain text.
+    """
 
     model: str
     stream: bool
@@ -30,6 +35,8 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     ping_s: float | None
     ignored: list[str]
     prompts: list[FittedPrompt]
+    params: SamplingParams
+    new_parser: OutputFormat | None = None
     priority: int
     cache_salt: str
 
