@@ -15,13 +15,14 @@ import httpx
 import psutil
 import pytest
 
+from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
 from pypto_serving.api.reading import process
 from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.process import ReaderProcess
 from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES
-from pypto_serving.api.reading.wire import ANSWERS, Endpoint, Fault, ReadBody
+from pypto_serving.api.reading.wire import ANSWERS, Fault
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError, UnavailableError

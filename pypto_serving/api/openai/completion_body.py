@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import fit_params, fit_prompt
-from pypto_serving.api.openai.body import parse_body, read_common
+from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import COMPLETION_RULES
 from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.prompts import encode_prompts
 from pypto_serving.api.openai.schemas import CompletionBody
-from pypto_serving.api.reading.wire import ReadBody
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.types.config import default_of
 from pypto_serving.types.sampling import SamplingParams

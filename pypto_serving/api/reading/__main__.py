@@ -16,8 +16,9 @@ import msgspec
 
 from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.prompts import Prompter
+from pypto_serving.api.openai.body import Endpoint
 from pypto_serving.api.openai.reader import BodyReader
-from pypto_serving.api.reading.wire import ENDPOINTS, HEAD, SIZE_BYTES, Endpoint, Fault, ReaderStart, Refusal
+from pypto_serving.api.reading.wire import ENDPOINTS, HEAD, SIZE_BYTES, Fault, ReaderStart, Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent
 from pypto_serving.util import GIB, format_size

@@ -9,14 +9,13 @@ import socket
 
 import msgspec
 
+from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.reading.wire import (
     ANSWERS,
     ENDPOINTS,
     HEAD,
     SIZE_BYTES,
-    Endpoint,
     Fault,
-    ReadBody,
     ReaderStart,
     RefusedError,
 )

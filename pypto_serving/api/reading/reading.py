@@ -6,10 +6,9 @@ from starlette.requests import Request
 
 from pypto_serving.api.disconnect import until_disconnect
 from pypto_serving.api.middleware import BODY_PARSED
-from pypto_serving.api.openai.body import read_body, require_json
+from pypto_serving.api.openai.body import Endpoint, ReadBody, read_body, require_json
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.reading.process import ReaderProcess
-from pypto_serving.api.reading.wire import Endpoint, ReadBody
 
 SMALL_BYTES = 16 << 10
 """A body of at most this size is read at once, in a few milliseconds at the worst."""
