@@ -205,6 +205,7 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
         reader = new_reader(checkpoint, tokenizer)
         await reader.start()
         assert reader._child is not None
+        assert Path(f"/proc/{reader._child.pid}/oom_score_adj").read_text() == "1000\n", "it must be the first to go"
         os.kill(reader._child.pid, signal.SIGSTOP)
         reading = asyncio.ensure_future(reader.read("completions", completion([1])))
         while not reader._turns.taken:

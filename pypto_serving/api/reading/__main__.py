@@ -5,12 +5,14 @@ A reader is expendable: a body that makes it slow or large ends it, and nothing 
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import signal
 import socket
 import sys
 import traceback
 from io import BufferedRWPair
+from pathlib import Path
 
 import msgspec
 
@@ -25,6 +27,8 @@ from pypto_serving.util import GIB, format_size
 
 MAX_BYTES = 2 * GIB
 """Memory that a reader may take for data."""
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+"""Short of memory, the kernel ends the process with the highest score first: a reader, and not the worker."""
 
 
 def run(start: ReaderStart) -> None:
@@ -62,6 +66,8 @@ def send(channel: BufferedRWPair, data: bytes) -> None:
 def main() -> int:
     parent: Parent[ReaderStart] = Parent(int(sys.argv[1]), ReaderStart)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+    with contextlib.suppress(OSError):  # some sandboxes have no such file
+        OOM_SCORE.write_text("1000")
     run(parent.start)
     return EXIT_OK
 
