@@ -26,23 +26,21 @@ def choose_events(settings: Settings) -> tuple[str, str]:
         if not replay:
             beside = options.label("kv_events_replay", beside="kv_events")
             raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give {beside} as well")
-    elif replay and replay == endpoint and not _is_free_port(endpoint):
-        label = options.label("kv_events_replay")
-        raise ConfigError(f"{label} is {replay}, and so is {options.label('kv_events')}; give another, or drop this")
+    elif replay and (_clash(replay, endpoint) or (replay == endpoint and not _is_free_port(endpoint))):
+        label, other = options.label("kv_events_replay"), options.label("kv_events")
+        raise ConfigError(f"{label} is {replay}, where {other} listens too; give another, or drop this")
     settings.record("kv_events_replay", replay or False, reason)
     return endpoint, replay
 
 
 def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) -> None:
-    """Raise ConfigError if two of the HTTP server, the KV events and their replay would take the same port."""
+    """Raise ConfigError if KV events or their replay would take the port of the HTTP server."""
     http = f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
-    taken = [(options.label("port"), http)]
     for name in ("kv_events", "kv_events_replay"):
         endpoint = getattr(engine, name)
-        for other, at in taken:
-            if _clash(endpoint, at):
-                raise ConfigError(f"{options.label(name)} is {endpoint}, where {other} listens too; give another port")
-        taken.append((options.label(name), endpoint))
+        if _clash(endpoint, http):
+            label, other = options.label(name), options.label("port")
+            raise ConfigError(f"{label} is {endpoint}, where {other} listens too; give another port")
 
 
 def _clash(one: str, other: str) -> bool:
