@@ -33,6 +33,7 @@ from pypto_serving.types.request import (
 from pypto_serving.types.start import CoreStart
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
+from pypto_serving.util import counted
 
 log = logging.getLogger(__name__)
 
@@ -273,8 +274,8 @@ class AsyncEngine:
         if unfinished + count > config.max_unfinished:
             waiting = max(0, unfinished - config.max_num_seqs)
             raise QueueFullError(
-                f"{unfinished} requests are unfinished; this server runs {config.max_num_seqs} at once and queues "
-                f"{config.max_queued_requests}; try again later",
+                f"this server has {counted(unfinished, 'unfinished request')}; it runs {config.max_num_seqs} at once "
+                f"and queues {config.max_queued_requests}; try again later",
                 self._retry_after_s(waiting),
             )
 

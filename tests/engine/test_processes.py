@@ -402,10 +402,16 @@ def test_a_core_that_stops_is_replaced() -> None:
 def test_the_queue_is_bounded_and_admission_is_all_or_nothing() -> None:
     async def scenario(engine: AsyncEngine) -> None:
         engine.submit([request(f"q{i}", 10, 200) for i in range(4)])
-        with pytest.raises(QueueFullError) as raised:
+        with pytest.raises(
+            QueueFullError, match="has 4 unfinished requests; it runs 1 at once and queues 4;"
+        ) as raised:
             engine.submit([request("more1"), request("more2")])
         assert 1 <= raised.value.retry_after_s <= 60
         assert set(engine._streams) == {"q0", "q1", "q2", "q3"}
+        engine.abort(["q1", "q2", "q3"])
+        with pytest.raises(QueueFullError, match="has 1 unfinished request;"):
+            engine.submit([request(f"more{i}") for i in range(5)])
+        assert set(engine._streams) == {"q0"}
 
     run(config(max_queued_requests=4, max_num_seqs=1), scenario)
 
@@ -419,7 +425,7 @@ def test_requests_for_which_rows_are_free_do_not_count_as_waiting(pause: bool) -
             engine.submit([request(f"q{i}", 10, 200)])
             if pause:
                 await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="26 requests are unfinished; this server runs 24 at once and queues"):
+        with pytest.raises(QueueFullError, match="has 26 unfinished requests; it runs 24 at once and queues 2"):
             engine.submit([request("more")])
 
     run(config(max_queued_requests=2, max_num_seqs=24), scenario)
