@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import logging
@@ -12,7 +13,9 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pypto_serving.api.drain import SHUTTING_DOWN
 from pypto_serving.api.errors import AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.errors import UnavailableError
 from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
@@ -61,7 +64,10 @@ class RequestScope:
 
 
 class Faults:
-    """Answer a request whose handler failed with a 500 that names it, and log why. The innermost."""
+    """Answer a request whose handler failed with a 500 that names it, and log why. The innermost.
+
+    A handler that is cancelled, since the server ends, becomes a 503.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -76,6 +82,10 @@ class Faults:
 
         try:
             await self.app(scope, receive, noted_send)
+        except asyncio.CancelledError:  # the server ends, and waits no longer
+            if started or scope["type"] != "http":
+                raise
+            await describe(UnavailableError(SHUTTING_DOWN)).response()(scope, receive, send)
         except Exception:
             if started or scope["type"] != "http":
                 raise

@@ -257,13 +257,15 @@ class AsyncEngine:
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         """Admit all of `requests` or none. Raises QueueFullError or UnavailableError."""
-        self._require_admission(len(requests))
-        self._send(AddRequests(list(requests)))
+        self.require_admission(len(requests))
+        for message in AddRequests.pack(requests):
+            self._send(message)
         stream = OutputStream([request.request_id for request in requests], self.abort)
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
         return stream
 
-    def _require_admission(self, count: int) -> None:
+    def require_admission(self, count: int) -> None:
+        """Raise what `submit` would raise for `count` requests."""
         if self._dead is not None or self._stopping:
             raise UnavailableError(str(self._dead or "the server is shutting down"))
         if self._channel is None:

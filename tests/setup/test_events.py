@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pypto_serving.errors import ConfigError
@@ -22,15 +24,18 @@ from tests.setup.small import HOST, make_model, make_resolved
         ({"kv_events": "tcp://10.0.0.1:5557", "host": "0.0.0.0", "port": 5557}, "^--kv-events is"),
         ({"kv_events": "tcp://[::1]:5557", "host": "::1", "port": 5557}, "^--kv-events is"),
         ({"kv_events": "tcp://*:7999"}, r"^--kv-events-replay is tcp://\*:8000, where --port listens too"),
-        (
-            {"kv_events": "tcp://*:5557", "kv_events_replay": "tcp://127.0.0.1:5557"},
-            "^--kv-events-replay is tcp://127.0.0.1:5557, where --kv-events listens too",
-        ),
     ],
 )
 def test_a_port_that_is_taken_twice_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_resolved(**given)
+
+
+@pytest.mark.parametrize("replay", ["tcp://127.0.0.1:5557", "tcp://*:5557"])
+def test_events_and_replay_at_one_port_are_refused_without_a_server_too(replay: str) -> None:
+    message = f"^--kv-events-replay is {re.escape(replay)}, where --kv-events listens too"
+    with pytest.raises(ConfigError, match=message):
+        make_resolved(kv_events="tcp://*:5557", kv_events_replay=replay)
 
 
 @pytest.mark.parametrize(
