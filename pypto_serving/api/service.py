@@ -17,7 +17,8 @@ from pypto_serving.util import counted
 
 logger = logging.getLogger("pypto_serving.api")
 
-MAX_REMEMBERED_FIELDS, MAX_FIELD_CHARS = 1000, 64
+MAX_REMEMBERED_FIELDS = 1000
+"""Unknown fields that are logged."""
 
 
 class Service:
@@ -38,10 +39,9 @@ class Service:
         self._warned_fields: set[str] = set()
         logger.info("%s", serving.default_sampling.describe())
 
-    def warn_ignored(self, fields: list[str]) -> None:
+    def warn_ignored(self, names: list[str]) -> None:
         """Log each unknown request field once."""
-        for field in fields[:MAX_REMEMBERED_FIELDS]:
-            name = field[:MAX_FIELD_CHARS]
+        for name in names:
             if name not in self._warned_fields and len(self._warned_fields) < MAX_REMEMBERED_FIELDS:
                 self._warned_fields.add(name)
                 logger.warning("ignoring the unknown request field %r (said once per field)", name)
