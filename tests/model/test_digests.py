@@ -188,3 +188,24 @@ def test_a_missing_file_is_named(weights: Weights) -> None:
     weights.files[1].unlink()
     with pytest.raises(ModelError, match=r"b\.safetensors cannot be read: No such file"):
         weights.digest()
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing(weights: Weights, settled: None) -> None:
+    weights.digest()
+    record = weights.record
+    record.unlink()
+    record.mkdir()
+    weights.digest()
+    assert list(record.parent.iterdir()) == [record]
+
+
+def test_a_record_that_another_start_deletes_is_no_obstacle(
+    weights: Weights, settled: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is listed, but gone when it is looked at."""
+    gone = weights.cache / "digests" / "gone"
+    gone.parent.mkdir(parents=True)
+    gone.symlink_to("nowhere")
+    weights.digest()
+    assert weights.digest() and weights.read_bytes == 0
+    assert not caplog.records
