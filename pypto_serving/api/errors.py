@@ -12,6 +12,8 @@ from pypto_serving.errors import PyptoError, RequestError
 from pypto_serving.util import cut
 
 RETRY_UNAVAILABLE_S = 5
+MAX_DROPPED_BODIES = 4
+"""A body is read up to this multiple of its limit, and dropped, since a client reads no answer while it sends."""
 MAX_CHARS, MAX_PARAM_CHARS = 2000, 200
 """Longest message, and longest name of a field in it; a client may have sent any."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -78,7 +78,7 @@ class LLM:
 
     def _open(self, options: Options, model: ModelSpec) -> None:
         """Start engine and worker, and wait until they are ready."""
-        resolved = prepare(options, model, QUIET_DEFAULTS)
+        resolved = prepare(options, model, QUIET_DEFAULTS, serves=False)
         serving = serving_config(resolved.server, model)
         self._ids = itertools.count()
         self._ending = threading.Lock()

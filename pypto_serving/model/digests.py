@@ -123,24 +123,24 @@ def _write(record: Path, known: Mapping[str, str]) -> None:
     try:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=record.parent, delete=False) as file:
-            made = Path(file.name)
+            temporary = Path(file.name)
             try:
                 file.write(_check(body) + b"\n" + body)
                 file.flush()
-                made.replace(record)
+                temporary.replace(record)
             finally:
-                made.unlink(missing_ok=True)
-        for old in sorted(record.parent.iterdir(), key=_written_ns)[:-MAX_RECORDS]:
+                temporary.unlink(missing_ok=True)
+        for old in sorted(record.parent.iterdir(), key=_changed_ns)[:-MAX_RECORDS]:
             old.unlink(missing_ok=True)
     except OSError as error:
         log.warning("digests of weights are not kept in %s: %s", record.parent, error.strerror)
 
 
-def _written_ns(record: Path) -> int:
-    """Return when a record was written, 0 if another process deleted it."""
+def _changed_ns(path: Path) -> int:
+    """Return when a file changed; 0 if another process has deleted it."""
     try:
-        return record.stat().st_mtime_ns
-    except OSError:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
         return 0
 
 

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
@@ -46,12 +47,11 @@ def run(config: EngineConfig, scenario: Callable[[AsyncEngine], Awaitable[None]]
         core = psutil.Process(engine._child.pid)
         try:
             await engine.wait_ready()
-            family = [core, *core.children(recursive=True)]
             await scenario(engine)
         finally:
-            family = [core, *(core.children(recursive=True) if core.is_running() else [])]
+            processes = [core, *(core.children(recursive=True) if core.is_running() else [])]
             await engine.stop()
-        _, alive = psutil.wait_procs(family, timeout=5)
+        _, alive = psutil.wait_procs(processes, timeout=5)
         assert not alive, f"left behind: {alive}"
 
     asyncio.run(main())
@@ -262,6 +262,8 @@ def test_totals_go_on_when_a_core_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         engine.on_stats = watch
         await answers_are_right(engine)
+        while not engine.stats.tiers[0].stored_blocks:
+            await asyncio.sleep(0.01)
         for deaths, count in ((1, 2), (2, 1)):
             before = engine.stats
             assert engine._child is not None
@@ -297,6 +299,50 @@ def test_another_core_waits_for_the_worker_of_the_one_that_died(tmp_path: Path) 
     tier = TierConfig(tier="disk", size_bytes=1 << 20, num_slots=(64,), place=str(tmp_path / "kv"))
     lingering = {"faults": {"1": ["linger", 2]}}
     run(config(tiers=(tier,), worker_module="tests.faulty_worker", backend_options=lingering), scenario)
+
+
+def test_stop_does_not_wait_for_the_worker_of_a_core_that_died() -> None:
+    async def main() -> None:
+        options = {"faults": {"1": ["linger", 2]}}
+        engine = AsyncEngine(config(worker_module="tests.faulty_worker", backend_options=options))
+        await engine.start()
+        await engine.wait_ready()
+        await answers_are_right(engine, count=1, max_tokens=5)
+        assert engine._child is not None and engine.ready is not None
+        (lingering,) = psutil.Process(engine.ready.worker_pid).children()
+        lingering.suspend()
+        try:
+            os.kill(engine._child.pid, signal.SIGKILL)
+            while engine._channel is not None:
+                await asyncio.sleep(0.01)
+            await asyncio.wait_for(engine.stop(), 20)
+            assert lingering.is_running()
+        finally:
+            lingering.kill()
+
+    asyncio.run(main())
+
+
+def test_a_core_that_cannot_be_started_ends_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, and when one that died is replaced. No file is left open."""
+
+    async def scenario(engine: AsyncEngine) -> None:
+        assert engine._child is not None
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+        os.kill(engine._child.pid, signal.SIGKILL)
+        assert "cannot be started" in str(await asyncio.wait_for(engine.wait_dead(), 20))
+
+    async def at_start() -> None:
+        before = psutil.Process().num_fds()
+        engine = AsyncEngine(config())
+        await engine.start()
+        with pytest.raises(EngineDeadError, match=r"cannot be started: .*/no/such/python"):
+            await engine.wait_ready()
+        await engine.stop()
+        assert psutil.Process().num_fds() == before
+
+    run(config(), scenario)
+    asyncio.run(at_start())
 
 
 def test_a_full_disk_is_not_writable_until_there_is_room(tmp_path: Path) -> None:
@@ -356,10 +402,16 @@ def test_a_core_that_stops_is_replaced() -> None:
 def test_the_queue_is_bounded_and_admission_is_all_or_nothing() -> None:
     async def scenario(engine: AsyncEngine) -> None:
         engine.submit([request(f"q{i}", 10, 200) for i in range(4)])
-        with pytest.raises(QueueFullError) as raised:
+        with pytest.raises(
+            QueueFullError, match="has 4 unfinished requests; it runs 1 at once and queues 4;"
+        ) as raised:
             engine.submit([request("more1"), request("more2")])
         assert 1 <= raised.value.retry_after_s <= 60
         assert set(engine._streams) == {"q0", "q1", "q2", "q3"}
+        engine.abort(["q1", "q2", "q3"])
+        with pytest.raises(QueueFullError, match="has 1 unfinished request;"):
+            engine.submit([request(f"more{i}") for i in range(5)])
+        assert set(engine._streams) == {"q0"}
 
     run(config(max_queued_requests=4, max_num_seqs=1), scenario)
 
@@ -373,7 +425,7 @@ def test_requests_for_which_rows_are_free_do_not_count_as_waiting(pause: bool) -
             engine.submit([request(f"q{i}", 10, 200)])
             if pause:
                 await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="26 requests are unfinished; this server runs 24 at once and queues"):
+        with pytest.raises(QueueFullError, match="has 26 unfinished requests; it runs 24 at once and queues 2"):
             engine.submit([request("more")])
 
     run(config(max_queued_requests=2, max_num_seqs=24), scenario)
@@ -421,7 +473,6 @@ def test_children_end_when_the_api_process_is_killed() -> None:
         "asyncio.run(main())\n"
     )
     import subprocess
-    import sys
 
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as api:
         assert api.stdout is not None

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.server import Server, complete
-from tests.soak.test_leaks import SLACK_DESCRIPTORS, check_clean, role_of
+from tests.soak.clean import SLACK_DESCRIPTORS, check_clean, role_of
 
 pytestmark = pytest.mark.e2e
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.errors import BodyTooLargeError, ContentTypeError
+from pypto_serving.api.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules, IgnoredFields
 from pypto_serving.api.openai.params import cache_salt_of, priority_of
@@ -56,8 +56,7 @@ class BodySource(Protocol):
 async def read_body(request: Request, limit: int) -> bytearray:
     """Read the whole body. Raises BodyTooLargeError above `limit` bytes.
 
-    Up to four times the limit is received and dropped first: a client that is cut off while it sends does not read the
-    answer.
+    Up to MAX_DROPPED_BODIES times the limit is received and dropped first.
     """
     body = bytearray()
     size = 0
@@ -65,7 +64,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
         size += len(chunk)
         if size <= limit:
             body += chunk
-        elif size > 4 * limit:
+        elif size > MAX_DROPPED_BODIES * limit:
             break
         else:
             body.clear()
