@@ -131,9 +131,10 @@ class Replica:
         rng = np.random.default_rng(1)
         for i in range(count):
             ids = pack_ids(rng.integers(0, VOCAB, context, dtype=np.int32))
-            self.client.send(
-                AddRequests([EngineRequest(request_id=f"{name}{i}", token_ids=ids, params=params, seed=i)])
-            )
+            for message in AddRequests.pack(
+                [EngineRequest(request_id=f"{name}{i}", token_ids=ids, params=params, seed=i)]
+            ):
+                self.client.send(message)
 
     def _is_prefilling(self, case: Case) -> bool:
         return self.core.scheduler.counters.step_tokens != case.running

@@ -180,16 +180,21 @@ class Child:
 
     The child reads its configuration from the pipe, reports progress and faults over it, and ends when the pipe closes.
     When the child is gone, our end of the pipe closes at once. The child inherits `ends`, which are closed here, and
-    the file descriptors `shared`, all under the same numbers.
+    the file descriptors `shared`, all under the same numbers. Raises OSError if it cannot be started.
     """
 
     def __init__(self, module: str, start: msgspec.Struct, *ends: socket.socket, shared: tuple[int, ...] = ()) -> None:
         self.pipe, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(end.fileno() for end in ends), *shared]
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
-        for end in (theirs, *ends):
-            end.close()
+        try:
+            self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+        except OSError:
+            self.pipe.close()
+            raise
+        finally:
+            for end in (theirs, *ends):
+                end.close()
         self._buffer = b""
         self.gone = False
         with contextlib.suppress(OSError):
@@ -227,25 +232,18 @@ class Child:
         return code
 
 
-class Family:
-    """Tells when a child, and all processes that it started, have ended. They inherit `fd`, each under this number."""
+class Descendants:
+    """Tells when a child, and all processes that it started, have ended. They inherit `end`, which only has to be open.
+
+    `ours` can then be read from.
+    """
 
     def __init__(self) -> None:
-        self._ours, self.fd = os.pipe()
-
-    def born(self) -> None:
-        """Close `fd` here, since the child has it."""
-        os.close(self.fd)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until all have ended. Return False if some are left after `timeout_s`."""
-        poller = select.poll()
-        poller.register(self._ours, 0)
-        return bool(poller.poll(math.ceil(timeout_s * 1000)))
+        self.ours, self.end = socket.socketpair()
 
     def close(self) -> None:
         """Stop watching."""
-        os.close(self._ours)
+        self.ours.close()
 
 
 class Parent(Generic[T]):

@@ -97,7 +97,12 @@ def brief(value: Any) -> str:
         text = repr(value)
     except (ValueError, RecursionError):  # integers of thousands of digits, deep nesting
         text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= 100 else text[:97] + "..."
+    return cut(text, 100)
+
+
+def cut(text: str, limit: int) -> str:
+    """Return `text`, or its beginning and three dots if it has more than `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:

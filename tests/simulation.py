@@ -251,7 +251,8 @@ class Simulation:
             request_id=request_id, token_ids=pack_ids(prompt), params=params, arrival_s=self.clock.now(), **changes
         )
         self.requests[request_id] = request
-        self.client.send(AddRequests([request]))
+        for message in AddRequests.pack([request]):
+            self.client.send(message)
         return request_id
 
     def abort(self, *request_ids: str) -> None:

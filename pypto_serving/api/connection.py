@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from enum import Enum, auto
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pypto_serving.api.errors import RETRY_UNAVAILABLE_S, ApiError, BodyTooLargeError, describe
-from pypto_serving.api.gate import NO_PLACE, Gate
+from pypto_serving.api.drain import SHUTTING_DOWN
+from pypto_serving.api.errors import MAX_DROPPED_BODIES, RETRY_UNAVAILABLE_S, ApiError, BodyTooLargeError, describe
+from pypto_serving.api.gate import NO_MEMORY, NO_PLACE, Gate
 from pypto_serving.api.middleware import ANSWERED, BODY_PARSED
 
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128
-"""Largest head of a request (its first line and headers), and most headers."""
+"""Largest head of a request (its first line, headers and trailers), and most headers."""
+MAX_LINE_BYTES = MAX_HEAD_BYTES + (256 << 10)
+"""Most bytes that the parser may keep to itself: a line, and what else came in the read that began it."""
 HEAD_TIMEOUT_S = 10.0
 """Longest time from the connection, or from the first byte of a later request, to the end of the head."""
 BODY_PATIENCE_S, BODY_BYTES_PER_S = 30.0, 16 << 10
 """A body must end, or come at BODY_BYTES_PER_S, in every BODY_PATIENCE_S."""
 MAX_PIPELINED = 16
 """Most requests that a client may send before the first is answered."""
-MAX_DROPPED_BODIES = 4
-"""A body is read up to this multiple of its limit, and dropped, since a client reads no answer while it sends."""
-_HOP_HEADERS = frozenset({b"connection", b"upgrade", b"http2-settings"})
+_UPGRADES = frozenset({b"upgrade", b"http2-settings"})
+"""Headers, and values of `Connection`, with which a client offers another protocol."""
 
 
 class _RefusedError(Exception):
@@ -36,28 +40,49 @@ class _RefusedError(Exception):
         self.answer = answer
 
 
+class _Phase(Enum):
+    """What the client sends: nothing, a head, a body, or what is left of a body after its answer."""
+
+    NOTHING = auto()
+    HEAD = auto()
+    BODY = auto()
+    REST = auto()
+
+
+class _Request:
+    """The memory of one request, until its body is parsed or dropped."""
+
+    num_bytes = 0
+    dropped = False
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Uvicorn's protocol with limits. A request beyond one gets its status, and the connection is closed.
 
-    - A request to upgrade to another protocol is answered in HTTP/1.1, as RFC 9110, section 7.8, allows. Most clients
-      that offer HTTP/2 in this way need that.
+    - A request to upgrade to another protocol is answered as if it had not asked, as RFC 9110, section 7.8, allows.
+      Most clients that offer HTTP/2 in this way need that.
     - A body that is announced as too large is refused before it is sent, if the client waits for leave to send it.
-    - Answers to HTTP/1.0 have no chunks.
+    - A body that is answered before it ended may end while the connection is kept alive; then the connection is closed.
+    - Trailers are dropped. Answers to HTTP/1.0 have no chunks.
     """
 
     def __init__(self, *, gate: Gate, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._gate = gate
         self._timer: asyncio.TimerHandle | None = None
-        self._num_bytes = self._body_bytes = 0
-        self._in_body = self._surplus = False
+        self._phase = _Phase.NOTHING
+        self._request = _Request()
+        self._num_headers = self._head_bytes = self._body_bytes = 0
+        self._read_bytes = self._line_bytes = 0
+        self._upgrades = self._surplus = False
+        self._last_words: ApiError | None = None
         self._answered: RequestResponseCycle | None = None
 
     # The connection.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._begin_head()
+        self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
         self._surplus = not self._gate.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -68,91 +93,158 @@ class BoundedProtocol(HttpToolsProtocol):
             self._answered.message_event.set()
         super().connection_lost(exc)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
+    def shutdown(self) -> None:
+        """Refuse an unfinished request; the server, which ends, waits for the other answers."""
+        if self._phase in (_Phase.HEAD, _Phase.BODY):
+            self._refuse(_ENDING)
+        else:
+            super().shutdown()
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
-        continues = self._head_bytes > 0
+        if self._last_words is not None:
+            return
+        try:
+            self._read_bytes = len(data)
+            self._line_bytes += len(data)
+            self._feed(data)
+            if self._phase is not _Phase.NOTHING:
+                self._hold()
+        except _RefusedError as refused:
+            self._refuse(refused.answer)
+        self._note()
+
+    def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._go_on_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             cause = error.__context__
-            self._refuse(cause.answer if isinstance(cause, _RefusedError) else _INVALID)
-        if self._in_head:
-            self._head_bytes += len(data) if continues else 1  # the first bytes may end the request before
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(_LARGE_HEAD)
-        if self._in_body or self._head_bytes:
-            self._hold(len(data))
-
-    def _hold(self, num_new: int) -> None:
-        """Count the bytes of an unfinished request, unless they are dropped."""
-        self._num_bytes += num_new
-        dropped = self._in_body and (self.cycle.response_complete or self._body_bytes > self._gate.max_body_bytes)
-        if not self.transport.is_closing():
-            self._gate.hold(self, 0 if dropped else self._num_bytes)
+            raise cause if isinstance(cause, _RefusedError) else _RefusedError(_INVALID) from None
 
     def _go_on_without_upgrade(self, body: bytes) -> None:
         """Parse the same request again, without the headers that ask for another protocol."""
-        kept = [name + b": " + value for name, value in self.headers if name not in _HOP_HEADERS]
-        line = b"%b %b HTTP/1.1" % (self.parser.get_method(), self.url)
+        self._drop(self._request)
+        line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        kept = [name + b": " + value for name, value in self.headers if name not in _UPGRADES | {b"connection"}]
+        tokens = [token.strip() for name, value in self.headers if name == b"connection" for token in value.split(b",")]
+        others = b", ".join(token for token in tokens if token.lower() not in _UPGRADES)
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._upgrades = False
-        self.data_received(b"\r\n".join([line, *kept, b"", body]))
+        self._feed(b"\r\n".join([line, *kept, b"connection: " + others, b"", body]))
+
+    # Memory and place.
+
+    def _hold(self, complete: bool = False) -> None:
+        """Tell the gate what the newest request holds. Raises _RefusedError if that is too much."""
+        request = self._request
+        num_bytes = self._line_bytes
+        if num_bytes > MAX_LINE_BYTES:
+            raise _RefusedError(_LARGE_HEAD)
+        if not request.dropped:
+            num_bytes += self._head_bytes + self._body_bytes
+        grown, request.num_bytes = num_bytes - request.num_bytes, num_bytes
+        if not self._gate.hold(self, grown, complete):
+            raise _RefusedError(_busy(NO_MEMORY))
+
+    def _drop(self, request: _Request) -> None:
+        """Note that the bytes of a request are no longer in memory, and that no more are kept."""
+        request.dropped = True
+        self._gate.release(self, request.num_bytes)
+        request.num_bytes = 0
+
+    def _note(self) -> None:
+        """Tell the gate whether the connection waits for its client."""
+        receives = self._phase in (_Phase.HEAD, _Phase.BODY)
+        waits = self._phase is _Phase.BODY and self._answered is self.cycle and not self.cycle.response_started
+        if self.transport.is_closing() or (self._is_answering() and not waits):
+            self._gate.busy(self)
+        elif receives:
+            self._gate.sending(self)
+        else:
+            self._gate.idle(self)
+
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
 
     # The parser's callbacks.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._begin_head()
+        self._unset_keepalive_if_required()
+        self._phase, self._request, self._upgrades = _Phase.HEAD, _Request(), False
+        self._num_headers = self._head_bytes = self._body_bytes = 0
+        self._line_bytes = self._read_bytes
+        self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        self._count_head(name, value)
+        if self._phase is _Phase.HEAD:
+            super().on_header(name, value)
+
+    def _count_head(self, *parts: bytes) -> None:
+        self._head_bytes += sum(map(len, parts))
+        self._line_bytes = self._read_bytes
+        if self._head_bytes > MAX_HEAD_BYTES or self._num_headers > MAX_HEADERS:
+            raise _RefusedError(_LARGE_HEAD)
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._head_bytes = False, 0
         self._check_head()
         self._upgrades = self.parser.should_upgrade()
         if self._upgrades:
             return
-        self._in_body, self._body_bytes = True, 0
-        self._start_timer(BODY_PATIENCE_S, lambda: self._check_body(0))
         super().on_headers_complete()
+        self._phase = _Phase.BODY
+        self._start_timer(BODY_PATIENCE_S, lambda: self._check_body(0))
         cycle: Any = self.cycle
-        cycle.scope[BODY_PARSED] = self._body_parsed
+        cycle.scope[BODY_PARSED] = partial(self._drop, self._request)
         if self._surplus:
             cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
             cycle.send = _unchunked(cycle)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        self._read_bytes -= len(body)
+        self._line_bytes = self._read_bytes
+        if self._body_bytes > self._gate.max_body_bytes and self._answered is self.cycle:
+            self._drop(self._request)  # by the handler
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         if not self._upgrades:
+            self._line_bytes = 0
+            self._hold(complete=True)
             self._stop_timer()
-            self._in_body = False
-            self._gate.received(self)
+            self._phase = _Phase.NOTHING
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if self._in_body and self.expect_100_continue:
-            self.transport.close()  # the client, which was refused, need not send the body
+        cycle = cast(Any, self._answered)
+        cycle.scope[BODY_PARSED]()
+        if self._phase is _Phase.BODY and cycle is self.cycle:
+            self._phase = _Phase.REST
+            self._stop_timer()
+            if self.expect_100_continue:
+                self.transport.close()  # the client, which was refused, need not send the body
         super().on_response_complete()
-        if self.cycle.response_complete:
-            self._gate.idle(self)
-
-    def _body_parsed(self) -> None:
-        if not self._in_body:
-            self._gate.release(self)
+        if self._phase is _Phase.HEAD:
+            self._unset_keepalive_if_required()
+        if self._last_words is not None and not self._is_answering():
+            self._end(self._last_words)
+        self._note()
 
     def _check_head(self) -> None:
         """Raise _RefusedError if the request ends here."""
-        if len(self.headers) > MAX_HEADERS or sum(len(n) + len(v) for n, v in self.headers) > MAX_HEAD_BYTES:
-            raise _RefusedError(_LARGE_HEAD)
         if self.parser.get_method() == b"CONNECT":
             raise _RefusedError(_NO_CONNECT)
         if self._surplus and self.url.partition(b"?")[0] != b"/health":
@@ -166,10 +258,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # Time.
 
-    def _begin_head(self) -> None:
-        self._in_head, self._head_bytes, self._num_bytes, self._upgrades = True, 0, 0, False
-        self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
-
     def _start_timer(self, delay_s: float, late: Callable[[], None]) -> None:
         self._stop_timer()
         self._timer = self.loop.call_later(delay_s, late)
@@ -179,9 +267,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._timer.cancel()
 
     def _head_is_late(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)  # the request before is still being answered
-        elif self._head_bytes:
+        if self._is_answering():
+            self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+        elif self._phase is _Phase.HEAD:
             self._refuse(_LATE_HEAD)
         else:
             self.transport.close()
@@ -198,31 +286,51 @@ class BoundedProtocol(HttpToolsProtocol):
     # Refusals.
 
     def close_idle(self) -> None:
-        """End the connection, on which no request has begun."""
+        """End the connection, on which no request is under way."""
         self.transport.close()
 
     def refuse_busy(self, reason: str) -> None:
-        """Answer with a 503 and end the connection."""
+        """Answer the unfinished request with a 503, and end the connection."""
         self._refuse(_busy(reason))
 
     def _refuse(self, answer: ApiError) -> None:
-        """Answer with an error, unless an answer has begun, and close the connection."""
+        """Answer the newest request with an error, unless its answer has begun, and close the connection.
+
+        The requests before it are answered first. What follows it is not read.
+        """
         self._stop_timer()
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._last_words is not None:
             return
+        phase, self._phase = self._phase, _Phase.NOTHING
+        if phase is not _Phase.NOTHING:
+            self._drop(self._request)
+        in_body, runs = phase is _Phase.BODY, self._answered is self.cycle
         cycle: Any = self.cycle
-        if cycle is None or cycle.response_complete or not (cycle.response_started or self.pipeline):
-            self._gate.refused(answer.status, answer.message)
-            if cycle is not None:
-                cycle.scope[ANSWERED] = True
-            body, retry_after_s = answer.payload(), answer.retry_after_s
-            retry = "" if retry_after_s is None else f"retry-after: {retry_after_s}\r\n"
-            head = (
-                f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\n"
-                f"{retry}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
+        if phase is _Phase.REST or (in_body and cycle.response_started):
+            self.transport.close()
+            return
+        self._gate.refused(answer.status, answer.message)
+        if in_body and runs:
+            cycle.scope[ANSWERED] = True
+            self._end(answer)
+        elif self._is_answering():
+            if in_body:
+                self.pipeline.popleft()
+            self._last_words = answer
+            self.parser, self.headers = None, []  # type: ignore[assignment]  # free what was read
+        else:
+            self._end(answer)
+
+    def _end(self, answer: ApiError) -> None:
+        body, retry_after_s = answer.payload(), answer.retry_after_s
+        retry = "" if retry_after_s is None else f"retry-after: {retry_after_s}\r\n"
+        head = (
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\ncontent-type: application/json\r\n"
+            f"{retry}content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        if not self.transport.is_closing():
             self.transport.write(head.encode() + body)
-        self.transport.close()
+            self.transport.close()
 
 
 def _busy(reason: str) -> ApiError:
@@ -252,6 +360,7 @@ _LARGE_HEAD = ApiError(
 )
 _NO_CONNECT = ApiError(HTTPStatus.METHOD_NOT_ALLOWED, "CONNECT is not allowed; this server is no proxy")
 _INVALID = ApiError(HTTPStatus.BAD_REQUEST, "this is not a valid HTTP/1.1 request")
+_ENDING = _busy(SHUTTING_DOWN)
 _PIPELINED = ApiError(
     HTTPStatus.TOO_MANY_REQUESTS, f"more than {MAX_PIPELINED} requests were pipelined; wait for answers"
 )

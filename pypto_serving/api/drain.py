@@ -6,6 +6,8 @@ import asyncio
 
 from pypto_serving.errors import UnavailableError
 
+SHUTTING_DOWN = "the server is shutting down and takes no new requests; send it elsewhere"
+
 
 class Admission:
     """Count requests from admission to their last byte. Owned by Service; used in its event loop only."""
@@ -19,7 +21,7 @@ class Admission:
     def enter(self) -> None:
         """Admit a request. Raises UnavailableError while draining."""
         if self.draining:
-            raise UnavailableError("the server is shutting down and takes no new requests; send it elsewhere")
+            raise UnavailableError(SHUTTING_DOWN)
         self.in_flight += 1
         self._idle.clear()
 

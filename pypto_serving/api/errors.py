@@ -9,8 +9,13 @@ import msgspec
 from starlette.responses import Response
 
 from pypto_serving.errors import PyptoError, RequestError
+from pypto_serving.util import cut
 
 RETRY_UNAVAILABLE_S = 5
+MAX_DROPPED_BODIES = 4
+"""A body is read up to this multiple of its limit, and dropped, since a client reads no answer while it sends."""
+MAX_CHARS, MAX_PARAM_CHARS = 2000, 200
+"""Longest message, and longest name of a field in it; a client may have sent any."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -62,8 +67,9 @@ class ApiError:
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def payload(self) -> bytes:
-        """Write the JSON body; an error event in a stream has the same payload."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        """Write the JSON body; an error event in a stream has the same payload. What a client sent is cut."""
+        param = None if self.param is None else cut(self.param, MAX_PARAM_CHARS)
+        error = {"message": cut(self.message, MAX_CHARS), "type": self.type, "param": param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
     def response(self, headers: dict[str, str] | None = None) -> Response:

@@ -10,8 +10,10 @@ from typing import NamedTuple, Protocol
 from pypto_serving.util import Clock
 
 MAX_FILES, FILES_FOR_OTHERS, SPARE_PLACES = 16384, 128, 64
-"""Most open files of this process, how many of them are not for connections, and how many are for surplus ones."""
+"""Most files that are counted on, how many of them are not for connections, and how many are for surplus ones."""
 MIN_HELD_BYTES = 64 << 20
+SMALL_BYTES, SMALL_ROOM_BYTES = 64 << 10, 64 << 20
+"""What a connection holds without counting as large, and the memory that only such connections may use."""
 SILENCE_S = 1.0
 """A connection whose client was silent for so long gives its place to a newcomer."""
 
@@ -23,13 +25,9 @@ class Places(NamedTuple):
     spare: int
 
 
-def raise_file_limit() -> Places:
-    """Raise the soft limit of open files as far as allowed, and return the places that fit under it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    files = wanted if soft == resource.RLIM_INFINITY else min(MAX_FILES, max(soft, wanted))
+def places(file_limit: int) -> Places:
+    """Return the places that fit under the process's soft limit of open files."""
+    files = MAX_FILES if file_limit == resource.RLIM_INFINITY else min(MAX_FILES, file_limit)
     left = files - min(FILES_FOR_OTHERS, files // 2)
     spare = min(SPARE_PLACES, left // 4)
     return Places(left - spare, spare)
@@ -39,18 +37,21 @@ class Waiting(Protocol):
     """A connection, as the gate sees it."""
 
     def close_idle(self) -> None:
-        """End the connection, on which no request has begun."""
+        """End the connection, on which no request is under way."""
 
     def refuse_busy(self, reason: str) -> None:
-        """Answer with a 503 and end the connection."""
+        """Answer the unfinished request with a 503, and end the connection."""
 
 
 class Gate:
     """Owns the places of all connections and counts the bytes that they hold. Used in one event loop only.
 
-    A connection is idle, or its client is sending a request, or the request is being answered. When a place or memory
-    is short, connections that wait for their clients give way. Memory is taken from the client that has been silent
-    longest. Places are taken from idle connections, then from silent clients, after SILENCE_S.
+    A connection is idle, or its client is sending a request, or it is busy: the server is answering.
+
+    - Places are short: idle connections give way to newcomers, then clients that send, if silent for SILENCE_S.
+    - Memory is short: of the connections that hold more than SMALL_BYTES, the largest is refused its unfinished
+      request. Small ones have SMALL_ROOM_BYTES of their own; beyond that, the client that was silent longest is
+      refused.
     """
 
     def __init__(self, places: Places, max_body_bytes: int, clock: Clock, refused: Callable[[int, str], None]) -> None:
@@ -64,7 +65,10 @@ class Gate:
         self._idle: OrderedDict[Waiting, float] = OrderedDict()
         self._sending: OrderedDict[Waiting, float] = OrderedDict()
         self._held: dict[Waiting, int] = {}
+        self._large: set[Waiting] = set()
         self._num_held = 0
+
+    # Places.
 
     def enter(self, connection: Waiting) -> bool:
         """Give a new connection a place. Return False if it is surplus: it may only ask for /health."""
@@ -79,39 +83,28 @@ class Gate:
 
     def leave(self, connection: Waiting) -> None:
         """Forget a connection that ended."""
+        self.busy(connection)
         self._served.discard(connection)
         self._surplus.pop(connection, None)
-        self.received(connection)
-        self.release(connection)
+        self._large.discard(connection)
+        self._num_held -= self._held.pop(connection, 0)
 
     def idle(self, connection: Waiting) -> None:
         """Note that no request is under way."""
-        self.received(connection)
-        self.release(connection)
+        self._sending.pop(connection, None)
         if connection in self._served:
-            self._idle[connection] = self._clock.now()
+            self._idle.setdefault(connection, self._clock.now())
 
-    def hold(self, connection: Waiting, num_bytes: int) -> None:
-        """Note that the client sent something, and that `num_bytes` of its unfinished request are in memory."""
-        if connection in self._surplus:
-            return  # few, and refused after the head
-        self.received(connection)
-        self._sending[connection] = self._clock.now()
-        self._num_held += num_bytes - self._held.get(connection, 0)
-        self._held[connection] = num_bytes
-        while self._num_held > self.max_held_bytes and self._sending:
-            silent, _ = self._sending.popitem(last=False)
-            self.release(silent)
-            silent.refuse_busy(NO_MEMORY)
+    def sending(self, connection: Waiting) -> None:
+        """Note that the client sent a part of a request."""
+        self.busy(connection)
+        if connection in self._served:
+            self._sending[connection] = self._clock.now()
 
-    def received(self, connection: Waiting) -> None:
-        """Note that the request is complete: its bytes are held, but the connection does not wait for its client."""
+    def busy(self, connection: Waiting) -> None:
+        """Note that the connection does not wait for its client."""
         self._idle.pop(connection, None)
         self._sending.pop(connection, None)
-
-    def release(self, connection: Waiting) -> None:
-        """Note that the request's bytes are no longer in memory."""
-        self._num_held -= self._held.pop(connection, 0)
 
     def _make_place(self) -> bool:
         """End a connection that waits for its client, if one has for SILENCE_S."""
@@ -127,6 +120,47 @@ class Gate:
                 connection.refuse_busy(NO_PLACE)
             return True
         return False
+
+    # Memory.
+
+    def hold(self, connection: Waiting, num_bytes: int, complete: bool) -> bool:
+        """Count more bytes of a connection's newest request. Return False if it must be refused.
+
+        A `complete` request is not refused later on: its bytes are held until they are released.
+        """
+        if connection in self._surplus:
+            return True  # few, and refused after the head
+        held = self._held[connection] = self._held.get(connection, 0) + num_bytes
+        self._num_held += num_bytes
+        if held > SMALL_BYTES:
+            self._large.add(connection)
+        while (refused := self._too_many(connection)) is not None:
+            self._large.discard(refused)
+            if refused is connection:
+                return False
+            self.busy(refused)
+            refused.refuse_busy(NO_MEMORY)
+        if complete:
+            self._large.discard(connection)
+        return True
+
+    def release(self, connection: Waiting, num_bytes: int) -> None:
+        """Note that so many bytes are no longer in memory."""
+        if connection in self._held:
+            self._held[connection] -= num_bytes
+            self._num_held -= num_bytes
+            if self._held[connection] <= SMALL_BYTES:
+                self._large.discard(connection)
+
+    def _too_many(self, newest: Waiting) -> Waiting | None:
+        """Return the connection whose request is refused because memory is short, or None."""
+        if self._num_held <= self.max_held_bytes:
+            return None
+        if self._large:
+            return max(self._large, key=self._held.__getitem__)
+        if self._num_held <= self.max_held_bytes + SMALL_ROOM_BYTES:
+            return None
+        return next(iter(self._sending), newest)
 
 
 NO_PLACE = "too many connections are open; try again later"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import logging
@@ -12,7 +13,10 @@ from collections.abc import Callable, Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pypto_serving.api.drain import SHUTTING_DOWN
 from pypto_serving.api.errors import AuthenticationError, OriginError, describe, internal_error
+from pypto_serving.errors import UnavailableError
+from pypto_serving.util import brief
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -60,7 +64,10 @@ class RequestScope:
 
 
 class Faults:
-    """Answer a request whose handler failed with a 500 that names it, and log why. The innermost."""
+    """Answer a request whose handler failed with a 500 that names it, and log why. The innermost.
+
+    A handler that is cancelled, since the server ends, becomes a 503.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -75,6 +82,10 @@ class Faults:
 
         try:
             await self.app(scope, receive, noted_send)
+        except asyncio.CancelledError:  # the server ends, and waits no longer
+            if started or scope["type"] != "http":
+                raise
+            await describe(UnavailableError(SHUTTING_DOWN)).response()(scope, receive, send)
         except Exception:
             if started or scope["type"] != "http":
                 raise
@@ -86,37 +97,69 @@ class Faults:
 class OriginGuard:
     """Refuse requests that web pages of other sites send through a reader's browser. For a server without an API key.
 
-    A browser names the page's site in `Origin`. It must be this server under a name that no other site can take, that
-    is an address or localhost, or one of `allowed`. Other clients send no `Origin`.
+    - `Origin` names the page's site: it must be this server under an address or localhost, or one of `allowed`.
+    - Browsers send no `Origin` with a page's GETs to its own site. A site can point its name at this machine (DNS
+      rebinding), and on plain HTTP nothing else tells a browser. So over loopback `Host` must be a name that no site
+      on the internet can have, or the host of one of `allowed`, whoever asks.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
         self.app = app
         self._allowed = frozenset(origin.encode() for origin in allowed)
+        self._hosts = frozenset(_name(origin.partition("://")[2]) for origin in allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._allows(scope):
+        refusal = self._refusal(scope) if scope["type"] == "http" else ""
+        if refusal:
+            await describe(OriginError(refusal)).response()(scope, receive, send)
+        else:
             await self.app(scope, receive, send)
-            return
-        message = "web pages of this origin may not call this server; its option allowed-origins names those that may"
-        await describe(OriginError(message)).response()(scope, receive, send)
 
-    def _allows(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> str:
+        """Return why the request is refused; empty if it is not."""
         headers = dict(scope["headers"])
-        origin, host = headers.get(b"origin"), headers.get(b"host", b"")
-        if origin is None or origin in self._allowed or b"*" in self._allowed:
-            return True
-        return origin in (b"http://" + host, b"https://" + host) and _is_own_name(host.decode("latin-1"))
+        origin, host = headers.get(b"origin"), headers.get(b"host", b"").lower()
+        if b"*" in self._allowed or origin in self._allowed:
+            return ""
+        name = _name(host.decode("latin-1"))
+        if origin is not None:
+            if origin in (b"http://" + host, b"https://" + host) and _is_own_name(name):
+                return ""
+            return "web pages of this origin may not call this server; its option allowed-origins names those that may"
+        if name in self._hosts or _is_private_name(name) or not _is_loopback(scope["server"]):
+            return ""
+        return (
+            f"this server is asked under the name {brief(name)}, which any site can point at this machine; use its "
+            f"address or localhost, or give it the option allowed-origins with the origin of that name, or an API key"
+        )
 
 
-def _is_own_name(host: str) -> bool:
-    """Return whether `host`, perhaps with a port, is an address or localhost, which no other site can point here."""
-    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+def _name(host: str) -> str:
+    """Return the name in a `Host` header, without the port."""
+    return re.sub(r":\d*$", "", host)
+
+
+def _is_own_name(name: str) -> bool:
+    """Return whether `name` is an address or localhost."""
     try:
         ipaddress.ip_address(name.strip("[]"))
     except ValueError:
         return name == "localhost" or name.endswith(".localhost")
     return True
+
+
+def _is_private_name(name: str) -> bool:
+    """Return whether no site on the internet can have `name`: it has no dot, or an ending for networks of one's own."""
+    return "." not in name or name.endswith((".local", ".internal", ".home.arpa")) or _is_own_name(name)
+
+
+def _is_loopback(server: tuple[str, int] | None) -> bool:
+    """Return whether a request came to an address that only this machine reaches."""
+    try:
+        address = ipaddress.ip_address(server[0] if server else "")
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 class ApiKeyGuard:

@@ -19,7 +19,7 @@ from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_prompt
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt
 from pypto_serving.api.offline_inputs import (
     Messages,
     Prompt,
@@ -53,6 +53,8 @@ class _Job:
 
     text: str | None
     prompt: FittedPrompt
+    params: SamplingParams
+    new_parser: OutputFormat | None
 
 
 class LLM:
@@ -76,7 +78,7 @@ class LLM:
 
     def _open(self, options: Options, model: ModelSpec) -> None:
         """Start engine and worker, and wait until they are ready."""
-        resolved = prepare(options, model, QUIET_DEFAULTS)
+        resolved = prepare(options, model, QUIET_DEFAULTS, serves=False)
         serving = serving_config(resolved.server, model)
         self._ids = itertools.count()
         self._ending = threading.Lock()
@@ -153,7 +155,7 @@ class LLM:
 
         async def stream(put: Put[TextPart]) -> None:
             job = await self._encode_chat(conversation, params)
-            await self._stream(job.prompt, put)
+            await self._stream(job, put)
 
         yield from self._loop.iterate(stream)
 
@@ -168,8 +170,8 @@ class LLM:
         prompter = self._service.prompter
         if isinstance(prompt, str):
             ids = await _encoded(prompt, prompter.encode_text, prompt, "prompt", True)
-            return _Job(prompt, self._fit(ids, params))
-        return _Job(None, self._fit(prompter.check_token_ids(prompt, "prompt"), params))
+            return self._job(prompt, ids, params)
+        return self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
 
     async def _encode_chat(
         self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
@@ -177,15 +179,19 @@ class LLM:
         prompter = self._service.prompter
         chat = prompter.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
         ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
-        return _Job(chat.prompt if isinstance(chat.prompt, str) else None, self._fit(ids, params, chat.new_parser))
+        return self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, params, chat.new_parser)
 
-    def _fit(self, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None) -> FittedPrompt:
-        return fit_prompt(ids, params, self._engine.config, new_parser=new_parser)
+    def _job(
+        self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
+    ) -> _Job:
+        config = self._engine.config
+        prompt = fit_prompt(ids, params.max_tokens, config)
+        return _Job(text, prompt, fit_params(params, config, new_parser), new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
         """Generate for all prompts, as many at once as the engine takes."""
         jobs = await asyncio.gather(*encoding)
-        widest = max((job.prompt.params.n for job in jobs), default=1)
+        widest = max((job.params.n for job in jobs), default=1)
         room = asyncio.Semaphore(max(1, self._engine.config.max_unfinished // widest))
         with _progress_bar(len(jobs), progress) as bar:
 
@@ -198,16 +204,16 @@ class LLM:
             return await _all_or_none(map(one, jobs))
 
     async def _complete(self, job: _Job) -> GenerationOutput:
-        with closing(self._submit(job.prompt, keep_token_ids=True)) as generation:
+        with closing(self._submit(job, keep_token_ids=True)) as generation:
             outputs = await generation.collect()
         choices = generation.choices
-        made = [completion_output(*pair, job.prompt.new_parser) for pair in zip(choices, outputs, strict=True)]
+        made = [completion_output(*pair, job.new_parser) for pair in zip(choices, outputs, strict=True)]
         ids = list(job.prompt.token_ids)
         return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached)
 
-    async def _stream(self, prompt: FittedPrompt, put: Put[TextPart]) -> None:
+    async def _stream(self, job: _Job, put: Put[TextPart]) -> None:
         """Put the text parts of the only choice as they come."""
-        parser = None if prompt.new_parser is None else prompt.new_parser()
+        parser = None if job.new_parser is None else job.new_parser()
 
         def take(deltas: list[Delta]) -> None:
             for delta in deltas:
@@ -219,11 +225,12 @@ class LLM:
                     if isinstance(part, TextPart):
                         put(part)
 
-        with closing(self._submit(prompt, keep_token_ids=False)) as generation:
+        with closing(self._submit(job, keep_token_ids=False)) as generation:
             await generation.run(take)
 
-    def _submit(self, prompt: FittedPrompt, keep_token_ids: bool) -> Generation:
-        request = GenerationRequest(f"offline-{next(self._ids)}", [prompt], keep_token_ids=keep_token_ids)
+    def _submit(self, job: _Job, keep_token_ids: bool) -> Generation:
+        name = f"offline-{next(self._ids)}"
+        request = GenerationRequest(name, [job.prompt], job.params, keep_token_ids=keep_token_ids)
         return Generation(self._service, request)
 
 

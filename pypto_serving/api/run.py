@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import resource
 import signal
 import socket
 import time
@@ -16,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from pypto_serving.api.connection import BoundedProtocol
-from pypto_serving.api.gate import Gate, raise_file_limit
+from pypto_serving.api.gate import Gate, places
 from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 from pypto_serving.types.config import ServerConfig, default_of
@@ -26,6 +27,8 @@ logger = logging.getLogger("pypto_serving.api")
 
 DRAIN_TIMEOUT_S: float = default_of(ServerConfig, "drain_timeout_s")
 CLOSE_TIMEOUT_S = 2
+KEEP_ALIVE_S = 5
+"""Time from an answer to the first byte of the next request; a body that the answer did not wait for ends by then."""
 READ_TIMEOUT_S = 120.0
 TICK_S = 1.0
 REFUSAL_LOG_S = 10.0
@@ -45,8 +48,8 @@ class ApiServer:
         self._drain_timeout_s = drain_timeout_s
         self._drain: asyncio.Task[None] | None = None
         self._told_s = -math.inf
-        limit = self._service.serving.max_body_bytes
-        self._gate = Gate(raise_file_limit(), limit, MonotonicClock(), self._refused)
+        fitting = places(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._gate = Gate(fitting, self._service.serving.max_body_bytes, MonotonicClock(), self._refused)
         self._server = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -56,6 +59,7 @@ class ApiServer:
                 lifespan="off",
                 log_config=None,
                 server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
             )
         )

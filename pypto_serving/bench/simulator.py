@@ -95,8 +95,11 @@ class Machine:
         return tuple(TierConfig(tier=tier, size_bytes=n * block_bytes, num_slots=(n,)) for tier, n in slots)
 
     def engine_config(self, max_model_len: int) -> EngineConfig:
-        """Return the configuration for requests of up to `max_model_len` tokens. Raises ConfigError if too long."""
-        needed = ceil_div(max_model_len, self.block_size)
+        """Return the configuration for requests of up to `max_model_len` tokens.
+
+        Raises ConfigError if the device does not hold one, and with tiers a block to move.
+        """
+        needed = ceil_div(max_model_len, self.block_size) + bool(self.tiers)
         num_blocks = self.device_tokens // self.block_size
         if needed > num_blocks:
             raise ConfigError(

@@ -29,7 +29,6 @@ def check(
     from pypto_serving.api.text.tokenizer import Tokenizer
     from pypto_serving.cli import report
     from pypto_serving.cli.serve import with_chat
-    from pypto_serving.setup.events import check_ports
     from pypto_serving.setup.prepare import model_contents, prepare
 
     model, contents = model_contents(options)
@@ -40,7 +39,6 @@ def check(
         return
     try:
         resolved = prepare(options, model)
-        check_ports(options, resolved.engine, resolved.server)
         serving = serving_config(resolved.server, model)
         resolved, sampling = with_chat(resolved, serving), serving.default_sampling
         if has_tokenizer(model.path):

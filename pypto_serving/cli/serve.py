@@ -63,12 +63,10 @@ def _run(options: Options) -> None:
     from pypto_serving import __version__
     from pypto_serving.api.settings import serving_config
     from pypto_serving.cli import report
-    from pypto_serving.setup.events import check_ports
     from pypto_serving.setup.prepare import model_spec, prepare
 
     model = model_spec(options)
     resolved = prepare(options, model)
-    check_ports(options, resolved.engine, resolved.server)
     check_address(options, resolved.server)
     serving = serving_config(resolved.server, model)
     typer.secho(f"pypto-serving {__version__}", bold=True, err=True)

@@ -29,7 +29,7 @@ def run(start: CoreStart) -> None:
         level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s core: %(message)s", datefmt="%H:%M:%S"
     )
     channel: SocketChannel[ToCore] = SocketChannel(socket.socket(fileno=start.channel), ToCore)
-    executor = ProcessExecutor(start.config, (start.family,))
+    executor = ProcessExecutor(start.config, (start.descendants,))
     publisher = open_publisher(start.config)
     try:
         core = EngineCore(start.config, channel, executor, MonotonicClock(), publisher)

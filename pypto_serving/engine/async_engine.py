@@ -14,7 +14,7 @@ from pypto_serving.engine.client import Health
 from pypto_serving.engine.deaths import Deaths
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.errors import EXIT_ENGINE, EngineDeadError, PyptoError, QueueFullError, UnavailableError
-from pypto_serving.ipc import Child, ChildFault, Family, SocketChannel
+from pypto_serving.ipc import Child, ChildFault, Descendants, SocketChannel
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import (
     AbortRequests,
@@ -33,12 +33,13 @@ from pypto_serving.types.request import (
 from pypto_serving.types.start import CoreStart
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
+from pypto_serving.util import counted
 
 log = logging.getLogger(__name__)
 
 SILENT_BEATS = 10
 STOP_PATIENCE_S = 8.0
-FAMILY_PATIENCE_S = 60.0
+WORKER_PATIENCE_S = 60.0
 MAX_CORE_RESPAWNS = 3
 
 
@@ -64,7 +65,8 @@ class AsyncEngine:
         self._wake = asyncio.Event()
         self._dead: PyptoError | None = None
         self._stopping = False
-        self._family: Family | None = None
+        self._descendants: Descendants | None = None
+        self._workers_ended = asyncio.Event()
         self._deaths = Deaths("the engine core", MAX_CORE_RESPAWNS, config.faults)
         self._past = StepStats()
         self._heard_s = time.monotonic()
@@ -78,10 +80,14 @@ class AsyncEngine:
 
     def _spawn(self) -> None:
         self._channel, end = SocketChannel.pair(FromCore)
-        self._family = Family()
-        start = CoreStart(self.config, end.fileno(), self._family.fd)
-        self._child = Child("pypto_serving.engine", start, end, shared=(self._family.fd,))
-        self._family.born()
+        self._descendants = Descendants()
+        self._workers_ended.clear()
+        start = CoreStart(self.config, end.fileno(), self._descendants.end.fileno())
+        try:
+            self._child = Child("pypto_serving.engine", start, end, self._descendants.end)
+        except OSError as error:
+            self._die(f"the engine core cannot be started: {error}", EXIT_ENGINE)
+            return
         loop = asyncio.get_running_loop()
         loop.add_reader(self._child.pipe.fileno(), self._on_control)
         loop.add_reader(self._channel.socket.fileno(), self._read)
@@ -106,14 +112,15 @@ class AsyncEngine:
     async def stop(self) -> None:
         """End the core and its worker. Unfinished requests end with a 503."""
         self._stopping = True
+        self._workers_ended.set()
         self.give_up_all()
         self._send(ShutdownCore())
         if self._replacing is not None:
             await self._replacing
         await self._close(STOP_PATIENCE_S)
-        if self._family is not None:
-            self._family.close()
-            self._family = None
+        if self._descendants is not None:
+            self._descendants.close()
+            self._descendants = None
 
     async def _close(self, patience_s: float) -> None:
         """End the core and close its channel. From here on no request is admitted, since it would reach no core."""
@@ -162,7 +169,7 @@ class AsyncEngine:
         self.ready = None
         self._fail_all(RequestFault(503, "core_lost", "the engine core ended unexpectedly; send the request again"))
         await self._close(STOP_PATIENCE_S)
-        await self._bury_workers()
+        await self._outlive_workers()
         self.stats = self._past = self.stats.ended()
         too_many = self._deaths.add(time.monotonic())
         if self._dead is None and too_many:
@@ -171,13 +178,19 @@ class AsyncEngine:
             log.warning("the engine core ended unexpectedly; starting another")
             self._spawn()
 
-    async def _bury_workers(self) -> None:
-        """Wait until the workers of a core that ended have ended too."""
-        family, self._family = self._family, None
-        assert family is not None
-        if not await asyncio.to_thread(family.wait, FAMILY_PATIENCE_S):
-            log.warning("the worker of the last engine core has not ended after %.0f s", FAMILY_PATIENCE_S)
-        family.close()
+    async def _outlive_workers(self) -> None:
+        """Wait until the workers of a core that ended have ended too, or until `stop` is called."""
+        descendants, self._descendants = self._descendants, None
+        assert descendants is not None
+        loop, ours = asyncio.get_running_loop(), descendants.ours.fileno()
+        loop.add_reader(ours, self._workers_ended.set)
+        try:
+            await asyncio.wait_for(self._workers_ended.wait(), WORKER_PATIENCE_S)
+        except TimeoutError:
+            log.warning("the worker of the last engine core has not ended after %.0f s", WORKER_PATIENCE_S)
+        finally:
+            loop.remove_reader(ours)
+            descendants.close()
 
     def _die(self, message: str, exit_code: int) -> None:
         self._dead = EngineDeadError(message, exit_code)
@@ -244,13 +257,15 @@ class AsyncEngine:
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         """Admit all of `requests` or none. Raises QueueFullError or UnavailableError."""
-        self._require_admission(len(requests))
-        self._send(AddRequests(list(requests)))
+        self.require_admission(len(requests))
+        for message in AddRequests.pack(requests):
+            self._send(message)
         stream = OutputStream([request.request_id for request in requests], self.abort)
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
         return stream
 
-    def _require_admission(self, count: int) -> None:
+    def require_admission(self, count: int) -> None:
+        """Raise what `submit` would raise for `count` requests."""
         if self._dead is not None or self._stopping:
             raise UnavailableError(str(self._dead or "the server is shutting down"))
         if self._channel is None:
@@ -259,8 +274,8 @@ class AsyncEngine:
         if unfinished + count > config.max_unfinished:
             waiting = max(0, unfinished - config.max_num_seqs)
             raise QueueFullError(
-                f"{unfinished} requests are unfinished; this server runs {config.max_num_seqs} at once and queues "
-                f"{config.max_queued_requests}; try again later",
+                f"this server has {counted(unfinished, 'unfinished request')}; it runs {config.max_num_seqs} at once "
+                f"and queues {config.max_queued_requests}; try again later",
                 self._retry_after_s(waiting),
             )
 

@@ -42,6 +42,9 @@ class EngineClient(Protocol):
     def stats(self) -> StepStats:
         """The newest snapshot."""
 
+    def require_admission(self, count: int) -> None:
+        """Raise what `submit` would raise for `count` requests: QueueFullError or UnavailableError."""
+
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         """Admit all of `requests` or none. Raises QueueFullError or UnavailableError.
 

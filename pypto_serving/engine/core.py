@@ -88,7 +88,7 @@ class EngineCore:
     def _take(self, message: ToCore) -> None:
         self._checked = False
         if isinstance(message, AddRequests):
-            refused = [self.scheduler.add(request) for request in message.requests]
+            refused = [self.scheduler.add(request) for request in message.unpack()]
             self._outputs += [output for output in refused if output is not None]
         elif isinstance(message, AbortRequests):
             self._outputs += self.scheduler.abort(message.request_ids)

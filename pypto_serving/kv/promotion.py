@@ -67,8 +67,8 @@ class Promotions:
 
     @property
     def has_shared(self) -> bool:
-        """Whether others fill a tier too, so that it has to be asked."""
-        return any(tier.shared for tier in self._tiers)
+        """Whether others fill a tier too, so that it has to be asked, and it can answer."""
+        return any(tier.shared and not tier.stuck for tier in self._tiers)
 
     # Under way.
 
@@ -99,7 +99,7 @@ class Promotions:
         pieces = [Moved(group, NULL_BLOCK, NULL_BLOCK, key) for group, key in wanted]
         fill = self._fills[request_id] = Fill(request_id, 0)
         for tier in self._tiers:
-            if tier.shared:
+            if tier.shared and not tier.stuck:
                 self._leases.begin("find", tier, pieces, fill)
 
     def abandon(self, request_id: str) -> None:

@@ -123,13 +123,25 @@ def _write(record: Path, known: Mapping[str, str]) -> None:
     try:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=record.parent, delete=False) as file:
-            file.write(_check(body) + b"\n" + body)
-        Path(file.name).replace(record)
-        records = sorted(record.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        for old in records[:-MAX_RECORDS]:
+            temporary = Path(file.name)
+            try:
+                file.write(_check(body) + b"\n" + body)
+                file.flush()
+                temporary.replace(record)
+            finally:
+                temporary.unlink(missing_ok=True)
+        for old in sorted(record.parent.iterdir(), key=_changed_ns)[:-MAX_RECORDS]:
             old.unlink(missing_ok=True)
     except OSError as error:
         log.warning("digests of weights are not kept in %s: %s", record.parent, error.strerror)
+
+
+def _changed_ns(path: Path) -> int:
+    """Return when a file changed; 0 if another process has deleted it."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _check(body: bytes) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import Scheduled
 
@@ -26,6 +25,11 @@ class TokenShares:
 
     def __getitem__(self, salt: str) -> int:
         return self._num_tokens[salt]
+
+    def rank(self, request: Request) -> tuple[int, int, int]:
+        """Return what decides which of several requests starts: priority, then tokens of the salt, then arrival."""
+        priority, arrival = request.order
+        return priority, self._num_tokens[request.source.cache_salt], arrival
 
     def __len__(self) -> int:
         return len(self._num_tokens)
@@ -48,22 +52,3 @@ class TokenShares:
         """Count the tokens of a step."""
         for entry in scheduled:
             self._num_tokens[entry.request.source.cache_salt] += entry.count + entry.num_drafts
-
-
-class FairQueue(WaitingQueue):
-    """A WaitingQueue whose first request is found by priority, then by tokens of its salt, then by arrival.
-
-    Tokens change with every step, so `peek` compares all waiting requests.
-    """
-
-    def __init__(self, shares: TokenShares) -> None:
-        super().__init__()
-        self._shares = shares
-
-    def peek(self) -> Request | None:
-        """Return the first request, or None."""
-        return min((each for each in self if each.id not in self._aside), key=self._rank, default=None)
-
-    def _rank(self, request: Request) -> tuple[int, int, int]:
-        priority, arrival = request.order
-        return priority, self._shares[request.source.cache_salt], arrival

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pypto_serving.kv.manager import KVCacheManager, Match
+from pypto_serving.sched.queue import WaitingQueue
 from pypto_serving.sched.request import Request
-
-MAX_FOLLOWERS = 256
-"""Most requests that wait for others' prefixes at once. Further ones stay in the queue and are matched later."""
 
 
 class _Prefill(NamedTuple):
@@ -25,25 +23,22 @@ class _Prefill(NamedTuple):
 
 
 class Following:
-    """Leaders and their followers. Owned and changed by the Scheduler.
+    """Leaders and their followers. A part of the Scheduler, with which it shares the queue.
 
     leader      a running request until all blocks of the tokens that it started with are published
-    follower    a waiting request whose next block is the next one that a leader publishes
+    follower    a waiting request whose next block is the next one that a leader publishes; it is not in the queue
 
     A follower waits until its leader has published the whole prefix that they share, or has left its row for whatever
-    reason. A leader runs and stands before its followers in order, so waiting for it delays nobody and always ends.
+    reason. A leader runs and stands before its followers in order, so the wait always ends. Requests behind a follower
+    go on.
     """
 
-    def __init__(self, kv: KVCacheManager) -> None:
+    def __init__(self, queue: WaitingQueue, kv: KVCacheManager) -> None:
+        self._queue = queue
         self._kv = kv
         self._leaders: list[_Prefill] = []
         self._by_next: dict[bytes, _Prefill] = {}
         self._followers: dict[str, tuple[Request, _Prefill]] = {}
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no further request may follow."""
-        return len(self._followers) >= MAX_FOLLOWERS
 
     def lead(self, request: Request) -> None:
         """Add a request that starts, if it will publish blocks."""
@@ -58,7 +53,7 @@ class Following:
             self._by_next.setdefault(key, leader)
 
     def follow(self, request: Request, match: Match) -> bool:
-        """Let a waiting request follow the leader that computes its next block. Return False if it must not.
+        """Move a request out of the queue if a leader computes its next block. Return False if it must not follow.
 
         A request that holds loaded blocks has to start with them.
         """
@@ -72,6 +67,7 @@ class Following:
         end = self._kv.num_shared(leader.request.id, request.id, limit)
         if end <= match.num_tokens:
             return False
+        self._queue.remove(request)
         self._followers[request.id] = request, leader._replace(end=end)
         return True
 
@@ -79,21 +75,27 @@ class Following:
         """Remove a follower that ended."""
         self._followers.pop(request_id, None)
 
-    def update(self) -> list[Request]:
-        """Take in what was committed since the last step. Remove and return the followers that wait no longer."""
+    def update(self) -> None:
+        """Take in what was committed since the last step. Queue the followers that wait no longer."""
         if not self._leaders and not self._followers:
-            return []
+            return
         self._leaders = [leader for leader in self._leaders if leader.goes_on]
         self._by_next.clear()
         for leader in self._leaders:
             self._note_next(leader)
-        ready = [request for request, prefix in self._followers.values() if not prefix.goes_on]
-        for request in ready:
+        for request in [request for request, prefix in self._followers.values() if not prefix.goes_on]:
             del self._followers[request.id]
-        return ready
+            self._queue.push(request)
 
-    def check(self, waiting: Set[str]) -> None:
-        """Assert that followers are among the requests that wait, and that each waits for one before it."""
-        assert self._followers.keys() <= waiting, "a follower does not wait"
+    def __len__(self) -> int:
+        """Return how many requests follow."""
+        return len(self._followers)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the followers."""
+        return (request for request, _ in self._followers.values())
+
+    def check(self) -> None:
+        """Assert that each follower waits for a request before it."""
         for request, prefix in self._followers.values():
             assert prefix.request.order < request.order, "a request waits for one after it"

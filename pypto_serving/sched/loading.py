@@ -3,61 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.sched.queue import WaitingQueue
+from pypto_serving.sched.order import by_order
+from pypto_serving.sched.queue import RequestHeap, WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.types.tier import TransferDone
 
 MAX_LOADING = 32
-"""Most requests that wait for KV loads at once. Another one whose load pays stays in the queue until one has ended."""
+"""Most requests that wait for KV loads at once. Another one whose load pays is put off."""
+STALLED_S = 1.0
+"""Once no load has ended for so long, requests no longer wait for their turn to load, but compute."""
 
 
 class Loading:
-    """Requests whose blocks come from a lower tier. A part of the Scheduler, which owns them and the queue.
+    """Requests whose blocks come from a lower tier. A part of the Scheduler, with which it shares the queue.
 
-    waiting    its transfers have not ended (WAITING_FOR_KV)
+    waiting    its transfers have not ended (WAITING_FOR_KV); it is not in the queue
+    put off    its loads can begin once others have ended; it is not in the queue, so that those behind it go on
     loaded     its blocks have arrived; it is in the queue again and holds them
-    put off    it is in the queue, and its loads can begin once others have ended
     """
 
     def __init__(self, queue: WaitingQueue, kv: KVCacheManager) -> None:
         self._queue = queue
         self._kv = kv
         self._waiting: dict[str, Request] = {}
+        self._put_off = RequestHeap(by_order)
         self._loaded: dict[str, None] = {}
-        self.put_off_id = ""
+        self._has_room = False
+        self._ended_s = 0.0
 
     @property
     def is_full(self) -> bool:
         """Whether no further request may wait for loads."""
         return len(self._waiting) >= MAX_LOADING
 
-    def wait(self, request: Request) -> None:
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request waits for loads."""
+        return bool(self._waiting)
+
+    def wait(self, request: Request, now_s: float) -> None:
         """Move a request out of the queue while its blocks are loaded, so that others can start."""
+        if not self._waiting:
+            self._ended_s = now_s
         self._queue.remove(request)
         request.status = Status.WAITING_FOR_KV
         self._waiting[request.id] = request
 
-    def put_off(self, request_id: str) -> None:
-        """Record that a queued request need not be tried again before another one stops waiting."""
-        self.put_off_id = request_id
+    def put_off(self, request: Request, now_s: float) -> bool:
+        """Move a request out of the queue until other loads have ended. Return False if that may take long."""
+        if now_s - self._ended_s >= STALLED_S:
+            return False
+        self._queue.remove(request)
+        self._put_off.push(request)
+        return True
 
     def transferred(self, done: Iterable[TransferDone], now_s: float) -> None:
         """Record transfers that ended and queue the requests that waited for them."""
         for transfer in done:
-            self._stop_waiting(self._kv.transferred(transfer, now_s))
+            self._stop_waiting(self._kv.transferred(transfer, now_s), now_s)
 
-    def expire(self, now_s: float) -> None:
-        """Queue the requests whose transfers take too long; they compute."""
-        self._stop_waiting(self._kv.expire_fills(now_s))
+    def update(self, now_s: float) -> None:
+        """Queue the requests whose transfers take too long, which compute, and those whose turn may have come.
 
-    def _stop_waiting(self, request_ids: Iterable[str]) -> None:
+        These are as many of those put off as may wait for loads, once after a load has ended; or all if loads stall.
+        """
+        self._stop_waiting(self._kv.expire_fills(now_s), now_s)
+        if now_s - self._ended_s >= STALLED_S:
+            self._bring_back(len(self._put_off))
+        elif self._has_room or not self._waiting:
+            self._bring_back(MAX_LOADING - len(self._waiting))
+        self._has_room = False
+
+    def _bring_back(self, at_most: int) -> None:
+        """Queue the first of the requests that were put off."""
+        while at_most > 0 and (request := self._put_off.first()) is not None:
+            self._put_off.remove(request)
+            self._queue.push(request)
+            at_most -= 1
+
+    def _stop_waiting(self, request_ids: Iterable[str], now_s: float) -> None:
         """Queue requests whose loads have ended or were given up. Ignore those that do not wait."""
         for request_id in request_ids:
-            self.put_off_id = ""
+            self._ended_s = now_s
             request = self._waiting.pop(request_id, None)
             if request is not None:
+                self._has_room = True
                 request.status = Status.WAITING
                 self._queue.push(request)
                 if self._kv.holds_fill(request_id):
@@ -71,22 +104,24 @@ class Loading:
             self._kv.release(last)
         return last is not None
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request: Request) -> None:
         """Remove a request that started or ended."""
-        self.put_off_id = ""
-        self._waiting.pop(request_id, None)
-        self._loaded.pop(request_id, None)
+        self._has_room |= self._waiting.pop(request.id, None) is not None
+        self._put_off.remove(request)
+        self._loaded.pop(request.id, None)
 
-    def clear(self) -> None:
-        """Remove all requests."""
-        self._waiting.clear()
+    def clear(self) -> list[Request]:
+        """Remove and return all requests that are not in the queue."""
+        requests = list(self)
         self._loaded.clear()
-        self.put_off_id = ""
+        for request in requests:
+            self.forget(request)
+        return requests
 
     def __len__(self) -> int:
-        """Return how many requests wait."""
-        return len(self._waiting)
+        """Return how many requests wait or are put off."""
+        return len(self._waiting) + len(self._put_off)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over requests that wait."""
-        return iter(self._waiting.values())
+        """Iterate over requests that wait or are put off."""
+        return chain(self._waiting.values(), self._put_off)

@@ -1,88 +1,122 @@
-"""WaitingQueue: waiting requests by scheduling order and by deadline."""
+"""WaitingQueue: which waiting request starts next; Deadlines: which ones must have started by now."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from pypto_serving.sched.fairness import TokenShares
+from pypto_serving.sched.order import by_order
 from pypto_serving.sched.request import Request
 
-_Heap = list[tuple[Any, int, str]]
-"""Entries of a heap: what it is sorted by, the number of the push, and the request's id."""
 _SLACK = 16
 """A heap may hold twice as many entries as there are requests, and this many more."""
 
 
-class WaitingQueue:
-    """Two heaps over waiting requests, owned by the Scheduler: by order and by deadline.
+class RequestHeap:
+    """Requests by a key that is never the same for two, the least one first. Each call costs O(log n) on average.
 
-    `push`, `peek` and `remove` cost O(log n) on average, so many waiting requests do not slow a step. The entries of a
-    removed request become stale: they hold its id alone, and are dropped at the top of a heap or once they are many.
+    A removed request is forgotten at once. Its entries hold its id alone, and are dropped at the top of the heap or
+    once they are many.
     """
 
-    def __init__(self) -> None:
-        self._heap: _Heap = []
-        self._deadlines: _Heap = []
-        self._pushes = 0
-        self._requests: dict[str, tuple[int, Request]] = {}
-        self._aside: set[str] = set()
+    def __init__(self, key: Callable[[Request], Any]) -> None:
+        self._key = key
+        self._heap: list[tuple[Any, str]] = []
+        self._requests: dict[str, Request] = {}
 
     def push(self, request: Request) -> None:
-        """Add a request. Its deadline counts only if it has never started."""
-        self._pushes += 1
-        self._requests[request.id] = self._pushes, request
-        heapq.heappush(self._heap, (request.order, self._pushes, request.id))
-        if request.source.deadline_s is not None and request.life == 0:
-            heapq.heappush(self._deadlines, (request.source.deadline_s, self._pushes, request.id))
+        """Add a request."""
+        self._requests[request.id] = request
+        heapq.heappush(self._heap, (self._key(request), request.id))
 
-    def _get(self, push: int, request_id: str) -> Request | None:
-        """Return the request of a heap's entry, or None if the entry is stale."""
-        number, request = self._requests.get(request_id, (0, None))
-        return request if number == push else None
-
-    def peek(self) -> Request | None:
-        """Return the first request in order, or None."""
+    def first(self) -> Request | None:
+        """Return the request with the least key, or None."""
         while self._heap:
-            request = self._get(*self._heap[0][1:])
-            if request is not None and request.id not in self._aside:
+            key, request_id = self._heap[0]
+            request = self._requests.get(request_id)
+            if request is not None and self._key(request) == key:
                 return request
             heapq.heappop(self._heap)
         return None
 
-    def set_aside(self, request: Request) -> None:
-        """Keep a request in the queue, but do not return it from `peek` before `bring_back`."""
-        self._aside.add(request.id)
-
-    def bring_back(self, request: Request) -> None:
-        """Undo `set_aside`."""
-        self._aside.remove(request.id)
-        heapq.heappush(self._heap, (request.order, self._requests[request.id][0], request.id))
-
     def remove(self, request: Request) -> None:
-        """Remove a request; do nothing if it is not in the queue."""
+        """Remove a request; do nothing if it is not here."""
         self._requests.pop(request.id, None)
-        self._aside.discard(request.id)
-        self._drop_stale(self._heap)
-        self._drop_stale(self._deadlines)
-
-    def _drop_stale(self, heap: _Heap) -> None:
-        """Rebuild a heap if most of its entries are stale."""
-        if len(heap) > 2 * len(self._requests) + _SLACK:
-            heap[:] = [entry for entry in heap if self._get(*entry[1:])]
-            heapq.heapify(heap)
-
-    def take_expired(self, now_s: float) -> Iterator[Request]:
-        """Remove and yield requests that have never started and whose deadline has passed."""
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            request = self._get(*heapq.heappop(self._deadlines)[1:])
-            if request is not None:
-                self.remove(request)
-                yield request
+        if len(self._heap) > 2 * len(self._requests) + _SLACK:
+            self._heap = sorted((self._key(each), each.id) for each in self)
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over waiting requests in no particular order."""
-        return (request for _, request in self._requests.values())
+        """Iterate over the requests in no particular order."""
+        return iter(self._requests.values())
+
+
+class WaitingQueue:
+    """Requests that may start, by priority and then by arrival. Owned by the Scheduler.
+
+    With `shares`, among requests of equal priority those come first whose salt got the fewest tokens. Tokens change
+    with every step, so each salt has a heap of its own, and `peek` compares the first requests of these.
+    """
+
+    def __init__(self, shares: TokenShares | None = None) -> None:
+        self._shares = shares
+        self._lanes: dict[str, RequestHeap] = {}
+
+    def _lane_of(self, request: Request) -> str:
+        return "" if self._shares is None else request.source.cache_salt
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        lane = self._lane_of(request)
+        if lane not in self._lanes:
+            self._lanes[lane] = RequestHeap(by_order)
+        self._lanes[lane].push(request)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request; do nothing if it is not in the queue."""
+        lane = self._lanes.get(self._lane_of(request))
+        if lane is not None:
+            lane.remove(request)
+            if not lane:
+                del self._lanes[self._lane_of(request)]
+
+    def peek(self) -> Request | None:
+        """Return the first request, or None."""
+        firsts = (request for lane in self._lanes.values() if (request := lane.first()) is not None)
+        return min(firsts, key=by_order if self._shares is None else self._shares.rank, default=None)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lanes.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the requests in no particular order."""
+        return (request for lane in self._lanes.values() for request in lane)
+
+
+class Deadlines:
+    """Requests that must have started by a time, wherever they wait. Owned by the Scheduler."""
+
+    def __init__(self) -> None:
+        self._heap = RequestHeap(lambda request: (request.source.deadline_s, request.order))
+
+    def add(self, request: Request) -> None:
+        """Add a request that arrived, if it has a deadline."""
+        if request.source.deadline_s is not None:
+            self._heap.push(request)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that started or ended."""
+        self._heap.remove(request)
+
+    def take_expired(self, now_s: float) -> Iterator[Request]:
+        """Remove and yield the requests whose deadline has passed."""
+        while (request := self._heap.first()) is not None:
+            deadline_s = request.source.deadline_s
+            if deadline_s is None or deadline_s > now_s:
+                return
+            self._heap.remove(request)
+            yield request

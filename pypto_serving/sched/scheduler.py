@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from pypto_serving.kv.fetch import Fetch
 from pypto_serving.kv.manager import KVCacheManager, Match
 from pypto_serving.sched import budget, outputs
-from pypto_serving.sched.fairness import FairQueue, TokenShares
+from pypto_serving.sched.fairness import TokenShares
 from pypto_serving.sched.following import Following
 from pypto_serving.sched.loading import Loading
 from pypto_serving.sched.order import by_order, decodes_and_prompts, victim_for
-from pypto_serving.sched.queue import WaitingQueue
+from pypto_serving.sched.queue import Deadlines, WaitingQueue
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.rows import Rows
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, new_row, plain_tokens, rows_of, step_plan
@@ -25,6 +25,8 @@ from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfe
 
 SPARE_BLOCKS = 0.01
 """Share of each pool that admission leaves free, so that running requests can grow."""
+MAX_SET_ASIDE = 64
+"""Most waiting requests that a step sets aside, to follow others or to load later: it hashes the prompt of each."""
 
 
 class Scheduler:
@@ -35,9 +37,9 @@ class Scheduler:
 
     A request is in one of these places:
 
-        _waiting    the queue: not started, preempted, or put back after a worker died; in `_following` too if it waits
-                    for a prefix that a running request computes
-        _loading    waits for blocks from a lower tier (WAITING_FOR_KV)
+        _waiting    the queue: not started, preempted, or put back after a worker died
+        _following  waits for a prefix that a running request computes
+        _loading    waits for blocks from a lower tier (WAITING_FOR_KV), or for its turn to load them
         _running    has a row and blocks
     """
 
@@ -47,10 +49,11 @@ class Scheduler:
         self.counters = Counters()
         self._requests: dict[str, Request] = {}
         self._shares = TokenShares() if config.fair_scheduling else None
-        self._waiting = WaitingQueue() if self._shares is None else FairQueue(self._shares)
+        self._waiting = WaitingQueue(self._shares)
+        self._deadlines = Deadlines()
         self._running: dict[str, Request] = {}
         self._loading = Loading(self._waiting, kv)
-        self._following = Following(kv)
+        self._following = Following(self._waiting, kv)
         self._in_flight: deque[Step] = deque()
         self._rows = Rows(config.max_num_seqs)
         self._num_arrived = 0
@@ -85,6 +88,7 @@ class Scheduler:
         self._requests[request.id] = request
         if self._shares is not None:
             self._shares.enter(request)
+        self._deadlines.add(request)
         self._waiting.push(request)
         return None
 
@@ -98,9 +102,7 @@ class Scheduler:
     ) -> RequestOutput:
         """End a request: free its row and blocks and remove it from every queue. Requests end nowhere else."""
         self._leave(request)
-        self._waiting.remove(request)
-        self._loading.forget(request.id)
-        self._following.forget(request.id)
+        self._stop_waiting(request)
         self._strikes.forget(request.id)
         if self._shares is not None:
             self._shares.leave(request)
@@ -108,6 +110,13 @@ class Scheduler:
         self.kv.forget(request.id)
         del self._requests[request.id]
         return outputs.finished(request, reason, fault, now_s)
+
+    def _stop_waiting(self, request: Request) -> None:
+        """Remove a request that starts or ends from wherever it waits."""
+        self._deadlines.remove(request)
+        self._waiting.remove(request)
+        self._loading.forget(request)
+        self._following.forget(request.id)
 
     def _leave(self, request: Request) -> None:
         """Free the row and blocks of a running request. Its results still in flight will be dropped."""
@@ -133,11 +142,10 @@ class Scheduler:
         self._last_writer = self._in_flight[-1].step_id if self._in_flight else 0
         expired = [
             self._finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
-            for request in self._waiting.take_expired(now_s)
+            for request in self._deadlines.take_expired(now_s)
         ]
-        self._loading.expire(now_s)
-        for request in self._following.update():
-            self._waiting.bring_back(request)
+        self._loading.update(now_s)
+        self._following.update()
         self.kv.plan_stores(now_s)
         step = Step(self._num_planned + 1, now_s, self.config.max_num_batched_tokens, len(self.kv.groups))
         if self._strikes.suspects:
@@ -245,32 +253,31 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step, now_s: float, before: Request | None = None) -> None:
         """Start waiting requests in order, all or those `before` a running one, until one must stay in the queue."""
-        while step.admits and step.budget > 0 and self._rows and not self._following.is_full:
+        while step.admits and step.budget > 0 and self._rows and step.num_set_aside < MAX_SET_ASIDE:
             request = self._waiting.peek()
             if request is None or (before is not None and request.order > before.order):
                 return
-            held_up = request.id in step.preempted or request.id == self._loading.put_off_id
-            step.admits = not held_up and self._admit(step, request, now_s)
+            step.admits = request.id not in step.preempted and self._admit(step, request, now_s)
 
     def _admit(self, step: Step, request: Request, now_s: float) -> bool:
-        """Start a waiting request, or let it wait for its KV. Return False if it must stay first in the queue."""
+        """Start a waiting request, or let it wait elsewhere. Return False if it must stay first in the queue."""
         match = self.kv.match(request.id, request.tokens, request.source.cache_salt)
         may_wait = not self._strikes.suspects
         if may_wait and self._following.follow(request, match):
-            self._waiting.set_aside(request)
+            step.num_set_aside += 1
             return True
         spare = SPARE_BLOCKS if self._running else 0.0
         while not self.kv.fits(request.id, match, request.num_tokens, self._unsettled, spare, step.promised):
-            if self._running or self._loading or not self._loading.release_one(request):
+            if self._running or self._loading.is_busy or not self._loading.release_one(request):
                 return False
         if may_wait:
             fetch = self.kv.fetch(request.id, request.tokens, match, may_begin=not self._loading.is_full)
             if fetch is Fetch.BEGUN:
-                self._loading.wait(request)
+                self._loading.wait(request, now_s)
                 return True
-            if fetch is Fetch.LATER:
-                self._loading.put_off(request.id)
-                return False
+            if fetch is Fetch.LATER and self._loading.put_off(request, now_s):
+                step.num_set_aside += 1
+                return True
         count = budget.chunk(self.config, step, request.num_tokens - match.num_tokens)
         if count == 0 or self.kv.reserve(request.id, match.num_tokens + count, match) is None:
             return False
@@ -293,8 +300,7 @@ class Scheduler:
 
     def _start(self, step: Step, request: Request, match: Match, now_s: float) -> None:
         """Give a waiting request a row; the cached tokens count as computed."""
-        self._waiting.remove(request)
-        self._loading.forget(request.id)
+        self._stop_waiting(request)
         request.status = Status.RUNNING
         request.row = self._rows.take()
         request.num_committed = request.num_computed_tokens = match.num_tokens
@@ -424,9 +430,8 @@ class Scheduler:
             if entry.life == entry.request.life and entry.request.row >= 0
         ]
         self._in_flight.clear()
-        for request in [*self._running.values(), *self._loading]:
+        for request in [*self._running.values(), *self._loading.clear()]:
             self._back_to_waiting(request)
-        self._loading.clear()
         self._rows.take_dropped()
         return [output for entry, start in struck if (output := self._strike(entry, start, now_s)) is not None]
 
@@ -450,7 +455,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._loading)
+        return len(self._waiting) + len(self._loading) + len(self._following)
 
     @property
     def has_work(self) -> bool:
@@ -465,14 +470,15 @@ class Scheduler:
     def check(self) -> None:
         """Assert that rows, queues, registry and KV agree."""
         self._rows.check(request.row for request in self._running.values())
-        queued = len(self._running) + len(self._waiting) + len(self._loading)
-        assert len(self._requests) == queued, "a request is in no queue"
+        waiting = [*self._waiting, *self._loading, *self._following]
+        places = Counter([*self._running, *(request.id for request in waiting)])
+        assert places == Counter(self._requests.keys()), "a request is nowhere, or in two places"
         assert len(self.kv) <= len(self._requests), "the KV manager remembers finished requests"
         self._strikes.check(self._requests.keys())
-        self._following.check({request.id for request in self._waiting})
+        self._following.check()
         for request in self._running.values():
             assert request.num_committed <= request.num_computed_tokens <= request.num_tokens
             assert len(request.tokens) <= request.max_tokens
-        for request in self._waiting:
+        for request in waiting:
             assert request.num_computed_tokens == 0 and request.row < 0
         self.kv.check()

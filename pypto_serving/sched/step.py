@@ -65,6 +65,7 @@ class Step:
     - `draft_budget`: the part of it that drafts may take.
     - `new_blocks`: one list per KV group: row, block id, row, ...
     - `admits`: further requests may start; false once a running or waiting one does not find blocks.
+    - `num_set_aside`: waiting requests that could not start, and that those behind them passed.
     - `promised`: the blocks of each group that running prompts will need after this step.
     """
 
@@ -77,6 +78,7 @@ class Step:
         self.requests: set[str] = set()
         self.preempted: set[str] = set()
         self.admits = True
+        self.num_set_aside = 0
         self.has_drafts = False
         self.new_rows: list[NewRow] = []
         self.new_blocks: list[list[int]] = [[] for _ in range(num_groups)]

@@ -26,31 +26,30 @@ def choose_events(settings: Settings) -> tuple[str, str]:
         if not replay:
             beside = options.label("kv_events_replay", beside="kv_events")
             raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give {beside} as well")
-    elif replay and replay == endpoint and not _is_free_port(endpoint):
-        label = options.label("kv_events_replay")
-        raise ConfigError(f"{label} is {replay}, and so is {options.label('kv_events')}; give another, or drop this")
+    elif replay and _clash(replay, endpoint):
+        raise _taken(options, "kv_events_replay", replay, options.label("kv_events"))
     settings.record("kv_events_replay", replay or False, reason)
     return endpoint, replay
 
 
 def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) -> None:
-    """Raise ConfigError if two of the HTTP server, the KV events and their replay would take the same port."""
+    """Raise ConfigError if KV events or their replay would take the port of the HTTP server."""
     http = f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
-    taken = [(options.label("port"), http)]
     for name in ("kv_events", "kv_events_replay"):
-        endpoint = getattr(engine, name)
-        for other, at in taken:
-            if _clash(endpoint, at):
-                raise ConfigError(f"{options.label(name)} is {endpoint}, where {other} listens too; give another port")
-        taken.append((options.label(name), endpoint))
+        if _clash(getattr(engine, name), http):
+            raise _taken(options, name, getattr(engine, name), options.label("port"))
+
+
+def _taken(options: Options, name: str, endpoint: str, other: str) -> ConfigError:
+    return ConfigError(f"{options.label(name)} is {endpoint}, where {other} listens too; give another")
 
 
 def _clash(one: str, other: str) -> bool:
-    """Return whether two endpoints cannot both be bound: the same port of the same address, or of any."""
+    """Return whether two endpoints cannot both be bound: one path, or the same port of the same address, or of any."""
+    if one == other:
+        return not _is_free_port(one)
     (address, port), (other_address, other_port) = _parts(one), _parts(other)
-    if not port or port != other_port:
-        return False
-    return address == other_address or "*" in (address, other_address)
+    return port == other_port != 0 and (address == other_address or "*" in (address, other_address))
 
 
 def _parts(endpoint: str) -> tuple[str, int]:

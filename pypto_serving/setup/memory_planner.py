@@ -16,7 +16,7 @@ from pypto_serving.types.step import BackendLimits
 from pypto_serving.util import ceil_div, format_size
 
 PROCESS_BYTES = 512 << 20
-"""Resident memory of the API process, the core and the worker beside weights, KV and activations."""
+"""Resident memory of the API process, its idle readers, the core and the worker beside weights, KV and activations."""
 
 
 class MemoryPlanner:

@@ -25,10 +25,12 @@ from pypto_serving.types.model import Contents, ModelSpec
 logger = logging.getLogger(__name__)
 
 
-def prepare(options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS) -> Resolved:
+def prepare(
+    options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DEFAULTS, serves: bool = True
+) -> Resolved:
     """Resolve the configuration for `model` on this machine, and log the warnings. Also raise the limit of open files.
 
-    `defaults` are those of setup/defaults.py, perhaps with changes. Raises ConfigError or ModelError.
+    See `resolve` for `defaults` and `serves`. Raises ConfigError or ModelError.
     """
     raise_file_limit()
     template = options.chat_template
@@ -44,7 +46,7 @@ def prepare(options: Options, model: ModelSpec, defaults: Mapping[str, Any] = DE
     kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
     facts = {"kernels": kernels, "torch": torch, "cache_dir": read_cache_dir(), "kv_disk": kv_disk}
     host = msgspec.structs.replace(read_host_facts(), **facts)
-    resolved = resolve(options, model, host, defaults)
+    resolved = resolve(options, model, host, defaults, serves)
     for warning in resolved.warnings:
         logger.warning(warning)
     return resolved

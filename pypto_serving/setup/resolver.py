@@ -12,7 +12,7 @@ from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.null.spec import NULL_MODELS
 from pypto_serving.setup.blocks import choose_block_size
 from pypto_serving.setup.defaults import DEFAULTS
-from pypto_serving.setup.events import choose_events
+from pypto_serving.setup.events import check_ports, choose_events
 from pypto_serving.setup.host import HostFacts, is_loopback
 from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, choose_threads
 from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
@@ -38,8 +38,12 @@ class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
 
 
-def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mapping[str, Any] = DEFAULTS) -> Resolved:
+def resolve(
+    options: Options, model: ModelSpec, host: HostFacts, defaults: Mapping[str, Any] = DEFAULTS, serves: bool = True
+) -> Resolved:
     """Decide every value; do no I/O. `defaults` are those of setup/defaults.py, perhaps with changes.
+
+    `serves` tells whether there will be an HTTP server, whose address then has to work with the rest.
 
     Raises ConfigError, in one line that names the option to change, for values that cannot work together, and
     ModelError for a model that nothing serves.
@@ -73,9 +77,12 @@ def resolve(options: Options, model: ModelSpec, host: HostFacts, defaults: Mappi
             **_events(settings),
             **_process(settings),
         )
+    server = _server(settings, model)
+    if serves:
+        _check_server(settings, engine, server)
     return Resolved(
         engine=engine,
-        server=_server(settings, model),
+        server=server,
         settings=settings.in_order(),
         memory=_with_tiers(memory, model, tiers),
         warnings=tuple(settings.warnings),
@@ -159,15 +166,9 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     max_body_bytes: int = options.max_body_bytes or settings.defaults["max_body_bytes"]
     settings.record("max_body_bytes", format_size(max_body_bytes), origin_or("max_body_bytes", "default"))
     settings.record("chat_template", template or "its own", origin_or("chat_template", "from the model's files"))
-    host = settings.pick_fixed("host", "default: this machine only")
-    if not key and not is_loopback(host):
-        settings.warnings.append(
-            f"{options.label('host')} is {host} and there is no API key, so whoever reaches this machine may use the "
-            f"server: give {options.label('api_key', beside='host')}, or set {ENVIRONMENT['api_key']}"
-        )
     return ServerConfig(
         served_model_names=names,
-        host=host,
+        host=settings.pick_fixed("host", "default: this machine only"),
         port=settings.pick_fixed("port"),
         api_key=key,
         chat_template=template,
@@ -177,3 +178,14 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
         allowed_origins=origins,
         max_body_bytes=max_body_bytes,
     )
+
+
+def _check_server(settings: Settings, engine: EngineConfig, server: ServerConfig) -> None:
+    """Refuse ports that are taken twice, and warn of a server that is open to others."""
+    options = settings.options
+    check_ports(options, engine, server)
+    if not server.api_key and not is_loopback(server.host):
+        settings.warnings.append(
+            f"{options.label('host')} is {server.host} and there is no API key, so whoever reaches this machine may "
+            f"use the server: give {options.label('api_key', beside='host')}, or set {ENVIRONMENT['api_key']}"
+        )

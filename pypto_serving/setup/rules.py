@@ -19,6 +19,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
 MAX_PORT = 65535
+STANDARD_PORTS = {"http": 80, "https": 443}
 
 
 class Rule(Protocol):
@@ -137,6 +138,29 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class Origins(Texts):
+    """Origins of web pages, written as browsers send them: in lower case, without the scheme's own port; `*` is any."""
+
+    allowed: str = "one or more of scheme://host or scheme://host:port, without a path or a slash at the end, or *"
+
+    def parse(self, value: object) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(map(_origin, super().parse(value))))
+
+
+def _origin(text: str) -> str:
+    if text == "*":
+        return text
+    pattern = r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([0-9]{1,5}))?"
+    found = re.fullmatch(pattern, text.lower())
+    if found is None:
+        raise ValueError
+    scheme, host, port = found[1], found[2], int(found[3] or 0)
+    if port > MAX_PORT:
+        raise ValueError
+    return f"{scheme}://{host}" + (f":{port}" if port not in (0, STANDARD_PORTS.get(scheme)) else "")
+
+
+@dataclass(frozen=True)
 class Endpoint:
     """An address that ZeroMQ can bind."""
 
@@ -247,5 +271,5 @@ RULES: dict[str, Rule] = {
     "max_body_bytes": Size(),
     "log_requests": Switch(),
     "client_priority": Switch(),
-    "allowed_origins": Texts(),
+    "allowed_origins": Origins(),
 }

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
+
 import msgspec
+from msgspec.structs import replace
 
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
@@ -30,8 +35,41 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     cache_salt: str = ""
 
 
+class EnginePrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A prompt, and the (id, choice) of each request that continues it."""
+
+    token_ids: bytes
+    seed: int
+    requests: list[tuple[str, int]]
+
+
 class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    requests: list[EngineRequest]
+    """Some requests. What they share is sent once: `shared` is a request without prompt and name."""
+
+    shared: EngineRequest
+    prompts: list[EnginePrompt]
+
+    @classmethod
+    def pack(cls, requests: Iterable[EngineRequest]) -> list[AddRequests]:
+        """Return one message for each run of requests that differ in prompt, seed, id and choice only."""
+        return [cls(shared, _prompts(run)) for shared, run in groupby(requests, _shared)]
+
+    def unpack(self) -> list[EngineRequest]:
+        """Return the requests in order."""
+        return [
+            replace(self.shared, request_id=request_id, token_ids=prompt.token_ids, seed=prompt.seed, choice=choice)
+            for prompt in self.prompts
+            for request_id, choice in prompt.requests
+        ]
+
+
+def _shared(request: EngineRequest) -> EngineRequest:
+    return replace(request, request_id="", token_ids=b"", seed=0, choice=0)
+
+
+def _prompts(requests: Iterable[EngineRequest]) -> list[EnginePrompt]:
+    runs = groupby(requests, attrgetter("token_ids", "seed"))
+    return [EnginePrompt(ids, seed, [(each.request_id, each.choice) for each in run]) for (ids, seed), run in runs]
 
 
 class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

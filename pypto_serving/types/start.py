@@ -24,9 +24,9 @@ class WorkerStart(msgspec.Struct, frozen=True):
 class CoreStart(msgspec.Struct, frozen=True):
     """What an engine core needs to start.
 
-    Inherited file descriptors: `channel` to the API process, `family`, which the core's workers inherit too.
+    Inherited file descriptors: `channel` to the API process, `descendants`, which the core's workers inherit too.
     """
 
     config: EngineConfig
     channel: int
-    family: int
+    descendants: int

@@ -102,7 +102,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
             msgspec.structs.replace(tier, writable=False, num_blocks=0, held_blocks=0, queued_bytes=0, backlog_blocks=0)
             for tier in self.tiers
         )
-        return StepStats(**totals | {"num_core_respawns": self.num_core_respawns + 1}, tiers=tiers)
+        totals["num_core_respawns"] += 1
+        return StepStats(**totals, kv_usage=(0.0,) * len(self.kv_usage), tiers=tiers)
 
     def after(self, past: StepStats) -> StepStats:
         """Return this snapshot with the totals of the cores before, `past`, added."""

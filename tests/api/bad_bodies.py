@@ -29,7 +29,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "min_p": 2}, "min_p", "between 0 and 1"),
     ({"prompt": "a", "top_k": -5}, "top_k", "0 or -1"),
     ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
-    ({"prompt": ["a"] * 5, "n": 128}, "prompt", "640 sequences, but this server runs 256 at once and queues 256"),
+    ({"prompt": ["a"] * 5, "n": 128}, "prompt", "640 sequences, but must make at most 512"),
     ({"prompt": "a", "n": True}, "n", "integer"),
     ({"prompt": "a", "seed": 2**64}, "seed", "64-bit"),
     ({"prompt": "a", "stop": [1]}, "stop", "list of strings"),

@@ -63,6 +63,16 @@ class RunningServer:
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(WAIT_S)
 
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition`, which is asked in the event loop, is true."""
+
+        async def ask() -> None:
+            async with asyncio.timeout(WAIT_S):
+                while not condition():
+                    await asyncio.sleep(0.001)
+
+        asyncio.run_coroutine_threadsafe(ask(), self.loop).result()
+
     def wait_idle(self) -> None:
         """Return once no request is in the server; a client may have its answer just before."""
         asyncio.run_coroutine_threadsafe(self.service.admission.wait_idle(), self.loop).result(WAIT_S)

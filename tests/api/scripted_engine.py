@@ -107,9 +107,12 @@ class ScriptedEngine:
     def health(self) -> Health:
         return self.state
 
-    def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
+    def require_admission(self, count: int) -> None:
         if self.refusal is not None:
             raise self.refusal
+
+    def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
+        self.require_admission(len(requests))
         rng = random.Random(self.seed)
         scripts = {request.request_id: self.script(request) for request in requests}
         waiting = {r.request_id: list(outputs_of(r, scripts[r.request_id], rng)) for r in requests}

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from pypto_serving.api.openai.body import parse_body
+from pypto_serving.api.openai.fields import COMPLETION_RULES, MAX_IGNORED, MAX_NAME_CHARS
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
-from pypto_serving.api.service import MAX_FIELD_CHARS, MAX_REMEMBERED_FIELDS
+from pypto_serving.api.service import MAX_REMEMBERED_FIELDS
 from pypto_serving.types.sampling import MAX_STOP_CHARS, MAX_STOPS
 from tests.api.running import RunningServer
 
@@ -40,8 +42,17 @@ def test_choices_share_the_tables_of_their_stop_strings(server: RunningServer, m
 
 def test_names_of_unknown_fields_are_remembered_in_part(server: RunningServer) -> None:
     remembered = server.service._warned_fields
-    for first in "abc":
-        body = {first + str(i) + "x" * 100: 1 for i in range(MAX_REMEMBERED_FIELDS // 2)}
+    for first in range(MAX_REMEMBERED_FIELDS // MAX_IGNORED + 2):
+        body = {f"{first}-{i}" + "x" * 100: 1 for i in range(MAX_IGNORED + 1)}
         assert server.post(PATH, {"prompt": "hello", "max_tokens": 1, **body}).status_code == 200
     assert len(remembered) == MAX_REMEMBERED_FIELDS
-    assert max(map(len, remembered)) == MAX_FIELD_CHARS
+    assert max(map(len, remembered)) == MAX_NAME_CHARS
+
+
+def test_names_of_unknown_fields_are_cut_where_a_body_is_parsed() -> None:
+    """A reader sends a few of them, and their number."""
+    fields = {f"{i}" + "x" * 1000: 1 for i in range(1000)} | {"stream": True, "stream_options": {"y" * 1000: 1}}
+    _, ignored = parse_body(json.dumps(fields).encode(), CompletionBody, COMPLETION_RULES)
+    assert ignored.names == [f"{i}" + "x" * (MAX_NAME_CHARS - len(f"{i}")) for i in range(MAX_IGNORED)]
+    assert ignored.num_more == 1001 - MAX_IGNORED
+    assert ignored.header()["x-ignored-fields"].endswith(f", and {1001 - MAX_IGNORED} more")

@@ -84,7 +84,7 @@ def test_all_parameters_reach_the_engine(server: RunningServer) -> None:
     requests = server.engine.requests
     params = requests[0].params
     assert {name: getattr(params, name) for name in given} == {**given, "stop_token_ids": (5, 6)}
-    assert (params.stop, params.logprobs, params.n) == (("x",), 3, 1)
+    assert (params.stop, params.logprobs, params.n) == ((), 3, 1)
     assert [(request.seed, request.choice) for request in requests] == [(11, 0), (11, 1), (11, 2)]
 
 

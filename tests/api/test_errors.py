@@ -136,6 +136,13 @@ def test_bodies_that_are_no_json_objects(server: RunningServer, raw: bytes) -> N
         error_of(server.http.post(path, content=raw), 400)
 
 
+def test_an_error_repeats_little_of_what_was_sent(server: RunningServer) -> None:
+    bodies = {"model": "x" * 10**6, "prompt": "a"}, {"messages": [{"role": "x" * 10**6, "content": "a"}]}
+    for path, body in zip(PATHS, bodies, strict=True):
+        response = server.post(path, body)
+        assert response.status_code >= 400 and len(response.content) < 3000
+
+
 def test_a_body_over_the_limit(server: RunningServer) -> None:
     for size in (100_001, 390_000):
         error = error_of(server.http.post(PATH, content=b" " * size), 413)
@@ -288,3 +295,20 @@ def test_no_json_object_makes_the_server_fail(
 @given(raw=st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
 def test_no_bytes_make_the_server_fail(server: RunningServer, raw: bytes) -> None:
     error_of(server.http.post(PATH, content=raw), 400)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("part", "stream"), [("sse.EventFormat.__init__", False), ("respond.EventStream.init_headers", True)]
+)
+def test_a_defect_before_the_answer_leaves_nothing_registered(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, part: str, stream: bool
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(f"pypto_serving.api.openai.{part}", fails)
+        asked = {"messages": [HELLO]} if path.startswith("/v1/chat") else {"prompt": "a"}
+        error_of(server.post(path, {**asked, "stream": stream}), 500)
+    assert (server.service.admission.in_flight, server.engine.requests) == (0, [])

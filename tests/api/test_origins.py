@@ -26,6 +26,23 @@ def test_a_name_that_another_site_points_here_is_refused(server: RunningServer) 
     assert server.http.post(PATH, json=BODY, headers=headers).status_code == 403
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json"])
+def test_a_rebound_page_reads_nothing(start: Callable[..., RunningServer], path: str) -> None:
+    """Browsers send no Origin with a page's GETs to its own site; `Host` is what they cannot forge."""
+    server = start(allowed_origins=(FRIEND,))
+    for host in ("evil.example:8000", "EVIL.example", "127.0.0.1.evil.example", "evil.example.", "localhost.example"):
+        response = server.http.get(path, headers={"Host": host})
+        assert response.status_code == 403 and response.json()["error"]["code"] == "origin_not_allowed"
+    for host in ("friend.example", "localhost:8000", "[::1]:8000", "my-service:80", "llm.default.svc.cluster.local"):
+        assert server.http.get(path, headers={"Host": host}).status_code == 200
+
+
+def test_names_are_free_with_a_key(start: Callable[..., RunningServer]) -> None:
+    server = start(api_key="secret")
+    headers = {"Host": "llm.example", "Authorization": "Bearer secret"}
+    assert server.http.get("/v1/models", headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:3000", "[::1]:8000", "10.0.0.5", "app.localhost"])
 def test_the_servers_own_pages_and_other_clients_are_served(server: RunningServer, host: str) -> None:
     own = {"Host": host, "Origin": f"http://{host}"}

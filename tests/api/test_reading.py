@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,18 @@ import httpx
 import psutil
 import pytest
 
+from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
 from pypto_serving.api.reading import process
 from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.process import ReaderProcess
-from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES
-from pypto_serving.api.reading.wire import ANSWERS, Endpoint, Fault, ReadBody
+from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES, is_small
+from pypto_serving.api.reading.turns import MAX_WAITING, Turns
+from pypto_serving.api.reading.wire import ANSWERS, Fault
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.errors import RequestError, UnavailableError
+from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
@@ -79,7 +81,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 
 
 def served_until_begun(server: RunningServer) -> None:
-    while not server.call(server.app.state.reading._quick._turn.locked):
+    while not server.call(lambda: server.app.state.reading._quick._turns.taken):
         pass
 
 
@@ -156,6 +158,15 @@ def test_an_error_of_ours_reaches_the_log_of_the_api_process() -> None:
     assert "ZeroDivisionError: b'x'" in fault.traceback
 
 
+def test_parameters_come_from_a_reader_once(roomy: RunningServer) -> None:
+    """However many prompts there are; and the core gets no stop strings."""
+    stops = [f"{i:04}" + "s" * 1000 for i in range(16)]
+    raw = json.dumps({"prompt": [[1]] * 200, "stop": stops, "stop_token_ids": list(range(1000))}).encode()
+    service = roomy.service
+    reader = BodyReader(service.prompter, service.serving)
+    assert len(answer(reader, "completions", raw)) < 2 * len(raw)
+
+
 def new_reader(checkpoint: Path, tokenizer: Tokenizer) -> ReaderProcess:
     return ReaderProcess(engine_config(tokenizer.raw.get_vocab_size()), load_serving_config(checkpoint))
 
@@ -172,7 +183,7 @@ def test_a_client_that_leaves_takes_no_turn_and_gets_nobody_elses_answer(
         await reader.start()
         begun = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000)))
         waits = asyncio.ensure_future(reader.read("completions", completion([2])))
-        while not reader._turn.locked():
+        while not reader._turns.taken:
             await asyncio.sleep(0)
         begun.cancel()
         waits.cancel()
@@ -194,9 +205,10 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
         reader = new_reader(checkpoint, tokenizer)
         await reader.start()
         assert reader._child is not None
+        assert Path(f"/proc/{reader._child.pid}/oom_score_adj").read_text() == "1000\n", "it must be the first to go"
         os.kill(reader._child.pid, signal.SIGSTOP)
         reading = asyncio.ensure_future(reader.read("completions", completion([1])))
-        while not reader._turn.locked():
+        while not reader._turns.taken:
             await asyncio.sleep(0)
         os.kill(reader._child.pid, number)
         os.kill(reader._child.pid, signal.SIGCONT)
@@ -209,5 +221,74 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
         await reader.close()
         with pytest.raises(UnavailableError):
             await reader.read("completions", completion([3]))
+
+    asyncio.run(scenario())
+
+
+def test_bodies_of_many_prompts_are_not_small() -> None:
+    """They take longer to read than others of their size."""
+    assert is_small(json.dumps({"prompt": "x" * 16_000, "stop": ["a", "b"]}).encode())
+    assert not is_small(json.dumps({"prompt": [[1]] * 500}).encode())
+    assert not is_small(json.dumps({"prompt": ["a"] * 500}).encode())
+    assert not is_small(json.dumps({f"x{i}": 1 for i in range(500)}).encode())
+
+
+def test_a_full_server_reads_no_body(start: Callable[..., RunningServer]) -> None:
+    server = start()
+    server.engine.refusal = QueueFullError("the queue is full", 7)
+    server.app.state.reading._here = None
+    for size in (0, SMALL_BYTES, QUICK_BYTES):
+        assert server.http.post(COMPLETIONS, content=completion([1], size)).status_code == 429
+    assert server.app.state.reading._slow._child is None
+
+
+async def turns_taken(sizes: list[int], leaving: tuple[int, ...] = ()) -> list[int | str]:
+    """The sizes in the order of their turns, after one that came before; the errors of those that were refused."""
+    turns, order = Turns(), list[int | str]()
+
+    async def read(size: int) -> None:
+        try:
+            await turns.take(size)
+        except QueueFullError as error:
+            order.append(error.code)
+            return
+        order.append(size)
+        turns.end()
+
+    await turns.take(0)
+    tasks = [asyncio.create_task(read(size)) for size in sizes]
+    await asyncio.sleep(0)
+    for i in leaving:
+        tasks[i].cancel()
+    turns.end()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert not turns.taken
+    return order
+
+
+def test_the_shortest_body_is_next_whatever_came_before() -> None:
+    assert asyncio.run(turns_taken([30, 10, 20, 10])) == [10, 10, 20, 30]
+    assert asyncio.run(turns_taken([30, 10, 20], leaving=(1,))) == [20, 30]
+    assert asyncio.run(turns_taken([30, 10, 20], leaving=(0, 1, 2))) == []
+
+
+def test_the_longest_body_is_refused_when_too_many_wait() -> None:
+    sizes = [1000] * MAX_WAITING + [5, 2000, 7]
+    order = asyncio.run(turns_taken(sizes))
+    assert order == ["queue_full"] * 3 + [5, 7] + [1000] * (MAX_WAITING - 2)
+
+
+def test_a_turn_that_comes_while_its_client_leaves_is_passed_on() -> None:
+    async def scenario() -> None:
+        turns = Turns()
+        await turns.take(0)
+        first, second = (asyncio.create_task(turns.take(size)) for size in (1, 2))
+        await asyncio.sleep(0)
+        turns.end()
+        first.cancel()
+        await asyncio.wait([first])
+        await asyncio.wait_for(second, WAIT_S)
+        turns.end()
+        assert first.cancelled() and not turns.taken
 
     asyncio.run(scenario())

@@ -141,9 +141,15 @@ def test_tiers_change_when_tokens_come_but_not_which():
     assert rates[0] < rates[1] < rates[2]
 
 
-def test_a_device_too_small_for_the_longest_request_is_refused():
-    with pytest.raises(ConfigError, match="--device-tokens 20: the longest request has 23 tokens; give at least 24"):
-        Simulator(trace_of((0.0, 20, 3, (0, 1, 2, 3, 4))), machine(device_tokens=20))
+@pytest.mark.parametrize(("host_tokens", "least"), [(0, 24), (100, 28)])
+def test_a_device_too_small_for_the_longest_request_is_refused(host_tokens, least):
+    """With a tier there has to be a block to move beside it. The advice works."""
+    trace = trace_of((0.0, 20, 3, (0, 1, 2, 3, 4)))
+    too_small = least - 4
+    message = f"--device-tokens {too_small}: the longest request has 23 tokens; give at least {least}"
+    with pytest.raises(ConfigError, match=message):
+        Simulator(trace, machine(device_tokens=too_small, host_tokens=host_tokens))
+    assert len(Simulator(trace, machine(device_tokens=least, host_tokens=host_tokens)).run().records) == 1
 
 
 @pytest.mark.parametrize(

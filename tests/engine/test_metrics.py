@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.metrics import Histogram, ServerMetrics
 from pypto_serving.types.request import Timeline
-from pypto_serving.types.stats import StepStats
+from pypto_serving.types.stats import StepStats, TierStats
 from tests.api.scripted_engine import Script, ScriptedEngine, engine_config
 
 
@@ -59,6 +59,17 @@ def test_the_newest_snapshot_is_shown() -> None:
         "pypto:kv_group_usage_perc,group=full": 0.25,
     }
     assert {name: found[name] for name in expected} == expected
+
+
+def test_no_series_ends_with_a_core() -> None:
+    engine, metrics = new_metrics()
+    tier = dict.fromkeys(TierStats.__struct_fields__, 1) | {"tier": "host", "writable": True}
+    engine.stats = StepStats(num_steps=9, kv_usage=(0.25,), tiers=(TierStats(**tier),))
+    before = scraped(metrics)
+    engine.stats = engine.stats.ended()
+    after = scraped(metrics)
+    assert after.keys() == before.keys()
+    assert (after["pypto:kv_group_usage_perc,group=full"], after["pypto:engine_steps_total"]) == (0, 9)
 
 
 def test_a_request_leaves_its_times() -> None:

@@ -247,3 +247,39 @@ def test_every_request_whose_prefix_is_below_the_device_loads_it() -> None:
     again = [simulation.add(tokens) for tokens in prompts]
     simulation.run()
     assert {simulation.last[request_id].cached_by_tier for request_id in again} == {(0, 48, 0, 0)}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_loads_that_hang_delay_nobody_for_long(shared: bool) -> None:
+    """More of them than may load at once. Of a tier that others fill too, every request asks what it holds."""
+    tiers = (TierConfig(tier="host", size_bytes=0, num_slots=(1000,)),)
+    simulation = Simulation(
+        null_config(plain_groups(16), 1000, tiers=tiers, max_num_seqs=100, max_num_batched_tokens=2000)
+    )
+    prompts = [[i, *range(50)] for i in range(40)]
+    for tokens in prompts:
+        simulation.add(tokens)
+    simulation.run()
+    simulation.client.send(ClearCache(("device",)))
+    simulation.turn()
+    lower(simulation).shared = shared
+    simulation.executor.is_stuck = lambda job: True
+
+    def wait_for(*request_ids: str) -> float:
+        """Time until requests have ended, while that of steps passes, or 10 ms where there is none."""
+        start_s = simulation.clock.now()
+        while not simulation.last.keys() >= set(request_ids):
+            simulation.turn()
+            simulation.clock.advance(0.01)
+            assert simulation.clock.now() < start_s + 100
+        simulation.core.check()
+        return simulation.clock.now() - start_s
+
+    again = [simulation.add(tokens) for tokens in prompts]
+    assert wait_for(simulation.add(range(500, 540), max_tokens=1)) < 2.5
+    assert wait_for(*again[32:]) < 2.5, "no load ends, so those whose turn has not come compute"
+    assert wait_for(*again) < 20
+    assert lower(simulation).stuck
+    assert wait_for(*(simulation.add([*tokens, 1]) for tokens in prompts)) < 4, "a stuck tier is not asked"
+    for request_id in simulation.prompts:
+        simulation.assert_correct(request_id)

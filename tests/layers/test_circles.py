@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layers.modules import FILES, imports_of, layer_of, module_of
+from tests.layers.modules import FILES, PACKAGE, imports_of, layer_of, module_of
 
 Graph = dict[str, set[str]]
 
@@ -77,6 +77,23 @@ def test_layers_form_no_circle(graph: Graph) -> None:
             wanted = layers.setdefault(layer_of(module), set())
             wanted |= {layer_of(target) for target in targets} - {layer_of(module), "pypto_serving"}
     assert circle(layers) == []
+
+
+def test_folders_of_the_api_form_no_circle(graph: Graph) -> None:
+    folders: Graph = {}
+    for module, targets in graph.items():
+        wanted = folders.setdefault(folder_of_api(module), set())
+        wanted |= {folder_of_api(target) for target in targets} - {folder_of_api(module)}
+    known = {folder: targets & folders.keys() - {""} for folder, targets in folders.items() if folder}
+    assert len(known) > 3
+    assert circle(known) == []
+
+
+def folder_of_api(module: str) -> str:
+    """The folder of the API that `module` is in, "" for none."""
+    parts = module.split(".")
+    inside = parts[1:2] == ["api"] and len(parts) > 2 and (PACKAGE / "api" / parts[2]).is_dir()
+    return parts[2] if inside else ""
 
 
 @pytest.mark.parametrize(

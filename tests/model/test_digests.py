@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +166,28 @@ def test_the_oldest_records_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
         digests([folder / "weights"], str(cache), lambda *_: None)
         newest = [path for path in (cache / "digests").iterdir() if path not in newest] + newest
     assert sorted((cache / "digests").iterdir()) == sorted(newest[:3])
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_record_that_another_start_deletes_is_no_fault(weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
+    gone = weights.cache / "digests" / "gone"
+    gone.parent.mkdir(parents=True)
+    gone.symlink_to("nowhere")
+    first = weights.digest()
+    assert not caplog.records
+    assert weights.digest() == first and weights.read_bytes == 0
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_record_that_cannot_be_written_leaves_no_file(weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        weights.digest()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "are not kept" in caplog.text
+    assert not list((weights.cache / "digests").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(weights: Weights, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,28 +8,32 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.sched.queue import WaitingQueue
+from pypto_serving.sched.fairness import TokenShares
+from pypto_serving.sched.order import by_order
+from pypto_serving.sched.queue import Deadlines, WaitingQueue
 from pypto_serving.sched.request import Request
+from pypto_serving.sched.step import Scheduled
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids
 from tests.simulation import Simulation, null_config
 
 
-def waiting(arrival: int, priority: int = 0, deadline_s: float | None = None) -> Request:
+def waiting(arrival: int, priority: int = 0, deadline_s: float | None = None, salt: str = "") -> Request:
     source = EngineRequest(
         request_id=str(arrival),
         token_ids=pack_ids([1]),
         params=SamplingParams(),
         priority=priority,
         deadline_s=deadline_s,
+        cache_salt=salt,
     )
     return Request(source, arrival, 16)
 
 
 def num_requests() -> int:
     gc.collect()
-    return sum(isinstance(each, Request) for each in gc.get_objects())
+    return sum(type(each) is Request for each in gc.get_objects())
 
 
 def test_aborted_requests_of_low_priority_are_forgotten_at_once() -> None:
@@ -41,41 +45,68 @@ def test_aborted_requests_of_low_priority_are_forgotten_at_once() -> None:
     simulation.abort(*late)
     simulation.turn()
     assert num_requests() == before - len(late)
-    queue = simulation.core.scheduler._waiting
-    assert len(queue) == 1 and len(queue._heap) + len(queue._deadlines) < 50
+    scheduler = simulation.core.scheduler
+    heaps = [*scheduler._waiting._lanes.values(), scheduler._deadlines._heap]
+    assert len(scheduler._waiting) == 1 and sum(len(heap._heap) for heap in heaps) < 50
     simulation.abort(running, patient)
     simulation.run()
 
 
+class CountedShares(TokenShares):
+    """Counts the requests that are compared."""
+
+    compared = 0
+
+    def rank(self, request: Request) -> tuple[int, int, int]:
+        self.compared += 1
+        return super().rank(request)
+
+
+def test_with_fairness_only_the_first_requests_of_salts_are_compared() -> None:
+    shares = CountedShares()
+    queue = WaitingQueue(shares)
+    for arrival in range(3000):
+        request = waiting(arrival, salt="abc"[arrival % 3])
+        shares.enter(request)
+        queue.push(request)
+    while (request := queue.peek()) is not None:
+        queue.remove(request)
+    assert shares.compared <= 3 * 3001 and not queue._lanes
+
+
 @settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_the_queue_agrees_with_a_sorted_list(seed: int) -> None:
-    """Pushes, removals in any order, pushes of what was removed, and deadlines."""
-    rng, queue, model, gone = random.Random(seed), WaitingQueue(), dict[str, Request](), list[Request]()
+@given(seed=st.integers(0, 10**6), fair=st.booleans())
+def test_the_queue_agrees_with_a_sorted_list(seed: int, fair: bool) -> None:
+    """Pushes, removals in any order, pushes of what was removed, tokens of salts, and deadlines."""
+    rng, model, gone = random.Random(seed), dict[str, Request](), list[Request]()
+    shares, deadlines, late = TokenShares(), Deadlines(), dict[str, Request]()
+    queue = WaitingQueue(shares if fair else None)
     for arrival in range(rng.randrange(1, 120)):
         match rng.randrange(5):
             case 0 | 1:
-                request = waiting(arrival, rng.randrange(3), rng.choice([None, rng.random()]))
+                request = waiting(arrival, rng.randrange(3), rng.choice([None, rng.random()]), rng.choice("abc"))
+                shares.enter(request)
                 queue.push(request)
-                model[request.id] = request
+                deadlines.add(request)
+                model[request.id] = late[request.id] = request
             case 2 if model:
                 request = model.pop(rng.choice(list(model)))
                 queue.remove(request)
+                if rng.random() < 0.5:
+                    deadlines.remove(late.pop(request.id, request))
                 gone.append(request)
             case 3 if gone:
                 request = gone.pop()
-                request.life += rng.randrange(2)
                 queue.push(request)
                 model[request.id] = request
             case 4:
                 now_s = rng.random() * arrival / 120
-                due = {
-                    r.id
-                    for r in model.values()
-                    if r.life == 0 and r.source.deadline_s is not None and r.source.deadline_s <= now_s
-                }
-                assert {request.id for request in queue.take_expired(now_s)} == due
+                due = {r.id for r in late.values() if (d := r.source.deadline_s) is not None and d <= now_s}
+                assert {request.id for request in deadlines.take_expired(now_s)} == due
                 for request_id in due:
-                    del model[request_id]
-        assert queue.peek() is min(model.values(), key=lambda request: request.order, default=None)
+                    del late[request_id]
+                for request in model.values():
+                    shares.charge([Scheduled(request, 0, rng.randrange(9), 0, False)])
+        rank = shares.rank if fair else by_order
+        assert queue.peek() is min(model.values(), key=rank, default=None)
         assert {request.id for request in queue} == model.keys() and len(queue) == len(model)

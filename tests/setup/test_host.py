@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pypto_serving.errors import ConfigError
+from pypto_serving.setup import host
 from pypto_serving.setup.host import HostFacts, read_cache_dir, read_host_facts
 from tests.setup.small import MIB
 
@@ -70,3 +72,21 @@ def test_host_facts_without_control_groups(tmp_path: Path) -> None:
     facts = read_host_facts(tmp_path)
     assert facts.available_bytes == 4 * MIB
     assert facts.num_cpus >= 1
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [(256, 4096, 4096), (1024, -1, 65536), (1024, 1 << 20, 65536), (64, 64, 64), (-1, -1, -1)],
+)
+def test_the_limit_of_files_is_raised(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(host.resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(host.resource, "setrlimit", lambda kind, given: limits.append(given))
+    host.raise_file_limit()
+    assert limits[-1] == (raised, hard)
+
+
+def test_too_few_files_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.resource, "getrlimit", lambda kind: (32, 63))
+    with pytest.raises(ConfigError, match="may open 63 files, but needs 64"):
+        host.raise_file_limit()

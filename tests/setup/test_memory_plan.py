@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from pypto_serving.backend.base import StepBuffers
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups
+from pypto_serving.sched.validation import require_blocks
 from pypto_serving.setup.host import HostFacts
-from pypto_serving.setup.kv_shares import max_sequence_bytes, plan_groups, tail_bytes
+from pypto_serving.setup.kv_shares import TRANSFERRED_PART, max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.memory_planner import largest, row_bytes, size_option
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.step import BackendLimits, BackendTraits
-from pypto_serving.util import GIB, parse_size
+from pypto_serving.util import GIB, ceil_div, parse_size
 from pypto_serving.worker.batch import RowBatch
 from tests.setup.small import FULL, GROUPS, MIB, STATE, WINDOW, make_model, make_resolved, setting
 from tests.simulation import in_pages
@@ -167,6 +168,7 @@ VALUES = {
     "long_prefill_token_threshold": st.integers(-1, 5000),
     "chunked_prefill": st.booleans(),
     "kv_memory": st.one_of(st.integers(-1, 20 * GIB), st.floats(), st.sampled_from(["3MiB", "0.5", "x", "1e12"])),
+    "kv_host_memory": st.sampled_from(["0", "1MiB", "0.25"]),
     "num_threads": st.integers(0, 2000),
     "served_model_name": st.lists(st.text(max_size=3), max_size=3),
     "host": st.text(max_size=5),
@@ -194,13 +196,16 @@ def test_any_options_fit_or_are_refused_in_one_line(
 
 def check_consistency(resolved: Resolved, longest: int) -> None:
     engine, memory = resolved.engine, resolved.memory
+    require_blocks(engine, engine.num_blocks)
     assert engine.backend == "null" or memory.total_bytes <= memory.available_bytes
     assert 1 <= engine.max_model_len <= longest
     assert engine.enable_chunked_prefill or engine.max_num_batched_tokens >= engine.max_model_len
     step_tokens = min(engine.max_num_batched_tokens, engine.max_model_len) * engine.depth
     first = max_live_blocks(engine.groups, engine.max_model_len, step_tokens)
     for group, blocks, live in zip(engine.groups, engine.num_blocks, first, strict=True):
-        assert live <= blocks - 1 and (blocks - 1 <= live * engine.max_num_seqs or not group.keeps_history)
+        for_transfers = ceil_div(live, TRANSFERRED_PART) * bool(engine.tiers)
+        most = live * engine.max_num_seqs + for_transfers
+        assert live + for_transfers <= blocks - 1 and (blocks - 1 <= most or not group.keeps_history)
         assert blocks * group.block_size <= 2**31
 
 

@@ -82,6 +82,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"step_timeout": 0}, "--step-timeout is 0, but must be a number of seconds above 0"),
     ({"drain_timeout": "inf"}, "--drain-timeout is inf, but must be a number of seconds from 0"),
     ({"prefix_caching": "maybe"}, "--prefix-caching is maybe, but must be true or false"),
+    (
+        {"allowed_origins": "not an origin"},
+        "--allowed-origins is not an origin, but must be one or more of scheme://host",
+    ),
+    ({"allowed_origins": ["http://a.example/"]}, "--allowed-origins is ['http://a.example/'], but must be"),
+    ({"allowed_origins": "http://a.example/chat"}, "--allowed-origins is http://a.example/chat, but must be"),
+    ({"allowed_origins": "a.example"}, "--allowed-origins is a.example, but must be"),
+    ({"allowed_origins": "http://a.example:65536"}, "--allowed-origins is http://a.example:65536, but must be"),
+    ({"allowed_origins": ["*", "null"]}, "--allowed-origins is ['*', 'null'], but must be"),
     ({"served_model_name": []}, "--served-model-name is [], but must be one or more texts"),
     ({"chunked_prefill": False, "long_prefill_token_threshold": 8}, "drop it or give --chunked-prefill"),
     (
@@ -114,6 +123,13 @@ def test_a_value_of_the_file_is_refused_by_its_key() -> None:
 
 def test_a_path_is_as_good_as_its_text(tmp_path: Path) -> None:
     assert Options(kv_disk=tmp_path).kv_disk == str(tmp_path)
+
+
+def test_origins_are_written_as_browsers_send_them() -> None:
+    given = ["HTTP://App.Example:80", "https://a.example:443", "http://[::1]:3000", "chrome-extension://abc", "*"]
+    written = ("http://app.example", "https://a.example", "http://[::1]:3000", "chrome-extension://abc", "*")
+    assert make_options({"allowed_origins": given}).allowed_origins == written
+    assert make_options({"allowed_origins": "http://localhost:3000"}).allowed_origins == ("http://localhost:3000",)
 
 
 def test_integers_of_numpy_are_integers() -> None:
@@ -232,7 +248,9 @@ def test_kv_events_that_make_no_sense_are_refused() -> None:
         make_resolved(kv_events_replay="tcp://127.0.0.1:1")
     with pytest.raises(ConfigError, match="--kv-events tells what the prefix cache holds, which is off"):
         make_resolved(kv_events="tcp://127.0.0.1:1", prefix_caching=False)
-    with pytest.raises(ConfigError, match=r"^--kv-events-replay is ipc://a, and so is --kv-events; give another, or"):
+    with pytest.raises(
+        ConfigError, match=r"^--kv-events-replay is ipc://a, where --kv-events listens too; give another$"
+    ):
         make_resolved(kv_events="ipc://a", kv_events_replay="ipc://a")
     assert make_resolved(kv_events="tcp://a:0", kv_events_replay="tcp://a:0").engine.kv_events_replay == "tcp://a:0"
     with pytest.raises(ConfigError, match="so give --kv-events-replay as well"):

@@ -7,17 +7,15 @@ import random
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.e2e.server import Server
+from tests.soak.clean import SLACK_DESCRIPTORS, check_clean, footprint, settle
 
 pytestmark = pytest.mark.e2e
 
 CONCURRENCY = 32
 GROWTH_BYTES_PER_REQUEST = 100
-SLACK_DESCRIPTORS = 8
-"""Connections that abandoned requests have not closed yet."""
 
 
 async def one_request(client: httpx.AsyncClient, rng: random.Random) -> str:
@@ -57,29 +55,6 @@ def meet_every_batch_size(server: Server) -> None:
     for length in range(8, 513, 8):
         reply = server.http.post("/v1/completions", json={"prompt": [length % 256] * length, "max_tokens": 1})
         reply.raise_for_status()
-
-
-def settle(server: Server) -> None:
-    """Until no request is left in the engine."""
-    while server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") > 0:
-        pass
-
-
-def footprint(server: Server) -> list[tuple[str, int, int]]:
-    """Role, resident bytes and descriptors of each process."""
-    return [(role_of(process), process.memory_info().rss, process.num_fds()) for process in server.family()]
-
-
-def role_of(process: psutil.Process) -> str:
-    """The module that a child runs; the first process is the API's."""
-    return next((part for part in process.cmdline() if part.startswith("pypto_serving.")), "api")
-
-
-def check_clean(server: Server) -> None:
-    settle(server)
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
-    assert server.metric("pypto:worker_respawns_total") == 0
-    assert server.http.get("/health").status_code == 200
 
 
 def test_hundreds_of_requests_leave_nothing() -> None:

@@ -168,10 +168,10 @@ class Generation:
 def _new_choices(
     request: GenerationRequest, requests: list[EngineRequest], tokenizer: Tokenizer | None
 ) -> dict[str, Choice]:
-    stops = {stop: StopPatterns(stop) for stop in {prompt.params.stop for prompt in request.prompts} if stop}
-    owners = [i for i, prompt in enumerate(request.prompts) for _ in range(prompt.params.n)]
+    stops = StopPatterns(request.params.stop) if request.params.stop else None
     choices = {}
-    for i, (made, owner) in enumerate(zip(requests, owners, strict=True)):
-        prompt, patterns = request.prompts[owner], stops.get(made.params.stop)
-        choices[made.request_id] = Choice(i, made, prompt.token_ids, tokenizer, patterns, request.keep_token_ids, owner)
+    for i, made in enumerate(requests):
+        prompt = i // request.params.n
+        ids = request.prompts[prompt].token_ids
+        choices[made.request_id] = Choice(i, made, ids, tokenizer, stops, request.keep_token_ids, prompt)
     return choices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,17 +17,18 @@ from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams, check_named_ids
 from pypto_serving.types.tokens import pack_ids, view_ids
 
+MAX_CHOICES = 512
+"""Bounds the choices of all prompts of one request, since the event loop makes them at one go."""
+
 
 class FittedPrompt(msgspec.Struct, frozen=True):
-    """A prompt and how to continue it; both fit the context. Made by `fit_prompt`.
+    """A prompt and how many tokens continue it; together they fit the context. Made by `fit_prompt`.
 
-    `packed_ids` are its token ids as bytes of `pack_ids`. `params.n` is the number of choices. `new_parser` makes the
-    parser of one choice's text; None means plain text.
+    `packed_ids` are its token ids as bytes of `pack_ids`.
     """
 
     packed_ids: bytes
-    params: SamplingParams
-    new_parser: OutputFormat | None = None
+    max_tokens: int
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -38,12 +40,14 @@ class FittedPrompt(msgspec.Struct, frozen=True):
 class GenerationRequest:
     """Prompts to continue together. Choices are numbered prompt by prompt.
 
-    `id` is the beginning of every engine request's id. Lower `priority` is served earlier. Prefixes are shared within
-    one `cache_salt`. `keep_token_ids` makes each choice collect its output token ids.
+    `id` is the beginning of every engine request's id. `params` are those of `fit_params`; `params.n` is the number of
+    choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
+    `keep_token_ids` makes each choice collect its output token ids.
     """
 
     id: str
     prompts: Sequence[FittedPrompt]
+    params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
     keep_token_ids: bool = False
@@ -51,51 +55,65 @@ class GenerationRequest:
     @property
     def num_choices(self) -> int:
         """Return the number of choices of all prompts."""
-        return sum(prompt.params.n for prompt in self.prompts)
+        return self.params.n * len(self.prompts)
 
 
 def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) -> None:
-    """Raise RequestError if not even an idle server could hold `num_choices` choices of `num_prompts` prompts."""
+    """Raise RequestError if `num_choices` choices of `num_prompts` prompts are more than an idle server takes."""
+    param = "prompt" if num_prompts > 1 else "n"
+    if num_choices > MAX_CHOICES:
+        message = f"the request makes {num_choices} sequences, but must make at most {MAX_CHOICES}; send several"
+        raise RequestError(message, param=param)
     if num_choices > config.max_unfinished:
         raise RequestError(
             f"the request makes {num_choices} sequences, but this server runs {config.max_num_seqs} at once and queues "
             f"{config.max_queued_requests}; ask for fewer",
-            param="prompt" if num_prompts > 1 else "n",
+            param=param,
         )
+
+
+def fit_params(params: SamplingParams, config: EngineConfig, new_parser: OutputFormat | None = None) -> SamplingParams:
+    """Return the parameters of a request. Raises RequestError if they name a token id outside the vocabulary.
+
+    A parser needs to see special tokens, so with `new_parser` they stay in the text.
+    """
+    check_named_ids(params, config.vocab_size)
+    if params.skip_special_tokens and new_parser is not None:
+        return msgspec.structs.replace(params, skip_special_tokens=False)
+    return params
 
 
 def fit_prompt(
     token_ids: Sequence[int],
-    params: SamplingParams,
+    max_tokens: int | None,
     config: EngineConfig,
     *,
     default_max_tokens: int | None = None,
     max_tokens_field: str = "max_tokens",
-    new_parser: OutputFormat | None = None,
 ) -> FittedPrompt:
-    """Make a FittedPrompt whose max_tokens fits the context; see `fit_max_tokens` for the cases and errors.
-
-    Raises RequestError if `params` names a token id outside the vocabulary. A parser needs to see special tokens, so
-    with `new_parser` they stay in the text.
-    """
-    check_named_ids(params, config.vocab_size)
-    max_tokens = fit_max_tokens(
-        len(token_ids), params.max_tokens, default_max_tokens, config.max_model_len, max_tokens_field
-    )
-    skip = params.skip_special_tokens and new_parser is None
-    params = msgspec.structs.replace(params, max_tokens=max_tokens, skip_special_tokens=skip)
-    return FittedPrompt(pack_ids(token_ids), params, new_parser)
+    """Make a FittedPrompt whose max_tokens fits the context; see `fit_max_tokens` for the cases and errors."""
+    fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, config.max_model_len, max_tokens_field)
+    return FittedPrompt(pack_ids(token_ids), fitting)
 
 
 def engine_requests(
     request: GenerationRequest, seeds: SeedSource, eos_token_ids: tuple[int, ...], arrival_s: float
 ) -> list[EngineRequest]:
-    """Make one engine request for each choice, in order; choices of a prompt share its seed and token ids."""
+    """Make one engine request for each choice, in order.
+
+    Choices of a prompt share its seed and token ids; all choices share their parameters, which have no stop strings:
+    those are found here. Raises RequestError if `min_tokens` does not fit.
+    """
+
+    @functools.cache
+    def params_for(max_tokens: int) -> SamplingParams:
+        return msgspec.structs.replace(request.params, n=1, stop=(), max_tokens=max_tokens)
+
     made: list[EngineRequest] = []
     for prompt in request.prompts:
-        seed = seeds.seed_of(prompt.params)
-        params = msgspec.structs.replace(prompt.params, n=1)
-        for choice in range(prompt.params.n):
+        seed = seeds.seed_of(request.params)
+        params = params_for(prompt.max_tokens)
+        for choice in range(request.params.n):
             made.append(
                 EngineRequest(
                     request_id=f"{request.id}-{len(made)}",

@@ -1,29 +1,62 @@
-"""Parse request bodies; every malformed one is a 4xx."""
+"""Parse request bodies; every malformed one is a 4xx. What they say is a ReadBody."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from pypto_serving.api.errors import BodyTooLargeError, ContentTypeError
-from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules
+from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
+from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules, IgnoredFields
 from pypto_serving.api.openai.params import cache_salt_of, priority_of
 from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
+from pypto_serving.types.sampling import SamplingParams
 
 MAX_VALUES = 2_000_000
 """Bounds the values of a body before it is parsed, by the characters that come with each."""
 BodyT = TypeVar("BodyT", bound=GenerationBody)
+Endpoint = Literal["completions", "chat"]
+
+
+class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
+    """A body after parsing, rendering and encoding.
+
+    `new_parser` makes the parser of one choice's text; None means plain text.
+    """
+
+    model: str
+    stream: bool
+    include_usage: bool
+    ping_s: float | None
+    ignored: IgnoredFields
+    prompts: list[FittedPrompt]
+    params: SamplingParams
+    new_parser: OutputFormat | None = None
+    priority: int
+    cache_salt: str
+
+    def generation(self, request_id: str) -> GenerationRequest:
+        """Return what to generate."""
+        return GenerationRequest(request_id, self.prompts, self.params, self.priority, self.cache_salt)
+
+
+class BodySource(Protocol):
+    """Where the bodies of requests are read."""
+
+    async def read(self, request: Request, endpoint: Endpoint) -> ReadBody:
+        """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
 
 
 async def read_body(request: Request, limit: int) -> bytearray:
     """Read the whole body. Raises BodyTooLargeError above `limit` bytes.
 
-    Up to four times the limit is received and dropped first: a client that is cut off while it sends does not read the
-    answer.
+    Up to MAX_DROPPED_BODIES times the limit is received and dropped first.
     """
     body = bytearray()
     size = 0
@@ -31,7 +64,7 @@ async def read_body(request: Request, limit: int) -> bytearray:
         size += len(chunk)
         if size <= limit:
             body += chunk
-        elif size > 4 * limit:
+        elif size > MAX_DROPPED_BODIES * limit:
             break
         else:
             body.clear()
@@ -40,8 +73,8 @@ async def read_body(request: Request, limit: int) -> bytearray:
     return body
 
 
-def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, list[str]]:
-    """Return the body as `schema` and the names of ignored fields. Raises RequestError naming the field at fault."""
+def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -> tuple[BodyT, IgnoredFields]:
+    """Return the body as `schema` and its ignored fields. Raises RequestError naming the field at fault."""
     if len(raw) > MAX_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         message = f"the request body has more than {MAX_VALUES} commas and opening brackets; send fewer values"
         raise RequestError(message, code="too_many_values")
@@ -54,10 +87,10 @@ def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -
         if not body.stream:
             raise RequestError("stream_options is only allowed together with stream = true", param="stream_options")
         unknown += STREAM_OPTION_RULES.screen(body.stream_options.extra, "stream_options.")
-    return body, unknown
+    return body, IgnoredFields.of(unknown)
 
 
-def read_common(body: GenerationBody, ignored: list[str], serving: ServingConfig) -> dict[str, Any]:
+def read_common(body: GenerationBody, ignored: IgnoredFields, serving: ServingConfig) -> dict[str, Any]:
     """Return the fields of ReadBody that both endpoints share. Raises RequestError."""
     return {
         "model": serving.resolve_model(body.model),

@@ -10,27 +10,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pypto_serving.api.generation.choice import Delta
-from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.output import Output
-from pypto_serving.api.generation.request import GenerationRequest
-from pypto_serving.api.openai.fields import ignored_header
+from pypto_serving.api.openai.body import BodySource
 from pypto_serving.api.openai.logprobs import completion_logprobs
 from pypto_serving.api.openai.respond import respond
 from pypto_serving.api.openai.sse import EventFormat, Head, encode
-from pypto_serving.api.reading.reading import Reading
 from pypto_serving.api.service import Service
 
 
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts."""
     service: Service = request.app.state.service
-    reading: Reading = request.app.state.reading
+    reading: BodySource = request.app.state.reading
     body = await reading.read(request, "completions")
-    service.warn_ignored(body.ignored)
-    wanted = GenerationRequest(f"cmpl-{uuid.uuid4().hex}", body.prompts, body.priority, body.cache_salt)
-    generation = Generation(service, wanted)
-    head = Head(generation.id, int(time.time()), body.model, wanted.num_choices, body.include_usage)
-    return await respond(request, generation, CompletionFormat(head), body, ignored_header(body.ignored))
+    service.warn_ignored(body.ignored.names)
+    wanted = body.generation(f"cmpl-{uuid.uuid4().hex}")
+    head = Head(wanted.id, int(time.time()), body.model, wanted.num_choices, body.include_usage)
+    form = CompletionFormat(head)
+    return await respond(request, wanted, form, body)
 
 
 class CompletionFormat(EventFormat):

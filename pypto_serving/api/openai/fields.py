@@ -9,11 +9,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 IGNORED_HEADER = "x-ignored-fields"
-_MAX_LISTED = 32
+MAX_IGNORED, MAX_NAME_CHARS = 32, 64
+"""Ignored fields of a request that are named, and characters of each name; the others are only counted."""
+
+
+class IgnoredFields(msgspec.Struct, frozen=True):
+    """Unknown fields of a body: the beginnings of the first names, and how many more there are."""
+
+    names: list[str]
+    num_more: int
+
+    @classmethod
+    def of(cls, names: list[str]) -> IgnoredFields:
+        return cls([name[:MAX_NAME_CHARS] for name in names[:MAX_IGNORED]], max(0, len(names) - MAX_IGNORED))
+
+    def header(self) -> dict[str, str]:
+        """Make the response header that lists them, in characters that a header may hold."""
+        if not self.names:
+            return {}
+        names = [re.sub(r"[^\w.\-\[\]]", "?", name, flags=re.ASCII) for name in self.names]
+        more = [f"and {self.num_more} more"] if self.num_more else []
+        return {IGNORED_HEADER: ", ".join(names + more)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +69,6 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
         param=name,
         code="unsupported_field",
     )
-
-
-def ignored_header(fields: list[str]) -> dict[str, str]:
-    """Make the response header that lists ignored fields, in characters that a header may hold."""
-    if not fields:
-        return {}
-    names = [re.sub(r"[^\w.\-\[\]]", "?", field, flags=re.ASCII)[:64] for field in fields[:_MAX_LISTED]]
-    more = [f"and {len(fields) - _MAX_LISTED} more"] if len(fields) > _MAX_LISTED else []
-    return {IGNORED_HEADER: ", ".join(names + more)}
 
 
 _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pypto_serving.api.generation.prompts import Prompter
+from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.openai.chat_body import read_chat
 from pypto_serving.api.openai.completion_body import read_completion
-from pypto_serving.api.reading.wire import Endpoint, ReadBody
 from pypto_serving.api.settings import ServingConfig
 
 _READ = {"completions": read_completion, "chat": read_chat}

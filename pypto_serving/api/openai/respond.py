@@ -20,9 +20,11 @@ from pypto_serving.api.disconnect import nobody_listens, until_disconnect
 from pypto_serving.api.errors import describe, internal_error
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Consume, Generation
+from pypto_serving.api.generation.request import GenerationRequest
 from pypto_serving.api.middleware import SERVER_SEND
+from pypto_serving.api.openai.body import ReadBody
 from pypto_serving.api.openai.sse import EventFormat, error_event
-from pypto_serving.api.reading.wire import ReadBody
+from pypto_serving.api.service import Service
 from pypto_serving.engine.stream import Pause
 from pypto_serving.errors import PyptoError
 
@@ -31,12 +33,13 @@ logger = logging.getLogger("pypto_serving.api")
 DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 
 
-async def respond(
-    request: Request, generation: Generation, form: EventFormat, body: ReadBody, headers: dict[str, str]
-) -> Response:
-    """Make the response that `body` asks for; it closes the generation when it ends."""
+async def respond(request: Request, wanted: GenerationRequest, form: EventFormat, body: ReadBody) -> Response:
+    """Submit what is `wanted`, and make the response that `body` asks for. Raises what Generation raises."""
+    service: Service = request.app.state.service
+    headers = body.ignored.header()
     if body.stream:
-        return EventStream(generation, form, headers, body.ping_s)
+        return EventStream(service, wanted, form, headers, body.ping_s)
+    generation = Generation(service, wanted)
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
         content = msgspec.json.encode(form.response(outputs, generation.usage()))
@@ -50,16 +53,21 @@ async def respond(
 class EventStream(Response):
     """Stream a generation as server-sent events; waiting deltas leave in one write.
 
-    The status line leaves at once, since the request is admitted; an error that comes later is an event. With
-    `ping_s`, a comment is sent whenever nothing else was for that many seconds.
+    Making one submits the request, as the last thing that may fail. The status line leaves at once, since the request
+    is admitted; an error that comes later is an event. With `ping_s`, a comment is sent whenever nothing else was for
+    that many seconds.
     """
 
     def __init__(
-        self, generation: Generation, form: EventFormat, headers: dict[str, str], ping_s: float | None = None
+        self,
+        service: Service,
+        wanted: GenerationRequest,
+        form: EventFormat,
+        headers: dict[str, str],
+        ping_s: float | None = None,
     ) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
-        self._generation = generation
         self._form = form
         self._ping_s = ping_s
         fixed = {
@@ -68,6 +76,7 @@ class EventStream(Response):
             "x-accel-buffering": "no",
         }
         self.init_headers(fixed | headers)
+        self._generation = Generation(service, wanted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

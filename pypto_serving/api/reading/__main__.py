@@ -5,25 +5,30 @@ A reader is expendable: a body that makes it slow or large ends it, and nothing 
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import signal
 import socket
 import sys
 import traceback
 from io import BufferedRWPair
+from pathlib import Path
 
 import msgspec
 
 from pypto_serving.api.errors import describe
 from pypto_serving.api.generation.prompts import Prompter
+from pypto_serving.api.openai.body import Endpoint
 from pypto_serving.api.openai.reader import BodyReader
-from pypto_serving.api.reading.wire import ENDPOINTS, HEAD, SIZE_BYTES, Endpoint, Fault, ReaderStart, Refusal
+from pypto_serving.api.reading.wire import ENDPOINTS, HEAD, SIZE_BYTES, Fault, ReaderStart, Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent
 from pypto_serving.util import GIB, format_size
 
 MAX_BYTES = 2 * GIB
 """Memory that a reader may take for data."""
+OOM_SCORE = Path("/proc/self/oom_score_adj")
+"""Short of memory, the kernel ends the process with the highest score first: a reader, and not the worker."""
 
 
 def run(start: ReaderStart) -> None:
@@ -61,6 +66,8 @@ def send(channel: BufferedRWPair, data: bytes) -> None:
 def main() -> int:
     parent: Parent[ReaderStart] = Parent(int(sys.argv[1]), ReaderStart)
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+    with contextlib.suppress(OSError):  # some sandboxes have no such file
+        OOM_SCORE.write_text("1000")
     run(parent.start)
     return EXIT_OK
 

@@ -9,14 +9,14 @@ import socket
 
 import msgspec
 
+from pypto_serving.api.openai.body import Endpoint, ReadBody
+from pypto_serving.api.reading.turns import Turns
 from pypto_serving.api.reading.wire import (
     ANSWERS,
     ENDPOINTS,
     HEAD,
     SIZE_BYTES,
-    Endpoint,
     Fault,
-    ReadBody,
     ReaderStart,
     RefusedError,
 )
@@ -44,31 +44,34 @@ class ReaderProcess:
     def __init__(self, config: EngineConfig, serving: ServingConfig) -> None:
         self._config = config
         self._serving = msgspec.structs.replace(serving, api_key=None)
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._child: Child | None = None
         self._closed = False
         self._input: asyncio.StreamReader
         self._output: asyncio.StreamWriter | None = None
 
     async def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
-        """Read one body, in order of the calls. Raises RequestError, and RuntimeError if the reader fails on it.
+        """Read one body; see Turns for which is next. Raises RequestError, and RuntimeError if the reader fails on it.
 
         A call that is cancelled before its turn costs nothing; a body that is being read is read to the end.
         """
-        await self._turn.acquire()
+        await self._turns.take(len(raw))
         reading = asyncio.ensure_future(self._read(endpoint, raw))
         reading.add_done_callback(self._end_turn)
         return await asyncio.shield(reading)
 
     def _end_turn(self, reading: asyncio.Future[ReadBody]) -> None:
-        self._turn.release()
+        self._turns.end()
         if not reading.cancelled():
             reading.exception()  # the caller may be gone
 
     async def start(self) -> None:
         """Start the process if there is none, and wait until it can read. Raises UnavailableError."""
-        async with self._turn:
+        await self._turns.take(0)
+        try:
             await self._ensure()
+        finally:
+            self._turns.end()
 
     async def close(self) -> None:
         """End the process, whatever it does, for good."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.requests import Request
 
 from pypto_serving.api.disconnect import until_disconnect
 from pypto_serving.api.middleware import BODY_PARSED
-from pypto_serving.api.openai.body import read_body, require_json
+from pypto_serving.api.openai.body import Endpoint, ReadBody, read_body, require_json
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.reading.process import ReaderProcess
-from pypto_serving.api.reading.wire import Endpoint, ReadBody
 
-SMALL_BYTES = 16 << 10
-"""A body of at most this size is read at once, in a few milliseconds at the worst."""
+SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
+"""A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""
 QUICK_BYTES = 256 << 10
 """Larger bodies have a reader of their own, so that they hold up nobody else's."""
 
@@ -23,8 +24,10 @@ class Reading:
     Chats that run a template of the checkpoint always go to a reader, since only a process can be stopped.
     """
 
-    def __init__(self, reader: BodyReader) -> None:
+    def __init__(self, reader: BodyReader, require_admission: Callable[[int], None]) -> None:
+        """`require_admission` raises if so many requests would not be admitted now: then none of them is read."""
         self._here = reader
+        self._require_admission = require_admission
         config, serving = reader.prompter.config, reader.serving
         self._quick = ReaderProcess(config, serving)
         self._slow = ReaderProcess(config, serving)
@@ -32,6 +35,7 @@ class Reading:
     async def read(self, request: Request, endpoint: Endpoint) -> ReadBody:
         """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
         require_json(request)
+        self._require_admission(1)
         try:
             return await self._read(request, endpoint, await read_body(request, self._here.serving.max_body_bytes))
         finally:
@@ -39,8 +43,9 @@ class Reading:
 
     async def _read(self, request: Request, endpoint: Endpoint, raw: bytearray) -> ReadBody:
         templates = endpoint == "chat" and self._here.prompter.chat_encoder.runs_templates
-        if len(raw) <= SMALL_BYTES and not templates:
+        if is_small(raw) and not templates:
             return self._here.read(endpoint, raw)
+        self._require_admission(1)
         reader = self._quick if len(raw) <= QUICK_BYTES else self._slow
         return await until_disconnect(request.receive, reader.read(endpoint, raw))
 
@@ -52,3 +57,8 @@ class Reading:
         """End the readers."""
         await self._quick.close()
         await self._slow.close()
+
+
+def is_small(raw: bytes | bytearray) -> bool:
+    """Return whether a body is read at once: prompts are lists or strings, so there are few of them."""
+    return len(raw) <= SMALL_BYTES and raw.count(b"[") + raw.count(b'"') // 2 <= SMALL_VALUES

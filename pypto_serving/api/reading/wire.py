@@ -1,37 +1,22 @@
-"""What the body of a request says, and the messages between the API process and its readers."""
+"""Messages between the API process and its readers."""
 
 from __future__ import annotations
 
 import struct
-from typing import Literal
 
 import msgspec
 
 from pypto_serving.api.errors import ApiError
-from pypto_serving.api.generation.request import FittedPrompt
+from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
 
-Endpoint = Literal["completions", "chat"]
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat")
 HEAD = struct.Struct("<BQd")
 """What comes before a body: its index in ENDPOINTS, its bytes, and the CPU time to read it, in seconds."""
 SIZE_BYTES = 8
 """Bytes of the size before each answer."""
-
-
-class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
-    """A body after parsing, rendering and encoding. `ignored` are the names of unknown fields."""
-
-    model: str
-    stream: bool
-    include_usage: bool
-    ping_s: float | None
-    ignored: list[str]
-    prompts: list[FittedPrompt]
-    priority: int
-    cache_salt: str
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

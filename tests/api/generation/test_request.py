@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Format
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
-from pypto_serving.api.generation.request import GenerationRequest, engine_requests, fit_prompt
+from pypto_serving.api.generation.request import (
+    MAX_CHOICES,
+    GenerationRequest,
+    check_num_choices,
+    engine_requests,
+    fit_params,
+    fit_prompt,
+)
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.errors import ContextLengthError, RequestError
+from pypto_serving.types.request import AddRequests, EngineRequest
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.api.scripted_engine import engine_config
 
 CONFIG = engine_config(100)
@@ -33,9 +42,8 @@ def test_what_does_not_fit_is_refused(num_prompt: int, asked: int | None) -> Non
 
 def test_a_parser_sees_special_tokens() -> None:
     params = SamplingParams(max_tokens=5)
-    plain = fit_prompt([1], params, CONFIG)
-    parsed = fit_prompt([1], params, CONFIG, new_parser=DeepseekV4Format(True, True))
-    assert (plain.params.skip_special_tokens, parsed.params.skip_special_tokens) == (True, False)
+    plain, parsed = fit_params(params, CONFIG), fit_params(params, CONFIG, DeepseekV4Format(True, True))
+    assert (plain.skip_special_tokens, parsed.skip_special_tokens) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +56,9 @@ def test_a_parser_sees_special_tokens() -> None:
 )
 def test_ids_beyond_the_vocabulary_are_refused(params: SamplingParams, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
-        fit_prompt([1], params, CONFIG)
+        fit_params(params, CONFIG)
     assert caught.value.param == message.split(":")[0]
-    assert fit_prompt([1], params, engine_config(501)).params.max_tokens == 16
+    assert fit_params(params, engine_config(501)) is params
 
 
 def test_seeds_are_given_or_drawn_and_always_64_unsigned_bits() -> None:
@@ -62,8 +70,8 @@ def test_seeds_are_given_or_drawn_and_always_64_unsigned_bits() -> None:
 
 def test_choices_are_numbered_prompt_by_prompt_and_share_seed_and_tokens() -> None:
     params = SamplingParams(max_tokens=5, n=2)
-    prompts = [fit_prompt([1, 2], params, CONFIG), fit_prompt([3], params, CONFIG)]
-    request = GenerationRequest("id", prompts, priority=3, cache_salt="s")
+    prompts = [fit_prompt([1, 2], 5, CONFIG), fit_prompt([3], 5, CONFIG)]
+    request = GenerationRequest("id", prompts, params, priority=3, cache_salt="s")
     made = engine_requests(request, SeedSource(0), (9,), 1.5)
     assert request.num_choices == len(made) == 4
     assert [(r.request_id, r.choice, unpack_ids(r.token_ids).tolist()) for r in made] == [
@@ -77,3 +85,53 @@ def test_choices_are_numbered_prompt_by_prompt_and_share_seed_and_tokens() -> No
     assert {(r.params.n, r.priority, r.cache_salt, r.eos_token_ids, r.arrival_s) for r in made} == {
         (1, 3, "s", (9,), 1.5)
     }
+
+
+def packed(request: GenerationRequest) -> tuple[list[EngineRequest], list[bytes]]:
+    made = engine_requests(request, SeedSource(0), (9,), 1.5)
+    return made, [msgspec.msgpack.encode(message) for message in AddRequests.pack(made)]
+
+
+def test_the_core_is_sent_each_prompt_once_and_parameters_once_and_no_stop_strings() -> None:
+    params = SamplingParams(n=4, stop=("s" * 1000,), stop_token_ids=tuple(range(70, 90)), max_tokens=None)
+    prompts = [fit_prompt([7] * length, None, CONFIG, default_max_tokens=5) for length in [50] * 100 + [509, 509, 510]]
+    made, messages = packed(GenerationRequest("id", prompts, params, 3, "c" * 1000))
+    assert len(messages) == 3, "one for each max_tokens"
+    ids = sum(len(prompt.packed_ids) for prompt in prompts)
+    assert sum(map(len, messages)) < ids + 3 * 1200 + len(prompts) * 20 + len(made) * 10
+    assert [each for data in messages for each in msgspec.msgpack.decode(data, type=AddRequests).unpack()] == made
+    assert {each.params.max_tokens for each in made} == {5, 3, 2}
+
+
+def test_unpacked_requests_share_tokens_and_parameters() -> None:
+    prompt = fit_prompt([1] * 90, 5, CONFIG)
+    _, (message,) = packed(GenerationRequest("id", [prompt], SamplingParams(n=128, max_tokens=5)))
+    requests = msgspec.msgpack.decode(message, type=AddRequests).unpack()
+    assert len(requests) == 128
+    assert len({id(each.token_ids) for each in requests}) == len({id(each.params) for each in requests}) == 1
+
+
+def test_requests_with_nothing_in_common_arrive_as_they_are() -> None:
+    made = [
+        EngineRequest(
+            request_id=str(i), token_ids=pack_ids([i]), params=SamplingParams(top_k=i), priority=i % 2, seed=i
+        )
+        for i in range(5)
+    ]
+    assert [each for message in AddRequests.pack(made) for each in message.unpack()] == made
+
+
+def test_min_tokens_beyond_what_fits_is_refused() -> None:
+    params = SamplingParams(min_tokens=600, max_tokens=None)
+    with pytest.raises(RequestError, match="min_tokens is 600"):
+        packed(GenerationRequest("id", [fit_prompt([1], None, CONFIG)], params))
+
+
+def test_a_request_makes_a_bounded_number_of_choices() -> None:
+    """However long the queue is: the event loop makes them at one go."""
+    roomy = engine_config(100, max_queued_requests=100_000)
+    check_num_choices(MAX_CHOICES, 4, roomy)
+    for num_prompts, param in ((27, "prompt"), (1, "n")):
+        with pytest.raises(RequestError, match=f"at most {MAX_CHOICES}") as caught:
+            check_num_choices(MAX_CHOICES + 1, num_prompts, roomy)
+        assert caught.value.param == param

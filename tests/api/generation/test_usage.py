@@ -13,15 +13,12 @@ from pypto_serving.types.tokens import pack_ids
 
 
 def test_prompts_with_different_numbers_of_choices() -> None:
-    prompts = [
-        FittedPrompt(pack_ids([1] * 10), SamplingParams(n=3)),
-        FittedPrompt(pack_ids([1] * 4), SamplingParams(n=1)),
-    ]
-    request = GenerationRequest("a", prompts)
+    prompts = [FittedPrompt(pack_ids([1] * 10), 16), FittedPrompt(pack_ids([1] * 4), 16)]
+    request = GenerationRequest("a", prompts, SamplingParams(n=2))
     made = engine_requests(request, SeedSource(0), (), 0.0)
     choices = list(_new_choices(request, made, None).values())
-    assert [choice.prompt for choice in choices] == [0, 0, 0, 1]
-    for choice, cached in zip(choices, (8, 9, 9, 2), strict=True):
+    assert [choice.prompt for choice in choices] == [0, 0, 1, 1]
+    for choice, cached in zip(choices, (8, 9, 2, 2), strict=True):
         by_tier = (cached,) + (0,) * (len(TIERS) - 1)
         choice.take(
             RequestOutput(

@@ -1,0 +1,209 @@
+"""A program of clients that send what no client should: raw bytes, or JSON of every shape. It prints what it was told.
+
+python -m tests.soak.hostile URL bytes|requests SECONDS SEED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import socket
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+CLIENTS = 64
+PATIENCE_S = 1.0
+"""How long a client reads an answer before it leaves."""
+RESET = struct.pack("ii", 1, 0)
+"""Closing such a socket resets the connection."""
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/x", "/health", "/metrics")
+STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
+NEST = 100_000
+GOOD = {
+    "/v1/completions": {"prompt": [1, 2, 3], "max_tokens": 4},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is 1+1?"}], "max_tokens": 8},
+}
+# fmt: off
+FIELDS = [
+    "model", "prompt", "messages", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p",
+    "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed",
+    "skip_special_tokens", "add_special_tokens", "priority", "cache_salt", "logprobs", "top_logprobs",
+    "add_generation_prompt", "chat_template_kwargs", "tools", "tool_choice", "response_format", "logit_bias",
+    "echo", "user",
+]
+# fmt: on
+
+
+def head(rng: random.Random, length: int) -> bytes:
+    """The head of a request that is good, mostly."""
+    path = rng.choice(list(GOOD)) if rng.random() < 0.7 else rng.choice(PATHS)
+    kind = rng.choice(["application/json"] * 20 + ["text/plain", "application/json; charset=x", "a/b;;"])
+    lines = [
+        f"{rng.choice(['POST'] * 20 + ['GET', 'PUT', 'HEAD', 'OPTIONS', 'FOO', 'post'])} {path} "
+        f"HTTP/{rng.choice(['1.1'] * 20 + ['1.0', '2.0', '0.9', '1'])}",
+        "host: x",
+        f"content-type: {kind}",
+    ]
+    lines += rng.sample(
+        [
+            "connection: close",
+            "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk",
+            "expect: 100-continue",
+            "origin: http://evil.example",
+            "authorization: Bearer " + "x" * rng.choice([1, 1000, 70_000]),
+            "x-request-id: " + chr(rng.randrange(1, 256)) * rng.choice([1, 128, 129]),
+            " folded: header",
+            "a" * rng.choice([1, 100, 10_000]) + ": b",
+            "\r\n".join(f"x-{i}: y" for i in range(rng.choice([1, 100, 5000]))),
+            "transfer-encoding: " + rng.choice(["chunked", "gzip, chunked", "identity", "chunked, chunked"]),
+            "content-length: " + rng.choice(["0", "-1", "1e3", "99999999999999999999", str(10 << 30), str(length + 1)]),
+        ],
+        rng.choice([0, 0, 0, 0, 0, 1, 1, 2, 3]),
+    )
+    if rng.random() < 0.9:
+        lines.append(f"content-length: {length}")
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n"
+
+
+def mutated(rng: random.Random, data: bytes) -> bytes:
+    """`data` with a few bytes changed, left out, doubled or put in."""
+    result = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8, 64])):
+        at = rng.randrange(len(result) + 1)
+        piece = rng.choice([b"", rng.randbytes(1), rng.randbytes(16), b"\r\n", b"\0", bytes(result[at : at + 32])])
+        result[at : at + rng.choice([0, 1, 1, 16])] = piece
+    return bytes(result)
+
+
+def chunked(rng: random.Random, body: bytes) -> bytes:
+    """`body` in chunks, of which some lie about their size."""
+    out = b""
+    while body:
+        size = rng.randrange(1, 64)
+        part, body = body[:size], body[size:]
+        told = rng.choice([b"%x" % len(part)] * 12 + [b"fffffffffffffffff", b"-1", b"%x;%s" % (len(part), b"e" * 9000)])
+        out += told + b"\r\n" + part + b"\r\n"
+    return out + rng.choice([b"0\r\n\r\n", b"0\r\n" + b"t: u\r\n" * 300 + b"\r\n", b""])
+
+
+def raw_bytes(rng: random.Random) -> bytes:
+    """All bytes of one connection, with one request or several, or none at all."""
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.choice([1, 100, 10_000, 200_000]))
+    body = json.dumps(rng.choice(list(GOOD.values()))).encode()
+    if rng.random() < 0.15:
+        data = head(rng, 0).replace(b"content-length: 0", b"transfer-encoding: chunked") + chunked(rng, body)
+    elif rng.random() < 0.05:
+        data = head(rng, 60 << 20) + b" " * (8 << 20)
+    else:
+        data = head(rng, len(body)) + body
+    data *= rng.choice([1, 1, 1, 2, 30])
+    return mutated(rng, data) if rng.random() < 0.4 else data
+
+
+def value(rng: random.Random, depth: int = 0) -> Any:
+    """A JSON value of any shape."""
+    if depth < 3 and rng.random() < 0.25:
+        return [value(rng, depth + 1) for _ in range(rng.choice([0, 1, 2, 30]))]
+    if depth < 3 and rng.random() < 0.2:
+        return {rng.choice([*FIELDS, "type", "text", "role", "content"]): value(rng, depth + 1) for _ in range(3)}
+    text = rng.choice(["", "a", "user", "system", "\ud800", "\0", "\u2028", "é" * 100, "<|im_end|>", "x" * 50_000])
+    number = rng.choice([0, 1, -1, 2, 16, 128, 129, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e308])
+    return rng.choice([text, number, True, False, None, text, number, rng.randrange(-5, 700)])
+
+
+def json_body(rng: random.Random) -> bytes:
+    """A body with a few fields of any value, or one whose size or depth is the attack."""
+    path_body = dict(rng.choice(list(GOOD.values())))
+    kind = rng.random()
+    if kind < 0.85:
+        for name in rng.sample(FIELDS, rng.choice([0, 1, 1, 2, 3, 5])):
+            path_body[name] = value(rng)
+        if rng.random() < 0.3:
+            path_body["stream"] = True
+    elif kind < 0.9:
+        path_body[rng.choice(FIELDS)] = [
+            rng.choice([0, "a", None, {"role": "user", "content": "a"}, [1]])
+        ] * rng.choice([10_000, 200_000])
+    elif kind < 0.95:
+        path_body[rng.choice(FIELDS)] = rng.choice(["a", "\u20ac", "\n", " "]) * rng.choice([10**5, 10**6, 5 * 10**6])
+    else:
+        opening = rng.choice([b"[", b'{"a":'])
+        return b'{"prompt":' + opening * NEST
+    body = json.dumps(path_body).encode()
+    return mutated(rng, body) if rng.random() < 0.15 else body
+
+
+def json_request(rng: random.Random) -> bytes:
+    body = json_body(rng)
+    path = rng.choice([*GOOD, *GOOD, *GOOD, "/reset_prefix_cache", "/tokenize", "/v1//completions/"])
+    lines = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close"
+    return f"{lines}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def one_connection(address: tuple[str, int], rng: random.Random, data: bytes, told: Counter[int]) -> None:
+    """Send `data`, at once or in pieces with pauses, read some of the answer and leave politely or not."""
+    reader, writer = await asyncio.open_connection(*address)
+    if rng.random() < 0.2:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    try:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(PATIENCE_S * 9):
+                await _send(writer, rng, data)
+                if rng.random() < 0.1:
+                    writer.write_eof()
+                if rng.random() < 0.85:
+                    await _read(reader, rng.choice([100, 10**7, 10**7]), told)
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _send(writer: asyncio.StreamWriter, rng: random.Random, data: bytes) -> None:
+    pieces = rng.choice([1, 1, 1, 1, 2, 5, 20])
+    size = max(1, -(-len(data) // pieces))
+    for i in range(0, len(data), size):
+        writer.write(data[i : i + size])
+        await writer.drain()
+        if pieces > 1:
+            await asyncio.sleep(rng.random() * 0.2)
+
+
+async def _read(reader: asyncio.StreamReader, limit: int, told: Counter[int]) -> None:
+    tail = b""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            while limit > 0 and (part := await reader.read(65536)):
+                limit -= len(part)
+                told.update(int(status) for status in STATUS.findall(tail + part))
+                tail = part[-11:]
+
+
+async def assault(url: str, make: Callable[[random.Random], bytes], seconds: float, seed: int) -> Counter[int]:
+    """CLIENTS of them until the time is over; how often each status was told."""
+    address, told = urlsplit(url), Counter[int]()
+    assert address.hostname and address.port
+    until_s = time.monotonic() + seconds
+
+    async def client(rng: random.Random) -> None:
+        while time.monotonic() < until_s:
+            with suppress(OSError):
+                await one_connection((address.hostname or "", address.port or 0), rng, make(rng), told)
+
+    await asyncio.gather(*(client(random.Random(seed * 1000 + i)) for i in range(CLIENTS)))
+    return told
+
+
+if __name__ == "__main__":
+    _, url, kind, seconds, seed = sys.argv
+    make = {"bytes": raw_bytes, "requests": json_request}[kind]
+    print(json.dumps(asyncio.run(assault(url, make, float(seconds), int(seed)))))
