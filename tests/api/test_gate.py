@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pypto_serving.api import gate, run
-from pypto_serving.api.gate import Places
+from pypto_serving.api.gate import Gate, Places
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, padded
+from tests.clock import VirtualClock
 
 
 @pytest.fixture
@@ -199,3 +200,26 @@ def test_a_request_that_waits_to_be_read_is_told_of_the_end(
         status, data = answer(client)
         assert status == 503 and b"shutting down" in data and b"x-request-id" in data
     assert not [record for record in caplog.records if record.exc_info]
+
+
+class Client:
+    """A connection as the gate sees it."""
+
+    ended = False
+
+    def close_idle(self) -> None:
+        self.ended = True
+
+    def refuse_busy(self, reason: str) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("in_body", [False, True])
+def test_a_client_that_drips_a_head_gives_way_and_one_that_drips_a_body_does_not(in_body: bool) -> None:
+    clock, dripping, newcomer = VirtualClock(), Client(), Client()
+    doorman = Gate(Places(1, 1), 1000, clock, lambda status, message: None)
+    assert doorman.enter(dripping)
+    for _ in range(3):
+        doorman.sending(dripping, in_body)
+        clock.advance(gate.SILENCE_S / 2)
+    assert doorman.enter(newcomer) is dripping.ended is not in_body
