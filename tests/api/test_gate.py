@@ -115,13 +115,13 @@ def unread(start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gate, "MIN_HELD_BYTES", 0)
     monkeypatch.setattr(run, "CLOSE_TIMEOUT_S", 0.1)
     server = start(max_body_bytes=100_000)
-    turns = [reader._turn for reader in (server.app.state.reading._quick, server.app.state.reading._slow)]
+    turns = [reader._turns for reader in (server.app.state.reading._quick, server.app.state.reading._slow)]
     for turn in turns:
-        asyncio.run_coroutine_threadsafe(turn.acquire(), server.loop).result(WAIT_S)
+        asyncio.run_coroutine_threadsafe(turn.take(0), server.loop).result(WAIT_S)
     yield server
     for turn in turns:
         if server.thread.is_alive():
-            server.call(turn.release)
+            server.call(turn.end)
 
 
 def test_a_body_counts_until_it_is_parsed_also_if_it_came_at_once(unread: RunningServer) -> None:
