@@ -59,8 +59,8 @@ class _Request:
 class BoundedProtocol(HttpToolsProtocol):
     """Uvicorn's protocol with limits. A request beyond one gets its status, and the connection is closed.
 
-    - A request to upgrade to another protocol is answered in HTTP/1.1, as RFC 9110, section 7.8, allows. Most clients
-      that offer HTTP/2 in this way need that.
+    - A request to upgrade to another protocol is answered as if it had not asked, as RFC 9110, section 7.8, allows.
+      Most clients that offer HTTP/2 in this way need that.
     - A body that is announced as too large is refused before it is sent, if the client waits for leave to send it.
     - A body that is answered before it ended may end while the connection is kept alive; then the connection is closed.
     - Trailers are dropped. Answers to HTTP/1.0 have no chunks.
@@ -124,14 +124,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _go_on_without_upgrade(self, body: bytes) -> None:
         """Parse the same request again, without the headers that ask for another protocol."""
-        kept = [(name, value) for name, value in self.headers if name not in _UPGRADES | {b"connection"}]
-        tokens = [token.strip() for name, value in self.headers if name == b"connection" for token in value.split(b",")]
-        kept += [(b"connection", token) for token in tokens if token.lower() not in _UPGRADES]
+        self._drop(self._request)
         line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        lines = [line, *(name + b": " + value for name, value in kept)]
+        kept = [name + b": " + value for name, value in self.headers if name not in _UPGRADES | {b"connection"}]
+        tokens = [token.strip() for name, value in self.headers if name == b"connection" for token in value.split(b",")]
+        others = b", ".join(token for token in tokens if token.lower() not in _UPGRADES)
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._feed(b"\r\n".join([*lines, b"", body]))
+        self._feed(b"\r\n".join([line, *kept, b"connection: " + others, b"", body]))
 
     # Memory and place.
 

@@ -149,6 +149,8 @@ class Gate:
         if connection in self._held:
             self._held[connection] -= num_bytes
             self._num_held -= num_bytes
+            if self._held[connection] <= SMALL_BYTES:
+                self._large.discard(connection)
 
     def _too_many(self, newest: Waiting) -> Waiting | None:
         """Return the connection whose request is refused because memory is short, or None."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.text.files import read_optional_json
+from pypto_serving.api.text.files import load_eos_token_ids, read_optional_json
 from pypto_serving.errors import ConfigError, ModelError, RequestError, UnknownModelError
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.model import ModelSpec
@@ -54,13 +54,14 @@ class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the HTTP server. Responses and metrics use the first of `served_model_names`.
 
-    `model_dir` is "" for a model without files. `chat_template` is the path of a Jinja file that replaces the
-    checkpoint's template. Raises ConfigError if a value cannot work.
+    `model_dir` is "" for a model without files. `eos_token_ids` are those that its files declare. `chat_template` is
+    the path of a Jinja file that replaces the checkpoint's template. Raises ConfigError if a value cannot work.
     """
 
     model_dir: str
     served_model_names: tuple[str, ...]
     architecture: str = ""
+    eos_token_ids: tuple[int, ...] = ()
     api_key: str | None = default_of(ServerConfig, "api_key")
     default_sampling: DefaultSampling = DefaultSampling()
     chat_template: str | None = default_of(ServerConfig, "chat_template")
@@ -117,6 +118,7 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
     """Make the options of the HTTP server of a resolved configuration and its model."""
     return load_serving_config(
         model.path,
+        model.eos_token_ids,
         served_model_names=server.served_model_names,
         architecture=model.architecture,
         api_key=server.api_key,
@@ -128,8 +130,12 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
     )
 
 
-def load_serving_config(model_dir: str | Path, **options: Any) -> ServingConfig:
-    """Make a ServingConfig with the checkpoint's sampling defaults; its folder names the model unless `options` do."""
+def load_serving_config(model_dir: str | Path, config_eos_ids: tuple[int, ...] = (), **options: Any) -> ServingConfig:
+    """Make a ServingConfig with what the checkpoint's generation_config.json says.
+
+    `config_eos_ids` are those of its config.json. Its folder names the model unless `options` do. Raises ModelError.
+    """
     options.setdefault("served_model_names", (Path(model_dir).resolve().name,))
+    options["eos_token_ids"] = load_eos_token_ids(model_dir, config_eos_ids) if str(model_dir) else ()
     options.setdefault("default_sampling", load_default_sampling(model_dir))
     return ServingConfig(model_dir=str(model_dir), **options)

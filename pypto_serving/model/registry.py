@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pypto_serving.errors import ModelError
 from pypto_serving.model.contents import STORED_DTYPES, read_contents
 from pypto_serving.model.family import ModelFamily
@@ -75,7 +77,9 @@ class CheckpointConfig:
         bfloat16 beside int8 weights.
         """
         serving = self.serving_dtype(dtype)
-        return self.family.spec(self.model, self.directory, self.architecture, serving, block_size)
+        spec = self.family.spec(self.model, self.directory, self.architecture, serving, block_size)
+        fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
+        return msgspec.structs.replace(spec, eos_token_ids=fields.int_list("eos_token_id"))
 
     def contents(self) -> Contents:
         """List what the folder holds, by the best source that is there: files, an index, or config.json alone.

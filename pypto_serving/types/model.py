@@ -63,6 +63,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: how weights are quantised; only the kernels serve quantised ones.
     obstacle: why nothing serves the model; empty if something does.
     own_blocks: the KV groups have block sizes of their own, so none can be chosen.
+    eos_token_ids: end-of-sequence ids of config.json, which generation_config.json may replace.
     """
 
     path: str
@@ -80,6 +81,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     obstacle: str = ""
     own_blocks: bool = False
+    eos_token_ids: tuple[int, ...] = ()
     kv_groups: tuple[KVCacheGroupSpec, ...]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from pypto_serving.setup.locate import BUNDLED
 
 COUNT = """
 import sys
@@ -18,8 +21,20 @@ sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("argv", [["check"], ["check", "--json"], ["generate", "--max-tokens", "1", "x"]], ids=" ".join)
-def test_a_process_reads_the_configuration_once(argv: list[str]) -> None:
+def opens(argv: list[str]) -> str:
     done = subprocess.run([sys.executable, "-c", COUNT, *argv], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == "1"
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("argv", [["check"], ["check", "--json"], ["generate", "--max-tokens", "1", "x"]], ids=" ".join)
+def test_a_process_reads_the_configuration_once(argv: list[str]) -> None:
+    assert opens(argv) == "1"
+
+
+def test_also_without_a_generation_config(tmp_path: Path) -> None:
+    """Then the ids that end a sequence are those of config.json."""
+    for file in BUNDLED.iterdir():
+        if file.name != "generation_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    assert opens(["generate", "--model", str(tmp_path), "--max-tokens", "1", "x"]) == "1"

@@ -16,7 +16,7 @@ from tests.model.configs import MOE, RELEASED, write
 def test_a_released_config(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, RELEASED), block_size=32)
     assert (spec.architecture, spec.dtype, spec.num_layers) == ("Qwen3ForCausalLM", "bfloat16", 28)
-    assert spec.max_position_embeddings == 40960
+    assert (spec.max_position_embeddings, spec.eos_token_ids) == (40960, (151645,))
     assert spec.num_parameters == 596_049_920
     assert spec.weight_bytes == 2 * (596_049_920 + 151936 * 1024)
     (group,) = spec.kv_groups

@@ -34,14 +34,12 @@ def load_special_tokens(model_dir: str | Path) -> dict[str, str]:
     return found
 
 
-def load_eos_token_ids(model_dir: str | Path) -> tuple[int, ...]:
-    """Read the end-of-sequence ids of generation_config.json or, if it has none, of config.json, ascending.
+def load_eos_token_ids(model_dir: str | Path, config_ids: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Read the end-of-sequence ids of generation_config.json, ascending; `config_ids` of config.json if it has none.
 
-    Raises ModelError if a file is damaged or an id is not a whole number.
+    Raises ModelError if the file is damaged or an id is not a whole number.
     """
-    for file in ("generation_config.json", "config.json"):
-        path = Path(model_dir) / file
-        fields = Fields(read_optional_json(path), str(path))
-        if fields.get("eos_token_id") is not None:
-            return tuple(sorted(set(fields.int_list("eos_token_id"))))
-    return ()
+    path = Path(model_dir) / "generation_config.json"
+    fields = Fields(read_optional_json(path), str(path))
+    has_own = fields.get("eos_token_id") is not None
+    return tuple(sorted(set(fields.int_list("eos_token_id") if has_own else config_ids)))

@@ -87,18 +87,17 @@ def test_a_lone_surrogate_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("generation", "config", "ids"),
-    [({"eos_token_id": [5, 3, 5]}, {"eos_token_id": 7}, (3, 5)), ({}, {"eos_token_id": 7}, (7,)), ({}, {}, ())],
+    [({"eos_token_id": [5, 3, 5]}, (7,), (3, 5)), ({"eos_token_id": []}, (7,), ()), ({}, (7,), (7,)), ({}, (), ())],
 )
 def test_eos_ids_of_the_generation_config_come_first(
-    tmp_path: Path, generation: dict[str, Any], config: dict[str, Any], ids: tuple[int, ...]
+    tmp_path: Path, generation: dict[str, Any], config: tuple[int, ...], ids: tuple[int, ...]
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_eos_token_ids(tmp_path) == ids
+    assert load_eos_token_ids(tmp_path, config) == ids
 
 
 @pytest.mark.parametrize("value", ["end", [1, "2"], True, 1.5])
 def test_eos_ids_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ModelError, match=r"config\.json: eos_token_id is .*, but must be whole numbers"):
         load_eos_token_ids(tmp_path)
