@@ -160,7 +160,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or (self._is_answering() and not waits):
             self._gate.busy(self)
         elif receives:
-            self._gate.sending(self)
+            self._gate.sending(self, self._phase is _Phase.BODY)
         else:
             self._gate.idle(self)
 
@@ -199,6 +199,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._upgrades:
             return
         super().on_headers_complete()
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn pauses, and so would miss that the client leaves
         self._phase = _Phase.BODY
         self._start_timer(BODY_PATIENCE_S, lambda: self._check_body(0))
         cycle: Any = self.cycle

@@ -95,11 +95,13 @@ class Gate:
         if connection in self._served:
             self._idle.setdefault(connection, self._clock.now())
 
-    def sending(self, connection: Waiting) -> None:
-        """Note that the client sent a part of a request."""
-        self.busy(connection)
+    def sending(self, connection: Waiting, in_body: bool) -> None:
+        """Note that the client sent a part of a request. For a place, a head that does not end counts as silence."""
+        self._idle.pop(connection, None)
+        if in_body:
+            self._sending.pop(connection, None)
         if connection in self._served:
-            self._sending[connection] = self._clock.now()
+            self._sending.setdefault(connection, self._clock.now())
 
     def busy(self, connection: Waiting) -> None:
         """Note that the connection does not wait for its client."""

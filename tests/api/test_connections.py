@@ -277,13 +277,15 @@ def test_a_late_body_leaves_the_answer_before_it_whole(
     assert re.findall(rb"HTTP/1.1 (\d+)", answer(client)[1]) == [b"200", b"408"]
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
 def test_a_disconnect_ends_the_first_of_pipelined_requests(
-    server: RunningServer, connect: Callable[[], socket.socket]
+    server: RunningServer, connect: Callable[[], socket.socket], at_once: int
 ) -> None:
     server.engine.script = lambda request: Script([], hang=True)
     client = connect()
-    client.sendall((HEAD + LENGTH + b"\r\n" + BODY) * 3)
+    client.sendall((HEAD + LENGTH + b"\r\n" + BODY) * at_once)
     server.engine.wait_for(lambda: len(server.engine.requests) == 1)
+    client.sendall((HEAD + LENGTH + b"\r\n" + BODY) * (3 - at_once))
     client.close()
     server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pypto_serving.api import gate, run
-from pypto_serving.api.gate import Places
+from pypto_serving.api.gate import Gate, Places
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
 from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, padded
+from tests.clock import VirtualClock
 
 
 @pytest.fixture
@@ -114,13 +115,13 @@ def unread(start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gate, "MIN_HELD_BYTES", 0)
     monkeypatch.setattr(run, "CLOSE_TIMEOUT_S", 0.1)
     server = start(max_body_bytes=100_000)
-    turns = [reader._turn for reader in (server.app.state.reading._quick, server.app.state.reading._slow)]
+    turns = [reader._turns for reader in (server.app.state.reading._quick, server.app.state.reading._slow)]
     for turn in turns:
-        asyncio.run_coroutine_threadsafe(turn.acquire(), server.loop).result(WAIT_S)
+        asyncio.run_coroutine_threadsafe(turn.take(0), server.loop).result(WAIT_S)
     yield server
     for turn in turns:
         if server.thread.is_alive():
-            server.call(turn.release)
+            server.call(turn.end)
 
 
 def test_a_body_counts_until_it_is_parsed_also_if_it_came_at_once(unread: RunningServer) -> None:
@@ -199,3 +200,26 @@ def test_a_request_that_waits_to_be_read_is_told_of_the_end(
         status, data = answer(client)
         assert status == 503 and b"shutting down" in data and b"x-request-id" in data
     assert not [record for record in caplog.records if record.exc_info]
+
+
+class Client:
+    """A connection as the gate sees it."""
+
+    ended = False
+
+    def close_idle(self) -> None:
+        self.ended = True
+
+    def refuse_busy(self, reason: str) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("in_body", [False, True])
+def test_a_client_that_drips_a_head_gives_way_and_one_that_drips_a_body_does_not(in_body: bool) -> None:
+    clock, dripping, newcomer = VirtualClock(), Client(), Client()
+    doorman = Gate(Places(1, 1), 1000, clock, lambda status, message: None)
+    assert doorman.enter(dripping)
+    for _ in range(3):
+        doorman.sending(dripping, in_body)
+        clock.advance(gate.SILENCE_S / 2)
+    assert doorman.enter(newcomer) is dripping.ended is not in_body

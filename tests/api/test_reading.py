@@ -22,7 +22,7 @@ from pypto_serving.api.reading import process
 from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.process import ReaderProcess
 from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES, is_small
-from pypto_serving.api.reading.turns import MAX_WAITING, Turns
+from pypto_serving.api.reading.turns import Turns
 from pypto_serving.api.reading.wire import ANSWERS, Fault
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -242,9 +242,12 @@ def test_a_full_server_reads_no_body(start: Callable[..., RunningServer]) -> Non
     assert server.app.state.reading._slow._child is None
 
 
+MAX_WAITING = 8
+
+
 async def turns_taken(sizes: list[int], leaving: tuple[int, ...] = ()) -> list[int | str]:
     """The sizes in the order of their turns, after one that came before; the errors of those that were refused."""
-    turns, order = Turns(), list[int | str]()
+    turns, order = Turns(MAX_WAITING), list[int | str]()
 
     async def read(size: int) -> None:
         try:
@@ -280,7 +283,7 @@ def test_the_longest_body_is_refused_when_too_many_wait() -> None:
 
 def test_a_turn_that_comes_while_its_client_leaves_is_passed_on() -> None:
     async def scenario() -> None:
-        turns = Turns()
+        turns = Turns(MAX_WAITING)
         await turns.take(0)
         first, second = (asyncio.create_task(turns.take(size)) for size in (1, 2))
         await asyncio.sleep(0)

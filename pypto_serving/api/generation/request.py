@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,15 +103,14 @@ def engine_requests(
     Choices of a prompt share its seed and token ids; all choices share their parameters, which have no stop strings:
     those are found here. Raises RequestError if `min_tokens` does not fit.
     """
-
-    @functools.cache
-    def params_for(max_tokens: int) -> SamplingParams:
-        return msgspec.structs.replace(request.params, n=1, stop=(), max_tokens=max_tokens)
-
     made: list[EngineRequest] = []
+    known: dict[int, SamplingParams] = {}
     for prompt in request.prompts:
         seed = seeds.seed_of(request.params)
-        params = params_for(prompt.max_tokens)
+        params = known.get(prompt.max_tokens)
+        if params is None:
+            params = msgspec.structs.replace(request.params, n=1, stop=(), max_tokens=prompt.max_tokens)
+            known[prompt.max_tokens] = params
         for choice in range(request.params.n):
             made.append(
                 EngineRequest(

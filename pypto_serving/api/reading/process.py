@@ -44,7 +44,7 @@ class ReaderProcess:
     def __init__(self, config: EngineConfig, serving: ServingConfig) -> None:
         self._config = config
         self._serving = msgspec.structs.replace(serving, api_key=None)
-        self._turns = Turns()
+        self._turns = Turns(config.max_unfinished)
         self._child: Child | None = None
         self._closed = False
         self._input: asyncio.StreamReader
@@ -123,7 +123,7 @@ class ReaderProcess:
             async with asyncio.timeout(START_S):
                 return await self._start()
         except (TimeoutError, OSError, EOFError):
-            await self._end()
+            logger.error("a reader of bodies did not start: it ended with code %d", await self._end())
             raise UnavailableError("the process that reads requests did not start; try again later") from None
 
     async def _start(self) -> asyncio.StreamWriter:
@@ -142,6 +142,7 @@ class ReaderProcess:
 
 def _ended(code: int) -> RequestError:
     """Explain the end of a process; native code that gets no memory aborts."""
+    logger.error("a reader of bodies ended with code %d", code)
     if code == -signal.SIGABRT:
         return RequestError("this request takes too much memory to read; send less", code="request_too_large")
     message = "the process that read this request ended unexpectedly; the log of the server may say why"

@@ -8,18 +8,17 @@ from bisect import insort
 
 from pypto_serving.errors import QueueFullError
 
-MAX_WAITING = 64
-"""Bodies that wait for one reader."""
 RETRY_S = 5
 
 
 class Turns:
     """Hand out turns, the shortest body first, so that long ones delay none but their like. Owned by ReaderProcess.
 
-    If too many wait, the longest is refused.
+    If more than `max_waiting` wait, the longest is refused.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_waiting: int) -> None:
+        self._max_waiting = max_waiting
         self.taken = False
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
@@ -32,8 +31,8 @@ class Turns:
         turn = asyncio.get_running_loop().create_future()
         entry = (num_bytes, next(self._arrivals), turn)
         insort(self._waiting, entry)
-        if len(self._waiting) > MAX_WAITING:
-            message = f"{MAX_WAITING} bodies that are not longer wait to be read; try again later, or send less"
+        if len(self._waiting) > self._max_waiting:
+            message = f"{self._max_waiting} bodies that are not longer wait to be read; try again later, or send less"
             self._waiting.pop()[2].set_exception(QueueFullError(message, RETRY_S))
         try:
             await turn
