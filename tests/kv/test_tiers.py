@@ -231,18 +231,24 @@ def test_stores_that_hang_leave_room_for_the_longest_request(preempted: bool) ->
     simulation.run()
 
 
-def test_every_request_whose_prefix_is_below_the_device_loads_it() -> None:
-    """Also with more of them than may load at once: the others wait, as loading is faster than computing."""
+def below_the_device(prompts: list[list[int]]) -> Simulation:
+    """A simulation whose host tier alone holds these prompts."""
     tiers = (TierConfig(tier="host", size_bytes=0, num_slots=(1000,)),)
     simulation = Simulation(
         null_config(plain_groups(16), 1000, tiers=tiers, max_num_seqs=100, max_num_batched_tokens=2000)
     )
-    prompts = [[i, *range(50)] for i in range(80)]
     for tokens in prompts:
         simulation.add(tokens)
     simulation.run()
     simulation.client.send(ClearCache(("device",)))
     simulation.turn()
+    return simulation
+
+
+def test_every_request_whose_prefix_is_below_the_device_loads_it() -> None:
+    """Also with more of them than may load at once: the others wait, as loading is faster than computing."""
+    prompts = [[i, *range(50)] for i in range(80)]
+    simulation = below_the_device(prompts)
     simulation.executor.delay = lambda: 3
     again = [simulation.add(tokens) for tokens in prompts]
     simulation.run()
@@ -252,16 +258,8 @@ def test_every_request_whose_prefix_is_below_the_device_loads_it() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_loads_that_hang_delay_nobody_for_long(shared: bool) -> None:
     """More of them than may load at once. Of a tier that others fill too, every request asks what it holds."""
-    tiers = (TierConfig(tier="host", size_bytes=0, num_slots=(1000,)),)
-    simulation = Simulation(
-        null_config(plain_groups(16), 1000, tiers=tiers, max_num_seqs=100, max_num_batched_tokens=2000)
-    )
     prompts = [[i, *range(50)] for i in range(40)]
-    for tokens in prompts:
-        simulation.add(tokens)
-    simulation.run()
-    simulation.client.send(ClearCache(("device",)))
-    simulation.turn()
+    simulation = below_the_device(prompts)
     lower(simulation).shared = shared
     simulation.executor.is_stuck = lambda job: True
 

@@ -1,6 +1,6 @@
 """Read the bodies of requests without holding up the event loop.
 
-- `wire`: what a body says, and the messages between this process and its readers.
+- `wire`: the messages between this process and its readers.
 - `process`: one reader process, watched from here.
 - `turns`: which body a reader reads next.
 - `reading`: which bodies are read here, and which by a reader.
