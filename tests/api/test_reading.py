@@ -206,12 +206,11 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
         await reader.start()
         assert reader._child is not None
         assert Path(f"/proc/{reader._child.pid}/oom_score_adj").read_text() == "1000\n", "it must be the first to go"
-        os.kill(reader._child.pid, signal.SIGSTOP)
-        reading = asyncio.ensure_future(reader.read("completions", completion([1])))
-        while not reader._turns.taken:
+        reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000)))
+        assert reader._output is not None
+        while not reader._output.transport.get_write_buffer_size():
             await asyncio.sleep(0)
         os.kill(reader._child.pid, number)
-        os.kill(reader._child.pid, signal.SIGCONT)
         with pytest.raises(RequestError, match=words):
             await reading
         assert list((await reader.read("completions", completion([2]))).prompts[0].token_ids) == [2]

@@ -100,6 +100,8 @@ class ReaderProcess:
             await self._end()
             raise _too_slow(endpoint, allowed_s) from None
         except (OSError, EOFError):
+            if self._closed:
+                raise UnavailableError("the server is shutting down") from None
             code = await self._end(DYING_S)
             raise _too_slow(endpoint, allowed_s) if code == -signal.SIGPROF else _ended(code) from None
         if isinstance(answer, ReadBody):
