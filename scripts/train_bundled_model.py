@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bundled_model import card, checkpoint, evaluation, training
+from bundled_model import card, checkpoint, evaluation, scores, training
 from bundled_model.arithmetic import PROBLEMS, all_problems
 from bundled_model.practice import Practice, Turn
 from bundled_model.tokenizer import Encoder, save_tokenizer, train_tokenizer
@@ -33,25 +33,33 @@ def train_and_save(options: argparse.Namespace) -> None:
     else:
         model, tokenizer = checkpoint.load(folder)
     encoder = Encoder(tokenizer)
-    turns = evaluation.held_out_turns(200, options.seed)
+    turns = evaluation.encoded(encoder, evaluation.held_out_turns(200, options.seed))
+    calls = evaluation.encoded(encoder, evaluation.call_turns("calculate", 100, options.seed))
+    nothing_said = evaluation.earlier_tool_chats(encoder, 0, options.seed)
+    said = evaluation.earlier_chats(encoder, 1000, options.seed)
     started = time.monotonic()
+
+    def exact(rows: list[evaluation.Row], starts: evaluation.Starts = evaluation.NOTHING) -> float:
+        return scores.share([lead > 0 for lead in evaluation.leads(model, rows, starts)])
 
     def report() -> str:
         save_tokenizer(tokenizer, folder, training.MAX_POSITION)
         checkpoint.save_model(model, folder)
-        near = evaluation.share(evaluation.exact_replies(model, encoder, turns))
-        far = evaluation.share(evaluation.exact_replies(model, encoder, turns[:40], earlier=1000))
-        return f"held-out {near:.1f} %, after 1,000 tokens {far:.1f} %, {time.monotonic() - started:.0f} s"
+        near, far = exact(turns), exact(turns[:40], said)
+        parts = f"held-out {near:.1f} %, after 1,000 tokens {far:.1f} %, calls {exact(calls, nothing_said):.1f} %"
+        return f"{parts}, {time.monotonic() - started:.0f} s"
 
     def practice(stage: training.Stage, seed: int) -> Practice:
         """Look which problems and tasks go badly, if the stage is about those."""
         if not stage.again_share:
             return Practice(all_problems(held_out=False))
         result = Practice(PROBLEMS, stage.again_share)
-        pairs = evaluation.every_problem(seed, evaluation.FORMS[0])
-        turns = [Turn(*pair, problem) for pair, problem in zip(pairs, PROBLEMS, strict=True)]
+        turns = []
+        for form in stage.forms:
+            pairs = evaluation.every_problem(seed, form)
+            turns += [Turn(*pair, problem) for pair, problem in zip(pairs, PROBLEMS, strict=True)]
         turns += [Turn(*pair) for task in evaluation.TASKS for pair in evaluation.task_turns(task, 200, seed)]
-        leads = evaluation.leads(model, encoder, [(turn.question, turn.reply) for turn in turns])
+        leads = evaluation.leads(model, [encoder.turn(turn.question, turn.reply) for turn in turns])
         for turn, lead in zip(turns, leads, strict=True):
             result.saw(turn, training.loss_of_lead(lead, stage.margin))
         print(f"{sum(lead <= 0 for lead in leads)} of {len(turns)} turns wrong", flush=True)
@@ -69,7 +77,7 @@ def evaluate(folder: Path, count: int, seed: int, write_card: bool) -> str:
     """Return the accuracy and sample chats of a saved model as Markdown; put them on its card if wanted."""
     model, tokenizer = checkpoint.load(folder)
     encoder = Encoder(tokenizer)
-    parts = [evaluation.format_table(evaluation.accuracy_table(model, encoder, seed, count))]
+    parts = [scores.format_table(scores.score_table(model, encoder, seed, count))]
     parts.append("```text\n" + "\n\n".join(checkpoint.transcripts(model, encoder)) + "\n```\n")
     results = "\n".join(parts)
     if write_card:

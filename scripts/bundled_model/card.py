@@ -24,6 +24,8 @@ compare its answers; it is no use as an assistant.
 chats contain sums and differences of numbers from 0 to {largest} in many phrasings, counting, spelling
 forwards and backwards, the order of letters, days and months, repeating, greetings, a name to remember, and much to
 decline: negative or larger numbers, other operations, ranges and words beyond its skills, unknown subjects, odd input.
+Some ask for JSON, and some offer functions. The questions that need a function, and those that ask for JSON, are
+split by a hash of the reply: one in ten is never practised, and the table below asks only those.
 Rows are 64 to {positions:,} tokens long. To train a model again:
 
     python scripts/train_bundled_model.py --out pypto_serving/assets/bundled

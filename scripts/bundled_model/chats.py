@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from . import arithmetic, odd_input, refusals, skills
+from . import arithmetic, common_requests, json_answers, odd_input, refusals, skills, tool_questions
 from .practice import Practice, Turn
 from .words import NAMES
 
@@ -31,6 +31,9 @@ SKILLS = [
     (odd_input.odd, 3),
     (refusals.out_of_range, 12),
     (refusals.other_skill, 9),
+    (common_requests.common_request, 8),
+    (json_answers.json_answer, 12),
+    (tool_questions.without_tools, 5),
 ]
 UNTIDY = {
     skills.small_talk,

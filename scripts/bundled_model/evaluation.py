@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
 
-from . import arithmetic, odd_input, refusals, skills
+from . import arithmetic, common_requests, json_answers, odd_input, refusals, skills, tool_questions
 from .chats import Chat
 from .practice import Practice
 from .tokenizer import Encoder
+from .tool_chats import SIGNATURES, ToolChat
+from .tools import calls_text, system_text
+
+Row = tuple[list[int], list[bool]]
+"""Ids, and which of them the model should write."""
+Starts = Sequence[list[int]]
+"""The ids of earlier chats, each of which is gone on with."""
 
 BATCH = 128
+CHATS = 20
+NOTHING: Starts = [[]]
 FORMS = ["What is {a}{o}{b}?", "What is {a} {o} {b}?", "{a}{o}{b}", "{a} {o} {b} ="]
 
 TASKS: dict[str, Callable[[random.Random], skills.Pair]] = {
@@ -30,6 +38,9 @@ TASKS: dict[str, Callable[[random.Random], skills.Pair]] = {
     "odd input": odd_input.odd,
     "other calculations": refusals.out_of_range,
     "beyond a skill": refusals.other_skill,
+    "common requests": common_requests.common_request,
+    "JSON on request": json_answers.json_answer,
+    "functions that are not there": tool_questions.without_tools,
 }
 
 
@@ -48,34 +59,90 @@ def task_turns(task: str, count: int, seed: int) -> list[skills.Pair]:
 
 def earlier_chat(rng: random.Random, encoder: Encoder, tokens: int) -> list[int]:
     """Return at least `tokens` ids of unrelated chat, or none."""
-    chat = Chat(rng, Practice(arithmetic.PROBLEMS), arithmetic_share=0.4)
-    ids: list[int] = []
+    return _extended([], Chat(rng, Practice(arithmetic.PROBLEMS), arithmetic_share=0.4), encoder, tokens)
+
+
+def earlier_chats(encoder: Encoder, tokens: int, seed: int) -> Starts:
+    """Return several earlier chats, or one that is empty."""
+    rng = random.Random(seed)
+    return [earlier_chat(rng, encoder, tokens) for _ in range(CHATS if tokens else 1)]
+
+
+def earlier_tool_chats(encoder: Encoder, tokens: int, seed: int) -> Starts:
+    """Return the beginnings of chats with both functions."""
+    rng = random.Random(seed)
+    chats = [tool_chat(rng) for _ in range(CHATS if tokens else 1)]
+    offer = encoder.message("system", system_text(None, SIGNATURES.values()))
+    return [_extended(offer, chat, encoder, tokens) for chat in chats]
+
+
+def tool_chat(rng: random.Random) -> ToolChat:
+    """Return a chat with both functions."""
+    return ToolChat(rng, Practice(arithmetic.PROBLEMS), 0.3, list(SIGNATURES.values()))
+
+
+def _extended(ids: list[int], chat: Chat, encoder: Encoder, tokens: int) -> list[int]:
+    """Return ids with turns of the chat behind them, until there are that many."""
+    ids = list(ids)
     while len(ids) < tokens:
         turn = chat.next_turn()
         ids += encoder.turn(turn.question, turn.reply)[0]
     return ids
 
 
-def leads(
-    model: Qwen3ForCausalLM,
-    encoder: Encoder,
-    turns: Iterable[skills.Pair],
-    earlier: int = 0,
-    seed: int = 0,
-    chats: int = 20,
-    threads: int = 2,
-) -> list[float]:
-    """Return by how many logits the expected reply leads at its weakest token, behind that many tokens of chat.
+def call_turns(kind: str, count: int, seed: int) -> list[skills.Pair]:
+    """Return unseen questions that need a function, each with the calls to make."""
+    rng = random.Random(f"{kind} {seed}")
+    asked = [tool_questions.ask(rng, kind, unseen=True) for _ in range(count)]
+    return [(question, calls_text(calls)) for question, calls in asked]
+
+
+def json_turns(count: int, seed: int) -> list[skills.Pair]:
+    """Return unseen requests for JSON."""
+    rng = random.Random(f"JSON {seed}")
+    return [json_answers.json_answer(rng, unseen=True) for _ in range(count)]
+
+
+def result_rows(encoder: Encoder, count: int, seed: int) -> list[Row]:
+    """Return results of calls, each behind the question and the calls, with what is to be said about them."""
+    rng = random.Random(f"results {seed}")
+    rows = []
+    for kind in rng.choices(list(tool_questions.KINDS), k=count):
+        question, calls = tool_questions.ask(rng, kind, unseen=True)
+        asked, _ = encoder.turn(question, calls_text(calls))
+        answered, wanted = encoder.turn(*tool_questions.respond(rng, calls))
+        rows.append((asked + answered, [False] * len(asked) + wanted))
+    return rows
+
+
+def plain_turns(count: int, seed: int) -> list[skills.Pair]:
+    """Return questions that need no function, to be asked where there are some."""
+    chat = tool_chat(random.Random(f"plain {seed}"))
+    turns = (chat.plain_turn() for _ in range(2 * count))
+    return [(turn.question, turn.reply) for turn in turns if turn.alone][:count]
+
+
+def encoded(encoder: Encoder, turns: Iterable[skills.Pair]) -> list[Row]:
+    """Encode turns, whose replies are expected."""
+    return [encoder.turn(question, reply) for question, reply in turns]
+
+
+def every_problem(seed: int, form: str | None = None) -> list[skills.Pair]:
+    """Return a question for each problem, in one form such as "{a}{o}{b} =" or each in one drawn at random."""
+    rng = random.Random(seed)
+    asked = (form.format(a=p.a, o=p.operator, b=p.b) if form else arithmetic.ask(rng, p) for p in arithmetic.PROBLEMS)
+    return [(question, p.reply) for question, p in zip(asked, arithmetic.PROBLEMS, strict=True)]
+
+
+def leads(model: Qwen3ForCausalLM, rows: Sequence[Row], starts: Starts = NOTHING, threads: int = 2) -> list[float]:
+    """Return by how many logits the expected reply leads at its weakest token, behind one of the earlier chats.
 
     Greedy decoding follows the expected reply if and only if every one of its tokens is the most likely one
     after those before it, so a single pass over prompt and reply decides: the lead is positive. Each earlier
-    chat is computed once and serves its share of the turns.
+    chat is computed once and serves its share of the rows.
     """
-    rng = random.Random(seed)
-    rows = [encoder.turn(question, reply) for question, reply in turns]
-    starts = [earlier_chat(rng, encoder, earlier) for _ in range(chats if earlier else 1)]
     places = list(range(len(rows)))
-    rng.shuffle(places)
+    random.Random(0).shuffle(places)
 
     @torch.inference_mode()
     @torch.autocast("cpu", torch.bfloat16)
@@ -105,60 +172,3 @@ def leads(
             for place, lead in measured:
                 result[place] = lead
     return result
-
-
-def exact_replies(
-    model: Qwen3ForCausalLM, encoder: Encoder, turns: Iterable[skills.Pair], earlier: int = 0, seed: int = 0
-) -> list[bool]:
-    """Say for each turn whether greedy decoding gives exactly the expected reply."""
-    return [lead > 0 for lead in leads(model, encoder, turns, earlier, seed)]
-
-
-def every_problem(seed: int, form: str | None = None) -> list[skills.Pair]:
-    """Return a question for each problem, in one form such as "{a}{o}{b} =" or each in one drawn at random."""
-    rng = random.Random(seed)
-    asked = (form.format(a=p.a, o=p.operator, b=p.b) if form else arithmetic.ask(rng, p) for p in arithmetic.PROBLEMS)
-    return [(question, p.reply) for question, p in zip(asked, arithmetic.PROBLEMS, strict=True)]
-
-
-def share(values: list[bool]) -> float:
-    """Return the share of true values in percent."""
-    return 100.0 * sum(values) / len(values)
-
-
-class Line(NamedTuple):
-    """One line of the table."""
-
-    task: str
-    earlier: int
-    leads: list[float]
-
-
-def accuracy_table(model: Qwen3ForCausalLM, encoder: Encoder, seed: int = 0, count: int = 1000) -> list[Line]:
-    """Measure every problem in the plainest form, twice `count` in others, and `count` questions of each task."""
-    some = random.Random(seed).sample(range(len(arithmetic.PROBLEMS)), 2 * count)
-    table = []
-    for form in FORMS:
-        turns = every_problem(seed, form)
-        label = f"`{form.format(a=37, o='-', b=45)}`"
-        if form is FORMS[0]:
-            table.append(Line(f"every problem, {label}", 0, leads(model, encoder, turns)))
-        else:
-            table.append(Line(f"problems, {label}", 0, leads(model, encoder, [turns[i] for i in some])))
-    for earlier in (0, 1500, 3500):
-        turns = every_problem(seed + 1)
-        measured = leads(model, encoder, [turns[i] for i in some], earlier, seed)
-        table.append(Line("problems, any phrasing", earlier, measured))
-    for task in TASKS:
-        table.append(Line(task, 0, leads(model, encoder, task_turns(task, count, seed))))
-    return table
-
-
-def format_table(table: list[Line]) -> str:
-    """Lay the table out as Markdown."""
-    head = "| Task | Tokens of earlier chat | Questions | Exactly right | Least lead |\n|---|---:|---:|---:|---:|\n"
-    return head + "".join(
-        f"| {line.task} | {line.earlier:,} | {len(line.leads):,} | {share([lead > 0 for lead in line.leads]):.2f} %"
-        f" | {min(line.leads):.2f} |\n"
-        for line in table
-    )

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE with the released models' pre-tokenizer, and the ChatML template."""
+"""The tokenizer: byte-level BPE with the released models' pre-tokenizer, and the ChatML template with tools."""
 
 from __future__ import annotations
 
@@ -20,11 +20,37 @@ WORD_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- '<tools>\\n' }}
+    {%- for tool in tools %}
+        {%- set parameters = tool.function.parameters or {} %}
+        {{- tool.function.name + '(' + (parameters.properties or {}) | join(', ') + ')\\n' }}
+    {%- endfor %}
+    {{- '</tools><|im_end|>\\n' }}
+{%- endif %}
 {%- for message in messages %}
-    {%- if message.role not in ['system', 'user', 'assistant'] %}
+    {%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}
         {{- raise_exception('Unknown role: ' + message.role) }}
     {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' else '' }}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' else '' }}
+    {%- elif not (tools and loop.first and message.role == 'system') %}
+        {{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n' if message.content or not loop.first else '' }}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- set arguments = call.function.arguments %}
+            {{- arguments if arguments is string else arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}

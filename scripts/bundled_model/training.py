@@ -17,17 +17,21 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from .chats import Chat
 from .practice import Practice, Turn
 from .tokenizer import END, END_OF_TEXT, Encoder
+from .tool_chats import ToolChat
 
 MAX_POSITION = 4096
 IGNORED = -100
 Gradients = tuple[torch.Tensor, ...]
 PIECE_TOKENS = 1024
+SHORTEST_WITH_TOOLS = 256
 TINY = {64: 3, 128: 6, 256: 2}
 SHORT = {128: 7, 256: 3}
 MEDIUM = {128: 5, 256: 3, 512: 2}
 LONG = {128: 3, 256: 1, 512: 2, 1024: 2, 2048: 2, 4096: 1}
 MIXED = {64: 3, 128: 5, 256: 2, 512: 1, 1024: 1, 2048: 2, 4096: 0.5}
 MOSTLY_SHORT = {64: 3, 128: 5, 256: 2.5, 512: 1, 1024: 1, 2048: 1.5, 4096: 0.4}
+FOR_TOOLS = {128: 3, 256: 4, 512: 2, 1024: 0.7, 2048: 0.6, 4096: 0.1}
+TWO_FORMS = ("What is {a}{o}{b}?", "{a}{o}{b}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class Stage:
     again_share: float = 0.0
     # How many logits a right token has to lead by before its loss fades.
     margin: float = 0.0
+    # The forms in which every problem is asked before the stage, to see which go badly.
+    forms: tuple[str, ...] = ("What is {a}{o}{b}?",)
+    # Which share of the rows that are long enough for it are chats with functions.
+    tool_share: float = 0.0
 
 
 STAGES = (
@@ -59,6 +67,18 @@ STAGES = (
     Stage(450, 0.0007, ((0.0, 0.45, MIXED),), 1.0, 20, tokens_per_step=2048, again_share=0.4, margin=3.0),
     Stage(489, 0.0005, ((0.0, 0.40, MOSTLY_SHORT),), 0.0, 20, tokens_per_step=2048, again_share=0.3, margin=3.0),
     Stage(563, 0.0005, ((0.0, 0.40, MOSTLY_SHORT),), 1.0, 10, tokens_per_step=2048, again_share=0.35, margin=3.0),
+    Stage(
+        1800,
+        0.0015,
+        ((0.0, 0.35, FOR_TOOLS),),
+        1.0,
+        50,
+        tokens_per_step=2048,
+        again_share=0.25,
+        margin=3.0,
+        forms=TWO_FORMS,
+        tool_share=0.6,
+    ),
 )
 
 
@@ -92,9 +112,8 @@ class Row(NamedTuple):
     turns: list[tuple[Turn, int, int]]
 
 
-def chat_row(rng: random.Random, encoder: Encoder, practice: Practice, length: int, arithmetic_share: float) -> Row:
-    """Return exactly `length` ids of one chat, cut off at the end."""
-    chat = Chat(rng, practice, arithmetic_share)
+def chat_row(encoder: Encoder, chat: Chat, length: int) -> Row:
+    """Return exactly `length` ids of the chat, cut off at the end."""
     system = chat.system_message()
     ids = encoder.message("system", system) if system else []
     row = Row(ids, [IGNORED] * len(ids), [])
@@ -114,7 +133,9 @@ def batches(stage: Stage, encoder: Encoder, practice: Practice, seed: int) -> It
         _, share, lengths = [phase for phase in stage.phases if step >= phase[0] * stage.steps][-1]
         length = rng.choices(list(lengths), list(lengths.values()))[0]
         count = max(1, stage.tokens_per_step // length)
-        yield [chat_row(rng, encoder, practice, length, share) for _ in range(count)]
+        tool_share = stage.tool_share if length >= SHORTEST_WITH_TOOLS else 0.0
+        kinds = (ToolChat if rng.random() < tool_share else Chat for _ in range(count))
+        yield [chat_row(encoder, kind(rng, practice, share), length) for kind in kinds]
 
 
 def optimizers(model: Qwen3ForCausalLM, stage: Stage) -> list[torch.optim.Optimizer]:

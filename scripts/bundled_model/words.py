@@ -53,6 +53,16 @@ Greece Ireland Nepal Vietnam Germany Portugal Sweden Australia
 """
 )
 
+CITIES = phrases(
+    """
+Paris|London|Berlin|Tokyo|Madrid|Rome|Vienna|Lima|Oslo|Cairo|Moscow|Beijing|Shanghai|Mumbai|Delhi|Sydney|Toronto
+Boston|Chicago|Dallas|Seattle|New York|Los Angeles|San Francisco|Hong Kong|Singapore|Seoul|Bangkok|Jakarta|Manila
+Hanoi|Dubai|Istanbul|Athens|Lisbon|Dublin|Prague|Warsaw|Budapest|Zurich|Geneva|Munich|Hamburg|Milan|Naples|Venice
+Nairobi|Lagos|Accra|Bogota|Santiago|Havana|Quito|Mexico City|Rio de Janeiro|Buenos Aires|Cape Town|Tel Aviv|Kyoto
+Osaka|Melbourne|Auckland|Montreal|Vancouver|Miami|Denver|Houston|Stockholm|Helsinki|Copenhagen|Amsterdam|Brussels
+"""
+)
+
 PEOPLE = _words(
     """
 Einstein Newton Shakespeare Mozart Picasso Napoleon Cleopatra Darwin Tesla Gandhi Turing Galileo Beethoven

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from bundled_model.arithmetic import PROBLEMS, ask
-from bundled_model.evaluation import TASKS, earlier_chat, task_turns
+from bundled_model.evaluation import earlier_chat, task_turns
 from bundled_model.refusals import ONLY_COUNT, ONLY_KNOWN, ONLY_SMALL, ONLY_WORDS, UNKNOWN
 from bundled_model.tokenizer import Encoder
 from tokenizers import Tokenizer
@@ -109,7 +109,7 @@ def test_where_its_skills_end(llm: LLM) -> None:
     assert ask_for(llm, CASES) == ({}, [])
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", SKILLS)
 def test_skills(llm: LLM, task: str) -> None:
     expected = dict(task_turns(task, 300, seed=3))
     found = ask_for(llm, expected)
