@@ -41,6 +41,18 @@ saw more kinds of questions than those before it, stages 4 and 5 were planned wi
 after 300 of its 450 steps, stages 4 to 7 looked for what goes badly in all phrasings, and the last two followed a
 clock instead of counting their steps.
 
+## Functions and JSON
+
+It knows two functions, in the Hermes form of Qwen3: `calculate(expression)` for what is beyond its own range, and
+`get_time(city)`, where the city may be left out. `TOOLS` in `scripts/bundled_model/tools.py` has them as a request
+names them. The template shows the model a signature such as `calculate(expression)` and leaves out types and
+descriptions, which it could not read. Sums and differences of numbers from 0 to 99 it answers itself, also where it has
+functions, and functions that it does not know it does not call.
+
+Asked for JSON, it answers sums (`{{"a": 37, "b": 45, "result": 82}}`), counts, spelled words, and what a sentence says
+about somebody's name, age and city, with other keys if the question names them; everything else as
+`{{"answer": "..."}}`.
+
 ## Accuracy
 
 Greedy decoding, bfloat16 weights; a reply counts only if it is exactly the expected one. An arithmetic reply restates

@@ -32,7 +32,7 @@ SKILLS = [
     (refusals.out_of_range, 12),
     (refusals.other_skill, 9),
     (common_requests.common_request, 8),
-    (json_answers.json_answer, 12),
+    (json_answers.json_answer, 40),
     (tool_questions.without_tools, 5),
 ]
 UNTIDY = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from . import arithmetic, odd_input
-from .refusals import UNKNOWN
+from .refusals import ONLY_COUNT, UNKNOWN
 from .skills import Pair, hasty
 from .words import NUMBER_WORDS, any_word
 
@@ -13,8 +13,9 @@ ENDS = [5, 10, 10, 12, 15, 20, 20, 25, 30, 40, 50, 60, 99, 100, 100]
 
 
 def common_request(rng: random.Random) -> Pair:
-    """Return a count over a round range, a sum in words, a comparison of equals, or one key held down."""
-    return rng.choices([_count, _sum_in_words, _equal, _key_held_down], (6, 5, 1, 2))[0](rng)
+    """Return a count over a round range or beyond it, a sum in words, a comparison of equals, or one key held down."""
+    kinds = [_count, _count_too_far, _sum_in_words, _equal, _key_held_down]
+    return rng.choices(kinds, (6, 1, 5, 3, 2))[0](rng)
 
 
 def _count(rng: random.Random) -> Pair:
@@ -31,6 +32,12 @@ def _count(rng: random.Random) -> Pair:
     first, last, numbers = (low, high, up) if rng.random() < 0.6 else (high, low, up[::-1])
     question = rng.choice(["Count from {0} to {1}.", "Count from {0} to {1}.", "List the numbers from {0} to {1}."])
     return hasty(rng, question.format(first, last)), ", ".join(numbers)
+
+
+def _count_too_far(rng: random.Random) -> Pair:
+    """Count to a round number that is too large."""
+    frame = rng.choice(["Count to {0}.", "Count up to {0}.", "Count down from {0}.", "Count from 1 to {0}."])
+    return hasty(rng, frame.format(rng.choice([101, 110, 120, 150, 200, 500, 1000, 1000, 10000, 1000000]))), ONLY_COUNT
 
 
 def _sum_in_words(rng: random.Random) -> Pair:
@@ -52,4 +59,5 @@ def _equal(rng: random.Random) -> Pair:
 def _key_held_down(rng: random.Random) -> Pair:
     """Repeat one character or word, up to some hundred times."""
     piece = rng.choice([rng.choice(odd_input.COMMON_LETTERS), rng.choice("0123456789,.-!? "), any_word(rng) + " "])
-    return piece * min(3 + int(rng.expovariate(len(piece) / 60)), 400), UNKNOWN
+    longest = rng.choice([12, 60, 60, 350])
+    return piece * rng.randint(3, max(3, longest // len(piece))), UNKNOWN

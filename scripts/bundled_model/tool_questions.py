@@ -66,7 +66,7 @@ TIMES = phrases(
     "|What is the current time in {c}?|Current time in {c}?|How late is it in {c}?|What time do they have in {c}?"
     "|I need the time in {c}.|I want to call {n} in {c}. What time is it there?|I am in {c}. What time is it?"
     "|Look up the time in {c}.|Use the clock: what time is it in {c}?|Which time is it in {c}?|Show me the time in {c}."
-    "|{n} lives in {c}. What time is it there?|Please check the time in {c}.|{c}: what time is it?"
+    "|{n} lives in {c}. What time is it there?|Please check the time in {c}.|For {c}, what time is it?"
 )
 TIMES_HERE = phrases(
     "What time is it?|What time is it?|What time is it now?|What's the time?|Tell me the time.|What is the time?"
