@@ -21,7 +21,10 @@ _PLAIN = (
     "min_tokens",
     "ignore_eos",
     "seed",
+    "prompt_logprobs",
     "skip_special_tokens",
+    "include_stop_str_in_output",
+    "truncate_prompt_tokens",
 )
 
 
