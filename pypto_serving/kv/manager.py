@@ -16,10 +16,13 @@ from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.kv.sequence import SequencePart, SequenceState, on_device
 from pypto_serving.kv.tiers import TierManager
+from pypto_serving.types.config import FaultConfig, default_of
 from pypto_serving.types.events import KVEvent
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.stats import TierStats
 from pypto_serving.types.tier import StorePolicy, Tier, TierConfig, TierInventory, TransferDone, TransferJob
+
+TRANSFER_TIMEOUT_S: float = default_of(FaultConfig, "transfer_timeout_s")
 
 BlockIds = tuple[list[int], ...]
 """Block ids per group, in order of position."""
@@ -57,6 +60,7 @@ class KVCacheManager:
         tiers: Iterable[TierConfig] = (),
         store_policy: StorePolicy = "through",
         longest_blocks: Sequence[int] = (),
+        transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
         events: EventLog | None = None,
     ) -> None:
         self.points = ResumePoints(specs)
@@ -64,7 +68,7 @@ class KVCacheManager:
         self._key_rule = KeyRule(specs, self.points.step, self.points.lag)
         self.prefix_caching = prefix_caching
         self._events = events
-        self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, events)
+        self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, transfer_timeout_s, events)
         self._fetcher = Fetcher(self._tiers, self.points)
         self._has_tiers = bool(self._tiers.tiers)
         self._sequences: dict[str, SequenceState] = {}
@@ -159,6 +163,10 @@ class KVCacheManager:
         for request_id in overdue:
             self.give_up_fill(request_id)
         return overdue
+
+    def hanging_tiers(self, now_s: float) -> tuple[Tier, ...]:
+        """Return the tiers whose transfers hang and hold device blocks, which only the end of the worker frees."""
+        return self._tiers.hanging(now_s)
 
     def transferred(self, done: TransferDone, now_s: float) -> list[str]:
         """Publish the blocks of a transfer that ended. Returns the requests that can be scheduled again."""

@@ -21,7 +21,7 @@ from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
 from pypto_serving.types.step import NOT_FINITE, StepPlan, StepResult
-from pypto_serving.types.tier import TIERS, TierInventory, TransferDone, Transfers
+from pypto_serving.types.tier import TIERS, Tier, TierInventory, TransferDone, Transfers
 
 SPARE_BLOCKS = 0.01
 """Share of each pool that admission leaves free, so that running requests can grow."""
@@ -61,6 +61,7 @@ class Scheduler:
         self._last_writer = 0
         self._strikes = Strikes()
         self._unsettled = config.unsettled_tokens
+        self._lacks_blocks = False
         require_blocks(config, config.num_blocks)
 
     def worker_ready(
@@ -152,6 +153,7 @@ class Scheduler:
             self._schedule_alone(step, now_s)
         else:
             self._schedule_all(step, now_s)
+        self._lacks_blocks = not (step.scheduled or step.admits)
         return (self._dispatch(step) if step.scheduled else None), expired
 
     def _schedule_all(self, step: Step, now_s: float) -> None:
@@ -298,6 +300,12 @@ class Scheduler:
         jobs = self.kv.take_jobs(now_s)
         return Transfers(0, self._last_writer, jobs) if jobs else None
 
+    def hanging_tiers(self, now_s: float) -> tuple[Tier, ...]:
+        """Return the tiers whose transfers hang, if nothing runs for want of the blocks that they hold, else none."""
+        if not self._lacks_blocks or self._in_flight or self._loading.is_busy:
+            return ()
+        return self.kv.hanging_tiers(now_s)
+
     def _start(self, step: Step, request: Request, match: Match, now_s: float) -> None:
         """Give a waiting request a row; the cached tokens count as computed."""
         self._stop_waiting(request)
@@ -328,6 +336,7 @@ class Scheduler:
         while not self._admit(step, suspect, now_s):
             victim = victim_for(suspect, self._running.values(), step, anyone=True)
             if victim is None:
+                step.admits = False
                 return
             self._preempt(step, victim)
 
