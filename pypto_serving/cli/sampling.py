@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from pypto_serving.errors import ConfigError, RequestError
-from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pypto_serving.api.offline import LLM
 
 PANEL = "Sampling"
 
@@ -59,8 +62,6 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def sampling_params(model: ModelSpec, given: dict[str, Any]) -> SamplingParams:
+def sampling_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     """Make the parameters: values `given`, then the model's own defaults; without `max_tokens`, up to its own end."""
-    from pypto_serving.api.settings import load_default_sampling
-
-    return SamplingParams(**{"max_tokens": None, **load_default_sampling(model.path).given(), **given})
+    return msgspec.structs.replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})
