@@ -36,8 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `allowed_token_ids`: only these can be chosen; None allows all.
     - `frequency_penalty`, `presence_penalty`: subtracted from the logit of each token of the output, the first as often
       as the output has it.
-    - `repetition_penalty`: logits of tokens of prompt and output are divided by it, or multiplied if negative; 1 is off.
-    - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, those of `bad_words` included
+    - `repetition_penalty`: divides the logits of tokens of prompt and output, multiplies negative ones; 1 is off.
+    - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, with those of `bad_words`
       once these are encoded.
     """
 
@@ -119,7 +119,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require(longest <= MAX_BAD_WORD_CHARS, name, _Words(f"{longest} characters long"), allowed)
         _require(all(self.bad_word_ids), "bad_word_ids", _Words("empty in part"), "sequences of at least one token id")
         num_ids = sum(map(len, self.bad_word_ids))
-        allowed = f"at most {MAX_BAD_WORD_TOKENS}, with and without a space before each word; send fewer or shorter ones"
+        allowed = (
+            f"at most {MAX_BAD_WORD_TOKENS}, with and without a space before each word; send fewer or shorter ones"
+        )
         _require(num_ids <= MAX_BAD_WORD_TOKENS, name, _Words(f"{num_ids} tokens long"), allowed)
         for ids in self.bad_word_ids:
             _check_ids("bad_word_ids", ids)

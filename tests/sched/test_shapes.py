@@ -105,6 +105,7 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
 def random_params(rng: random.Random) -> SamplingParams:
     """Half of the requests are plain; the others ask for everything that a sampler may be asked for."""
     some = rng.choices(range(VOCAB_SIZE), k=5)
+    penalized = rng.random() < 0.3
     return SamplingParams(
         max_tokens=rng.randrange(1, 60),
         temperature=rng.choice((0.0, 0.0, 0.7, 3.0)),
@@ -116,6 +117,10 @@ def random_params(rng: random.Random) -> SamplingParams:
         logprobs=rng.choice((None, None, 0, 3)),
         logit_bias={some[2]: 100.0, some[3]: -100.0} if rng.random() < 0.3 else {},
         allowed_token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=40)) if rng.random() < 0.2 else None,
+        repetition_penalty=rng.choice((0.01, 1.0, 1.3)) if penalized else 1.0,
+        frequency_penalty=rng.choice((-2.0, 0.0, 0.6)) if penalized else 0.0,
+        presence_penalty=rng.choice((-1.0, 0.0, 2.0)) if penalized else 0.0,
+        bad_word_ids=((some[2],), (some[3], some[4])) if rng.random() < 0.2 else (),
     )
 
 
@@ -194,7 +199,7 @@ def must_happen(shape: Shape) -> set[str]:
     wanted |= {"error"} if shape["fails_on"] >= 0 else set()
     wanted |= ({"read_blocks"} | ({"write_blocks"} if through else set())) if shape["device_memory"] else set()
     if shape["samples_on_device"]:
-        wanted |= {"random", "biased", "masked", "banned", "logprobs"}
+        wanted |= {"random", "biased", "masked", "banned", "penalized", "bad_words", "logprobs"}
         wanted |= {"pending"} if shape["depth"] > 1 else set()
         wanted |= {"moved"} if shape["depth"] > 1 and shape["num_drafts"] else set()
     return wanted
