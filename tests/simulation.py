@@ -34,7 +34,7 @@ from pypto_serving.types.request import (
     ToCore,
     TokenLogprobs,
 )
-from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.sampling import SamplingParams, adjusting
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
@@ -106,9 +106,7 @@ def changed(
 ) -> np.ndarray | None:
     """The logits that a request changes, token by token and as vLLM defines it; None if it changes none."""
     params, one = request.params, np.float32
-    neutral = SamplingParams()
-    names = ("logit_bias", "allowed_token_ids", "min_tokens", "frequency_penalty", "presence_penalty", "bad_word_ids")
-    if all(getattr(params, name) == getattr(neutral, name) for name in (*names, "repetition_penalty")):
+    if not adjusting(params):
         return None
     scores = logits.copy()
     for token, value in params.logit_bias.items():

@@ -172,6 +172,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         put("logit_bias", _biases("logit_bias", self.logit_bias))
 
 
+_ADJUSTING: dict[str, Any] = {
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "min_tokens": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "bad_word_ids": (),
+}
+
+
+def adjusting(params: SamplingParams) -> list[str]:
+    """Name the fields that change logits before a token is chosen."""
+    return [name for name, neutral in _ADJUSTING.items() if getattr(params, name) != neutral]
+
+
 def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
     """Raise RequestError that names the field `name` unless `value` is None or a number of output tokens."""
     _require(value is None or 1 <= value <= INT32_MAX, name, value, f"between 1 and {INT32_MAX}")

@@ -105,7 +105,6 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
 def random_params(rng: random.Random) -> SamplingParams:
     """Half of the requests are plain; the others ask for everything that a sampler may be asked for."""
     some = rng.choices(range(VOCAB_SIZE), k=5)
-    penalized = rng.random() < 0.3
     return SamplingParams(
         max_tokens=rng.randrange(1, 60),
         temperature=rng.choice((0.0, 0.0, 0.7, 3.0)),
@@ -117,11 +116,20 @@ def random_params(rng: random.Random) -> SamplingParams:
         logprobs=rng.choice((None, None, 0, 3)),
         logit_bias={some[2]: 100.0, some[3]: -100.0} if rng.random() < 0.3 else {},
         allowed_token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=40)) if rng.random() < 0.2 else None,
-        repetition_penalty=rng.choice((0.01, 1.0, 1.3)) if penalized else 1.0,
-        frequency_penalty=rng.choice((-2.0, 0.0, 0.6)) if penalized else 0.0,
-        presence_penalty=rng.choice((-1.0, 0.0, 2.0)) if penalized else 0.0,
-        bad_word_ids=((some[2],), (some[3], some[4])) if rng.random() < 0.2 else (),
+        **random_penalties(random.Random(some[0]), some),
     )
+
+
+def random_penalties(rng: random.Random, some: Sequence[int]) -> dict[str, Any]:
+    """What looks back at the tokens of the row, for a third of the requests."""
+    if rng.random() < 0.67:
+        return {}
+    return {
+        "repetition_penalty": rng.choice((0.01, 1.0, 1.3)),
+        "frequency_penalty": rng.choice((-2.0, 0.0, 0.6)),
+        "presence_penalty": rng.choice((-1.0, 0.0, 2.0)),
+        "bad_word_ids": rng.choice(((), ((some[2],), (some[3], some[4])))),
+    }
 
 
 def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Counter[str]:
