@@ -291,6 +291,13 @@ class BoundedProtocol(HttpToolsProtocol):
         """End the connection, on which no request is under way."""
         self.transport.close()
 
+    def cut(self) -> bool:
+        """End the connection if an answer has begun and not ended. Return whether it is cut."""
+        cuts = self._answered is not None and self._answered.response_started and self._is_answering()
+        if cuts:
+            self.transport.abort()
+        return cuts
+
     def refuse_busy(self, reason: str) -> None:
         """Answer the unfinished request with a 503, and end the connection."""
         self._refuse(_busy(reason))

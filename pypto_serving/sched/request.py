@@ -126,6 +126,10 @@ class Request:
             bias_ids=pack_ids(params.logit_bias),
             bias_values=array("f", params.logit_bias.values()).tobytes(),
             allowed_ids=pack_ids(params.allowed_token_ids or ()),
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=params.repetition_penalty,
+            bad_words=tuple(map(pack_ids, params.bad_word_ids)),
             num_prompt_logprobs=-1 if scored is None else scored,
             num_scored=self.prompt_len - 1 - self.num_unscored,
         )

@@ -78,7 +78,7 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
 def inventories(stores: Mapping[Tier, Store], left_out: Iterable[Tier]) -> tuple[TierInventory, ...]:
     """List what stores hold, but for host memory, of which the core knows; and the tiers that have none."""
     held = [store.inventory() for tier, store in stores.items() if tier != "host"]
-    return (*held, *(TierInventory(tier, writable=False, left_out=True) for tier in left_out))
+    return (*held, *(TierInventory(tier, left_out=True) for tier in left_out))
 
 
 def describe(config: EngineConfig) -> str:

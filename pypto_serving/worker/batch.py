@@ -57,6 +57,7 @@ class RowBatch:
         groups: tuple[KVCacheGroupSpec, ...],
         limits: BackendLimits,
         buffers: Sequence[StepBuffers],
+        vocab_size: int,
         drafter: Drafter | None = None,
     ) -> None:
         rows, traits = limits.max_num_seqs, limits.traits
@@ -69,7 +70,7 @@ class RowBatch:
         self.num_tokens: Int32Array = np.zeros(rows, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
-        self.samplers = RowSamplers(rows, traits.max_drafts)
+        self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
         self.scoring = PromptScoring()
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)

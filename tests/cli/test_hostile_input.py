@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,26 @@ def test_a_damaged_tokenizer(
     code, line = run_line(capsys, "check", checkpoint, *json)
     assert code == 3
     assert line.startswith(f"error: {path} is damaged: ") and line.endswith("; download the checkpoint again")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"],
+)
+def test_what_is_no_regular_file_is_named_and_not_waited_for(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, name: str, kind: str
+) -> None:
+    path = checkpoint / name
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    code, line = run_line(capsys, "check", checkpoint)
+    assert code == 3
+    assert line.startswith(f"error: {path} ") and "it is not a regular file" in line
 
 
 def test_a_damaged_tokenizer_ends_a_start(checkpoint: Path) -> None:

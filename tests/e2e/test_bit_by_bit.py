@@ -17,6 +17,7 @@ import pytest
 
 from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint
+from tests.e2e.changing import CHANGES
 from tests.e2e.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
@@ -51,7 +52,9 @@ class Case:
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        """Greedy and sampled requests of all lengths; every other one begins like the others and echoes its prompt.
+        """Greedy and sampled requests of all lengths, most with changed logits.
+
+        Every other one begins like the others and echoes its prompt.
 
         Behind them, one prompt cut after each position, for what every position of a prompt says.
         """
@@ -60,9 +63,9 @@ class Case:
         lengths = [1, 2, 15, 16, 17, self.longest] + [rng.randrange(1, self.longest - 40) for _ in range(31)]
         prompts = [(shared * (i % 2) + rng.choices(range(250), k=n))[: self.longest] for i, n in enumerate(lengths)]
         common = {"max_tokens": OUTPUT, "ignore_eos": True, "logprobs": 5}
+        changes = [{"prompt": p, "seed": i, **CHANGES[i % len(CHANGES)]} for i, p in enumerate(prompts)]
         whole = [
-            common | {"prompt": prompt, "seed": i, "temperature": 0.9 * (i % 3), "echo": i % 2 == 1}
-            for i, prompt in enumerate(prompts)
+            common | {"temperature": 0.9 * (i % 3), "echo": i % 2 == 1} | each for i, each in enumerate(changes)
         ]
         once = common | {"max_tokens": 1, "temperature": 0.0}
         return whole + [once | {"prompt": prompts[CUT][:end]} for end in range(1, POSITIONS + 1)]

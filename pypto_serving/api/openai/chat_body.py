@@ -35,7 +35,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     keep = params.truncate_prompt_tokens
     prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field, truncate_to=keep)
     check_scores([prompt], params)
-    fitted = fit_params(params, prompter.config, chat.new_parser)
+    fitted = fit_params(params, prompter, chat.new_parser)
     return ReadBody(prompts=[prompt], params=fitted, shown=shown, new_parser=chat.new_parser, **common)
 
 

@@ -28,7 +28,7 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
     common = read_common(body, ignored, serving)
     given = sampling_params(body, serving.default_sampling, body.max_tokens, body.logprobs)
     shown = Shown.of(body, given)
-    params = fit_params(_made(given, shown, check_best_of(body.best_of, given.n, bool(body.stream))), prompter.config)
+    params = fit_params(_made(given, shown, check_best_of(body.best_of, given.n, bool(body.stream))), prompter)
     prompts = [
         fit_prompt(
             ids,

@@ -72,11 +72,7 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 
 
 _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "use_beam_search": (False,),
     "response_format": ({"type": "text"},),
@@ -92,8 +88,6 @@ _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "stop_regex": ("", []),
     "no_stop_trim": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "kv_transfer_params": ({},),
     "lora_path": (),
     "mm_processor_kwargs": ({},),
