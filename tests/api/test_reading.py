@@ -226,6 +226,22 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
     asyncio.run(scenario())
 
 
+def test_a_reader_that_is_still_starting_when_the_server_ends_is_no_error(
+    checkpoint: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        reader = new_reader(checkpoint, tokenizer)
+        starting = asyncio.ensure_future(reader.start())
+        while reader._child is None:
+            await asyncio.sleep(0)
+        await reader.close()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await starting
+
+    asyncio.run(scenario())
+    assert not caplog.records
+
+
 def test_bodies_of_many_prompts_are_not_small() -> None:
     """They take longer to read than others of their size."""
     assert is_small(json.dumps({"prompt": "x" * 16_000, "stop": ["a", "b"]}).encode())
