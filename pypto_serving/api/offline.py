@@ -189,9 +189,8 @@ class LLM:
     def _job(
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
     ) -> _Job:
-        config = self._engine.config
-        prompt = fit_prompt(ids, params.max_tokens, config)
-        return _Job(text, prompt, fit_params(params, config, new_parser), new_parser)
+        prompt = fit_prompt(ids, params.max_tokens, self._engine.config)
+        return _Job(text, prompt, fit_params(params, self._service.prompter, new_parser), new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
         """Generate for all prompts, as many at once as the engine takes."""

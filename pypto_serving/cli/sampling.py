@@ -28,6 +28,9 @@ FLAGS = {
     "top_p": _flag(float | None, "Sample from the most likely tokens whose probabilities sum to this."),
     "top_k": _flag(int | None, "Sample from this many of the most likely tokens."),
     "min_p": _flag(float | None, "Minimum probability, relative to the most likely token."),
+    "frequency_penalty": _flag(float | None, "Penalty of a token for each time that the answer has it, from -2 to 2."),
+    "presence_penalty": _flag(float | None, "Penalty of a token that the answer has, from -2 to 2."),
+    "repetition_penalty": _flag(float | None, "Divides the logits of tokens of prompt and answer; 1 turns it off."),
     "max_tokens": _flag(int | None, "Maximum tokens in the answer."),
     "stop": _flag(list[str] | None, "Text that ends the answer; may repeat."),
 }

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.generation.bad_words import encode_bad_words
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
+from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
@@ -71,12 +73,14 @@ def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) 
         )
 
 
-def fit_params(params: SamplingParams, config: EngineConfig, new_parser: OutputFormat | None = None) -> SamplingParams:
-    """Return the parameters of a request. Raises RequestError if they name a token id outside the vocabulary.
+def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFormat | None = None) -> SamplingParams:
+    """Return the parameters of a request, with bad words as token ids.
 
-    A parser needs to see special tokens, so with `new_parser` they stay in the text.
+    A parser needs to see special tokens, so with `new_parser` they stay in the text. Raises RequestError if a parameter
+    names a token id outside the vocabulary, or like `encode_bad_words`.
     """
-    check_named_ids(params, config.vocab_size)
+    params = encode_bad_words(params, prompter.tokenizer)
+    check_named_ids(params, prompter.config.vocab_size)
     if params.skip_special_tokens and new_parser is not None:
         return msgspec.structs.replace(params, skip_special_tokens=False)
     return params

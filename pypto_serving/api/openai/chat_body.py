@@ -31,7 +31,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     chat = encoder.encode(messages, _encoder_kwargs(body, encoder.request_fields))
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
     prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field)
-    fitted = fit_params(params, prompter.config, chat.new_parser)
+    fitted = fit_params(params, prompter, chat.new_parser)
     return ReadBody(prompts=[prompt], params=fitted, new_parser=chat.new_parser, **common)
 
 

@@ -21,7 +21,7 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
     body, ignored = parse_body(raw, CompletionBody, COMPLETION_RULES)
     common = read_common(body, ignored, serving)
     given = sampling_params(body, serving.default_sampling, body.max_tokens, body.logprobs)
-    params = fit_params(given, prompter.config)
+    params = fit_params(given, prompter)
     prompts = [
         fit_prompt(ids, params.max_tokens, prompter.config, default_max_tokens=DEFAULT_MAX_TOKENS)
         for ids in encode_prompts(prompter, body.prompt, params.n, body.add_special_tokens is not False)
