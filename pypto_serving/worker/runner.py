@@ -17,6 +17,7 @@ from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.choose import Chosen, from_device, from_logits
+from pypto_serving.worker.scoring import num_logits, score
 
 
 class PlanExecutor(Protocol):
@@ -120,8 +121,14 @@ class Runner:
     def _choose(self, dispatch: Dispatch, output: StepOutput) -> Chosen:
         if output.sampled is not None:
             return from_device(dispatch, output.sampled)
-        assert output.logits is not None
-        return from_logits(dispatch, output.logits, self.batch.samplers, self._sampler)
+        logits = output.logits
+        assert logits is not None
+        if not dispatch.scored:
+            return from_logits(dispatch, logits, self.batch.samplers, self._sampler)
+        sampling = len(logits) - num_logits(dispatch.scored)
+        chosen = from_logits(dispatch, logits[:sampling], self.batch.samplers, self._sampler)
+        found, faults = score(dispatch.scored, logits[sampling:], self._sampler)
+        return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
 
 
 def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float) -> StepResult:
@@ -138,4 +145,5 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float)
         elapsed_s=elapsed_s,
         counts=counts,
         faults=[fault for _, chosen in found for fault in chosen.faults],
+        prompt_logprobs=[scored for _, chosen in found for scored in chosen.prompt_logprobs],
     )

@@ -7,11 +7,12 @@ from typing import Any
 from pypto_serving.api.chat.messages import read_message
 from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.request import fit_params, fit_prompt
+from pypto_serving.api.generation.request import check_scores, fit_params, fit_prompt
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.schemas import ChatBody
+from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens
@@ -24,15 +25,18 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     common = read_common(body, ignored, serving)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(body, field)
-    check_max_tokens(asked, field)
+    check_max_tokens(asked, field, least=1)
     params = sampling_params(body, serving.default_sampling, asked, _num_logprobs(body))
+    shown = Shown.of(body, params)
     messages = _messages(body)
     prompter.check_length(sum(len(message["content"]) for message in messages), "messages")
     chat = encoder.encode(messages, _encoder_kwargs(body, encoder.request_fields))
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
-    prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field)
+    keep = params.truncate_prompt_tokens
+    prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field, truncate_to=keep)
+    check_scores([prompt], params)
     fitted = fit_params(params, prompter, chat.new_parser)
-    return ReadBody(prompts=[prompt], params=fitted, new_parser=chat.new_parser, **common)
+    return ReadBody(prompts=[prompt], params=fitted, shown=shown, new_parser=chat.new_parser, **common)
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
