@@ -64,9 +64,7 @@ class Case:
         prompts = [(shared * (i % 2) + rng.choices(range(250), k=n))[: self.longest] for i, n in enumerate(lengths)]
         common = {"max_tokens": OUTPUT, "ignore_eos": True, "logprobs": 5}
         changes = [{"prompt": p, "seed": i, **CHANGES[i % len(CHANGES)]} for i, p in enumerate(prompts)]
-        whole = [
-            common | {"temperature": 0.9 * (i % 3), "echo": i % 2 == 1} | each for i, each in enumerate(changes)
-        ]
+        whole = [common | {"temperature": 0.9 * (i % 3), "echo": i % 2 == 1} | each for i, each in enumerate(changes)]
         once = common | {"max_tokens": 1, "temperature": 0.0}
         return whole + [once | {"prompt": prompts[CUT][:end]} for end in range(1, POSITIONS + 1)]
 
