@@ -116,6 +116,8 @@ class Request:
             bias_ids=pack_ids(params.logit_bias),
             bias_values=array("f", params.logit_bias.values()).tobytes(),
             allowed_ids=pack_ids(params.allowed_token_ids or ()),
+            guide=params.guide,
+            eos_ids=pack_ids(source.eos_token_ids) if params.guide is not None else b"",
         )
 
     def timeline(self, now_s: float) -> Timeline:

@@ -9,6 +9,7 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from pypto_serving.errors import RequestError
+from pypto_serving.types.guide import Guide
 from pypto_serving.util import brief, entries, whole
 
 INT32_MAX = 2**31 - 1
@@ -30,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `logprobs` k: return log-probabilities of each output token and of the k most likely ones, from the raw logits.
     - `logit_bias`: values added to the logits of token ids.
     - `allowed_token_ids`: only these can be chosen; None allows all.
+    - `guide`: the grammar of the output and the limit of its reasoning; the API makes it of other fields.
     """
 
     n: int = 1
@@ -47,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
     skip_special_tokens: bool = True
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -242,6 +245,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - Tokens of `banned_ids` cannot be chosen before there are `min_tokens` output tokens.
     - `bias_values` (float32) are added to the logits of `bias_ids`.
     - If `allowed_ids` is not empty, no other token can be chosen.
+    - `guide` says what the output must match, `eos_ids` which tokens end it; both are empty for most rows.
     """
 
     temperature: float = 0.0
@@ -256,3 +260,5 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bias_ids: bytes = b""
     bias_values: bytes = b""
     allowed_ids: bytes = b""
+    guide: Guide | None = None
+    eos_ids: bytes = b""
