@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.backend.memory import BlockMemory
+from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import Logprobs, Sampler
@@ -116,27 +117,6 @@ class StepInputs:
     rows: Int32Array = field(default_factory=_none)
     num_drafts: Int32Array = field(default_factory=_none)
     pending: Int32Array = field(default_factory=_none)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitAdjustments:
-    """Changes to the logits of the n rows that sample, before a token is chosen. Apply biases, then masks and bans.
-
-    Bans that leave a row no token are ignored, and so is a mask that leaves none.
-
-    bias_starts [n + 1], bias_ids, bias_values: float32 added to logits; row i owns [starts[i], starts[i + 1]).
-    masks [m, ceil(vocab / 32)] uint32: bit v % 32 of word v // 32 allows token v; mask_rows [n]: row of `masks`, or -1.
-    banned_starts [n + 1], banned_ids: ids that row i cannot choose at positions below banned_until[i].
-    """
-
-    bias_starts: Int32Array
-    bias_ids: Int32Array
-    bias_values: Float32Array
-    masks: NDArray[np.uint32]
-    mask_rows: Int32Array
-    banned_starts: Int32Array
-    banned_ids: Int32Array
-    banned_until: Int32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,6 +116,10 @@ class Request:
             bias_ids=pack_ids(params.logit_bias),
             bias_values=array("f", params.logit_bias.values()).tobytes(),
             allowed_ids=pack_ids(params.allowed_token_ids or ()),
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=params.repetition_penalty,
+            bad_words=tuple(map(pack_ids, params.bad_word_ids)),
             guide=params.guide,
             eos_ids=pack_ids(source.eos_token_ids) if params.guide is not None else b"",
         )

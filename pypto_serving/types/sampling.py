@@ -19,6 +19,10 @@ MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 """Token ids that one request may bias or allow."""
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORD_TOKENS = 128, 128, 1024
+"""Bad words of a request, characters of each, and tokens of all of them together."""
+LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
+"""Beyond these a repetition penalty could make a float32 logit infinite, or zero."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +35,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `logprobs` k: return log-probabilities of each output token and of the k most likely ones, from the raw logits.
     - `logit_bias`: values added to the logits of token ids.
     - `allowed_token_ids`: only these can be chosen; None allows all.
+    - `frequency_penalty`, `presence_penalty`: subtracted from the logit of each token of the output, the first as often
+      as the output has it.
+    - `repetition_penalty`: logits of tokens of prompt and output are divided by it, or multiplied if negative; 1 is off.
+    - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, those of `bad_words` included
+      once these are encoded.
     - `guide`: the grammar of the output and the limit of its reasoning; the API makes it of other fields.
     """
 
@@ -48,6 +57,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     skip_special_tokens: bool = True
     guide: Guide | None = None
 
@@ -87,6 +101,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
             _check_ids("stop_token_ids", self.stop_token_ids)
         self._check_adjustments()
+        self._check_penalties()
+        if self.bad_words or self.bad_word_ids:
+            self._check_bad_words()
+
+    def _check_penalties(self) -> None:
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "between -2 and 2")
+        low, high = LOWEST_REPETITION, HIGHEST_REPETITION
+        value = self.repetition_penalty
+        _require(low <= value <= high, "repetition_penalty", value, f"between {low:g} and {high:g}; 1 turns it off")
+
+    def _check_bad_words(self) -> None:
+        words, name = self.bad_words, "bad_words"
+        if words:
+            _require(len(words) <= MAX_BAD_WORDS, name, _Words(f"{len(words)} strings"), f"at most {MAX_BAD_WORDS}")
+            _require(all(word.strip() for word in words), name, words, "strings that are not empty or white space")
+            longest = max(map(len, words))
+            allowed = f"at most {MAX_BAD_WORD_CHARS}"
+            _require(longest <= MAX_BAD_WORD_CHARS, name, _Words(f"{longest} characters long"), allowed)
+        _require(all(self.bad_word_ids), "bad_word_ids", _Words("empty in part"), "sequences of at least one token id")
+        num_ids = sum(map(len, self.bad_word_ids))
+        allowed = f"at most {MAX_BAD_WORD_TOKENS}, with and without a space before each word; send fewer or shorter ones"
+        _require(num_ids <= MAX_BAD_WORD_TOKENS, name, _Words(f"{num_ids} tokens long"), allowed)
+        for ids in self.bad_word_ids:
+            _check_ids("bad_word_ids", ids)
 
     def _check_adjustments(self) -> None:
         bias, allowed = self.logit_bias, self.allowed_token_ids
@@ -115,7 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_tokens", "seed", "logprobs"):
             if (value := getattr(self, name)) is not None and type(value) is not int:
                 put(name, _whole(name, value))
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
             if type(value := getattr(self, name)) is not float:
                 put(name, _number(name, value))
         for name in ("ignore_eos", "skip_special_tokens"):
@@ -127,6 +166,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        if type(self.bad_words) is not tuple or self.bad_words:
+            put("bad_words", _strings("bad_words", self.bad_words))
+        if type(self.bad_word_ids) is not tuple or self.bad_word_ids:
+            put("bad_word_ids", _id_lists("bad_word_ids", self.bad_word_ids))
         put("logit_bias", _biases("logit_bias", self.logit_bias))
 
 
@@ -137,8 +180,10 @@ def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
 
 def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise RequestError if a parameter names a token id outside the vocabulary."""
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        for token_id in getattr(params, name) or ():
+    named = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+    named["bad_word_ids"] = [token_id for ids in params.bad_word_ids for token_id in ids]
+    for name, token_ids in named.items():
+        for token_id in token_ids:
             if token_id >= vocab_size:
                 raise RequestError(f"{name}: {token_id} is not between 0 and {vocab_size - 1}", param=name)
 
@@ -226,6 +271,11 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(i if type(i) is int else _whole(f"{name}[{at}]", i) for at, i in enumerate(ids))
 
 
+def _id_lists(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    lists = _entries(name, value, "a list of lists of token ids")
+    return tuple(_ids(f"{name}[{at}]", each) for at, each in enumerate(lists))
+
+
 def _biases(name: str, value: Any) -> dict[int, float]:
     if value is None:
         return {}
@@ -245,6 +295,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - Tokens of `banned_ids` cannot be chosen before there are `min_tokens` output tokens.
     - `bias_values` (float32) are added to the logits of `bias_ids`.
     - If `allowed_ids` is not empty, no other token can be chosen.
+    - `bad_words` are token sequences that the output must not contain.
     - `guide` says what the output must match, `eos_ids` which tokens end it; both are empty for most rows.
     """
 
@@ -260,5 +311,14 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bias_ids: bytes = b""
     bias_values: bytes = b""
     allowed_ids: bytes = b""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: tuple[bytes, ...] = ()
     guide: Guide | None = None
     eos_ids: bytes = b""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens of the row change its logits."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)

@@ -54,6 +54,7 @@ class RowBatch:
         groups: tuple[KVCacheGroupSpec, ...],
         limits: BackendLimits,
         buffers: Sequence[StepBuffers],
+        vocab_size: int,
         drafter: Drafter | None = None,
     ) -> None:
         rows, traits = limits.max_num_seqs, limits.traits
@@ -66,7 +67,7 @@ class RowBatch:
         self.num_tokens: Int32Array = np.zeros(rows, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
-        self.samplers = RowSamplers(rows, traits.max_drafts)
+        self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)
         self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]

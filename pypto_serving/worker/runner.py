@@ -68,14 +68,13 @@ class Runner:
     def __init__(self, program: Program, buffers: Sequence[StepBuffers], vocab_size: int, num_drafts: int = 0) -> None:
         self.program = program
         self._sampler = program.sampler or PlainSampler()
-        self._vocab_size = vocab_size
         self._on_device = program.limits.traits.samples_on_device
         self._held_steps = program.limits.held_steps
         self._steps: deque[_Step] = deque()
         self._collected_s = 0.0
         if num_drafts and not self._on_device and program.drafter is None:
             raise ConfigError(f"num_drafts is {num_drafts}, but the program brings no drafter; set it to 0")
-        self.batch = RowBatch(program.groups, program.limits, buffers, program.drafter)
+        self.batch = RowBatch(program.groups, program.limits, buffers, vocab_size, program.drafter)
 
     @property
     def num_in_flight(self) -> int:
@@ -97,7 +96,7 @@ class Runner:
         sampling = None
         if self._on_device:
             rows, owners, positions = dispatch.rows, dispatch.owners, dispatch.positions
-            sampling = self.batch.samplers.inputs(rows, owners, positions, self._vocab_size)
+            sampling = self.batch.samplers.inputs(rows, owners, positions, self.batch.num_tokens[rows])
         self.program.submit(dispatch.inputs, sampling)
 
     def collect(self) -> StepResult:
