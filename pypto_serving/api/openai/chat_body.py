@@ -8,6 +8,7 @@ from pypto_serving.api.chat.messages import read_message
 from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import fit_params, fit_prompt
+from pypto_serving.api.generation.structured import with_guide
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
@@ -31,7 +32,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     chat = encoder.encode(messages, _encoder_kwargs(body, encoder.request_fields))
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
     prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field)
-    fitted = fit_params(params, prompter.config, chat.new_parser)
+    fitted = with_guide(fit_params(params, prompter.config, chat.new_parser), prompter)
     return ReadBody(prompts=[prompt], params=fitted, new_parser=chat.new_parser, **common)
 
 
@@ -51,7 +52,8 @@ def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str]) -> dict[str,
     if reserved := sorted(RESERVED & given.keys()):
         names = ", ".join(reserved)
         raise RequestError(f"chat_template_kwargs must not set {names}", param="chat_template_kwargs")
-    fields = {name: value for name, value in body.extra.items() if name in request_fields and value is not None}
+    sent = {**body.extra, "response_format": body.response_format}
+    fields = {name: value for name, value in sent.items() if name in request_fields and value is not None}
     if twice := sorted(fields.keys() & given.keys()):
         names = ", ".join(twice)
         raise RequestError(f"chat_template_kwargs and the request both have {names}; send one", param=twice[0])
