@@ -62,6 +62,8 @@ class _Copier:
                 if any(value == neutral and type(value) is type(neutral) for neutral in _UNSUPPORTED[name]):
                     continue
                 raise SchemaError(f"{where} cannot be enforced: the keyword {name} is not supported")
+            if name == "$ref" and not str(value).startswith("#"):
+                raise SchemaError(f"{where} cannot be enforced: {brief(value)} is not in this schema")
             if name in _NUMBERS:
                 _check_numbers(value, where)
             if name in _MAPS and isinstance(value, Mapping):
