@@ -152,7 +152,7 @@ def checked(grammar: Grammar) -> Grammar:
     try:
         compiler.compile(grammar).fill(np.zeros(compiler.num_words, np.uint32))
     except GrammarError as error:
-        if grammar.syntax != "lark" or "token" not in str(error):
+        if grammar.syntax != "lark" or "token" not in str(error).lower():
             raise
         _check_rules(grammar)  # what it says of special tokens, only the tokenizer knows
     return grammar

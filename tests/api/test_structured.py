@@ -22,8 +22,7 @@ from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Guide
 from tests.api.bad_bodies import HELLO
 from tests.api.conftest import new_engine
-from tests.api.running import RunningServer
-from tests.api.test_reading import CHAT, COMPLETIONS, served_until
+from tests.api.running import CHAT, COMPLETIONS, RunningServer, served_until
 from tests.schemas import UNSUPPORTED
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}, "required": ["b"]}
