@@ -8,7 +8,6 @@ from pypto_serving.api.chat.messages import read_message
 from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import fit_params, fit_prompt
-from pypto_serving.api.generation.structured import with_guide
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
@@ -32,7 +31,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     chat = encoder.encode(messages, _encoder_kwargs(body, encoder.request_fields))
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
     prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field)
-    fitted = with_guide(fit_params(params, prompter.config, chat.new_parser), prompter)
+    fitted = fit_params(params, prompter, chat.new_parser)
     return ReadBody(prompts=[prompt], params=fitted, new_parser=chat.new_parser, **common)
 
 
