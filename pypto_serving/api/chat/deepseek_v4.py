@@ -18,7 +18,7 @@ from pypto_serving.api.chat.dsml import to_json, write_calls, write_tools
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
-from pypto_serving.util import brief
+from pypto_serving.util import brief, read_regular
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -117,7 +117,7 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
         if tokenizer.raw.token_to_id(token) is None:
             raise ModelError(f"tokenizer.json has no token {token}, which chats of DeepSeek V4 need")
     try:
-        encoding = (Path(serving.model_dir) / "encoding" / "encoding_dsv4.py").read_text(encoding="utf-8")
+        encoding = read_regular(Path(serving.model_dir) / "encoding" / "encoding_dsv4.py").decode()
     except (OSError, ValueError):
         encoding = ""
     return DeepseekV4Encoder(LATER_EFFORTS if "REASONING_EFFORT_PROMPTS" in encoding else FIRST_EFFORTS)
