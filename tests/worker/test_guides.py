@@ -271,11 +271,10 @@ def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(model: Path) -> No
         Grammar("regex", "(a?){500}a{500}"),
         Grammar("regex", "(((a{1,100}){1,100}){1,100}){1,100}"),
         Grammar("lark", 'start: a{1000000}\na: "x"'),
-        Grammar("lark", 'start: s\ns: s s | s s s | /./ | ""'),
     ],
 )
 def test_a_grammar_beyond_the_limits_ends_its_row(model: Path, grammar: Grammar) -> None:
-    """It compiles; a token that it allows may be one too many."""
+    """It compiles; but a token that it allows is one too many. An end of the output is no way out."""
     guides, rng = RowGuides(Grammars(str(model), VOCAB_SIZE), RowMasks(4, VOCAB_SIZE)), random.Random(0)
     guides.start(0, row_sampling(Guide(grammar)), [])
     for _ in range(30):
@@ -285,7 +284,7 @@ def test_a_grammar_beyond_the_limits_ends_its_row(model: Path, grammar: Grammar)
             return
         tokens = list(told.forced.get(0, ())) or [rng.choice(sorted(allowed(told.guides[0]) - {END}))]
         guides.follow(np.array([0], np.int32), told, np.array([len(tokens)], np.int32), np.array(tokens, np.int32))
-    assert "s s s" in grammar.text or "100}" in grammar.text
+    raise AssertionError("nothing was too many")
 
 
 def test_what_others_did_with_a_grammar_changes_nothing(model: Path, code: Bytes) -> None:
