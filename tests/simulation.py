@@ -191,9 +191,8 @@ class InlineExecutor:
         self.epoch += 1
         program = self._make_program(self.config)
         self.programs.append(program)
-        self._runner = Runner(
-            program, NullBackend(self.config).allocate(), self.config.vocab_size, self.config.num_drafts
-        )
+        config, buffers = self.config, NullBackend(self.config).allocate()
+        self._runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model)
         self._completed_step = 0
         sizes = program.memory.block_bytes
         for tier in self.config.tiers:

@@ -21,6 +21,7 @@ from pypto_serving.api.chat.output import TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt, new_scores
+from pypto_serving.api.generation.structured import checked
 from pypto_serving.api.offline_inputs import (
     Messages,
     Prompt,
@@ -181,8 +182,8 @@ class LLM:
         prompter = self._service.prompter
         if isinstance(prompt, str):
             ids = await _encoded(prompt, prompter.encode_text, prompt, "prompt", True)
-            return self._job(prompt, ids, params)
-        return self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
+            return await self._job(prompt, ids, params)
+        return await self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
 
     async def _encode_chat(
         self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
@@ -190,14 +191,17 @@ class LLM:
         prompter = self._service.prompter
         chat = prompter.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
         ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
-        return self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, params, chat.new_parser)
+        return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, params, chat.new_parser)
 
-    def _job(
+    async def _job(
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
     ) -> _Job:
         config = self._engine.config
         prompt = fit_prompt(ids, params.max_tokens, config, truncate_to=params.truncate_prompt_tokens)
-        return _Job(text, prompt, fit_params(params, self._service.prompter, new_parser), new_parser)
+        fitted = fit_params(params, self._service.prompter, new_parser)
+        if fitted.guide is not None:
+            fitted = await asyncio.to_thread(checked, fitted)
+        return _Job(text, prompt, fitted, new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
         """Generate for all prompts, as many at once as the engine takes."""

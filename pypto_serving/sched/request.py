@@ -42,11 +42,13 @@ class Request:
     - `order`: the scheduling order, by priority value and then by arrival.
     - `life`: how often the request left its row; results of an earlier life are dropped.
     - `num_cached_tokens`: tokens cached when the request first started, -1 before that.
+    - `has_guide`: what may follow depends on the last token, so that must be known before the next step is planned.
     """
 
     __slots__ = (
         "cached_by_tier",
         "first_token_s",
+        "has_guide",
         "id",
         "last_step",
         "life",
@@ -77,6 +79,7 @@ class Request:
         self.max_tokens = max_model_len if limit is None else min(max_model_len, self.prompt_len + limit)
         self.num_computable = self.max_tokens - (limit != 0)
         self.num_unscored = 0 if source.params.prompt_logprobs is None else self.prompt_len - 1
+        self.has_guide = source.params.guide is not None
         self.status = Status.WAITING
         self.life = 0
         self.row = -1
@@ -101,7 +104,7 @@ class Request:
 
         The last token of a request is sampled but never computed; of one that samples none, all tokens are computed.
         """
-        known = len(self.tokens) + self.num_placeholders
+        known = len(self.tokens) + (0 if self.has_guide else self.num_placeholders)
         return min(known, self.num_computable) - self.num_computed_tokens
 
     @property
@@ -132,6 +135,8 @@ class Request:
             bad_words=tuple(map(pack_ids, params.bad_word_ids)),
             num_prompt_logprobs=-1 if scored is None else scored,
             num_scored=self.prompt_len - 1 - self.num_unscored,
+            guide=params.guide,
+            eos_ids=pack_ids(source.eos_token_ids) if params.guide is not None else b"",
         )
 
     def timeline(self, now_s: float) -> Timeline:

@@ -38,8 +38,8 @@ class Results:
                     added.append(self._places.finish(request, "length", now_s=now_s))
             elif plain is not None:
                 added.append(self._append(request, entry.count, plain[request.row], now_s))
-            else:
-                added.append(self._take_row(entry, rows[request.row], now_s))
+            elif (output := self._take_row(entry, rows[request.row], now_s)) is not None:
+                added.append(output)
         return added
 
     def _append(self, request: Request, count: int, token_id: int, now_s: float) -> RequestOutput:
@@ -55,8 +55,11 @@ class Results:
         self._advance(request, count)
         return output if reason is None else outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
 
-    def _take_row(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput:
-        """Append the sampled tokens of a row, up to the one that ends its request. Take back rejected drafts."""
+    def _take_row(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput | None:
+        """Append the tokens of a row, up to the one that ends its request. Take back rejected drafts.
+
+        Forced tokens behind what was sampled are not computed yet. A row that got none computes its last token again.
+        """
         request, reason = entry.request, None
         request.num_placeholders -= 1 + entry.num_drafts
         count = 0
@@ -71,10 +74,12 @@ class Results:
             output = outputs.started(request, output)
         if reason is None and row.fault is not None:
             return outputs.merged(output, self._fail(request, row.fault, now_s))
-        accepted = len(row.token_ids) - 1
+        accepted = min(len(row.token_ids) - 1, entry.num_drafts)
         request.num_computed_tokens -= entry.num_drafts - accepted
         self._advance(request, entry.count + accepted)
-        return output if reason is None else outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
+        if reason is None:
+            return output if count else None
+        return outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
 
     def _take_prompts(self, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
         """Deliver log-probabilities of prompt tokens. End the requests that failed and did not sample."""
@@ -82,10 +87,10 @@ class Results:
         return found + [self._fail(request, fault, now_s) for request, fault in failed]
 
     def _fail(self, request: Request, fault: RowFault, now_s: float) -> RequestOutput:
-        """End a request whose row failed, with a 500."""
+        """End a request whose row failed."""
         if fault.code == NOT_FINITE:
             self._kv.discard(request.id)
-        return self._places.finish(request, "error", RequestFault(500, fault.code, fault.message), now_s)
+        return self._places.finish(request, "error", RequestFault(fault.status, fault.code, fault.message), now_s)
 
     def _advance(self, request: Request, count: int) -> None:
         """Confirm that `count` more tokens are computed."""

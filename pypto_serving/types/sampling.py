@@ -9,6 +9,8 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from pypto_serving.errors import RequestError
+from pypto_serving.types.guide import Guide
+from pypto_serving.types.structured import StructuredOutputsParams
 from pypto_serving.util import brief, entries, whole
 
 INT32_MAX = 2**31 - 1
@@ -48,6 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `repetition_penalty`: divides the logits of tokens of prompt and output, multiplies negative ones; 1 is off.
     - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, with those of `bad_words`
       once these are encoded.
+    - `structured_outputs`: what the output must look like; a StructuredOutputsParams, or a mapping with its names.
+    - `guide`: the grammar of the output and the limit of its reasoning; the API makes it of other fields.
     """
 
     n: int = 1
@@ -73,6 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         self._coerce()
@@ -183,6 +189,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             put("bad_words", _strings("bad_words", self.bad_words))
         if type(self.bad_word_ids) is not tuple or self.bad_word_ids:
             put("bad_word_ids", _id_lists("bad_word_ids", self.bad_word_ids))
+        structured: Any = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            put("structured_outputs", StructuredOutputsParams.read(structured))
         put("logit_bias", _biases("logit_bias", self.logit_bias))
 
 
@@ -332,6 +341,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - `bad_words` are token sequences that the output must not contain.
     - `num_prompt_logprobs`: as `prompt_logprobs` of SamplingParams, -1 for none. The first `num_scored` of them were
       delivered before.
+    - `guide` says what the output must match, `eos_ids` which tokens end it; both are empty for most rows.
     """
 
     temperature: float = 0.0
@@ -352,6 +362,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bad_words: tuple[bytes, ...] = ()
     num_prompt_logprobs: int = -1
     num_scored: int = 0
+    guide: Guide | None = None
+    eos_ids: bytes = b""
 
     @property
     def has_penalties(self) -> bool:

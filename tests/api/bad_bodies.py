@@ -84,7 +84,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [HELLO], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
     ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "not supported"),
-    ({"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"messages": [HELLO], "response_format": {"type": "yaml"}}, "response_format", "is 'yaml', but must be text"),
     ({"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ({"messages": [HELLO], "max_completion_tokens": 500}, "max_completion_tokens", "512 tokens"),
     ({"messages": [HELLO], "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0, but"),

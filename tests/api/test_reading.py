@@ -7,9 +7,8 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,9 @@ from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
-from tests.api.running import RunningServer
+from tests.api.running import CHAT, COMPLETIONS, RunningServer, is_served_until
 from tests.api.scripted_engine import WAIT_S, engine_config
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{% for b in range(99999) %}spam{% endfor %}{% endfor %}",
@@ -49,27 +47,11 @@ HOSTILE = {
 CASES = "".join(f"{{% if messages[0].content == '{name}' %}}{text}{{% endif %}}" for name, text in HOSTILE.items())
 
 
-MOMENT_S = 2.0
 PARTS = [{"type": "text", "text": "x" * 30}] * 80_000
 
 
 def chat(content: str) -> dict[str, Any]:
     return {"messages": [{**HELLO, "content": content}], "max_tokens": 2}
-
-
-def is_served_until(server: RunningServer, slow: Future[httpx.Response]) -> bool:
-    """Whether /health and small completions are answered all the time until `slow` is.
-
-    However loaded the machine is: no answer takes half of that time, if that is more than a moment.
-    """
-    started_s = answered_s = time.monotonic()
-    longest_s = 0.0
-    while not slow.done():
-        assert server.http.get("/health").status_code == 200
-        assert server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1}).status_code == 200
-        before_s, answered_s = answered_s, time.monotonic()
-        longest_s = max(longest_s, answered_s - before_s)
-    return longest_s < max(MOMENT_S, (answered_s - started_s) / 2)
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +206,22 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
             await reader.read("completions", completion([3]))
 
     asyncio.run(scenario())
+
+
+def test_a_reader_that_is_still_starting_when_the_server_ends_is_no_error(
+    checkpoint: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        reader = new_reader(checkpoint, tokenizer)
+        starting = asyncio.ensure_future(reader.start())
+        while reader._child is None:
+            await asyncio.sleep(0)
+        await reader.close()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await starting
+
+    asyncio.run(scenario())
+    assert not caplog.records
 
 
 def test_bodies_of_many_prompts_are_not_small() -> None:

@@ -13,6 +13,7 @@ from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.prompt_scores import PromptScores, check_num_scores
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.api.generation.structured import with_guide
 from pypto_serving.api.generation.truncation import truncate
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
@@ -81,12 +82,12 @@ def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) 
 
 
 def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFormat | None = None) -> SamplingParams:
-    """Return the parameters of a request, with bad words as token ids.
+    """Return the parameters of a request, with bad words as token ids and structured outputs as a guide.
 
     A parser needs to see special tokens, so with `new_parser` they stay in the text. Raises RequestError if a parameter
-    names a token id outside the vocabulary, or like `encode_bad_words`.
+    names a token id outside the vocabulary, or like `encode_bad_words` and `with_guide`.
     """
-    params = encode_bad_words(params, prompter.tokenizer)
+    params = with_guide(encode_bad_words(params, prompter.tokenizer), prompter)
     check_named_ids(params, prompter.config.vocab_size)
     if params.skip_special_tokens and new_parser is not None:
         return msgspec.structs.replace(params, skip_special_tokens=False)

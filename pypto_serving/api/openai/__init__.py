@@ -2,7 +2,8 @@
 
 - `completions`, `chat`, `models`: the endpoints
 - `body`, `schemas`, `fields`: parse bodies, screen unknown fields
-- `params`, `prompts`, `shown`: read sampling parameters, prompts and what the answer shows
+- `params`, `prompts`, `structured`, `shown`: read sampling parameters, prompts, what outputs must look like, and what
+  the answer shows
 - `chat_body`, `completion_body`, `reader`: read a whole body, in whichever process
 - `respond`: answer at once or stream
 - `answers`: describe what they answer

@@ -55,7 +55,8 @@ def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str]) -> dict[str,
     if reserved := sorted(RESERVED & given.keys()):
         names = ", ".join(reserved)
         raise RequestError(f"chat_template_kwargs must not set {names}", param="chat_template_kwargs")
-    fields = {name: value for name, value in body.extra.items() if name in request_fields and value is not None}
+    sent = {**body.extra, "response_format": body.response_format}
+    fields = {name: value for name, value in sent.items() if name in request_fields and value is not None}
     if twice := sorted(fields.keys() & given.keys()):
         names = ", ".join(twice)
         raise RequestError(f"chat_template_kwargs and the request both have {names}; send one", param=twice[0])

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from pypto_serving.api.openai.schemas import GenerationBody
+from pypto_serving.api.openai.structured import structured_outputs
 from pypto_serving.api.settings import DefaultSampling
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
@@ -51,6 +52,7 @@ def sampling_params(
         logit_bias=_logit_bias(body.logit_bias),
         max_tokens=max_tokens,
         logprobs=logprobs,
+        structured_outputs=structured_outputs(body),
     )
 
 

@@ -19,6 +19,9 @@ _PROMPT_SCHEMA = {
 }
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+_OBJECT_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+_JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
+_CHOICE_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 MAX_PING_S = 3600
 
 
@@ -66,6 +69,14 @@ class GenerationBody(_Body):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
+    structured_outputs: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
+    guided_json: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structural_tag: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
     add_special_tokens: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     priority: int | None = None
