@@ -65,6 +65,8 @@ def all_pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Shape
 
 
 SHAPES = all_pairs(FACTORS)
+FEW_OF_HISTORY = (14, 4, 4, 60, 70, 70)
+"""Pools of DeepSeek V4 whose history runs out before windows, for which admission keeps room: else nobody preempts."""
 SPARE_BLOCKS = (2, 10)
 """Blocks of 128 tokens beside those of one sequence: few, so that requests preempt each other, or some to keep."""
 
@@ -72,6 +74,8 @@ SPARE_BLOCKS = (2, 10)
 def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulation:
     """A replica of this shape with little memory, over a host tier and perhaps a disk."""
     groups, num_blocks, num_slots = GROUP_SETS[shape["groups"]]
+    if shape["groups"] == "deepseek_v4":
+        num_blocks = FEW_OF_HISTORY
     if size := shape["page_tokens"]:
         num_slots = tuple(max(4, n * g.block_size // size) for n, g in zip(num_slots, groups, strict=True))
         groups = in_pages(groups, size)
