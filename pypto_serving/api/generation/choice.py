@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from pypto_serving.api.chat.parsers.thinking import ReasoningCount, Thinking
 from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
 from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
@@ -31,6 +32,7 @@ class Choice:
 
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
     `timeline` has the engine's times so far.
+    `num_reasoning` counts the tokens of the reasoning that `thinking` describes.
     `token_ids` collects the output tokens, a stop token included, if `keep_token_ids`; else it is None.
     """
 
@@ -39,7 +41,9 @@ class Choice:
         "_entries",
         "_min_tokens",
         "_num_chars",
+        "_plain",
         "_push_plain",
+        "_reasoning",
         "_stops",
         "_tokenizer",
         "cached_by_tier",
@@ -48,6 +52,7 @@ class Choice:
         "last_s",
         "num_cached",
         "num_prompt",
+        "num_reasoning",
         "num_tokens",
         "prompt",
         "request_id",
@@ -64,6 +69,7 @@ class Choice:
         stops: StopPatterns | None = None,
         keep_token_ids: bool = False,
         prompt: int = 0,
+        thinking: Thinking | None = None,
     ) -> None:
         params = request.params
         self.index = index
@@ -73,6 +79,7 @@ class Choice:
         self.last_s = request.arrival_s
         self.num_tokens = 0
         self.num_cached = 0
+        self.num_reasoning = 0
         self.cached_by_tier: tuple[int, ...] = ()
         self.finish_reason: str | None = None
         self.timeline: Timeline | None = None
@@ -84,8 +91,9 @@ class Choice:
         self._stops = None if stops is None else StopStrings(stops)
         self._entries: list[TokenEntry] | None = None if params.logprobs is None else []
         self._num_chars = 0
-        plain = self._stops is None and self._entries is None and self.token_ids is None
-        self._push_plain = self._detokenizer.push if plain and self._detokenizer is not None else None
+        self._reasoning = None if thinking is None else ReasoningCount(thinking)
+        self._plain = self._stops is None and self._entries is None and self.token_ids is None
+        self._push_plain = self._plain_push()
 
     def begin(self, output: RequestOutput) -> None:
         """Note what came with the first token: the times so far, and how much of the prompt was cached where."""
@@ -149,7 +157,23 @@ class Choice:
             return ""
         text = self._detokenizer.push(token_id)
         self._num_chars += len(text)
+        if self._reasoning is not None:
+            self._count_reasoning(self._reasoning, text)
         return text if self._stops is None else self._stops.push(text, self.num_tokens > self._min_tokens)
+
+    def _count_reasoning(self, count: ReasoningCount, text: str) -> None:
+        """Count one token with its text; nothing is counted once the reasoning has ended."""
+        count.push(text)
+        self.num_reasoning = count.num_tokens
+        if count.done:
+            self._reasoning = None
+            self._push_plain = self._plain_push()
+
+    def _plain_push(self) -> Callable[[int], str] | None:
+        """Return what turns a token into text if nothing but its text is wanted."""
+        if self._detokenizer is None or self._reasoning is not None or not self._plain:
+            return None
+        return self._detokenizer.push
 
     def _flush(self) -> str:
         text = "" if self._detokenizer is None else self._detokenizer.flush()

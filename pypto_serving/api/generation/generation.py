@@ -173,5 +173,7 @@ def _new_choices(
     for i, made in enumerate(requests):
         prompt = i // request.params.n
         ids = request.prompts[prompt].token_ids
-        choices[made.request_id] = Choice(i, made, ids, tokenizer, stops, request.keep_token_ids, prompt)
+        choices[made.request_id] = Choice(
+            i, made, ids, tokenizer, stops, request.keep_token_ids, prompt, request.thinking
+        )
     return choices

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.errors import RequestError
@@ -41,7 +42,7 @@ class GenerationRequest:
 
     `id` is the beginning of every engine request's id. `params` are those of `fit_params`; `params.n` is the number of
     choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
-    `keep_token_ids` makes each choice collect its output token ids.
+    `keep_token_ids` makes each choice collect its output token ids. `thinking` makes it count those of its reasoning.
     """
 
     id: str
@@ -50,6 +51,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     keep_token_ids: bool = False
+    thinking: Thinking | None = None
 
     @property
     def num_choices(self) -> int:
@@ -74,10 +76,10 @@ def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) 
 def fit_params(params: SamplingParams, config: EngineConfig, new_parser: OutputFormat | None = None) -> SamplingParams:
     """Return the parameters of a request. Raises RequestError if they name a token id outside the vocabulary.
 
-    A parser needs to see special tokens, so with `new_parser` they stay in the text.
+    Special tokens stay in the text if the parser needs to see them.
     """
     check_named_ids(params, config.vocab_size)
-    if params.skip_special_tokens and new_parser is not None:
+    if params.skip_special_tokens and new_parser is not None and new_parser.shows_special:
         return msgspec.structs.replace(params, skip_special_tokens=False)
     return params
 

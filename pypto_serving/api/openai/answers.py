@@ -25,11 +25,16 @@ class PromptTokensDetails(Answer):
     cached_tokens_by_tier: TokensByTier
 
 
+class CompletionTokensDetails(Answer):
+    reasoning_tokens: int
+
+
 class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class CompletionLogprobs(Answer):
@@ -81,7 +86,20 @@ class ToolCall(Answer):
     id: str
     type: Literal["function"]
     function: CalledFunction
-    index: int | None = None
+
+
+class FunctionDelta(Answer):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(Answer):
+    """The first delta of a call has its id, type and name; the others have more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
 
 
 class ChatAnswer(Answer):
@@ -98,7 +116,7 @@ class ChatDelta(Answer):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(Answer):

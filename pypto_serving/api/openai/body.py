@@ -43,7 +43,10 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
 
     def generation(self, request_id: str) -> GenerationRequest:
         """Return what to generate."""
-        return GenerationRequest(request_id, self.prompts, self.params, self.priority, self.cache_salt)
+        thinking = None if self.new_parser is None else self.new_parser.thinking
+        return GenerationRequest(
+            request_id, self.prompts, self.params, self.priority, self.cache_salt, thinking=thinking
+        )
 
 
 class BodySource(Protocol):

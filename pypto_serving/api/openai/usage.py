@@ -9,7 +9,7 @@ from pypto_serving.types.tier import TIERS
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """Write token counts, and the cached prompt tokens of each tier."""
+    """Write token counts, the cached prompt tokens of each tier, and the output tokens of reasoning."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
@@ -18,4 +18,5 @@ def usage_object(usage: Usage) -> dict[str, Any]:
             "cached_tokens": usage.num_cached_tokens,
             "cached_tokens_by_tier": dict(zip(TIERS, usage.cached_by_tier, strict=True)),
         },
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }

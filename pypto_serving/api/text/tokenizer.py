@@ -67,6 +67,10 @@ class Tokenizer:
         """Return the text of `ids`; ids outside the vocabulary have none."""
         return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def is_special(self, text: str) -> bool:
+        """Tell whether `text` is a special token, which decoding leaves out."""
+        return self.raw.token_to_id(text) in self.special_ids
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""
         if token_id in self._added:
