@@ -20,6 +20,7 @@ from pypto_serving.api.chat.output import TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt
+from pypto_serving.api.generation.structured import checked, with_guide
 from pypto_serving.api.offline_inputs import (
     Messages,
     Prompt,
@@ -180,8 +181,8 @@ class LLM:
         prompter = self._service.prompter
         if isinstance(prompt, str):
             ids = await _encoded(prompt, prompter.encode_text, prompt, "prompt", True)
-            return self._job(prompt, ids, params)
-        return self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
+            return await self._job(prompt, ids, params)
+        return await self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
 
     async def _encode_chat(
         self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
@@ -189,14 +190,17 @@ class LLM:
         prompter = self._service.prompter
         chat = prompter.chat_encoder.encode(messages, kwargs or {})
         ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
-        return self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, params, chat.new_parser)
+        return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, params, chat.new_parser)
 
-    def _job(
+    async def _job(
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
     ) -> _Job:
         config = self._engine.config
         prompt = fit_prompt(ids, params.max_tokens, config)
-        return _Job(text, prompt, fit_params(params, config, new_parser), new_parser)
+        fitted = with_guide(fit_params(params, config, new_parser), self._service.prompter)
+        if fitted.guide is not None:
+            fitted = await asyncio.to_thread(checked, fitted)
+        return _Job(text, prompt, fitted, new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
         """Generate for all prompts, as many at once as the engine takes."""

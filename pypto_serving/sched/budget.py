@@ -32,6 +32,11 @@ def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
 
 
 def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
-    """Return how many drafts a decode may verify beside its own token, within draft budget and longest length."""
+    """Return how many drafts a decode may verify beside its own token, within draft budget and longest length.
+
+    A guide tells what may follow the last token only, so its request has no drafts.
+    """
+    if request.has_guide:
+        return 0
     room = request.max_tokens - 2 - request.num_computed_tokens
     return max(0, min(config.num_drafts, step.draft_budget, room))

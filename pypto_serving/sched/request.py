@@ -40,11 +40,13 @@ class Request:
     - `order`: the scheduling order, by priority value and then by arrival.
     - `life`: how often the request left its row; results of an earlier life are dropped.
     - `num_cached_tokens`: tokens cached when the request first started, -1 before that.
+    - `has_guide`: what may follow depends on the last token, so that must be known before the next step is planned.
     """
 
     __slots__ = (
         "cached_by_tier",
         "first_token_s",
+        "has_guide",
         "id",
         "last_step",
         "life",
@@ -71,6 +73,7 @@ class Request:
         self.prompt_len = len(self.tokens)
         limit = source.params.max_tokens
         self.max_tokens = max_model_len if limit is None else min(max_model_len, self.prompt_len + limit)
+        self.has_guide = source.params.guide is not None
         self.status = Status.WAITING
         self.life = 0
         self.row = -1
@@ -92,7 +95,7 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Number of tokens that can be scheduled now. The last token of a request is sampled but never computed."""
-        known = len(self.tokens) + self.num_placeholders
+        known = len(self.tokens) + (0 if self.has_guide else self.num_placeholders)
         return min(known, self.max_tokens - 1) - self.num_computed_tokens
 
     @property

@@ -362,8 +362,8 @@ class Scheduler:
                 self._advance(request, entry.count)
             elif plain is not None:
                 added.append(self._append(request, entry.count, plain[request.row], now_s))
-            else:
-                added.append(self._take(entry, rows[request.row], now_s))
+            elif (output := self._take(entry, rows[request.row], now_s)) is not None:
+                added.append(output)
         return added
 
     def _append(self, request: Request, count: int, token_id: int, now_s: float) -> RequestOutput:
@@ -379,8 +379,11 @@ class Scheduler:
         self._advance(request, count)
         return output if reason is None else outputs.merged(output, self._finish(request, reason, now_s=now_s))
 
-    def _take(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput:
-        """Append the sampled tokens of a row, up to the one that ends its request. Take back rejected drafts."""
+    def _take(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput | None:
+        """Append the tokens of a row, up to the one that ends its request. Take back rejected drafts.
+
+        Forced tokens behind what was sampled are not computed yet. A row that got none computes its last token again.
+        """
         request, reason = entry.request, None
         request.num_placeholders -= 1 + entry.num_drafts
         count = 0
@@ -396,12 +399,14 @@ class Scheduler:
         if reason is None and row.fault is not None:
             if row.fault.code == NOT_FINITE:
                 self.kv.discard(request.id)
-            fault = RequestFault(500, row.fault.code, row.fault.message)
+            fault = RequestFault(row.fault.status, row.fault.code, row.fault.message)
             return outputs.merged(output, self._finish(request, "error", fault, now_s))
-        accepted = len(row.token_ids) - 1
+        accepted = min(len(row.token_ids) - 1, entry.num_drafts)
         request.num_computed_tokens -= entry.num_drafts - accepted
         self._advance(request, entry.count + accepted)
-        return output if reason is None else outputs.merged(output, self._finish(request, reason, now_s=now_s))
+        if reason is None:
+            return output if count else None
+        return outputs.merged(output, self._finish(request, reason, now_s=now_s))
 
     def _measure(self, step: Step, result: StepResult) -> None:
         """Record the measured prefill speed. Steps of mostly decodes do not count."""

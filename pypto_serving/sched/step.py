@@ -162,4 +162,4 @@ class Counters:
         """Count `num_tokens` output tokens of a row that verified `num_drafts` drafts."""
         self.generation_tokens += num_tokens
         self.num_drafts += num_drafts
-        self.num_accepted += max(0, num_tokens - 1)
+        self.num_accepted += max(0, min(num_tokens - 1, num_drafts))

@@ -22,7 +22,9 @@ TOOL_CALL_PARSERS = (
     "llama3_json",
     "pythonic",
     "mistral",
+    "mistral_named",
     "deepseek_v3",
+    "deepseek_v31",
     "deepseek_v4",
     "json",
 )

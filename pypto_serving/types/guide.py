@@ -11,7 +11,7 @@ MAX_GRAMMAR_CHARS = 1 << 20
 MAX_MARKER_IDS = 64
 """Token ids of a marker of reasoning."""
 
-GrammarSyntax = Literal["json_schema", "regex", "lark"]
+GrammarSyntax = Literal["json_schema", "regex", "lark", "gbnf"]
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -20,7 +20,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - `json_schema`: JSON that is valid under the schema `text`; `{"type": "object"}` is any object.
     - `regex`: text that the whole regular expression matches, in the syntax of Rust's regex, without anchors.
     - `lark`: a context-free grammar in llguidance's dialect of Lark; `start` is its first rule. `%json {...}` in a rule
-      stands for JSON of a schema.
+      stands for JSON of a schema, `<[5]>` for the token of this id.
+    - `gbnf`: a context-free grammar whose rules have `::=`, as in llama.cpp.
     """
 
     syntax: GrammarSyntax
@@ -46,8 +47,10 @@ class Guide(msgspec.Struct, frozen=True, array_like=True, gc=False):
       a grammar began.
     - `max_reasoning_tokens`: after so many tokens of reasoning, `begin_ids` not counted, the next tokens are what is
       missing of `end_ids`; None for no limit.
+    - `field`: the request field that the grammar comes from, for messages.
     """
 
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None
     max_reasoning_tokens: int | None = None
+    field: str = "structured_outputs"

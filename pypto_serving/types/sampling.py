@@ -10,6 +10,7 @@ import msgspec
 
 from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import Guide
+from pypto_serving.types.structured import StructuredOutputsParams
 from pypto_serving.util import brief, entries, whole
 
 INT32_MAX = 2**31 - 1
@@ -40,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `repetition_penalty`: logits of tokens of prompt and output are divided by it, or multiplied if negative; 1 is off.
     - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, those of `bad_words` included
       once these are encoded.
+    - `structured_outputs`: what the output must look like; a StructuredOutputsParams, or a mapping with its names.
     - `guide`: the grammar of the output and the limit of its reasoning; the API makes it of other fields.
     """
 
@@ -63,6 +65,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +125,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require(longest <= MAX_BAD_WORD_CHARS, name, _Words(f"{longest} characters long"), allowed)
         _require(all(self.bad_word_ids), "bad_word_ids", _Words("empty in part"), "sequences of at least one token id")
         num_ids = sum(map(len, self.bad_word_ids))
-        allowed = f"at most {MAX_BAD_WORD_TOKENS}, with and without a space before each word; send fewer or shorter ones"
+        allowed = (
+            f"at most {MAX_BAD_WORD_TOKENS}, with and without a space before each word; send fewer or shorter ones"
+        )
         _require(num_ids <= MAX_BAD_WORD_TOKENS, name, _Words(f"{num_ids} tokens long"), allowed)
         for ids in self.bad_word_ids:
             _check_ids("bad_word_ids", ids)
@@ -170,6 +175,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             put("bad_words", _strings("bad_words", self.bad_words))
         if type(self.bad_word_ids) is not tuple or self.bad_word_ids:
             put("bad_word_ids", _id_lists("bad_word_ids", self.bad_word_ids))
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            put("structured_outputs", StructuredOutputsParams.read(self.structured_outputs))
         put("logit_bias", _biases("logit_bias", self.logit_bias))
 
 

@@ -69,18 +69,20 @@ NOT_FINITE = "not_finite"
 
 
 class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A fault of `row`. After the tokens of the result, its request ends with a 500; no other request is affected."""
+    """A fault of `row`. After the tokens of the result, its request ends with `status`; no other one is affected."""
 
     row: int
     code: str
     message: str
+    status: int = 500
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     """The result of a plan. `elapsed_s` is the time inside the worker.
 
-    `rows[i]` sampled `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
-    have none. `logprobs` has one entry per token of the rows that ask for them, in the order of `token_ids`.
+    `rows[i]` appended `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
+    have none. A row with a guide may have more than it sampled, or none: then its last token is computed again.
+    `logprobs` has one entry per token of the rows that ask for them, in the order of `token_ids`.
     """
 
     step_id: int

@@ -38,7 +38,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     backend.pin_main_thread()
-    runner = wrap(Runner(program, buffers, start.config.vocab_size, start.config.num_drafts))
+    runner = wrap(Runner(program, buffers, start.config.vocab_size, start.config.num_drafts, start.config.model))
     stores = open_stores(program, start)
     tiers = tuple(store.inventory() for tier, store in stores.items() if tier != "host")
     greeting = hello(program, start.epoch, time.monotonic() - started_s, tiers)

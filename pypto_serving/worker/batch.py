@@ -12,6 +12,8 @@ from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.worker.grammars import Grammars
+from pypto_serving.worker.guides import RowGuides
 from pypto_serving.worker.layout import NONE, Layout, Part
 from pypto_serving.worker.sampler import RowSamplers
 from pypto_serving.worker.tables import RowTables
@@ -56,6 +58,7 @@ class RowBatch:
         buffers: Sequence[StepBuffers],
         vocab_size: int,
         drafter: Drafter | None = None,
+        model_dir: str = "",
     ) -> None:
         rows, traits = limits.max_num_seqs, limits.traits
         self._groups = groups
@@ -68,6 +71,7 @@ class RowBatch:
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
         self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
+        self.guides = RowGuides(Grammars(model_dir, vocab_size), self.samplers.masks)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)
         self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
@@ -81,6 +85,7 @@ class RowBatch:
             self.num_tokens[row] = 0
             self._lives[row] += 1
             self.samplers.clear(row)
+            self.guides.clear(row)
         fresh: list[list[Int32Array]] = [[] for _ in self._groups]
         for new in plan.new_rows:
             self._add(new, fresh)
@@ -104,6 +109,9 @@ class RowBatch:
         self.ahead[new.row] = 0
         self._lives[new.row] += 1
         self.samplers.set(new.row, new.sampling, new.prompt_len)
+        self.guides.clear(new.row)
+        if new.sampling.guide is not None:
+            self.guides.start(new.row, new.sampling, tokens[new.prompt_len :].tolist())
         for group, table, data, ids in zip(self._groups, self.tables, new.blocks, fresh, strict=True):
             blocks = unpack_ids(data)
             table.set(new.row, blocks)
@@ -173,7 +181,8 @@ class RowBatch:
     def advance(self, dispatch: Dispatch, counts: Int32Array | None, token_ids: Int32Array) -> None:
         """Append the sampled tokens of a collected dispatch: `counts` tokens per sampling row, None for one each.
 
-        Further drafts were rejected, so their positions are computed again. A row that failed has count 0.
+        Further drafts were rejected, so their positions are computed again; so is the last token of a row with count 0.
+        Tokens beyond what the row could sample are forced: they are computed later.
         """
         rows = dispatch.rows
         if counts is None and dispatch.lives is None:
@@ -181,13 +190,13 @@ class RowBatch:
             return
         if counts is None:
             counts = np.ones(len(rows), dtype=np.int32)
-        most = 1 if dispatch.num_drafts is None else 1 + dispatch.num_drafts
-        spare = np.where(counts > 0, most - counts, 0)
+        most = np.ones_like(counts) if dispatch.num_drafts is None else 1 + dispatch.num_drafts
+        spare = np.maximum(most - counts, 0)
         if dispatch.lives is not None:
             same = dispatch.lives == self._lives[rows]
             token_ids = token_ids[same.repeat(counts)]
+            self.ahead[rows[same]] -= most[same]
             rows, counts, spare = rows[same], counts[same], spare[same]
-            self.ahead[rows] -= counts + spare
         self.num_computed[rows] -= spare
         starts = self.num_tokens[rows]
         owner = rows.repeat(counts)

@@ -12,6 +12,7 @@ from pypto_serving.types.draws import Sampler
 from pypto_serving.types.step import NOT_FINITE, RowFault, RowLogprobs
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch
+from pypto_serving.worker.guides import Told
 from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
 
 _NOT_FINITE = "the model's logits are not finite for this request; the prompt or the weights may be corrupt"
@@ -98,3 +99,25 @@ def _chosen(dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, l
 def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:
     top = values.top_logprobs.astype("<f4").tobytes()
     return RowLogprobs(row, values.logprob, values.rank, pack_ids(values.top_ids), top)
+
+
+def guided(rows: Int32Array, chosen: Chosen, told: Told) -> Chosen:
+    """Return what `rows` [n] append by what their guides told: nothing, forced tokens, or what was chosen."""
+    if not (told.withheld or told.forced or told.faults):
+        return chosen
+    counts = chosen.each(len(rows)).copy()
+    pieces = np.split(chosen.token_ids, counts.cumsum()[:-1])
+    silent = told.withheld | told.faults.keys()
+    for i in silent:
+        pieces[i] = pieces[i][:0]
+    for i, forced in told.forced.items():
+        if counts[i]:
+            pieces[i] = np.array(forced, np.int32)
+    dropped = {int(rows[i]) for i in silent}
+    faults = [RowFault(int(rows[i]), error.error_code, str(error), error.status) for i, error in told.faults.items()]
+    return Chosen(
+        np.concatenate(pieces, dtype=np.int32),
+        np.array([len(piece) for piece in pieces], np.int32),
+        [entry for entry in chosen.logprobs if entry.row not in dropped],
+        chosen.faults + faults,
+    )

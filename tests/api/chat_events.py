@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.types.tokens import unpack_ids
+from tests.api.running import RunningServer
+
 PATH = "/v1/chat/completions"
 
 
@@ -40,3 +44,8 @@ def calls_of(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     assert len({call["id"] for call in calls}) == len(calls)
     assert all(call["type"] == "function" for call in calls)
     return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+def prompt_of(server: RunningServer, tokenizer: Tokenizer) -> str:
+    """The prompt of the last request."""
+    return tokenizer.decode(unpack_ids(server.engine.requests[-1].token_ids).tolist(), skip_special_tokens=False)

@@ -117,8 +117,8 @@ def test_calls_are_read_only_where_there_are_tools() -> None:
 
 
 def test_parts_come_as_soon_as_they_are_certain() -> None:
+    assert read_output(new_parser(True, True), []) == AssistantMessage()
     parser = new_parser(True, True)
-    assert read_output(parser, []) == AssistantMessage()
     texts = ["why", "</", "b>", "</think", ">", "so\n", "\nx", f"{START}{NOW}"]
     given = [[getattr(part, "text", part) for part in parser.push(text)] for text in texts]
     assert given == [["why"], [], ["</b>"], [], [], ["so"], ["\n\nx"], [ToolCallStart("now"), "{}"]]

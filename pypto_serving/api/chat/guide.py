@@ -1,20 +1,10 @@
-"""Say what an output must match, where its reasoning ends, and how long that may be."""
+"""Say by token ids where the reasoning of an output begins and ends."""
 
 from __future__ import annotations
 
 from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.types.guide import Grammar, Guide, Reasoning
-
-
-def make_guide(
-    grammar: Grammar | None, thinking: Thinking | None, budget: int | None, tokenizer: Tokenizer
-) -> Guide | None:
-    """Return the guide of outputs with the `grammar` after at most `budget` tokens of reasoning; None for no limits."""
-    if grammar is None and (thinking is None or budget is None):
-        return None
-    reasoning = None if thinking is None else reasoning_ids(thinking, tokenizer)
-    return Guide(grammar, reasoning, budget if reasoning is not None else None)
+from pypto_serving.types.guide import Reasoning
 
 
 def reasoning_ids(thinking: Thinking, tokenizer: Tokenizer) -> Reasoning:

@@ -153,33 +153,34 @@ def is_shallow(value: Any, levels: int) -> bool:
 def parameter_types(schema: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the JSON types of an object's properties; [] for one whose schema names none."""
     properties = schema.get("properties")
-    return {name: _types(one) for name, one in properties.items()} if isinstance(properties, dict) else {}
+    return {name: types_of(one, schema) for name, one in properties.items()} if isinstance(properties, dict) else {}
 
 
-def _types(schema: Any) -> list[str]:
-    if not isinstance(schema, dict):
+def types_of(schema: Any, root: Mapping[str, Any], levels: int = MAX_DEPTH) -> list[str]:
+    """Return the JSON types that a schema allows, [] if it names none; `root` has the definitions that it refers to."""
+    if not isinstance(schema, Mapping) or not levels:
         return []
-    named = schema.get("type")
-    found = (
-        [named]
-        if isinstance(named, str)
-        else [n for n in named if isinstance(n, str)]
-        if isinstance(named, list)
-        else []
-    )
+    found = _listed(schema.get("type"), str)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        _, _, name = reference.rpartition("/")
+        defined = [root[key] for key in ("$defs", "definitions") if isinstance(root.get(key), Mapping)]
+        target = next((shared[name] for shared in defined if name in shared), None)
+        found += types_of(target, root, levels - 1)
     for key in ("anyOf", "oneOf", "allOf"):
-        found += (
-            [kind for one in schema.get(key) or () for kind in _types(one)] if isinstance(schema.get(key), list) else []
-        )
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if not found and isinstance(values, list):
-        found = [_TYPE_OF[type(value)] for value in values if type(value) in _TYPE_OF]
-    if "$ref" in schema and not found:
-        found = ["object", "array", "number", "boolean", "null", "string"]
+        found += [kind for one in _listed(schema.get(key), Mapping) for kind in types_of(one, root, levels - 1)]
+    if not found:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        found = [_TYPE_OF[type(value)] for value in _listed(values, object) if type(value) in _TYPE_OF]
     return list(dict.fromkeys(found))
 
 
-_TYPE_OF = {
+def _listed(value: Any, kind: type) -> list[Any]:
+    """List a value of `kind`, or those of a list."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, kind)]
+
+
+_TYPE_OF: Mapping[type, str] = {
     str: "string",
     bool: "boolean",
     int: "integer",

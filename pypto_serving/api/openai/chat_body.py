@@ -16,6 +16,7 @@ from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.schemas import ChatBody
+from pypto_serving.api.openai.tool_guide import with_chat_guide
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens
@@ -42,6 +43,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
     prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field)
     fitted = fit_params(params, prompter.config, form)
+    fitted = with_chat_guide(fitted, prompter, form, tools, body.thinking_token_budget)
     return ReadBody(prompts=[prompt], params=fitted, new_parser=form, **common)
 
 
@@ -68,13 +70,14 @@ def _encoder_kwargs(
     body: ChatBody, request_fields: frozenset[str], tools: ToolUse, trusts_templates: bool
 ) -> dict[str, Any]:
     if body.chat_template is not None and not trusts_templates:
-        message = "chat_template is refused: this server runs without the option trust-request-chat-template; leave it out"
+        message = "chat_template is refused: this server runs without the option trust-request-chat-template"
         raise RequestError(message, param="chat_template", code="unsupported_field")
     given = body.chat_template_kwargs or {}
     if reserved := sorted(RESERVED & given.keys()):
         names = ", ".join(reserved)
         raise RequestError(f"chat_template_kwargs must not set {names}", param="chat_template_kwargs")
-    fields = {name: value for name, value in body.extra.items() if name in request_fields}
+    sent = {**body.extra, "response_format": body.response_format}
+    fields = {name: value for name, value in sent.items() if name in request_fields}
     fields |= {name: getattr(body, name) for name in _ENCODED}
     fields |= {"tools": tools.described() or None}
     fields = {name: value for name, value in fields.items() if value is not None}

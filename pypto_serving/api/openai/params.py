@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pypto_serving.api.openai.schemas import GenerationBody
+from pypto_serving.api.openai.structured import structured_outputs
 from pypto_serving.api.settings import DefaultSampling
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
@@ -40,6 +41,7 @@ def sampling_params(
         stop=_stop_strings(body.stop),
         max_tokens=max_tokens,
         logprobs=logprobs,
+        structured_outputs=structured_outputs(body),
     )
 
 

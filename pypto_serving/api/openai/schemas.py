@@ -48,6 +48,9 @@ _TOOLS_SCHEMA = {
 }
 _TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": list(MODES)}, {"type": "object"}, {"type": "null"}]}
 MAX_DOCUMENTS = 1024
+_OBJECT_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+_JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
+_CHOICE_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 MAX_PING_S = 3600
 
 
@@ -83,6 +86,14 @@ class GenerationBody(_Body):
     ignore_eos: bool | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
+    response_format: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
+    structured_outputs: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
+    guided_json: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structural_tag: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None

@@ -48,7 +48,7 @@ def run(start: ReaderStart) -> None:
 def answer(reader: BodyReader, endpoint: Endpoint, raw: bytes) -> bytes:
     """Read one body; return the encoded ReadBody, Refusal or Fault."""
     try:
-        return msgspec.msgpack.encode(reader.read(endpoint, raw))
+        return msgspec.msgpack.encode(reader.check(reader.read(endpoint, raw)))
     except MemoryError:
         message = f"this request takes more than {format_size(MAX_BYTES)} of memory to read; send less"
         return msgspec.msgpack.encode(Refusal(400, message, "request_too_large", None))

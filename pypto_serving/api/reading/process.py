@@ -152,9 +152,12 @@ def _ended(code: int) -> RequestError:
 
 
 def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
-    advice = "send less text or fewer prompts"
+    advice = "send less text, fewer prompts, or a simpler schema or grammar"
     if endpoint == "chat":
-        advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
+        advice = (
+            "send fewer or shorter messages, or a simpler schema or grammar; if short chats fail too, the model's chat "
+            "template does not end"
+        )
     message = f"reading this request took more than {allowed_s:.0f} s of CPU time, so it was given up; {advice}"
     logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, allowed_s)
     return RequestError(message, param="messages" if endpoint == "chat" else "prompt", code="reading_timeout")

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pypto_serving.api.chat.dsml import CALLS_START
-from pypto_serving.api.chat.parsers import deepseek_v3
+from pypto_serving.api.chat.parsers import deepseek_v3, mistral
 from pypto_serving.api.chat.parsers.thinking import Thinking
 
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v4", (CALLS_START,)),
-    ("deepseek_v3", (deepseek_v3.CALLS,)),
-    ("mistral", ("[TOOL_CALLS]",)),
+    ("deepseek_v3", (deepseek_v3.CALLS, deepseek_v3.FENCE)),
+    ("deepseek_v31", (deepseek_v3.CALLS,)),
+    ("mistral_named", (mistral.MARK, mistral.ARGS)),
+    ("mistral", (mistral.MARK,)),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("hermes", ("<tool_call>", '"name"', "arguments")),
     ("pythonic", ("<|python_start|>",)),

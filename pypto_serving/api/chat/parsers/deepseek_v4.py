@@ -33,25 +33,30 @@ def read(tape: Tape, tools: Tools) -> Steps[None]:
     everything from the first unreadable call on is content.
     """
     while mark := (yield from seek(tape, _STARTS, tape.say)):
-        at = searched = len(mark)
-        while True:
-            if (end := _ANY_END.search(tape.text, searched)) is None:
-                searched = max(searched, len(tape.text) - _OVERLAP)
-                if tape.ended:
-                    break
-                yield
-            elif call := _INVOKE.match(tape.text, at):
-                tape.call(call[1])
-                tape.arguments(_read_arguments(call[2]))
-                tape.drop(call.end())
-                at = searched = 0
-            elif block := _BLOCK_END.match(tape.text, at):
-                tape.drop(block.end())
-                break
-            else:
-                searched = end.end()
-        if tape.ended and not at and not tape.text.strip():
-            tape.drop(len(tape.text))
+        if not (yield from _read_block(tape, len(mark))):
+            return
+
+
+def _read_block(tape: Tape, at: int) -> Steps[bool]:
+    """Read the calls at `at` up to the end of their block; tell whether the output has gone so far."""
+    searched = at
+    while True:
+        if (end := _ANY_END.search(tape.text, searched)) is None:
+            if tape.ended:
+                tape.drop(0 if at or tape.text.strip() else len(tape.text))
+                return False
+            searched = max(searched, len(tape.text) - _OVERLAP)
+            yield
+        elif call := _INVOKE.match(tape.text, at):
+            tape.call(call[1])
+            tape.arguments(_read_arguments(call[2]))
+            tape.drop(call.end())
+            at = searched = 0
+        elif block := _BLOCK_END.match(tape.text, at):
+            tape.drop(block.end())
+            return True
+        else:
+            searched = end.end()
 
 
 def _read_arguments(parameters: str) -> str:

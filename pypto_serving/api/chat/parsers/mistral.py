@@ -7,7 +7,7 @@ import re
 from pypto_serving.api.chat.parsers.json_calls import read_array, read_head, stream_arguments
 from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, end_calls, past_space, seek, with_gaps
 
-MARK = "[TOOL_CALLS]"
+MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _MARKS = with_gaps(MARK)
 _NAME = re.compile(r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _MAX_NAME = 512
