@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 20_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
@@ -151,7 +152,7 @@ def checked(grammar: Grammar) -> Grammar:
     try:
         compiler.compile(grammar).fill(np.zeros(compiler.num_words, np.uint32))
     except GrammarError as error:
-        if grammar.syntax != "lark" or "token" not in str(error):
+        if grammar.syntax != "lark" or "token" not in str(error).lower():
             raise
         _check_rules(grammar)  # what it says of special tokens, only the tokenizer knows
     return grammar

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ from pypto_serving.types.request import (
     ToCore,
     TokenLogprobs,
 )
-from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.sampling import SamplingParams, adjusting
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
@@ -81,11 +81,10 @@ def null_program(config: EngineConfig) -> Any:
 
 
 def expected_tokens(config: EngineConfig, request: EngineRequest, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a correct engine answers on the null backend: history, biases, bans and masks decide, and the seed."""
+    """What a correct engine answers on the null backend: history, changes of the logits and the seed decide."""
     history, params = list(prompt), request.params
     fails_on = config.backend_options.get("fails_on", -1)
-    banned = [*params.stop_token_ids, *(request.eos_token_ids if params.min_tokens else ())]
-    plain = not (params.temperature or params.logit_bias or params.allowed_token_ids or params.min_tokens)
+    plain = not params.temperature and changed(logits_of(0, config.vocab_size), request, prompt, []) is None
     while len(history) < len(prompt) + num_tokens:
         digest = next_digest(config.groups, history)
         if plain and digest % config.vocab_size != fails_on:
@@ -97,16 +96,35 @@ def expected_tokens(config: EngineConfig, request: EngineRequest, prompt: Sequen
         draw = np.array([(0.0, params.top_p, params.min_p, params.temperature, max(0, params.top_k))], DRAW)
         seed, choice, position = (np.array([v], np.uint64) for v in (request.seed, request.choice, len(history)))
         draw["random"] = uniforms(seed, choice, position)
-        biased = logits.copy()
-        for token_id, value in params.logit_bias.items():
-            biased[token_id] += np.float32(value)
-        scores = biased.copy()
-        if params.allowed_token_ids:
-            scores[[v not in params.allowed_token_ids for v in range(len(scores))]] = -np.inf
-        if len(history) - len(prompt) < params.min_tokens:
-            scores[banned] = -np.inf
-        history.append(int(SAMPLER.choose((scores if np.isfinite(scores.max()) else biased)[None], draw)[0]))
+        scores = changed(logits, request, prompt, history[len(prompt) :])
+        history.append(int(SAMPLER.choose((logits if scores is None else scores)[None], draw)[0]))
     return history[len(prompt) :]
+
+
+def changed(
+    logits: np.ndarray, request: EngineRequest, prompt: Sequence[int], output: Sequence[int]
+) -> np.ndarray | None:
+    """The logits that a request changes, token by token and as vLLM defines it; None if it changes none."""
+    params, one = request.params, np.float32
+    if not adjusting(params):
+        return None
+    scores = logits.copy()
+    for token, value in params.logit_bias.items():
+        scores[token] += one(value)
+    for token in {*prompt, *output} if params.repetition_penalty != 1 else ():
+        factor = one(params.repetition_penalty)
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token, count in Counter(output).items():
+        scores[token] -= one(params.frequency_penalty) * one(count)
+        scores[token] -= one(params.presence_penalty)
+    if params.allowed_token_ids:
+        scores[[token not in params.allowed_token_ids for token in range(len(scores))]] = -np.inf
+    banned = [last for *before, last in params.bad_word_ids if list(output)[len(output) - len(before) :] == before]
+    if len(output) < params.min_tokens:
+        banned += [*params.stop_token_ids, *request.eos_token_ids]
+    left = scores.copy()
+    left[banned] = -np.inf
+    return left if np.isfinite(left.max()) else scores
 
 
 class InlineExecutor:

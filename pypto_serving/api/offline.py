@@ -20,7 +20,7 @@ from pypto_serving.api.chat.output import TextPart
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt
-from pypto_serving.api.generation.structured import checked, with_guide
+from pypto_serving.api.generation.structured import checked
 from pypto_serving.api.offline_inputs import (
     Messages,
     Prompt,
@@ -195,9 +195,8 @@ class LLM:
     async def _job(
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
     ) -> _Job:
-        config = self._engine.config
-        prompt = fit_prompt(ids, params.max_tokens, config)
-        fitted = with_guide(fit_params(params, config, new_parser), self._service.prompter)
+        prompt = fit_prompt(ids, params.max_tokens, self._engine.config)
+        fitted = fit_params(params, self._service.prompter, new_parser)
         if fitted.guide is not None:
             fitted = await asyncio.to_thread(checked, fitted)
         return _Job(text, prompt, fitted, new_parser)

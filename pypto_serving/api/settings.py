@@ -13,9 +13,8 @@ from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
 
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEUTRAL = {
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
     "num_beams": 1,
@@ -33,6 +32,7 @@ class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     not_applied: dict[str, Any] = {}
 
     def describe(self) -> str:

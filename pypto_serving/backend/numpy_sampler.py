@@ -55,7 +55,7 @@ def _greedy(logits: Float32Array) -> Int32Array:
 def _adjusted(logits: Float32Array, given: LogitAdjustments, tokens: Int32Array) -> Float32Array:
     """Return a copy of the logits, changed in rows whose token is not -1."""
     changed = logits.copy()
-    for i in np.flatnonzero((tokens >= 0) & ((given.rows >= 0) | (given.mask_rows >= 0))):
+    for i in np.flatnonzero((tokens >= 0) & ((given.rows >= 0) | (given.mask_rows >= 0))).tolist():
         changed[i] = adjusted(logits[i], given, i, history_of(given, i))
     return changed
 

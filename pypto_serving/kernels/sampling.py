@@ -27,7 +27,14 @@ class NativeSampler:
         if draws.dtype != DRAW or draws.shape != (rows,):
             raise ValueError(f"{rows} rows of logits need as many draws, not {draws.dtype} {draws.shape}")
         draws, tokens = np.ascontiguousarray(draws), np.empty(rows, np.int32)
-        sample = {"logits": logits[:1], "stride": stride, "vocab": vocab, "rows": rows, "draws": draws, "chosen": tokens}
+        sample = {
+            "logits": logits[:1],
+            "stride": stride,
+            "vocab": vocab,
+            "rows": rows,
+            "draws": draws,
+            "chosen": tokens,
+        }
         if adjustments is None:
             self._lib.sample(self._engine._handle, **sample)
         else:

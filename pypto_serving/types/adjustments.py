@@ -3,14 +3,14 @@
 A row's logits are changed in this order, in float32; only the penalties depend on what stands before them:
 
 1. `logit_bias` is added.
-2. Penalties: repetition, over the prompt and the output, divides a positive logit and multiplies others; then frequency times
-   the count of the token in the output is subtracted, then presence if the output has the token.
+2. Penalties: repetition, over the prompt and the output, divides a positive logit and multiplies others; then frequency
+   times the count of the token in the output is subtracted, then presence if the output has the token.
 3. A mask: tokens that it does not allow cannot be chosen. It is ignored if it leaves none.
 4. Bans: end tokens before there are `min_tokens`, and the last token of a bad word whose other tokens end the output.
    They are ignored if they leave none.
 
-Order and formulas of 1 and 2 are those of vLLM (`vllm/v1/sample/sampler.py`: logit bias is a logits processor, penalties come
-after it; `ops/penalties.py`). 3 and 4 come first there, which is the same. Then temperature, min_p, top_k and top_p follow.
+Order and formulas of 1 and 2 are those of vLLM (`vllm/v1/sample/sampler.py`: penalties come after logits processors,
+and logit bias is one). 3 and 4 come first there, which is the same. Then temperature, min_p, top_k and top_p follow.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class ChangeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitAdjustments:
-    """How the logits of n rows change. The host has one entry for each row of logits, a device one for each sampling row.
+    """How the logits of n rows change. The host has an entry for each row of logits, a device for each sampling row.
 
     rows [n]: the worker's row, an index into `table.changes` and `tokens`; -1 for no changes but a mask.
     positions [n]: of the token to choose, or of the first where a device chooses several.
-    known [n]: how many of the row's tokens `tokens` holds. On the host that is `positions`. A device itself has sampled or
-        drafted those from there to its position.
+    known [n]: how many of the row's tokens `tokens` holds. On the host that is `positions`. A device has sampled or
+        drafted those from there to its position itself.
     tokens [R, max_model_len]: tokens by row. The first `known` do not change until the row is given to another request,
         whose dispatches come later.
     masks [m, ceil(vocab / 32)]: allowed tokens as bits; mask_rows [n]: row of `masks`, or -1.

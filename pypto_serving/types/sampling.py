@@ -38,8 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `allowed_token_ids`: only these can be chosen; None allows all.
     - `frequency_penalty`, `presence_penalty`: subtracted from the logit of each token of the output, the first as often
       as the output has it.
-    - `repetition_penalty`: logits of tokens of prompt and output are divided by it, or multiplied if negative; 1 is off.
-    - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, those of `bad_words` included
+    - `repetition_penalty`: divides the logits of tokens of prompt and output, multiplies negative ones; 1 is off.
+    - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, with those of `bad_words`
       once these are encoded.
     - `structured_outputs`: what the output must look like; a StructuredOutputsParams, or a mapping with its names.
     - `guide`: the grammar of the output and the limit of its reasoning; the API makes it of other fields.
@@ -175,9 +175,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             put("bad_words", _strings("bad_words", self.bad_words))
         if type(self.bad_word_ids) is not tuple or self.bad_word_ids:
             put("bad_word_ids", _id_lists("bad_word_ids", self.bad_word_ids))
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
-            put("structured_outputs", StructuredOutputsParams.read(self.structured_outputs))
+        structured: Any = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            put("structured_outputs", StructuredOutputsParams.read(structured))
         put("logit_bias", _biases("logit_bias", self.logit_bias))
+
+
+_ADJUSTING: dict[str, Any] = {
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "min_tokens": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "bad_word_ids": (),
+}
+
+
+def adjusting(params: SamplingParams) -> list[str]:
+    """Name the fields that change logits before a token is chosen."""
+    return [name for name, neutral in _ADJUSTING.items() if getattr(params, name) != neutral]
 
 
 def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:

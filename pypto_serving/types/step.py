@@ -106,6 +106,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     | page_tokens       | source tokens in a block of every KV group; 0 takes any block sizes                    |
     | samples_on_device | the program chooses tokens and feeds them to its own next step                         |
     | max_logprobs      | top log-probabilities that it can return for a token; -1 returns none                  |
+    | adjusts_logits    | a device that samples applies LogitAdjustments                                         |
     | max_drafts        | draft tokens that it verifies for a row in one step                                    |
     """
 
@@ -115,6 +116,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     page_tokens: int = 0
     samples_on_device: bool = False
     max_logprobs: int = MAX_LOGPROBS
+    adjusts_logits: bool = True
     max_drafts: int = 0
 
     def __post_init__(self) -> None:

@@ -18,8 +18,8 @@ from pypto_serving.worker.masks import RowMasks
 class RowAdjustments:
     """Owns the changes to logits of R rows, set once with the row. They cost nothing while no row has any.
 
-    `tokens` [R, max_model_len] are the rows' tokens, which their owner keeps up to date. Penalties and bad words are found
-    from them when a token is sampled, so nothing has to follow what a row appends, takes back or starts anew with.
+    `tokens` [R, max_model_len] are the rows' tokens, which their owner keeps up to date. Penalties and bad words are
+    found from them when a token is sampled, so nothing has to follow what a row appends, takes back or starts with.
     """
 
     def __init__(self, tokens: Int32Array, vocab_size: int, max_drafts: int = 0) -> None:

@@ -11,8 +11,8 @@ from pypto_serving.types.arrays import Int32Array
 class RowMasks:
     """Owns the token masks of R rows: one for a row's next token, and one behind each of its drafts.
 
-    Bit v % 32 of word v // 32 allows token v. A mask is what `put` gave and the row's allowed ids, both together. It stays
-    until the next `put`, or until the row goes. Memory of masks that are never set is never touched.
+    Bit v % 32 of word v // 32 allows token v. A mask is what `put` gave and the row's allowed ids, both together. It
+    stays until the next `put`, or until the row goes. Memory of masks that are never set is never touched.
     """
 
     def __init__(self, rows: int, vocab_size: int, max_drafts: int = 0) -> None:
@@ -41,15 +41,11 @@ class RowMasks:
         device samples, before the dispatch is submitted.
         """
         allowed, at = self._allowed.get(row), row * self._width + draft
-        if mask is None and allowed is None:
-            self._index[row, draft] = -1
-            return
-        if mask is None or allowed is None:
-            self.bits[at] = allowed if mask is None else mask
-        else:
-            np.bitwise_and(mask, allowed, out=self.bits[at])
-        self._index[row, draft] = at
-        self._masked.add(row)
+        both = allowed if mask is None else mask if allowed is None else mask & allowed
+        self._index[row, draft] = -1 if both is None else at
+        if both is not None:
+            self.bits[at] = both
+            self._masked.add(row)
 
     def clear(self, row: int) -> None:
         """Forget the masks of `row`."""
@@ -59,7 +55,7 @@ class RowMasks:
             self._index[row] = -1
 
     def find(self, rows: Int32Array) -> Int32Array:
-        """Return where in `bits` the mask of each of `rows` is, -1 for none; a row repeats behind each of its drafts."""
+        """Return where in `bits` the masks of `rows` are, -1 for none. A row repeats, behind each of its drafts."""
         drafts = np.zeros(len(rows), np.int32)
         if self._width > 1 and len(rows):
             starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))

@@ -20,9 +20,10 @@ from pypto_serving.api.server import create_app
 from pypto_serving.api.settings import ServingConfig
 from tests.api.scripted_engine import WAIT_S, ScriptedEngine
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 DESCRIBED = {
-    "/v1/completions": (Completion, Completion),
-    "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk),
+    COMPLETIONS: (Completion, Completion),
+    CHAT: (ChatCompletion, ChatCompletionChunk),
 }
 """What /openapi.json says of answers and of their events."""
 
@@ -116,3 +117,13 @@ class RunningServer:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
         connection.sendall(head.encode() + payload)
         return connection
+
+
+def served_until(server: RunningServer, slow: Future[httpx.Response]) -> int:
+    """How often /health and a small completion are answered before `slow` is."""
+    count = 0
+    while not slow.done():
+        assert server.http.get("/health").status_code == 200
+        assert server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1}).status_code == 200
+        count += 1
+    return count

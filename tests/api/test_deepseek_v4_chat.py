@@ -212,6 +212,7 @@ BAD = [
         "is 'x', but must be a JSON schema",
     ),
     ({"messages": [HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[1].tool_call_id", "'1'"),
+    ({"messages": [HELLO], "response_format": {"type": "json_schema"}}, "response_format", "a JSON schema"),
     ({"messages": [HELLO], "chat_template_kwargs": {"enable": 1}}, "chat_template_kwargs", "enable_thinking"),
     ({"messages": [HELLO], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not set tools"),
     (

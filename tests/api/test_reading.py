@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,9 @@ from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
-from tests.api.running import RunningServer
+from tests.api.running import CHAT, COMPLETIONS, RunningServer, served_until
 from tests.api.scripted_engine import WAIT_S, engine_config
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{% for b in range(99999) %}spam{% endfor %}{% endfor %}",
@@ -52,16 +51,6 @@ PARTS = [{"type": "text", "text": "x" * 30}] * 80_000
 
 def chat(content: str) -> dict[str, Any]:
     return {"messages": [{**HELLO, "content": content}], "max_tokens": 2}
-
-
-def served_until(server: RunningServer, slow: Future[httpx.Response]) -> int:
-    """How often /health and a small completion are answered before `slow` is."""
-    count = 0
-    while not slow.done():
-        assert server.http.get("/health").status_code == 200
-        assert server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1}).status_code == 200
-        count += 1
-    return count
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import pytest
 
 from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint
+from tests.e2e.changing import CHANGES
 from tests.e2e.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
@@ -50,7 +51,7 @@ class Case:
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        """Greedy and sampled requests of all lengths; every other one begins like the others.
+        """Greedy and sampled requests of all lengths, most with changed logits; every other one begins like the others.
 
         Behind them, one prompt cut after each position, for what every position of a prompt says.
         """
@@ -59,7 +60,8 @@ class Case:
         lengths = [1, 2, 15, 16, 17, self.longest] + [rng.randrange(1, self.longest - 40) for _ in range(31)]
         prompts = [(shared * (i % 2) + rng.choices(range(250), k=n))[: self.longest] for i, n in enumerate(lengths)]
         common = {"max_tokens": OUTPUT, "ignore_eos": True, "logprobs": 5}
-        whole = [common | {"prompt": p, "seed": i, "temperature": 0.9 * (i % 3)} for i, p in enumerate(prompts)]
+        changes = [{"prompt": p, "seed": i, **CHANGES[i % len(CHANGES)]} for i, p in enumerate(prompts)]
+        whole = [common | {"temperature": 0.9 * (i % 3)} | each for i, each in enumerate(changes)]
         once = common | {"max_tokens": 1, "temperature": 0.0}
         return whole + [once | {"prompt": prompts[5][:end]} for end in range(1, POSITIONS + 1)]
 

@@ -116,7 +116,20 @@ def random_params(rng: random.Random) -> SamplingParams:
         logprobs=rng.choice((None, None, 0, 3)),
         logit_bias={some[2]: 100.0, some[3]: -100.0} if rng.random() < 0.3 else {},
         allowed_token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=40)) if rng.random() < 0.2 else None,
+        **random_penalties(random.Random(some[0]), some),
     )
+
+
+def random_penalties(rng: random.Random, some: Sequence[int]) -> dict[str, Any]:
+    """What looks back at the tokens of the row, for a third of the requests."""
+    if rng.random() < 0.67:
+        return {}
+    return {
+        "repetition_penalty": rng.choice((0.01, 1.0, 1.3)),
+        "frequency_penalty": rng.choice((-2.0, 0.0, 0.6)),
+        "presence_penalty": rng.choice((-1.0, 0.0, 2.0)),
+        "bad_word_ids": rng.choice(((), ((some[2],), (some[3], some[4])))),
+    }
 
 
 def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Counter[str]:
@@ -194,7 +207,7 @@ def must_happen(shape: Shape) -> set[str]:
     wanted |= {"error"} if shape["fails_on"] >= 0 else set()
     wanted |= ({"read_blocks"} | ({"write_blocks"} if through else set())) if shape["device_memory"] else set()
     if shape["samples_on_device"]:
-        wanted |= {"random", "biased", "masked", "banned", "logprobs"}
+        wanted |= {"random", "biased", "masked", "banned", "penalized", "bad_words", "logprobs"}
         wanted |= {"pending"} if shape["depth"] > 1 else set()
         wanted |= {"moved"} if shape["depth"] > 1 and shape["num_drafts"] else set()
     return wanted

@@ -22,8 +22,9 @@ def test_numbers_of_numpy_and_lists_become_plain_values() -> None:
 
 
 def test_none_stands_for_no_adjustment() -> None:
-    params = SamplingParams(logit_bias=None, allowed_token_ids=None, stop=None)  # type: ignore[arg-type]
-    assert (params.logit_bias, params.allowed_token_ids, params.stop) == ({}, None, ())
+    names = ("logit_bias", "allowed_token_ids", "stop", "bad_words", "bad_word_ids")
+    params = SamplingParams(**dict.fromkeys(names))  # type: ignore[arg-type]
+    assert [getattr(params, name) for name in names] == [{}, None, (), (), ()]
 
 
 def test_arrays_and_switches_of_numpy_become_plain_values() -> None:
@@ -60,6 +61,19 @@ def test_arrays_and_switches_of_numpy_become_plain_values() -> None:
         {"logit_bias": [5]},
         {"logit_bias": dict.fromkeys(range(1025), 0.0)},
         {"logit_bias": np.zeros(3)},
+        {"frequency_penalty": 2.01},
+        {"frequency_penalty": float("nan")},
+        {"presence_penalty": -3},
+        {"presence_penalty": "1"},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": 101},
+        {"bad_words": [5]},
+        {"bad_words": ["a", " "]},
+        {"bad_words": ["a"] * 129},
+        {"bad_words": ["a" * 129]},
+        {"bad_word_ids": [5]},
+        {"bad_word_ids": [[]]},
+        {"bad_word_ids": [[-1]]},
         {"n": None},
         {"min_tokens": None},
         {"temperature": None},
@@ -105,6 +119,12 @@ def test_switches_are_booleans(name: str, wrong: Any) -> None:
         ("stop_token_ids", [5, True], "stop_token_ids[1] is True, but must be a whole number"),
         ("allowed_token_ids", 5, "allowed_token_ids is 5, but must be a list of token ids"),
         ("allowed_token_ids", b"ab", "allowed_token_ids is b'ab', but must be a list of token ids"),
+        ("frequency_penalty", 2.5, "frequency_penalty is 2.5, but must be between -2 and 2"),
+        ("repetition_penalty", 0, "repetition_penalty is 0.0, but must be between 0.01 and 100; 1 turns it off"),
+        ("bad_words", ["a", ""], "bad_words is ('a', ''), but must be strings that are not empty or white space"),
+        ("bad_words", ["a"] * 129, "bad_words is 129 strings, but must be at most 128"),
+        ("bad_word_ids", [[5], 7], "bad_word_ids[1] is 7, but must be a list of token ids"),
+        ("bad_word_ids", [[5], [7.5]], "bad_word_ids[1][0] is 7.5, but must be a whole number"),
         ("logit_bias", {-1: 1}, "logit_bias contains -1, but must have token ids from 0 to 2147483647"),
         ("logit_bias", {"a": 1}, "logit_bias key is 'a', but must be a whole number"),
         ("logit_bias", {5: 200}, "logit_bias of 5 is 200.0, but must be between -100 and 100"),
@@ -120,3 +140,11 @@ def test_messages_name_field_value_and_bounds(name: str, wrong: Any, message: st
 def test_a_bias_that_no_float_holds_is_refused() -> None:
     with pytest.raises(RequestError, match=r"logit_bias of 5 is 10+\.\.\., but must be a number that a float can hold"):
         SamplingParams(logit_bias={5: 10**400})
+
+
+def test_bad_words_are_bounded_together() -> None:
+    """The sum of their tokens, which a request for 128 short words does not reach."""
+    assert SamplingParams(bad_words=["w"] * 128, bad_word_ids=[[5] * 8] * 128).bad_word_ids[0] == (5,) * 8
+    with pytest.raises(RequestError, match="bad_words is 1025 tokens long, but must be at most 1024") as caught:
+        SamplingParams(bad_word_ids=[[5] * 1025])
+    assert caught.value.param == "bad_words"

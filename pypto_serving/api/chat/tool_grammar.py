@@ -136,7 +136,8 @@ class _Writer:
         return " ".join(parts)
 
     def _json(self, schema: Mapping[str, Any]) -> str:
-        return "%json " + json.dumps(prepare(schema, self._options))
+        """Write JSON of a schema, without properties that it does not name, which models would add without end."""
+        return "%json " + json.dumps(prepare(schema, self._options, close_objects=True, keep_free=True))
 
     def _text(self, text: str) -> str:
         """Write a text, in which special tokens stand for themselves."""

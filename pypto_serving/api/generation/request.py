@@ -9,8 +9,11 @@ import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
+from pypto_serving.api.generation.bad_words import encode_bad_words
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
+from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.api.generation.structured import with_guide
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
@@ -73,12 +76,14 @@ def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) 
         )
 
 
-def fit_params(params: SamplingParams, config: EngineConfig, new_parser: OutputFormat | None = None) -> SamplingParams:
-    """Return the parameters of a request. Raises RequestError if they name a token id outside the vocabulary.
+def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFormat | None = None) -> SamplingParams:
+    """Return the parameters of a request, with bad words as token ids and structured outputs as a guide.
 
-    Special tokens stay in the text if the parser needs to see them.
+    Special tokens stay in the text if the parser needs to see them. Raises RequestError if a parameter
+    names a token id outside the vocabulary, or like `encode_bad_words` and `with_guide`.
     """
-    check_named_ids(params, config.vocab_size)
+    params = with_guide(encode_bad_words(params, prompter.tokenizer), prompter)
+    check_named_ids(params, prompter.config.vocab_size)
     if params.skip_special_tokens and new_parser is not None and new_parser.shows_special:
         return msgspec.structs.replace(params, skip_special_tokens=False)
     return params

@@ -27,13 +27,14 @@ CHECKED = 64
 def with_guide(params: SamplingParams, prompter: Prompter) -> SamplingParams:
     """Return parameters whose `structured_outputs` became the grammar of their guide. Nothing is compiled yet.
 
-    Raises RequestError that names the field at fault.
+    A guide that they have already says how outputs reason. Raises RequestError that names the field at fault.
     """
-    structured = params.structured_outputs
+    structured, guide = params.structured_outputs, params.guide
     if structured is None:
-        return params
+        is_idle = guide is not None and guide.grammar is None and guide.max_reasoning_tokens is None
+        return replace(params, guide=None) if is_idle else params
     field = structured.field
-    if params.guide is not None and params.guide.grammar is not None:
+    if guide is not None and guide.grammar is not None:
         raise structured.refusal("cannot stand beside a choice of tools that is enforced; send one of them")
     if params.allowed_token_ids is not None:
         raise structured.refusal("cannot stand beside allowed_token_ids; send one of them")
@@ -49,7 +50,8 @@ def with_guide(params: SamplingParams, prompter: Prompter) -> SamplingParams:
         raise structured.refusal(f"cannot be read: {error}") from None
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
         raise structured.refusal(f"has {len(grammar.text)} characters, but may have {MAX_GRAMMAR_CHARS}")
-    return replace(params, structured_outputs=None, guide=replace(params.guide or Guide(field=field), grammar=grammar))
+    guide = replace(guide or Guide(), grammar=grammar, field=field)
+    return replace(params, structured_outputs=None, guide=guide)
 
 
 def grammar_of(structured: StructuredOutputsParams, tokenizer: Tokenizer) -> Grammar:

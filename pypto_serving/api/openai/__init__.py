@@ -2,7 +2,7 @@
 
 - `completions`, `chat`, `models`: the endpoints
 - `body`, `schemas`, `fields`: parse bodies, screen unknown fields
-- `params`, `prompts`: read sampling parameters and prompts
+- `params`, `prompts`, `structured`: read sampling parameters, prompts, and what outputs must look like
 - `chat_body`, `completion_body`, `reader`: read a whole body, in whichever process
 - `tool_guide`: make outputs be tool calls
 - `respond`: answer at once or stream

@@ -42,8 +42,8 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     form = _format(chat.new_parser, tools, body)
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
     prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field)
-    fitted = fit_params(params, prompter.config, form)
-    fitted = with_chat_guide(fitted, prompter, form, tools, body.thinking_token_budget)
+    guided = with_chat_guide(params, prompter, form, tools, body.thinking_token_budget)
+    fitted = fit_params(guided, prompter, form)
     return ReadBody(prompts=[prompt], params=fitted, new_parser=form, **common)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import fit_params, fit_prompt
-from pypto_serving.api.generation.structured import with_guide
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import COMPLETION_RULES
 from pypto_serving.api.openai.params import sampling_params
@@ -22,7 +21,7 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
     body, ignored = parse_body(raw, CompletionBody, COMPLETION_RULES)
     common = read_common(body, ignored, serving)
     given = sampling_params(body, serving.default_sampling, body.max_tokens, body.logprobs)
-    params = with_guide(fit_params(given, prompter.config), prompter)
+    params = fit_params(given, prompter)
     prompts = [
         fit_prompt(ids, params.max_tokens, prompter.config, default_max_tokens=DEFAULT_MAX_TOKENS)
         for ids in encode_prompts(prompter, body.prompt, params.n, body.add_special_tokens is not False)

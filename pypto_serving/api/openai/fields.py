@@ -76,11 +76,7 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 
 _SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
 _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "best_of": (1,),
     "use_beam_search": (False,),
@@ -93,8 +89,6 @@ _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "stop_regex": ("", []),
     "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "return_token_ids": (False,),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pypto_serving.api.openai.schemas import GenerationBody
@@ -13,6 +14,7 @@ from pypto_serving.util import brief
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARS = 1024
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 _PLAIN = (
     "n",
     "temperature",
@@ -22,6 +24,11 @@ _PLAIN = (
     "min_tokens",
     "ignore_eos",
     "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
     "skip_special_tokens",
 )
 
@@ -39,6 +46,7 @@ def sampling_params(
         **values,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         stop=_stop_strings(body.stop),
+        logit_bias=_logit_bias(body.logit_bias),
         max_tokens=max_tokens,
         logprobs=logprobs,
         structured_outputs=structured_outputs(body),
@@ -67,6 +75,16 @@ def cache_salt_of(body: GenerationBody) -> str:
         message = f"cache_salt has {len(body.cache_salt)} characters, but must have at most {MAX_SALT_CHARS}"
         raise RequestError(message, param="cache_salt")
     return body.cache_salt or ""
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float]:
+    """Return the biases by token id; JSON writes the ids as strings."""
+    for key in given or {}:
+        if not _TOKEN_ID.fullmatch(key):
+            raise RequestError(
+                f"logit_bias has the key {brief(key)}, but must map token ids to numbers", param="logit_bias"
+            )
+    return {int(key): value for key, value in (given or {}).items()}
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from pypto_serving.api.chat.tools import MAX_NAME_CHARS, MAX_TOOLS, MODES
-from pypto_serving.types.sampling import INT32_MAX, MAX_STOP_IDS
+from pypto_serving.types.sampling import INT32_MAX, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_IDS
 
 MAX_MESSAGES = 16_384
 _PROMPT_SCHEMA = {
@@ -85,6 +85,12 @@ class GenerationBody(_Body):
     stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
     ignore_eos: bool | None = None
     seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_BIASES)
+    bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
     skip_special_tokens: bool | None = None
     response_format: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None

@@ -158,6 +158,9 @@ def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
             "send fewer or shorter messages, or a simpler schema or grammar; if short chats fail too, the model's chat "
             "template does not end"
         )
-    message = f"reading this request took more than {allowed_s:.0f} s of CPU time, so it was given up; {advice}"
+    message = (
+        f"reading this request took more than {allowed_s:.0f} s of CPU time, or its schema or grammar took too long to "
+        f"compile, so it was given up; {advice}"
+    )
     logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, allowed_s)
     return RequestError(message, param="messages" if endpoint == "chat" else "prompt", code="reading_timeout")

@@ -46,7 +46,7 @@ class Reading:
         templates = endpoint == "chat" and self._here.prompter.chat_encoder.runs_templates
         if is_small(raw) and not templates:
             read = self._here.read(endpoint, raw)
-            if read.params.guide is None:
+            if read.params.guide is None or read.params.guide.grammar is None:
                 return read
         self._require_admission(1)
         reader = self._quick if len(raw) <= QUICK_BYTES else self._slow
