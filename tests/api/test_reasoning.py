@@ -15,7 +15,8 @@ from pypto_serving.api.text.tokenizer import Tokenizer
 from tests.api.chat_events import PATH, join_events
 from tests.api.running import RunningServer
 from tests.api.templates import BARE, OPENED, SWITCHED, THINKS, with_tools
-from tests.api.test_tools import HELLO, WEATHER
+from tests.api.tool_samples import HELLO
+from tests.api.tool_samples import WEATHER_TOOL as WEATHER
 
 Says = Callable[..., RunningServer]
 

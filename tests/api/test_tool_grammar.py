@@ -12,9 +12,9 @@ import pytest
 from pypto_serving.api.chat.formats import Calls, OutputFormat
 from pypto_serving.api.chat.output import AssistantMessage, read_output
 from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.chat.tool_grammar import either, forced_calls, strict_calls
 from pypto_serving.api.chat.tools import parameter_types
 from pypto_serving.api.generation.structured import json_options
+from pypto_serving.api.generation.tool_grammar import either, forced_calls, strict_calls
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import Compiler, Matcher
 from pypto_serving.types.guide import Grammar

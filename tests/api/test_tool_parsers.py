@@ -17,35 +17,22 @@ from pypto_serving.api.chat.output import AssistantMessage, Part, TextPart, Tool
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.setup.rules import TOOL_CALL_PARSERS
-
-TYPES = {
-    "get_weather": {"city": ["string"], "days": ["integer"], "where": ["object", "null"], "exact": ["boolean"]},
-    "now": {},
-}
-CITY = '{"city": "Paris \\"é\\" {"}'
-HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n</tool_call>'
-HERMES_NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-CODER = (
-    '<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n"é" {\n</parameter>\n'
-    '<parameter=days>\n3\n</parameter>\n<parameter=where>\n{"a": [1]}\n</parameter>\n'
-    "<parameter=exact>\nTrue\n</parameter>\n</function>\n</tool_call>"
+from tests.api.tool_samples import (
+    ARGUMENTS,
+    CITY,
+    CODER,
+    CODER_CALL,
+    CODER_NOW,
+    HERMES,
+    HERMES_NOW,
+    LITERALS,
+    NOW,
+    PARAMETERS,
+    TYPES,
+    V3,
+    V31,
+    WEATHER,
 )
-CODER_NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
-CODER_CALL = ToolCall("get_weather", '{"city": "Paris\\n\\"é\\" {", "days": 3, "where": {"a": [1]}, "exact": true}')
-V3 = (
-    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
-    f"```json\n{CITY}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
-    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-)
-V31 = (
-    f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{CITY}<｜tool▁call▁end｜>"
-    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-)
-LITERALS = '{"x": -1, "y": [true, null], "z": {"k": [1.5]}}'
-WEATHER = ToolCall("get_weather", CITY)
-NOW = ToolCall("now", "{}")
-PARAMETERS = f'{{"name": "get_weather", "parameters": {CITY}}}'
-ARGUMENTS = f'{{"name": "get_weather", "arguments": {CITY}}}'
 
 CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
     ("hermes", HERMES, "", [WEATHER]),

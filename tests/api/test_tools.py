@@ -21,16 +21,10 @@ from pypto_serving.setup.prepare import model_spec, prepare
 from tests.api.chat_events import PATH, calls_of, join_events, prompt_of
 from tests.api.running import RunningServer
 from tests.api.templates import HERMES, with_tools
-from tests.api.test_tool_parsers import CODER, HERMES_NOW, V3, V31
+from tests.api.tool_samples import CODER, HELLO, HERMES_NOW, V3, V31
+from tests.api.tool_samples import NOW_TOOL as NOW
+from tests.api.tool_samples import WEATHER_TOOL as WEATHER
 
-HELLO = {"role": "user", "content": "hello"}
-TYPES = {"city": "string", "days": "integer", "where": "object", "exact": "boolean"}
-PROPERTIES = {name: {"type": kind} for name, kind in TYPES.items()}
-WEATHER = {
-    "type": "function",
-    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": PROPERTIES}},
-}
-NOW = {"type": "function", "function": {"name": "now"}}
 ARGUMENTS = '{"city": "Paris é", "days": 3}'
 CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
 HERMES_TEXT = f"I look.\n<tool_call>\n{CALL}\n</tool_call>\n{HERMES_NOW}\n"

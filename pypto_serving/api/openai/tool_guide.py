@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.guide import reasoning_ids
 from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.chat.tool_grammar import either, forced_calls, strict_calls
+from pypto_serving.api.generation.tool_grammar import either, forced_calls, strict_calls
 from pypto_serving.api.chat.tools import ToolUse, refuse
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.structured import json_options, with_guide
