@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.generation.chat_guide import with_chat_guide
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt
@@ -188,9 +190,11 @@ class LLM:
         self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
     ) -> _Job:
         prompter = self._service.prompter
-        chat = prompter.chat_encoder.encode(messages, kwargs or {})
+        fields = kwargs or {}
+        chat = prompter.chat_encoder.encode(messages, fields)
         ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
-        return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, params, chat.new_parser)
+        guided = with_chat_guide(params, prompter, chat.new_parser, read_tool_use(fields.get("tools"), None, None))
+        return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, guided, chat.new_parser)
 
     async def _job(
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None

@@ -215,6 +215,20 @@ def test_what_cannot_be_enforced_is_refused(says: Callable[..., RunningServer]) 
     assert "cannot stand beside a choice of tools" in error["message"]
 
 
+def test_a_grammar_of_calls_is_bounded(says: Callable[..., RunningServer]) -> None:
+    """Definitions that refer to themselves are followed once."""
+    refers = {"anyOf": [{"$ref": "#/$defs/A"}] * 60}
+    schema = {"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": refers}}
+    cyclic = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert says("x").post(PATH, request(tools=[cyclic])).status_code == 200
+    names = [f"p{i}" for i in range(400)]
+    schema = {"properties": {name: {"type": "integer"} for name in names}, "$defs": {n: {} for n in names}}
+    large = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    coder = "{# <tool_call> <function= #}{{ tools | length }}"
+    error = says("x").post(PATH, request(coder, tools=[large], tool_choice="required")).json()["error"]
+    assert (error["param"], "characters of grammar" in error["message"]) == ("tools", True)
+
+
 def test_template_of_the_request(says: Callable[..., RunningServer], tokenizer: Tokenizer) -> None:
     server = says("x")
     template = "{{ documents | tojson }}{{ messages[0].content }}"

@@ -156,19 +156,24 @@ def parameter_types(schema: Mapping[str, Any]) -> dict[str, list[str]]:
     return {name: types_of(one, schema) for name, one in properties.items()} if isinstance(properties, dict) else {}
 
 
-def types_of(schema: Any, root: Mapping[str, Any], levels: int = MAX_DEPTH) -> list[str]:
-    """Return the JSON types that a schema allows, [] if it names none; `root` has the definitions that it refers to."""
-    if not isinstance(schema, Mapping) or not levels:
+def types_of(schema: Any, root: Mapping[str, Any], known: set[str] | None = None) -> list[str]:
+    """Return the JSON types that a schema allows, [] if it names none.
+
+    `root` has the definitions that it refers to; those that are `known` already are not followed again.
+    """
+    known = set() if known is None else known
+    if not isinstance(schema, Mapping):
         return []
     found = _listed(schema.get("type"), str)
     reference = schema.get("$ref")
-    if isinstance(reference, str):
+    if isinstance(reference, str) and reference not in known:
+        known.add(reference)
         _, _, name = reference.rpartition("/")
         defined = [root[key] for key in ("$defs", "definitions") if isinstance(root.get(key), Mapping)]
         target = next((shared[name] for shared in defined if name in shared), None)
-        found += types_of(target, root, levels - 1)
+        found += types_of(target, root, known)
     for key in ("anyOf", "oneOf", "allOf"):
-        found += [kind for one in _listed(schema.get(key), Mapping) for kind in types_of(one, root, levels - 1)]
+        found += [kind for one in _listed(schema.get(key), Mapping) for kind in types_of(one, root, known)]
     if not found:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         found = [_TYPE_OF[type(value)] for value in _listed(values, object) if type(value) in _TYPE_OF]

@@ -9,7 +9,7 @@ from typing import Any
 from pypto_serving.api.chat.parsers.families import CallForm
 from pypto_serving.api.chat.tools import refuse, types_of
 from pypto_serving.api.generation.json_schema import SchemaError, prepare
-from pypto_serving.types.guide import Grammar
+from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Grammar
 
 Function = Mapping[str, Any]
 SpecialId = Callable[[str], int | None]
@@ -68,6 +68,8 @@ class _Writer:
         for i, function in enumerate(functions):
             try:
                 self._add_call(i, function)
+                if (size := sum(map(len, self._rules))) > MAX_GRAMMAR_CHARS:
+                    raise SchemaError(f"they make {size} characters of grammar, but may make {MAX_GRAMMAR_CHARS}")
             except (SchemaError, RecursionError) as error:
                 refuse("tools", f"cannot be enforced: the parameters of {function['name']}: {error}")
         return "\n".join([*rules, _ANY_TEXT, *self._rules])

@@ -4,7 +4,6 @@
 - `body`, `schemas`, `fields`: parse bodies, screen unknown fields
 - `params`, `prompts`, `structured`: read sampling parameters, prompts, and what outputs must look like
 - `chat_body`, `completion_body`, `reader`: read a whole body, in whichever process
-- `tool_guide`: make outputs be tool calls
 - `respond`: answer at once or stream
 - `answers`: describe what they answer
 - `sse`, `chat_format`, `logprobs`, `usage`: write events and objects

@@ -10,13 +10,13 @@ from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.messages import read_message
 from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.chat.tools import ToolUse, read_tool_use
+from pypto_serving.api.generation.chat_guide import with_chat_guide
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import fit_params, fit_prompt
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.schemas import ChatBody
-from pypto_serving.api.openai.tool_guide import with_chat_guide
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens

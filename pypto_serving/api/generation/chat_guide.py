@@ -1,4 +1,4 @@
-"""Make outputs be tool calls where a request demands it."""
+"""Make outputs of chats be tool calls where a request demands it, and say where their reasoning ends."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from msgspec.structs import replace
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.guide import reasoning_ids
 from pypto_serving.api.chat.parsers.families import FAMILIES
-from pypto_serving.api.generation.tool_grammar import either, forced_calls, strict_calls
 from pypto_serving.api.chat.tools import ToolUse, refuse
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.structured import json_options, with_guide
+from pypto_serving.api.generation.tool_grammar import either, forced_calls, strict_calls
 from pypto_serving.types.guide import Grammar, Guide
 from pypto_serving.types.sampling import SamplingParams
 
 
 def with_chat_guide(
-    params: SamplingParams, prompter: Prompter, form: OutputFormat | None, tools: ToolUse, budget: int | None
+    params: SamplingParams, prompter: Prompter, form: OutputFormat | None, tools: ToolUse, budget: int | None = None
 ) -> SamplingParams:
     """Return parameters with the guide of a chat's output: its reasoning, its calls, its structure.
 
