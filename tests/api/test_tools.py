@@ -19,7 +19,9 @@ from pypto_serving.cli.serve import with_chat
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.prepare import model_spec, prepare
 from tests.api.chat_events import PATH, calls_of, join_events, prompt_of
+from tests.api.checkpoint import write_checkpoint
 from tests.api.running import RunningServer
+from tests.api.scripted_engine import Script
 from tests.api.templates import HERMES, with_tools
 from tests.api.tool_samples import CODER, HELLO, HERMES_NOW, V3, V31
 from tests.api.tool_samples import NOW_TOOL as NOW
@@ -267,3 +269,36 @@ def test_parsers_are_chosen_and_named_at_start(checkpoint: Path, tmp_path: Path)
     given = settings(tool_call_parser="mistral", reasoning_parser="none")
     assert given["tool-call-parser"] == ("mistral", "given by --tool-call-parser")
     assert given["reasoning-parser"] == ("none", "given by --reasoning-parser")
+
+
+def test_developers_speak_as_the_system_where_a_template_does_not_know_them() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    source = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    assert TemplateEncoder(source, {}).encode(messages, {}).prompt == "system"
+    assert TemplateEncoder(source + "{# developer #}", {}).encode(messages, {}).prompt == "developer"
+
+
+@pytest.mark.parametrize(("special", "shown"), [("<tool_call>", True), ("<think>", False)])
+def test_special_tokens_that_are_marks_stay_in_the_text(special: str, shown: bool) -> None:
+    """Only the marks of what is read: without a reasoning parser its marks are none."""
+    encoder = TemplateEncoder(HERMES, {}, special.__eq__, reasoning_parser="none")
+    form = encoder.encode([HELLO], {"tools": [NOW]}).new_parser
+    assert form is not None
+    assert form.shows_special is shown
+    assert encoder.encode([HELLO], {}).new_parser is None
+
+
+def test_requests_may_bring_the_only_template(start: Callable[..., RunningServer], tmp_path: Path) -> None:
+    server = start(write_checkpoint(tmp_path, template=None), trust_request_chat_template=True)
+    error = server.post(PATH, {"messages": [HELLO]}).json()["error"]
+    assert (error["param"], "has none of its own" in error["message"]) == ("chat_template", True)
+    body = {"messages": [HELLO], "chat_template": "{{ messages[0].content }}"}
+    assert server.post(PATH, body).status_code == 200
+
+
+def test_the_format_of_calls_may_be_turned_off(start: Callable[..., RunningServer], tokenizer: Tokenizer) -> None:
+    server = start(trust_request_chat_template=True, tool_call_parser="none", config={"max_model_len": 4096})
+    server.engine.script = lambda request: Script(tokenizer.encode(HERMES_TEXT), "stop")
+    assert server.post(PATH, request()).json()["choices"][0]["message"]["content"] == HERMES_TEXT
+    error = server.post(PATH, request(tool_choice="required")).json()["error"]
+    assert (error["param"], "is not known" in error["message"]) == ("tool_choice", True)

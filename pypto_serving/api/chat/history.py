@@ -10,14 +10,19 @@ from pypto_serving.api.chat.tools import read_function, refuse
 from pypto_serving.util import brief
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[Mapping[str, Any]], knows_developers: bool = True) -> list[dict[str, Any]]:
     """Return messages for a template. Raises RequestError that names the place.
 
     - Fields that are null are left out, and so is an empty list of calls: templates ask whether they are there.
     - The arguments of a call are an object; text that is none, which a model may write, stays text.
     - Reasoning has both of its names.
+    - For a template that knows no developers, their messages are the system's.
     """
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    given = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    for message in given:
+        if message["role"] == "developer" and not knows_developers:
+            message["role"] = "system"
+    return given
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class ChatTemplate:
 
     compiled: jinja2.Template
     takes_tools: bool
+    knows_developers: bool
     family: str
     habit: Habit | None
 
@@ -57,7 +58,8 @@ class ChatTemplate:
         """Compile `source`; "auto" chooses a parser by the template. Raises ModelError if it is not valid."""
         family = choose_family(source)[0] if tool_parser == "auto" else tool_parser
         habit = choose_habit(source)[0] if reasoning_parser == "auto" else reasoning_parser
-        return cls(compile_template(source), takes_tools(source), family, HABITS.get(habit))
+        roles = "developer" in source
+        return cls(compile_template(source), takes_tools(source), roles, family, HABITS.get(habit))
 
 
 class TemplateEncoder:
@@ -91,7 +93,7 @@ class TemplateEncoder:
         if functions and not template.takes_tools:
             refuse("tools", "cannot be used: the chat template of this model describes no tools")
         continues = _continues(options)
-        given = template_messages(messages)
+        given = template_messages(messages, template.knows_developers)
         continued = _open_last(given) if continues else None
         values = self._special_tokens | {"tools": None, "documents": None, "messages": given} | _with_effort(options)
         prompt = render(template.compiled, values)

@@ -58,6 +58,10 @@ class ParsedChatFormat(ChatFormat):
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += parser.finish()
+        elif len(parts) == 1 and delta.logprobs is None:  # most deltas
+            part = parts[0]
+            if isinstance(part, TextPart) and part.kind == "content":
+                return super().event(Delta(index, part.text, None, None))
         bodies = [b',"delta":' + encode(self._delta(index, part)) for part in parts]
         if not bodies and (delta.finish_reason is not None or delta.logprobs is not None):
             bodies = [b',"delta":{}']
