@@ -173,6 +173,8 @@ SWITCHES = {
     "prefix_caching",
     "packed_cache",
 }
+OPT_INS = {"trust_request_chat_template"}
+"""Switches whose flag only turns them on; help has no room for more."""
 LISTS = {"served_model_name", "allowed_origins"}
 
 ModelArgument = Annotated[
@@ -225,7 +227,8 @@ def _annotation(entry: Flag) -> Any:
     name = "--" + flag(entry.name)
     shown: dict[str, Any] = {"help": entry.help_text, "rich_help_panel": entry.panel}
     if entry.name in SWITCHES:
-        return Annotated[bool | None, typer.Option(f"{name}/--no-{name[2:]}", **shown)]
+        off = "" if entry.name in OPT_INS else f"/--no-{name[2:]}"
+        return Annotated[bool | None, typer.Option(name + off, **shown)]
     rule = RULES[entry.name]
     if isinstance(rule, Choice):
         shown["autocompletion"] = _completion(rule.names)
