@@ -39,6 +39,12 @@ VALUES = (
     [1, "a"],
     {"k": 1},
 )
+LIST: Schema = {
+    "type": "object",
+    "properties": {"next": {"anyOf": [{"$ref": "#/$defs/list"}, {"type": "null"}, {"const": 1}]}},
+    "required": ["next"],
+    "additionalProperties": False,
+}
 UNSUPPORTED: tuple[Schema, ...] = (
     {"not": {"type": "string"}},
     {"if": {"type": "string"}, "then": {"maxLength": 3}},
@@ -64,7 +70,7 @@ class SchemaMaker:
         self.defs: dict[str, Schema] = {}
 
     def make(self) -> Schema:
-        self.defs = {}
+        self.defs = {"list": LIST} if self.rng.random() < 0.1 else {}
         made = self.schema(3)
         if self.defs:
             made = {**made, "$defs": self.defs}
@@ -191,7 +197,6 @@ class SchemaMaker:
 
     def reference(self, depth: int) -> Schema:
         if not self.defs or self.rng.random() < 0.5:
-            name = f"d{len(self.defs)}"
-            self.defs[name] = {"type": "null"}  # while it is made, it may refer to itself
-            self.defs[name] = self.schema(depth)
+            made = self.schema(depth)
+            self.defs[f"d{len(self.defs)}"] = made
         return {"$ref": f"#/$defs/{self.rng.choice(list(self.defs))}"}

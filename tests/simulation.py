@@ -38,6 +38,7 @@ from pypto_serving.types.sampling import SamplingParams, adjusting
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.worker.__main__ import inventories
 from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
 from tests.clock import VirtualClock
@@ -154,10 +155,14 @@ class InlineExecutor:
         self._moving: list[tuple[int, int, TransferJob]] = []
         self._completed_step = 0
         self._runner: Runner | None = None
+        self._replaced = False
+        self.left_out: tuple[Tier, ...] = ()
 
     def poll(self, now_s: float) -> list[Event]:
         if self._runner is None:
             return [self._start()]
+        if self._replaced:
+            return [self.kill()]
         events: list[Event] = [self._move()] if self._moving else []
         if self._sent and not self._runner.is_full:
             self._submitted.append(self._sent.pop(0))
@@ -185,20 +190,21 @@ class InlineExecutor:
         self.epoch += 1
         program = self._make_program(self.config)
         self.programs.append(program)
-        self._runner = Runner(
-            program, NullBackend(self.config).allocate(), self.config.vocab_size, self.config.num_drafts
-        )
+        config, buffers = self.config, NullBackend(self.config).allocate()
+        self._runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model)
         self._completed_step = 0
         sizes = program.memory.block_bytes
         for tier in self.config.tiers:
+            if tier.tier in self.left_out:
+                continue
             if tier.tier == "host":
                 self.stores["host"] = HostStore(self._host_memory.fd, sizes, tier.num_slots)
             elif tier.tier == "disk":
                 place = tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes
                 self.stores["disk"] = self.stores.get("disk") or open_disk(*place, known=False)
         self._mover = Mover(program.memory, self.stores)
-        inventories = tuple(store.inventory() for tier, store in self.stores.items() if tier != "host")
-        return hello(program, self.epoch, 0.0, inventories)
+        held, self.left_out = inventories(self.stores, self.left_out), ()
+        return hello(program, self.epoch, 0.0, held)
 
     def _collect(self) -> StepResult:
         assert self._runner is not None
@@ -210,7 +216,7 @@ class InlineExecutor:
     def kill(self) -> WorkerDown:
         """End the worker's life; what it was sent is lost."""
         self.num_deaths += 1
-        self._runner = None
+        self._runner, self._replaced = None, False
         self._sent.clear()
         self._submitted.clear()
         self._moving.clear()
@@ -225,6 +231,9 @@ class InlineExecutor:
 
     def forgive(self) -> None:
         self.num_forgiven += 1
+
+    def replace(self, hanging: tuple[Tier, ...]) -> None:
+        self.left_out, self._replaced = hanging, True
 
     def stop(self) -> None:
         self._runner = None

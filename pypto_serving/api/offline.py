@@ -12,6 +12,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -172,11 +173,15 @@ class LLM:
 
         yield from self._loop.iterate(stream)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return SamplingParams with the model's own defaults, from its generation_config.json."""
+        return SamplingParams(**self._service.serving.default_sampling.given())
+
     def _params_of(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, **defaults: Any
     ) -> list[SamplingParams]:
         if given is None:
-            given = SamplingParams(**self._service.serving.default_sampling.given(), **defaults)
+            given = msgspec.structs.replace(self.get_default_sampling_params(), **defaults)
         return read_params(given, count)
 
     async def _encode(self, prompt: str | list[int], params: SamplingParams) -> _Job:

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.text.files import load_eos_token_ids, read_optional_json
+from pypto_serving.api.text.files import eos_token_ids, read_generation_config
 from pypto_serving.errors import ConfigError, ModelError, RequestError, UnknownModelError
+from pypto_serving.model.fields import Fields
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
@@ -94,17 +95,11 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return f"ServingConfig({self.model_dir!r}, {self.served_model_names!r})"  # never the key
 
 
-def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
-    """Read the sampling defaults in generation_config.json. Raises ModelError if a value is not valid.
-
-    A model without files, whose `model_dir` is "", has none.
-    """
-    if not str(model_dir):
-        return DefaultSampling()
-    path = Path(model_dir) / "generation_config.json"
-    config = read_optional_json(path)
-    values = {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
-    if config.get("do_sample") is False:
+def default_sampling(generation: Fields) -> DefaultSampling:
+    """Return the sampling defaults in generation_config.json. Raises ModelError if a value is not valid."""
+    path = generation.source
+    values = {name: value for name in SAMPLING_NAMES if (value := generation.get(name)) is not None}
+    if generation.get("do_sample") is False:
         values["temperature"] = 0.0
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
@@ -113,7 +108,7 @@ def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
         SamplingParams(**values)
     except RequestError as error:
         raise ModelError(f"{path}: {error}; correct or remove it") from error
-    lacking = {name: config[name] for name, neutral in _NEUTRAL.items() if config.get(name) not in (None, neutral)}
+    lacking = {name: value for name, off in _NEUTRAL.items() if (value := generation.get(name)) not in (None, off)}
     return DefaultSampling(**values, not_applied=lacking)
 
 
@@ -142,6 +137,7 @@ def load_serving_config(model_dir: str | Path, config_eos_ids: tuple[int, ...] =
     `config_eos_ids` are those of its config.json. Its folder names the model unless `options` do. Raises ModelError.
     """
     options.setdefault("served_model_names", (Path(model_dir).resolve().name,))
-    options["eos_token_ids"] = load_eos_token_ids(model_dir, config_eos_ids) if str(model_dir) else ()
-    options.setdefault("default_sampling", load_default_sampling(model_dir))
+    generation = read_generation_config(model_dir)
+    options["eos_token_ids"] = eos_token_ids(generation, config_eos_ids) if str(model_dir) else ()
+    options.setdefault("default_sampling", default_sampling(generation))
     return ServingConfig(model_dir=str(model_dir), **options)

@@ -67,7 +67,7 @@ def _fields(given: LogitAdjustments, rows: int, vocab: int) -> dict[str, Any]:
         raise ValueError(f"masks have {mask_words} words, too few for {vocab} logits")
     return {
         "changed": given.rows,
-        "positions": np.ascontiguousarray(given.positions),
+        "positions": np.ascontiguousarray(given.positions, np.int32),
         "mask_rows": given.mask_rows,
         "changes": table.changes,
         "tokens": given.tokens,

@@ -84,13 +84,19 @@ class Step:
         self.new_blocks: list[list[int]] = [[] for _ in range(num_groups)]
         self.promised = [0] * num_groups
 
-    def add(self, entry: Scheduled) -> None:
-        """Add the tokens of a request and take them from the budget."""
-        self.budget -= entry.count + entry.num_drafts
-        self.draft_budget -= entry.num_drafts
-        self.has_drafts |= entry.num_drafts > 0
-        self.requests.add(entry.request.id)
-        self.scheduled.append(entry)
+    def schedule(self, request: Request, count: int, num_drafts: int = 0) -> None:
+        """Take tokens of a running request from the budget. Until the step commits, every draft counts as accepted."""
+        request.num_computed_tokens += count
+        samples = request.num_computed_tokens == request.num_tokens
+        if samples:
+            request.num_computed_tokens += num_drafts
+            request.num_placeholders += 1 + num_drafts
+        request.last_step = self.step_id
+        self.budget -= count + num_drafts
+        self.draft_budget -= num_drafts
+        self.has_drafts |= num_drafts > 0
+        self.requests.add(request.id)
+        self.scheduled.append(Scheduled(request, request.life, count, num_drafts, samples))
 
     def promise(self, blocks: Sequence[int], sign: int) -> None:
         """Add to the blocks of each group that running prompts will need, or subtract from them."""

@@ -250,6 +250,21 @@ def _number(text: str) -> int | float:
         return parse_size(text)
 
 
+SERVER_OPTIONS = frozenset(
+    {
+        "served_model_name",
+        "host",
+        "port",
+        "api_key",
+        "drain_timeout",
+        "max_body_bytes",
+        "log_requests",
+        "client_priority",
+        "allowed_origins",
+    }
+)
+"""Options of the HTTP server alone."""
+
 RULES: dict[str, Rule] = {
     "model": Text(),
     "served_model_name": Texts(),

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-MAX_GRAMMAR_CHARS = 1 << 20
-"""Characters of a grammar."""
+MAX_GRAMMAR_CHARS = 1 << 18
+"""Characters of a grammar, which travels with each row that follows it."""
 MAX_MARKER_IDS = 64
 """Token ids of a marker of reasoning."""
 

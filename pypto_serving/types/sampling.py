@@ -24,6 +24,7 @@ MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORD_TOKENS = 128, 128, 1024
 """Bad words of a request, characters of each, and tokens of all of them together."""
 LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
 """Beyond these a repetition penalty could make a float32 logit infinite, or zero."""
+_REPETITION = f"between {LOWEST_REPETITION:g} and {HIGHEST_REPETITION:g}; 1 turns it off"
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,9 +112,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def _check_penalties(self) -> None:
         for name in ("frequency_penalty", "presence_penalty"):
             _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "between -2 and 2")
-        low, high = LOWEST_REPETITION, HIGHEST_REPETITION
         value = self.repetition_penalty
-        _require(low <= value <= high, "repetition_penalty", value, f"between {low:g} and {high:g}; 1 turns it off")
+        _require(LOWEST_REPETITION <= value <= HIGHEST_REPETITION, "repetition_penalty", value, _REPETITION)
 
     def _check_bad_words(self) -> None:
         words, name = self.bad_words, "bad_words"

@@ -11,8 +11,9 @@ from pypto_serving.types.arrays import Int32Array
 class RowMasks:
     """Owns the token masks of R rows: one for a row's next token, and one behind each of its drafts.
 
-    Bit v % 32 of word v // 32 allows token v. A mask is what `put` gave and the row's allowed ids, both together. It
-    stays until the next `put`, or until the row goes. Memory of masks that are never set is never touched.
+    Bit v % 32 of word v // 32 allows token v. A mask is what `put` gave and the row's allowed ids, both together; what
+    `put` gave alone if they have no token in common. It stays until the next `put`, or until the row goes. Memory of
+    masks that are never set is never touched.
     """
 
     def __init__(self, rows: int, vocab_size: int, max_drafts: int = 0) -> None:
@@ -41,10 +42,12 @@ class RowMasks:
         device samples, before the dispatch is submitted.
         """
         allowed, at = self._allowed.get(row), row * self._width + draft
-        both = allowed if mask is None else mask if allowed is None else mask & allowed
-        self._index[row, draft] = -1 if both is None else at
-        if both is not None:
-            self.bits[at] = both
+        if mask is not None and allowed is not None and (both := mask & allowed).any():
+            mask = both
+        found = allowed if mask is None else mask
+        self._index[row, draft] = -1 if found is None else at
+        if found is not None:
+            self.bits[at] = found
             self._masked.add(row)
 
     def clear(self, row: int) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from pypto_serving.api.run import bind
-from pypto_serving.api.settings import DefaultSampling, ServingConfig, load_default_sampling
+from pypto_serving.api.settings import DefaultSampling, ServingConfig, default_sampling
+from pypto_serving.api.text.files import read_generation_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import Health
 from pypto_serving.errors import ConfigError, ModelError
@@ -252,9 +253,9 @@ def test_serving_config_refuses_what_cannot_work() -> None:
 def test_default_sampling(tmp_path: Path) -> None:
     def load(values: dict[str, object]) -> DefaultSampling:
         (tmp_path / "generation_config.json").write_text(json.dumps(values))
-        return load_default_sampling(tmp_path)
+        return default_sampling(read_generation_config(tmp_path))
 
-    assert load_default_sampling(tmp_path) == DefaultSampling()
+    assert default_sampling(read_generation_config(tmp_path)) == DefaultSampling()
     assert load({"do_sample": False, "temperature": 0.7}).temperature == 0
     lacking = load({"repetition_penalty": 1.05, "top_k": 20, "typical_p": 1.0, "num_beams": 4})
     assert lacking.repetition_penalty == 1.05 and lacking.not_applied == {"num_beams": 4}

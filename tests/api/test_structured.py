@@ -22,7 +22,7 @@ from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Guide
 from tests.api.bad_bodies import HELLO
 from tests.api.conftest import new_engine
-from tests.api.running import CHAT, COMPLETIONS, RunningServer, served_until
+from tests.api.running import CHAT, COMPLETIONS, RunningServer, is_served_until
 from tests.schemas import UNSUPPORTED
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}, "required": ["b"]}
@@ -231,7 +231,7 @@ def test_a_hostile_grammar_costs_its_own_request(server: RunningServer, name: st
     body = {"prompt": "a", "max_tokens": 1, **HOSTILE[name]}
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(server.http.post, COMPLETIONS, content=json.dumps(body))
-        served_until(server, slow)
+        assert is_served_until(server, slow)
     response: httpx.Response = slow.result()
     assert response.status_code in (200, 400), response.text
     assert guide_of(server, COMPLETIONS, guided_choice=["a"]) is not None

@@ -199,7 +199,7 @@ def test_finished_requests_leave_the_registry() -> None:
         simulation.add(prompt(5, i), max_tokens=2)
     run_all(simulation)
     scheduler = simulation.core.scheduler
-    assert not scheduler._requests and len(scheduler.kv) == 0
+    assert not scheduler._places.requests and len(scheduler.kv) == 0
 
 
 def test_a_queue_timeout_fails_the_request_alone() -> None:

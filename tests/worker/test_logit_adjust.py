@@ -63,6 +63,8 @@ def test_each_draft_has_its_own_mask() -> None:
     for index, ids in zip(at, wanted, strict=True):
         assert (index < 0) == (ids is None)
         assert ids is None or masks.bits[index].tolist() == mask_of(ids, VOCAB).tolist()
+    masks.put(2, 1, mask_of([7], VOCAB))
+    assert masks.bits[masks.find(int32(2, 2))[1]].tolist() == mask_of([7], VOCAB).tolist(), "nothing in common"
     masks.put(1, 0, None)
     masks.put(2, 1, None)
     assert masks.find(int32(1, 2)).tolist()[0] == -1

@@ -20,7 +20,7 @@ from pypto_serving.api.chat.tools import parameter_types, read_tools, refuse
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
-from pypto_serving.util import brief
+from pypto_serving.util import brief, read_regular
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -146,7 +146,7 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
         if tokenizer.raw.token_to_id(token) is None:
             raise ModelError(f"tokenizer.json has no token {token}, which chats of DeepSeek V4 need")
     try:
-        encoding = (Path(serving.model_dir) / "encoding" / "encoding_dsv4.py").read_text(encoding="utf-8")
+        encoding = read_regular(Path(serving.model_dir) / "encoding" / "encoding_dsv4.py").decode()
     except (OSError, ValueError):
         encoding = ""
     efforts = LATER_EFFORTS if "REASONING_EFFORT_PROMPTS" in encoding else FIRST_EFFORTS

@@ -22,7 +22,7 @@ from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.files import load_special_tokens, read_optional_json
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
-from pypto_serving.util import brief
+from pypto_serving.util import brief, read_regular
 
 logger = logging.getLogger("pypto_serving.api")
 
@@ -218,6 +218,6 @@ def _choose(declared: object) -> str | None:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path).decode()
     except (OSError, ValueError) as error:
         raise ModelError(f"the chat template {path} cannot be read: {error}") from error

@@ -20,7 +20,7 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.structured import StructuredOutputsParams
 
 ANY_OBJECT = {"type": "object"}
-CHECKED = 64
+CHECKED = 16
 """Grammars that are known to compile."""
 
 
@@ -36,8 +36,6 @@ def with_guide(params: SamplingParams, prompter: Prompter) -> SamplingParams:
     field = structured.field
     if guide is not None and guide.grammar is not None:
         raise structured.refusal("cannot stand beside a choice of tools that is enforced; send one of them")
-    if params.allowed_token_ids is not None:
-        raise structured.refusal("cannot stand beside allowed_token_ids; send one of them")
     if prompter.tokenizer is None:
         raise structured.refusal("needs a tokenizer, but this model has no tokenizer.json", "unsupported_field")
     if not prompter.eos_token_ids:

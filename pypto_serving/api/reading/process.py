@@ -125,6 +125,8 @@ class ReaderProcess:
             async with asyncio.timeout(START_S):
                 return await self._start()
         except (TimeoutError, OSError, EOFError):
+            if self._closed:
+                raise UnavailableError("the server is shutting down") from None
             logger.error("a reader of bodies did not start: it ended with code %d", await self._end())
             raise UnavailableError("the process that reads requests did not start; try again later") from None
 

@@ -14,6 +14,7 @@ from tokenizers import processors
 from pypto_serving.api.text.files import has_tokenizer, load_special_tokens, read_optional_json
 from pypto_serving.errors import ModelError, RequestError
 from pypto_serving.token_bytes import TokenBytes
+from pypto_serving.util import read_regular
 
 REPLACEMENT = "\ufffd"
 WHOLE_TEXTS = 16_384
@@ -43,7 +44,7 @@ class Tokenizer:
         if not has_tokenizer(model_dir):
             raise ModelError(f"{path} does not exist: this checkpoint has no fast tokenizer; add its tokenizer.json")
         try:
-            raw = tokenizers.Tokenizer.from_file(str(path))
+            raw = tokenizers.Tokenizer.from_buffer(read_regular(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path} is damaged: {error}; download the checkpoint again") from error
         special = load_special_tokens(model_dir)
