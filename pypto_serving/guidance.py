@@ -61,8 +61,14 @@ class Matcher:
         return self._raw.is_stopped()
 
     def forced(self) -> list[int]:
-        """Return the tokens that must follow, as the tokenizer writes their text; none if there is a choice."""
-        return self._raw.compute_ff_tokens()
+        """Return the tokens that must follow, as the tokenizer writes their text; none if there is a choice.
+
+        Raises GrammarError beyond the limits.
+        """
+        token_ids = self._raw.compute_ff_tokens()
+        if self._raw.is_error():  # which counts as stopped, too
+            self._fail()
+        return token_ids
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
         """Write which tokens may follow: bit v % 32 of word v // 32. Takes time, without the interpreter lock.

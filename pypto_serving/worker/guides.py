@@ -155,22 +155,27 @@ class RowGuides:
     def _compile(self, guide: RowGuide, grammar: Grammar, output: Sequence[int]) -> None:
         try:
             guide.open(self._grammars.compile(grammar, guide.eos_ids), self._grammars.num_words)
-            guide.advance(output)
+        except BaseException as error:
+            guide.fault = _fault(error)
+            self._ready.put(guide)
+        else:
+            self._advance(guide, output)
+
+    def _advance(self, guide: RowGuide, token_ids: Sequence[int]) -> None:
+        try:
+            before = list(guide.output)
+            guide.advance(token_ids)
+            if guide.fault is not None and guide.guide.grammar is not None:
+                self._start_over(guide, guide.guide.grammar, before, token_ids)
         except BaseException as error:
             guide.fault = _fault(error)
         self._ready.put(guide)
 
-    def _advance(self, guide: RowGuide, token_ids: Sequence[int]) -> None:
-        """Let a guide go on. If it fails with what others learned of its grammar, let it start over without."""
-        try:
-            guide.advance(token_ids)
-            if guide.fault is not None and guide.guide.grammar is not None:
-                output = list(guide.output)
-                guide.open(self._grammars.renew(guide.guide.grammar, guide.eos_ids), self._grammars.num_words)
-                guide.advance(output)
-        except BaseException as error:
-            guide.fault = _fault(error)
-        self._ready.put(guide)
+    def _start_over(self, guide: RowGuide, grammar: Grammar, before: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Let a guide that failed try the same step without what others learned of its grammar."""
+        guide.open(self._grammars.renew(grammar, guide.eos_ids), self._grammars.num_words)
+        guide.advance(before)
+        guide.advance(token_ids)
 
 
 def _fault(error: BaseException) -> RequestError:

@@ -12,6 +12,9 @@ from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import Guide
 from pypto_serving.worker.reasoning import ReasoningState
 
+MAX_FORCED = 128
+"""Tokens that a row appends at once."""
+
 
 class RowGuide:
     """Follows the output of one row. Used by one thread at a time.
@@ -107,7 +110,7 @@ class RowGuide:
         if self._stage == "reasoning" and self._state is not None:
             return self._state.forced()
         if self._stage == "content" and self._jumps and not self._ended and self._matcher is not None:
-            return tuple(self._matcher.forced())
+            return tuple(self._matcher.forced()[:MAX_FORCED])
         return ()
 
     def _allowed(self) -> MaskArray:

@@ -265,6 +265,28 @@ def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(model: Path) -> No
     assert (fault.status, fault.code) == (400, "invalid_grammar") and "unheard_of" in str(fault)
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", "(a?){500}a{500}"),
+        Grammar("regex", "(((a{1,100}){1,100}){1,100}){1,100}"),
+        Grammar("lark", 'start: a{1000000}\na: "x"'),
+    ],
+)
+def test_a_grammar_beyond_the_limits_ends_its_row(model: Path, grammar: Grammar) -> None:
+    """It compiles; but a token that it allows is one too many. An end of the output is no way out."""
+    guides, rng = RowGuides(Grammars(str(model), VOCAB_SIZE), RowMasks(4, VOCAB_SIZE)), random.Random(0)
+    guides.start(0, row_sampling(Guide(grammar)), [])
+    for _ in range(30):
+        told = told_ready(guides, [0])
+        if told.faults:
+            assert (told.faults[0].status, told.faults[0].error_code) == (400, "invalid_grammar")
+            return
+        tokens = list(told.forced.get(0, ())) or [rng.choice(sorted(allowed(told.guides[0]) - {END}))]
+        guides.follow(np.array([0], np.int32), told, np.array([len(tokens)], np.int32), np.array(tokens, np.int32))
+    raise AssertionError("nothing was too many")
+
+
 def test_what_others_did_with_a_grammar_changes_nothing(model: Path, code: Bytes) -> None:
     """A matcher that fails starts over with one of its own; here the one that is shared stands elsewhere."""
     grammars = Grammars(str(model), VOCAB_SIZE)
