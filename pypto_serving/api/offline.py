@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.generation.chat_guide import with_chat_guide
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt, new_scores
@@ -25,11 +27,11 @@ from pypto_serving.api.generation.structured import checked
 from pypto_serving.api.offline_inputs import (
     Messages,
     Prompt,
+    read_chat_fields,
     read_conversation,
     read_conversations,
     read_params,
     read_prompts,
-    read_template_kwargs,
 )
 from pypto_serving.api.offline_loop import LoopThread, Put
 from pypto_serving.api.offline_outputs import (
@@ -139,16 +141,26 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
     ) -> list[GenerationOutput]:
-        """Answer each conversation; return results in order.
+        """Answer each conversation; return results in order. The arguments are those of HTTP's fields.
 
         None as parameters means the model's defaults without a limit of tokens but the context. Raises like `generate`.
         """
+        fields = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message or None,
+            "tools": tools,
+        }
         conversations = read_conversations(messages)
         params = self._params_of(sampling_params, len(conversations), max_tokens=None)
-        encode = partial(self._encode_chat, kwargs=read_template_kwargs(chat_template_kwargs))
+        encode = partial(self._encode_chat, kwargs=read_chat_fields(fields, chat_template_kwargs))
         return self._loop.call(lambda: self._run(map(encode, conversations, params), progress))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[TextPart]:
@@ -189,9 +201,11 @@ class LLM:
         self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
     ) -> _Job:
         prompter = self._service.prompter
-        chat = prompter.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
+        fields = kwargs or {}
+        chat = prompter.chat_encoder.encode(messages, fields)
         ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
-        return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, params, chat.new_parser)
+        guided = with_chat_guide(params, prompter, chat.new_parser, read_tool_use(fields.get("tools"), None, None))
+        return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, guided, chat.new_parser)
 
     async def _job(
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None

@@ -100,6 +100,23 @@ def test_stop_strings_cut_the_text(llm: LLM) -> None:
     assert cut.finish_reason == "stop"
 
 
+def test_templates_tools_and_continued_answers(llm: LLM) -> None:
+    template = "{% for t in tools or [] %}{{ t.function.name }}: {% endfor %}"
+    template += "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    messages = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "It is "}]
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    params = SamplingParams(temperature=0, max_tokens=2)
+    (result,) = llm.chat(messages, params, tools=tools, chat_template=template, continue_final_message=True)
+    assert result.prompt == "now: [When?][It is "
+    assert result.outputs[0].tool_calls == []
+    (plain,) = llm.chat(messages, params, chat_template=template)
+    assert plain.prompt == "[When?][It is ]"
+    with pytest.raises(RequestError, match="describes no tools"):
+        llm.chat(messages, params, tools=tools, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="tools is 5, but must be a list"):
+        llm.chat(messages, params, tools=5, chat_template=template)  # type: ignore[arg-type]
+
+
 def test_streamed_chat_equals_the_whole_answer(llm: LLM) -> None:
     messages = [{"role": "user", "content": "What is 37+45?"}]
     whole = llm.chat(messages, progress=False)[0].outputs[0].text
@@ -122,7 +139,7 @@ def test_reasoning_stands_beside_the_answer(
         says = llm.chat(messages, params, chat_template_kwargs={"thinking": False}, progress=False)[0]
         pieces = list(llm.stream_chat(messages, params))
     assert thinks.prompt == "<｜begin▁of▁sentence｜><｜User｜>hello<｜Assistant｜><think>"
-    assert (says.outputs[0].reasoning, says.outputs[0].tool_calls) == ("", [])
+    assert (says.outputs[0].reasoning, list(says.outputs[0].tool_calls)) == ("", [])
     assert says.outputs[0].text
     tokenizer = Tokenizer.load(folder)
     whole = tokenizer.decode(thinks.outputs[0].token_ids, skip_special_tokens=False)

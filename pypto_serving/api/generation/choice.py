@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from pypto_serving.api.chat.parsers.thinking import ReasoningCount, Thinking
 from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
 from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
@@ -37,7 +38,7 @@ class Choice:
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
     `timeline` has the engine's times so far.
     With `keep_token_ids` deltas have the output tokens, a stop token included. With `tokens_as_ids` log-probabilities
-    have no texts of tokens.
+    have no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes.
     """
 
     __slots__ = (
@@ -46,7 +47,9 @@ class Choice:
         "_min_tokens",
         "_num_chars",
         "_pending_ids",
+        "_plain",
         "_push_plain",
+        "_reasoning",
         "_shows_stop",
         "_stops",
         "_texts",
@@ -56,6 +59,7 @@ class Choice:
         "last_s",
         "num_cached",
         "num_prompt",
+        "num_reasoning",
         "num_tokens",
         "prompt",
         "request_id",
@@ -72,6 +76,7 @@ class Choice:
         keep_token_ids: bool = False,
         prompt: int = 0,
         tokens_as_ids: bool = False,
+        thinking: Thinking | None = None,
     ) -> None:
         params = request.params
         self.index = index
@@ -81,6 +86,7 @@ class Choice:
         self.last_s = request.arrival_s
         self.num_tokens = 0
         self.num_cached = 0
+        self.num_reasoning = 0
         self.cached_by_tier: tuple[int, ...] = ()
         self.finish_reason: str | None = None
         self.timeline: Timeline | None = None
@@ -93,8 +99,9 @@ class Choice:
         self._stops = None if stops is None else StopStrings(stops)
         self._entries: list[TokenEntry] | None = None if params.logprobs is None else []
         self._num_chars = 0
-        plain = self._stops is None and self._entries is None and not keep_token_ids
-        self._push_plain = self._detokenizer.push if plain and self._detokenizer is not None else None
+        self._reasoning = None if thinking is None else ReasoningCount(thinking)
+        self._plain = self._stops is None and self._entries is None and not keep_token_ids
+        self._push_plain = self._plain_push()
 
     def begin(self, output: RequestOutput) -> None:
         """Note what came with the first token: the times so far, and how much of the prompt was cached where."""
@@ -163,7 +170,23 @@ class Choice:
             return ""
         text = self._detokenizer.push(token_id)
         self._num_chars += len(text)
+        if self._reasoning is not None:
+            self._count_reasoning(self._reasoning, text)
         return text if self._stops is None else self._stops.push(text, self.num_tokens > self._min_tokens)
+
+    def _count_reasoning(self, count: ReasoningCount, text: str) -> None:
+        """Count one token with its text; nothing is counted once the reasoning has ended."""
+        count.push(text)
+        self.num_reasoning = count.num_tokens
+        if count.done:
+            self._reasoning = None
+            self._push_plain = self._plain_push()
+
+    def _plain_push(self) -> Callable[[int], str] | None:
+        """Return what turns a token into text if nothing but its text is wanted."""
+        if self._detokenizer is None or self._reasoning is not None or not self._plain:
+            return None
+        return self._detokenizer.push
 
     def _flush(self) -> str:
         text = "" if self._detokenizer is None else self._detokenizer.flush()

@@ -181,5 +181,5 @@ def _new_choices(
         prompt = i // params.n
         ids = request.prompts[prompt].token_ids
         kept, as_ids = request.keep_token_ids, request.tokens_as_ids
-        choices[made.request_id] = Choice(i, made, ids, tokenizer, stops, kept, prompt, as_ids)
+        choices[made.request_id] = Choice(i, made, ids, tokenizer, stops, kept, prompt, as_ids, request.thinking)
     return choices

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.api.generation.bad_words import encode_bad_words
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.prompt_scores import PromptScores, check_num_scores
@@ -49,7 +50,7 @@ class GenerationRequest:
 
     `id` is the beginning of every engine request's id. `params` are those of `fit_params`; `params.n` is the number of
     choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
-    `keep_token_ids`, `tokens_as_ids`: see Choice. `scores` are those of `new_scores`.
+    `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `scores` are those of `new_scores`.
     """
 
     id: str
@@ -60,6 +61,7 @@ class GenerationRequest:
     keep_token_ids: bool = False
     tokens_as_ids: bool = False
     scores: Sequence[PromptScores] = ()
+    thinking: Thinking | None = None
 
     @property
     def num_choices(self) -> int:
@@ -84,12 +86,12 @@ def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) 
 def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFormat | None = None) -> SamplingParams:
     """Return the parameters of a request, with bad words as token ids and structured outputs as a guide.
 
-    A parser needs to see special tokens, so with `new_parser` they stay in the text. Raises RequestError if a parameter
+    Special tokens stay in the text if the parser needs to see them. Raises RequestError if a parameter
     names a token id outside the vocabulary, or like `encode_bad_words` and `with_guide`.
     """
     params = with_guide(encode_bad_words(params, prompter.tokenizer), prompter)
     check_named_ids(params, prompter.config.vocab_size)
-    if params.skip_special_tokens and new_parser is not None:
+    if params.skip_special_tokens and new_parser is not None and new_parser.shows_special:
         return msgspec.structs.replace(params, skip_special_tokens=False)
     return params
 

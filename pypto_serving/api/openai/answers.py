@@ -26,11 +26,16 @@ class PromptTokensDetails(Answer):
     truncated_tokens: int | None = None
 
 
+class CompletionTokensDetails(Answer):
+    reasoning_tokens: int
+
+
 class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionLogprobs(Answer):
@@ -98,7 +103,20 @@ class ToolCall(Answer):
     id: str
     type: Literal["function"]
     function: CalledFunction
-    index: int | None = None
+
+
+class FunctionDelta(Answer):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(Answer):
+    """The first delta of a call has its id, type and name; the others have more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
 
 
 class ChatAnswer(Answer):
@@ -115,7 +133,7 @@ class ChatDelta(Answer):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(Answer):

@@ -55,6 +55,7 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
             keep_token_ids=self.shown.token_ids or self.shown.usage_so_far,
             tokens_as_ids=self.shown.tokens_as_ids,
             scores=new_scores(self.prompts, self.params),
+            thinking=None if self.new_parser is None else self.new_parser.thinking,
         )
 
     def headers(self) -> dict[str, str]:

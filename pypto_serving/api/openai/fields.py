@@ -63,6 +63,9 @@ class FieldRules:
 def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     if value is None or any(value == allowed for allowed in neutral):
         return
+    if name in _SUCCESSORS:
+        message = f"{name} is not supported by this server: it is the old form of {_SUCCESSORS[name]}; send that"
+        raise RequestError(message, param=name, code="unsupported_field")
     advice = f"leave it out or set it to {' or '.join(map(json.dumps, neutral))}" if neutral else "leave it out"
     raise RequestError(
         f"{name} = {brief(value)} is not supported by this server; {advice}",
@@ -71,6 +74,7 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     )
 
 
+_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
 _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -108,15 +112,8 @@ CHAT_RULES = FieldRules(
         **_NEUTRAL_EVERYWHERE,
         "best_of": (1,),
         "echo": (False,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "documents": ([],),
-        "reasoning_effort": ("none",),
-        "thinking_token_budget": (),
         "verbosity": ("medium",),
         "modalities": (["text"],),
         "audio": (),
@@ -124,7 +121,7 @@ CHAT_RULES = FieldRules(
         "prediction": (),
         "web_search_options": (),
     },
-    _ACCEPTED_EVERYWHERE | {"parallel_tool_calls"},
+    _ACCEPTED_EVERYWHERE,
 )
 
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from pypto_serving.types.sampling import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_IDS
+from pypto_serving.api.chat.tools import MAX_NAME_CHARS, MAX_TOOLS, MODES
+from pypto_serving.types.sampling import INT32_MAX, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_IDS
 
 MAX_MESSAGES = 16_384
 _PROMPT_SCHEMA = {
@@ -19,6 +20,34 @@ _PROMPT_SCHEMA = {
 }
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+_TOOLS_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "array",
+            "maxItems": MAX_TOOLS,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "properties": {
+                            "name": {"type": "string", "maxLength": MAX_NAME_CHARS},
+                            "description": {"type": "string"},
+                            "parameters": {"type": "object"},
+                            "strict": {"type": "boolean"},
+                        },
+                        "required": ["name"],
+                    },
+                },
+                "required": ["function"],
+            },
+        },
+        {"type": "null"},
+    ]
+}
+_TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": list(MODES)}, {"type": "object"}, {"type": "null"}]}
+MAX_DOCUMENTS = 1024
 _OBJECT_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "null"}]}
 _JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
 _CHOICE_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
@@ -112,4 +141,13 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = Field(None, fail_fast=True, max_length=MAX_DOCUMENTS)
+    tools: Annotated[Any, WithJsonSchema(_TOOLS_SCHEMA)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = Field(None, ge=0, le=INT32_MAX)
