@@ -66,6 +66,9 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = default_of(ServerConfig, "api_key")
     default_sampling: DefaultSampling = DefaultSampling()
     chat_template: str | None = default_of(ServerConfig, "chat_template")
+    tool_call_parser: str = default_of(ServerConfig, "tool_call_parser")
+    reasoning_parser: str = default_of(ServerConfig, "reasoning_parser")
+    trust_request_chat_template: bool = default_of(ServerConfig, "trust_request_chat_template")
     log_requests: bool = default_of(ServerConfig, "log_requests")
     client_priority: bool = default_of(ServerConfig, "client_priority")
     allowed_origins: tuple[str, ...] = default_of(ServerConfig, "allowed_origins")
@@ -118,6 +121,9 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
         architecture=model.architecture,
         api_key=server.api_key,
         chat_template=server.chat_template,
+        tool_call_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+        trust_request_chat_template=server.trust_request_chat_template,
         log_requests=server.log_requests,
         client_priority=server.client_priority,
         allowed_origins=server.allowed_origins,

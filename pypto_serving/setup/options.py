@@ -30,6 +30,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] | None = None
     chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    trust_request_chat_template: bool | None = None
     backend: str | None = None
     dtype: str | None = None
     kernels: str | None = None

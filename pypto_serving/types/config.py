@@ -159,6 +159,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open.
 
     client_priority: whether requests may name a priority.
+    tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
+    trust_request_chat_template: whether requests may bring a chat template.
     """
 
     served_model_names: tuple[str, ...]
@@ -166,6 +168,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_key: str | None = None
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    trust_request_chat_template: bool = False
     drain_timeout_s: float = 30.0
     log_requests: bool = False
     client_priority: bool = True

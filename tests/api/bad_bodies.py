@@ -21,7 +21,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [5] * 512}, "prompt", "512 tokens"),
     ({"prompt": [5] * 600}, "prompt", "600 tokens"),
     ({"prompt": "a" * 100, "max_tokens": 1000}, "max_tokens", "1000"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "between 1 and 2147483647"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens", "between 0 and 2147483647"),
     ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
     ({"prompt": "a", "temperature": -1}, "temperature", "between 0 and 100"),
     ({"prompt": "a", "temperature": "hot"}, "temperature", "number"),
@@ -44,7 +44,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
     ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
-    ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    ({"prompt": "a", "echo": "yes"}, "echo", "boolean"),
     ({"prompt": "a", "priority": 2**31}, "priority", "priority is 2147483648, but must be between -2147483647 and"),
     ({"prompt": "a", "priority": "high"}, "priority", "integer"),
     ({"prompt": "a", "priority": 0.5}, "priority", "integer"),
@@ -68,11 +68,21 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "bad_words": ["x"] * 129}, "bad_words", "at most 128"),
     ({"prompt": "a", "bad_words": ["x" * 129]}, "bad_words", "129 characters long, but must be at most 128"),
     ({"prompt": "a", "bad_words": [f"{i} {'!?' * 50}" for i in range(50)]}, "bad_words", "tokens long, but must be at"),
-    ({"prompt": "a", "best_of": 4}, "best_of", "set it to 1"),
+    ({"prompt": "a", "n": 5, "best_of": 4}, "best_of", "between n, which is 5, and 128"),
     ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
-    ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "leave it out"),
+    ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "between 0 and 20"),
 ]
 
+
+def _function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "now", **fields}}
+
+
+def _deep(levels: int) -> dict[str, Any]:
+    return {"items": _deep(levels - 1)} if levels else {"type": "string"}
+
+
+NOW = _function()
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": "hi"}, "messages", "array"),
@@ -82,8 +92,52 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
     ({"messages": [HELLO], "top_logprobs": 3}, "top_logprobs", "logprobs = true"),
     ({"messages": [HELLO], "logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
-    ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools", "not supported"),
-    ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "not supported"),
+    ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools[0]", "must be {'type': 'function'"),
+    ({"messages": [HELLO], "tools": [NOW]}, "tools", "describes no tools"),
+    ({"messages": [HELLO], "tools": [NOW, NOW]}, "tools[1].function.name", "like tools[0].function.name"),
+    ({"messages": [HELLO], "tools": [NOW] * 1025}, "tools", "at most 1024"),
+    ({"messages": [HELLO], "tools": [_function(name="a b")]}, "tools[0].function.name", "letters, digits"),
+    ({"messages": [HELLO], "tools": [_function(name="a" * 129)]}, "tools[0].function.name", "at most 128 letters"),
+    ({"messages": [HELLO], "tools": [_function(parameters=[])]}, "tools[0].function.parameters", "a JSON schema"),
+    ({"messages": [HELLO], "tools": [_function(parameters=_deep(65))]}, "tools[0].function.parameters", "64 levels"),
+    ({"messages": [HELLO], "tools": [_function(strict=1)]}, "tools[0].function.strict", "true or false"),
+    ({"messages": [HELLO], "tools": [{"type": "custom", "custom": {}}]}, "tools[0]", "'function'"),
+    ({"messages": [HELLO], "tool_choice": "any"}, "tool_choice", "'required'"),
+    ({"messages": [HELLO], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"messages": [HELLO], "tool_choice": {"type": "function"}}, "tool_choice.function.name", "is missing"),
+    (
+        {"messages": [HELLO], "tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice.function.name",
+        "is 'x', but the names in tools are ['now']",
+    ),
+    (
+        {"messages": [HELLO], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.allowed_tools.tools",
+        "between 1 and",
+    ),
+    ({"messages": [HELLO], "functions": [{}]}, "functions", "send that"),
+    ({"messages": [HELLO], "continue_final_message": True}, "continue_final_message", "last message of the assistant"),
+    (
+        {"messages": [HELLO], "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "both true",
+    ),
+    ({"messages": [HELLO], "chat_template": "x"}, "chat_template", "runs without the option"),
+    ({"messages": [HELLO], "documents": [{}] * 1025}, "documents", "1024"),
+    ({"messages": [HELLO], "reasoning_effort": "most"}, "reasoning_effort", "must be one of none, minimal"),
+    ({"messages": [HELLO], "thinking_token_budget": -1}, "thinking_token_budget", "greater than or equal to 0"),
+    ({"messages": [HELLO, {"role": "assistant", "tool_calls": 5}]}, "messages[1].tool_calls", "must be a list"),
+    (
+        {"messages": [HELLO, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        "messages[1].tool_calls[0].function.name",
+        "is missing",
+    ),
+    (
+        {"messages": [HELLO, {"role": "assistant", "tool_calls": [_function(arguments=[])]}]},
+        "messages[1].tool_calls[0].function.arguments",
+        "must be a JSON object",
+    ),
+    ({"messages": [HELLO, {"role": "assistant", "reasoning": 5}]}, "messages[1].reasoning", "must be a string"),
     ({"messages": [HELLO], "response_format": {"type": "yaml"}}, "response_format", "is 'yaml', but must be text"),
     ({"messages": [HELLO], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
     ({"messages": [HELLO], "max_completion_tokens": 500}, "max_completion_tokens", "512 tokens"),

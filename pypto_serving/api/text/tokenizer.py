@@ -66,6 +66,15 @@ class Tokenizer:
         """Return the text of `ids`; ids outside the vocabulary have none."""
         return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def is_special(self, text: str) -> bool:
+        """Tell whether `text` is a special token, which decoding leaves out."""
+        return self.special_id(text) is not None
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token `text`; None if it is none."""
+        token_id = self.raw.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""
         return self._token_bytes.of(token_id)

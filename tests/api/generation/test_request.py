@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Format
+from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import (
@@ -43,10 +43,10 @@ def test_what_does_not_fit_is_refused(num_prompt: int, asked: int | None) -> Non
         fit_max_tokens(num_prompt, asked, 16, 100)
 
 
-def test_a_parser_sees_special_tokens() -> None:
+def test_a_parser_sees_special_tokens_where_they_are_marks() -> None:
     params = SamplingParams(max_tokens=5)
-    plain, parsed = fit_params(params, PROMPTER), fit_params(params, PROMPTER, DeepseekV4Format(True, True))
-    assert (plain.skip_special_tokens, parsed.skip_special_tokens) == (True, False)
+    formats = (None, OutputFormat(), OutputFormat(shows_special=True))
+    assert [fit_params(params, PROMPTER, form).skip_special_tokens for form in formats] == [True, True, False]
 
 
 @pytest.mark.parametrize(
