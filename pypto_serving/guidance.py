@@ -1,4 +1,4 @@
-"""Compile grammars and follow outputs, with llguidance, which is imported on first use.
+"""Compile grammars and follow outputs, with llguidance, which is imported on first use, like tokenizers.
 
 llguidance is deterministic: what may follow depends on the grammar and on the tokens so far. Its work is bounded by
 `LIMITS`, which count steps, not time, so a grammar is refused on every machine or on none.
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from pypto_serving.errors import RequestError
@@ -90,7 +89,9 @@ class Vocabulary:
     bos_token_id = None
 
     def __init__(self, model_dir: str, vocab_size: int, eos_token_id: int) -> None:
-        self._raw = tokenizers.Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
+        from tokenizers import Tokenizer
+
+        self._raw = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
         self._raw.encode_special_tokens = True
         bytes_of = TokenBytes(self._raw)
         size = max(vocab_size, self._raw.get_vocab_size())

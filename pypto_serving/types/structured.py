@@ -63,6 +63,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
             self._require(name, isinstance(getattr(self, name), bool | None), "true or false")
         for name in ("json", "structural_tag"):
             self._require(name, isinstance(getattr(self, name), str | dict | None), "an object, or its JSON text")
+        if given[0] in ("regex", "choice", "grammar"):
+            for name in ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties"):
+                if getattr(self, name):
+                    raise self.refusal(f"has {name}, which is for JSON, but {given[0]} is not; leave it out")
         if self.choice is not None:
             msgspec.structs.force_setattr(self, "choice", self._choices())
 

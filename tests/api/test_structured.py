@@ -128,6 +128,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs", "unclosed group"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex and guided_choice"),
     ({"response_format": RESPONSE_FORMAT, "guided_regex": "a"}, "guided_regex", "an output has one structure"),
+    ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_regex", "whitespace_pattern, which is for JSON"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "no JSON is asked for"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
     ({"guided_grammar": "start: x"}, "guided_grammar", 'unknown name: "x"'),

@@ -35,6 +35,9 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     if len(given) > 1:
         names = " and ".join(field for field, _ in given)
         raise RequestError(f"{names} are given, but an output has one structure; send one", param=given[1][0])
+    if not given and body.guided_whitespace_pattern is not None:
+        name = "guided_whitespace_pattern"
+        raise RequestError(f"{name} is given, but no JSON is asked for; leave it out", param=name)
     if not given:
         return None
     field, values = given[0]
