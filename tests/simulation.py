@@ -25,6 +25,7 @@ from pypto_serving.store.host import HostStore
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import DRAW
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,
@@ -260,6 +261,7 @@ class Simulation:
         self.core = EngineCore(config, core_end, self.executor, self.clock, publisher)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = defaultdict(list)
         self.last: dict[str, RequestOutput] = {}
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, EngineRequest] = {}
@@ -292,6 +294,9 @@ class Simulation:
             for output in getattr(message, "outputs", []):
                 self.tokens[output.request_id] += unpack_ids(output.token_ids).tolist()
                 self.logprobs[output.request_id] += output.logprobs or []
+                if output.prompt_logprobs is not None:
+                    assert not output.token_ids and not self.tokens[output.request_id]
+                    self.prompt_logprobs[output.request_id].append(output.prompt_logprobs)
                 if output.finish_reason is not None:
                     assert output.request_id not in self.last, "a request ended twice"
                     self.last[output.request_id] = output

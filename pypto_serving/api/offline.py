@@ -22,7 +22,7 @@ from pypto_serving.api.chat.tools import read_tool_use
 from pypto_serving.api.generation.chat_guide import with_chat_guide
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt, new_scores
 from pypto_serving.api.generation.structured import checked
 from pypto_serving.api.offline_inputs import (
     Messages,
@@ -34,7 +34,13 @@ from pypto_serving.api.offline_inputs import (
     read_prompts,
 )
 from pypto_serving.api.offline_loop import LoopThread, Put
-from pypto_serving.api.offline_outputs import CompletionOutput, GenerationOutput, Logprob, completion_output
+from pypto_serving.api.offline_outputs import (
+    CompletionOutput,
+    GenerationOutput,
+    Logprob,
+    completion_output,
+    prompt_logprobs,
+)
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import serving_config
 from pypto_serving.engine.async_engine import AsyncEngine
@@ -204,7 +210,8 @@ class LLM:
     async def _job(
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
     ) -> _Job:
-        prompt = fit_prompt(ids, params.max_tokens, self._engine.config)
+        config = self._engine.config
+        prompt = fit_prompt(ids, params.max_tokens, config, truncate_to=params.truncate_prompt_tokens)
         fitted = fit_params(params, self._service.prompter, new_parser)
         if fitted.guide is not None:
             fitted = await asyncio.to_thread(checked, fitted)
@@ -229,9 +236,11 @@ class LLM:
         with closing(self._submit(job, keep_token_ids=True)) as generation:
             outputs = await generation.collect()
         choices = generation.choices
-        made = [completion_output(*pair, job.new_parser) for pair in zip(choices, outputs, strict=True)]
-        ids = list(job.prompt.token_ids)
-        return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached)
+        made = [completion_output(output, job.new_parser) for output in outputs]
+        ids, width, scored = list(job.prompt.token_ids), job.params.prompt_logprobs, None
+        if width is not None:
+            scored = prompt_logprobs(generation.scores[0].entries(width, self._service.tokenizer))
+        return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached, scored)
 
     async def _stream(self, job: _Job, put: Put[TextPart]) -> None:
         """Put the text parts of the only choice as they come."""
@@ -252,7 +261,9 @@ class LLM:
 
     def _submit(self, job: _Job, keep_token_ids: bool) -> Generation:
         name = f"offline-{next(self._ids)}"
-        request = GenerationRequest(name, [job.prompt], job.params, keep_token_ids=keep_token_ids)
+        prompts = [job.prompt]
+        scores = new_scores(prompts, job.params)
+        request = GenerationRequest(name, prompts, job.params, keep_token_ids=keep_token_ids, scores=scores)
         return Generation(self._service, request)
 
 

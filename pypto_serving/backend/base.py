@@ -64,7 +64,7 @@ class StepBuffers:
             positions=zeros(tokens),
             query_start=zeros(rows + 1),
             context_lens=zeros(rows),
-            logits_rows=zeros(rows * (1 + limits.traits.max_drafts)),
+            logits_rows=zeros(rows * (1 + limits.traits.max_drafts) + limits.max_scored_tokens),
             slot_mapping=tuple(zeros(tokens) for _ in groups),
             block_tables=tuple(zeros(rows, -(-limits.max_model_len // g.block_size)) for g in groups),
             rows=zeros(rows),
@@ -87,8 +87,8 @@ class StepInputs:
         tokens; a tensor with ratio m writes row slot // m, for tokens with (position + 1) % m == 0 only.
     block_tables[g] [r, n]: block ids in order of position, as many as the row's tokens need. Further entries are
         leftovers of other rows. 0 is the null block: padding may write it, and it must never be read.
-    logits_rows [s]: indices of the tokens whose logits are needed, in row order: the last token of each row that
-        samples, and the `num_drafts` before it.
+    logits_rows [s]: indices of the tokens whose logits are needed. First, in row order, the last token of each row that
+        samples, and the `num_drafts` before it; then the prompt tokens whose successors are scored.
     fresh_blocks[g]: ids of newly allocated blocks; their old content is void.
     num_rows: live rows. A padded dispatch has r > num_rows. Each padding row computes token 0 at position 0 in the null
         block; its logits are not used.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pypto_serving.kv.fetch import Fetch
-from pypto_serving.kv.manager import KVCacheManager, Match
+from pypto_serving.kv.manager import NO_MATCH, KVCacheManager, Match
 from pypto_serving.sched import budget
 from pypto_serving.sched.places import Places
 from pypto_serving.sched.request import Request, Status
@@ -41,6 +41,8 @@ class Admission:
         kv, loading = self._kv, self._places.loading
         match = kv.match(request.id, request.tokens, request.source.cache_salt)
         may_wait = not self._places.strikes.suspects
+        if request.num_unscored:  # what is cached has no logits
+            match, may_wait = NO_MATCH, False
         if may_wait and self._places.following.follow(request, match):
             step.num_set_aside += 1
             return True
@@ -56,7 +58,7 @@ class Admission:
             if fetch is Fetch.LATER and loading.put_off(request, now_s):
                 step.num_set_aside += 1
                 return True
-        count = budget.chunk(self._config, step, request.num_tokens - match.num_tokens)
+        count = budget.chunk(self._config, step, request, request.num_tokens - match.num_tokens)
         if count == 0 or kv.reserve(request.id, match.num_tokens + count, match) is None:
             return False
         self._places.start(request, match.num_tokens)

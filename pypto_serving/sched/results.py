@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pypto_serving.kv.manager import KVCacheManager
-from pypto_serving.sched import outputs
+from pypto_serving.sched import outputs, scoring
 from pypto_serving.sched.places import Places
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, plain_tokens, rows_of
 from pypto_serving.types.request import RequestFault, RequestOutput
-from pypto_serving.types.step import NOT_FINITE, StepResult
+from pypto_serving.types.step import NOT_FINITE, RowFault, StepResult
 
 
 class Results:
@@ -27,13 +27,15 @@ class Results:
         plain = None if step.has_drafts else plain_tokens(result)
         rows = rows_of(result) if plain is None else {}
         self._measure(step, result)
-        added = []
+        added = self._take_prompts(step, result, now_s) if result.prompt_logprobs or result.faults else []
         for entry in step.scheduled:
             request = entry.request
             if request.life != entry.life or request.status is not Status.RUNNING:
                 continue
             if not entry.samples:
                 self._advance(request, entry.count)
+                if request.num_committed == request.max_tokens:  # it samples no token
+                    added.append(self._places.finish(request, "length", now_s=now_s))
             elif plain is not None:
                 added.append(self._append(request, entry.count, plain[request.row], now_s))
             elif (output := self._take_row(entry, rows[request.row], now_s)) is not None:
@@ -71,16 +73,24 @@ class Results:
             request.first_token_s = now_s
             output = outputs.started(request, output)
         if reason is None and row.fault is not None:
-            if row.fault.code == NOT_FINITE:
-                self._kv.discard(request.id)
-            fault = RequestFault(row.fault.status, row.fault.code, row.fault.message)
-            return outputs.merged(output, self._places.finish(request, "error", fault, now_s))
+            return outputs.merged(output, self._fail(request, row.fault, now_s))
         accepted = min(len(row.token_ids) - 1, entry.num_drafts)
         request.num_computed_tokens -= entry.num_drafts - accepted
         self._advance(request, entry.count + accepted)
         if reason is None:
             return output if count else None
         return outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
+
+    def _take_prompts(self, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
+        """Deliver log-probabilities of prompt tokens. End the requests that failed and did not sample."""
+        found, failed = scoring.results(step, result)
+        return found + [self._fail(request, fault, now_s) for request, fault in failed]
+
+    def _fail(self, request: Request, fault: RowFault, now_s: float) -> RequestOutput:
+        """End a request whose row failed."""
+        if fault.code == NOT_FINITE:
+            self._kv.discard(request.id)
+        return self._places.finish(request, "error", RequestFault(fault.status, fault.code, fault.message), now_s)
 
     def _advance(self, request: Request, count: int) -> None:
         """Confirm that `count` more tokens are computed."""

@@ -42,6 +42,7 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._num_planned = 0
         self._last_writer = 0
+        self._scored_tokens = config.limits.max_scored_tokens
         self._lacks_blocks = False
         require_blocks(config, config.num_blocks)
 
@@ -77,7 +78,8 @@ class Scheduler:
         self._places.loading.update(now_s)
         self._places.following.update()
         self.kv.plan_stores(now_s)
-        step = Step(self._num_planned + 1, now_s, self.config.max_num_batched_tokens, len(self.kv.groups))
+        step_id, most = self._num_planned + 1, self.config.max_num_batched_tokens
+        step = Step(step_id, now_s, most, len(self.kv.groups), self._scored_tokens)
         if self._places.strikes.suspects:
             self._schedule_alone(step, now_s)
         else:
@@ -128,7 +130,7 @@ class Scheduler:
         """
         if request.status is not Status.RUNNING:
             return
-        count = budget.chunk(self.config, step, missing)
+        count = budget.chunk(self.config, step, request, missing)
         if count == 0:
             return
         num_drafts = budget.num_drafts(self.config, step, request) if missing == 1 and step.draft_budget else 0

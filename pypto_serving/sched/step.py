@@ -63,17 +63,19 @@ class Step:
 
     - `budget`: the number of tokens left to schedule.
     - `draft_budget`: the part of it that drafts may take.
+    - `scored_budget`: how many prompt tokens may still be scored.
     - `new_blocks`: one list per KV group: row, block id, row, ...
     - `admits`: further requests may start; false once a running or waiting one does not find blocks.
     - `num_set_aside`: waiting requests that could not start, and that those behind them passed.
     - `promised`: the blocks of each group that running prompts will need after this step.
     """
 
-    def __init__(self, step_id: int, now_s: float, budget: int, num_groups: int) -> None:
+    def __init__(self, step_id: int, now_s: float, budget: int, num_groups: int, scored_budget: int = 0) -> None:
         self.step_id = step_id
         self.now_s = now_s
         self.budget = budget
         self.draft_budget = 0
+        self.scored_budget = scored_budget
         self.scheduled: list[Scheduled] = []
         self.requests: set[str] = set()
         self.preempted: set[str] = set()
@@ -87,7 +89,7 @@ class Step:
     def schedule(self, request: Request, count: int, num_drafts: int = 0) -> None:
         """Take tokens of a running request from the budget. Until the step commits, every draft counts as accepted."""
         request.num_computed_tokens += count
-        samples = request.num_computed_tokens == request.num_tokens
+        samples = request.num_computed_tokens == request.num_tokens < request.max_tokens
         if samples:
             request.num_computed_tokens += num_drafts
             request.num_placeholders += 1 + num_drafts

@@ -44,6 +44,9 @@ def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFaul
         return RequestFault(
             400, "unsupported_logprobs", f"logprobs is {params.logprobs}, but this device gives {given}"
         )
+    if params.prompt_logprobs is not None and not config.limits.max_scored_tokens:
+        message = "prompt_logprobs, or echo with logprobs, is asked for, but this device gives none; leave it out"
+        return RequestFault(400, "unsupported_prompt_logprobs", message)
     if not config.traits.adjusts_logits and (names := adjusting(params)):
         message = f"this device cannot change logits, so it cannot do what {names[0]} asks for; leave it out"
         return RequestFault(400, "unsupported_adjustment", message)

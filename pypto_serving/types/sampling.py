@@ -14,6 +14,8 @@ from pypto_serving.types.structured import StructuredOutputsParams
 from pypto_serving.util import brief, entries, whole
 
 INT32_MAX = 2**31 - 1
+MAX_N = 128
+"""Choices of one prompt."""
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 """Stop strings of a request, and characters of each."""
@@ -27,6 +29,9 @@ LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
 _REPETITION = f"between {LOWEST_REPETITION:g} and {HIGHEST_REPETITION:g}; 1 turns it off"
 
 
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a request. Validated when made; raises RequestError that names the field.
 
@@ -35,6 +40,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `max_tokens`: None is up to the context window.
     - `seed`: None draws one at admission.
     - `logprobs` k: return log-probabilities of each output token and of the k most likely ones, from the raw logits.
+    - `prompt_logprobs` k: return the same for each token of the prompt but the first.
+    - `include_stop_str_in_output`: the stop string, or the text of the stop token, stays in the text.
+    - `truncate_prompt_tokens` n: keep the last n tokens of the prompt; -1 keeps as many as fit.
     - `logit_bias`: values added to the logits of token ids.
     - `allowed_token_ids`: only these can be chosen; None allows all.
     - `frequency_penalty`, `presence_penalty`: subtracted from the logit of each token of the output, the first as often
@@ -58,6 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
     frequency_penalty: float = 0.0
@@ -66,12 +75,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
         self._coerce()
-        _require(1 <= self.n <= 128, "n", self.n, "between 1 and 128")
+        _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
         _require(
             math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
             "temperature",
@@ -85,11 +96,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         limit = self.max_tokens if self.max_tokens is not None else 2**31
         _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
+        check_logprobs(self.logprobs)
+        check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        kept = self.truncate_prompt_tokens
         _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            self.logprobs,
-            f"between 0 and {MAX_LOGPROBS}",
+            kept is None or kept == -1 or 1 <= kept <= INT32_MAX,
+            "truncate_prompt_tokens",
+            kept,
+            f"-1 (as many as fit), or between 1 and {INT32_MAX}",
         )
         if self.stop:
             _require(
@@ -156,13 +170,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("n", "top_k", "min_tokens"):
             if type(value := getattr(self, name)) is not int:
                 put(name, _whole(name, value))
-        for name in ("max_tokens", "seed", "logprobs"):
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             if (value := getattr(self, name)) is not None and type(value) is not int:
                 put(name, _whole(name, value))
         for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
             if type(value := getattr(self, name)) is not float:
                 put(name, _number(name, value))
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in _SWITCHES:
             if type(value := getattr(self, name)) is not bool:
                 put(name, _switch(name, value))
         if type(self.stop) is not tuple or self.stop:
@@ -197,9 +211,14 @@ def adjusting(params: SamplingParams) -> list[str]:
     return [name for name, neutral in _ADJUSTING.items() if getattr(params, name) != neutral]
 
 
-def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
+def check_max_tokens(value: int | None, name: str = "max_tokens", least: int = 0) -> None:
     """Raise RequestError that names the field `name` unless `value` is None or a number of output tokens."""
-    _require(value is None or 1 <= value <= INT32_MAX, name, value, f"between 1 and {INT32_MAX}")
+    _require(value is None or least <= value <= INT32_MAX, name, value, f"between {least} and {INT32_MAX}")
+
+
+def check_logprobs(value: int | None, name: str = "logprobs") -> None:
+    """Raise RequestError that names the field `name` unless `value` is None or a number of top log-probabilities."""
+    _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
 
 
 def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -320,6 +339,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - `bias_values` (float32) are added to the logits of `bias_ids`.
     - If `allowed_ids` is not empty, no other token can be chosen.
     - `bad_words` are token sequences that the output must not contain.
+    - `num_prompt_logprobs`: as `prompt_logprobs` of SamplingParams, -1 for none. The first `num_scored` of them were
+      delivered before.
     - `guide` says what the output must match, `eos_ids` which tokens end it; both are empty for most rows.
     """
 
@@ -339,6 +360,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     bad_words: tuple[bytes, ...] = ()
+    num_prompt_logprobs: int = -1
+    num_scored: int = 0
     guide: Guide | None = None
     eos_ids: bytes = b""
 

@@ -12,12 +12,14 @@ from typing import Protocol
 from pypto_serving.backend.base import Program, StepBuffers, StepOutput
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
+from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.step import StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided
 from pypto_serving.worker.guides import Told
+from pypto_serving.worker.scoring import num_logits, score
 
 
 class PlanExecutor(Protocol):
@@ -137,11 +139,20 @@ class Runner:
             chosen = from_device(dispatch, output.sampled)
         else:
             assert output.logits is not None
-            chosen = from_logits(dispatch, output.logits, self.batch.samplers, self._sampler)
+            chosen = self._choose_here(dispatch, output.logits)
         if told is not None:
             chosen = guided(dispatch.rows, chosen, told)
             self.batch.guides.follow(dispatch.rows, told, chosen.each(len(dispatch.rows)), chosen.token_ids)
         return chosen
+
+    def _choose_here(self, dispatch: Dispatch, logits: Float32Array) -> Chosen:
+        """Sample on the host; score the prompt tokens whose logits come behind those of the rows that sample."""
+        if not dispatch.scored:
+            return from_logits(dispatch, logits, self.batch.samplers, self._sampler)
+        sampling = len(logits) - num_logits(dispatch.scored)
+        chosen = from_logits(dispatch, logits[:sampling], self.batch.samplers, self._sampler)
+        found, faults = score(dispatch.scored, logits[sampling:], self._sampler)
+        return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
 
 
 def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float) -> StepResult:
@@ -158,4 +169,5 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float)
         elapsed_s=elapsed_s,
         counts=counts,
         faults=[fault for _, chosen in found for fault in chosen.faults],
+        prompt_logprobs=[scored for _, chosen in found for scored in chosen.prompt_logprobs],
     )

@@ -21,7 +21,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [5] * 512}, "prompt", "512 tokens"),
     ({"prompt": [5] * 600}, "prompt", "600 tokens"),
     ({"prompt": "a" * 100, "max_tokens": 1000}, "max_tokens", "1000"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "between 1 and 2147483647"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens", "between 0 and 2147483647"),
     ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "integer"),
     ({"prompt": "a", "temperature": -1}, "temperature", "between 0 and 100"),
     ({"prompt": "a", "temperature": "hot"}, "temperature", "number"),
@@ -44,7 +44,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "min_tokens": 17}, "min_tokens", "max_tokens"),
     ({"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
     ({"prompt": "a", "stream_options": {}}, "stream_options", "stream = true"),
-    ({"prompt": "a", "echo": True}, "echo", "not supported"),
+    ({"prompt": "a", "echo": "yes"}, "echo", "boolean"),
     ({"prompt": "a", "priority": 2**31}, "priority", "priority is 2147483648, but must be between -2147483647 and"),
     ({"prompt": "a", "priority": "high"}, "priority", "integer"),
     ({"prompt": "a", "priority": 0.5}, "priority", "integer"),
@@ -68,9 +68,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "a", "bad_words": ["x"] * 129}, "bad_words", "at most 128"),
     ({"prompt": "a", "bad_words": ["x" * 129]}, "bad_words", "129 characters long, but must be at most 128"),
     ({"prompt": "a", "bad_words": [f"{i} {'!?' * 50}" for i in range(50)]}, "bad_words", "tokens long, but must be at"),
-    ({"prompt": "a", "best_of": 4}, "best_of", "set it to 1"),
+    ({"prompt": "a", "n": 5, "best_of": 4}, "best_of", "between n, which is 5, and 128"),
     ({"prompt": "a", "suffix": "z"}, "suffix", "not supported"),
-    ({"prompt": "a", "prompt_logprobs": 0}, "prompt_logprobs", "leave it out"),
+    ({"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", "between 0 and 20"),
 ]
 
 

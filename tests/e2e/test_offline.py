@@ -48,6 +48,37 @@ def test_many_more_prompts_than_rows(llm: LLM) -> None:
     assert results[0].outputs == results[200].outputs == results[400].outputs
 
 
+def test_prompt_logprobs_and_no_tokens(llm: LLM) -> None:
+    """Under vLLM's names. The values of a prompt are those that a choice would have at its positions."""
+    params = SamplingParams(temperature=0, max_tokens=0, n=2, prompt_logprobs=2)
+    (result,) = llm.generate("What is 12+30?", params)
+    assert [(output.token_ids, output.text, output.finish_reason) for output in result.outputs] == [
+        ([], "", "length")
+    ] * 2
+    assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    first, *scored = result.prompt_logprobs
+    assert first is None
+    once = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    prompts = [result.prompt_token_ids[:end] for end in range(1, len(result.prompt_token_ids))]
+    for entry, token_id, one in zip(scored, result.prompt_token_ids[1:], llm.generate(prompts, once), strict=True):
+        assert entry is not None and token_id in entry and one.outputs[0].logprobs is not None
+        assert one.outputs[0].logprobs[0].items() <= entry.items()
+    assert llm.generate("Hello", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
+
+
+def test_stops_that_are_shown_and_prompts_that_are_cut(llm: LLM) -> None:
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+    chat = [{"role": "user", "content": "What is 12+30?"}]
+    (plain,) = llm.chat(chat, SamplingParams(**common))[0].outputs
+    assert plain.text == "12 + 30 = 42" and plain.stop_reason is None
+    for shown, text in ((False, "12 + 30"), (True, "12 + 30 =")):
+        params = SamplingParams(**common, stop=" =", include_stop_str_in_output=shown)
+        (cut,) = llm.chat(chat, params)[0].outputs
+        assert (cut.text, cut.stop_reason, cut.finish_reason) == (text, " =", "stop")
+    (result,) = llm.generate("Hello you there", SamplingParams(max_tokens=1, truncate_prompt_tokens=2))
+    assert len(result.prompt_token_ids) == 2
+
+
 def test_choices_seeds_and_logprobs(llm: LLM) -> None:
     params = SamplingParams(temperature=1.2, n=3, seed=4, max_tokens=12, ignore_eos=True, logprobs=2)
     first, second = (llm.generate("Once", params, progress=False)[0] for _ in range(2))

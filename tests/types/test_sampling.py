@@ -75,6 +75,10 @@ def test_arrays_and_switches_of_numpy_become_plain_values() -> None:
         {"bad_word_ids": [[]]},
         {"bad_word_ids": [[-1]]},
         {"n": None},
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": True},
+        {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -2},
         {"min_tokens": None},
         {"temperature": None},
         {"temperature": np.True_},
@@ -95,7 +99,7 @@ def test_what_is_refused(wrong: dict[str, Any]) -> None:
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens"])
+@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"])
 @pytest.mark.parametrize("wrong", ["x", 1, None])
 def test_switches_are_booleans(name: str, wrong: Any) -> None:
     with pytest.raises(RequestError, match=f"{name} is {wrong!r}, but must be True or False") as caught:
@@ -107,7 +111,7 @@ def test_switches_are_booleans(name: str, wrong: Any) -> None:
     ("name", "wrong", "message"),
     [
         ("max_tokens", 1.5, "max_tokens is 1.5, but must be a whole number"),
-        ("max_tokens", 10**30, f"max_tokens is {10**30}, but must be between 1 and 2147483647"),
+        ("max_tokens", 10**30, f"max_tokens is {10**30}, but must be between 0 and 2147483647"),
         ("top_k", 2**40, "top_k is 1099511627776, but must be 0 or -1 (off), or between 1 and 2147483647"),
         ("temperature", 10**400, f"temperature is {'1'.ljust(97, '0')}..., but must be a number that a float can hold"),
         ("top_p", np.array([0.5, 0.6]), "top_p is array([0.5, 0.6]), but must be a number"),

@@ -12,11 +12,12 @@ from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.chat.tools import ToolUse, read_tool_use
 from pypto_serving.api.generation.chat_guide import with_chat_guide
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.request import fit_params, fit_prompt
+from pypto_serving.api.generation.request import check_scores, fit_params, fit_prompt
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.schemas import ChatBody
+from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens
@@ -32,8 +33,9 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     common = read_common(body, ignored, serving)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(body, field)
-    check_max_tokens(asked, field)
+    check_max_tokens(asked, field, least=1)
     params = sampling_params(body, serving.default_sampling, asked, _num_logprobs(body))
+    shown = Shown.of(body, params)
     messages = _messages(body)
     prompter.check_length(sum(len(message["content"]) for message in messages), "messages")
     tools = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -41,10 +43,12 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     chat = encoder.encode(messages, kwargs)
     form = _format(chat.new_parser, tools, body)
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
-    prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field)
+    keep = params.truncate_prompt_tokens
+    prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field, truncate_to=keep)
+    check_scores([prompt], params)
     guided = with_chat_guide(params, prompter, form, tools, body.thinking_token_budget)
     fitted = fit_params(guided, prompter, form)
-    return ReadBody(prompts=[prompt], params=fitted, new_parser=form, **common)
+    return ReadBody(prompts=[prompt], params=fitted, shown=shown, new_parser=form, **common)
 
 
 def _format(form: OutputFormat | None, tools: ToolUse, body: ChatBody) -> OutputFormat | None:

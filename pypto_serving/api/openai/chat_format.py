@@ -9,6 +9,7 @@ from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart, read_output
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.logprobs import chat_logprobs
 from pypto_serving.api.openai.sse import EventFormat, Head, encode
 
@@ -21,18 +22,32 @@ class ChatFormat(EventFormat):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head, "chat.completion", "chat.completion.chunk", b',"delta":{"content":%b}')
-        self._num_choices = head.num_choices
 
     def opening(self) -> bytes:
         role = b',"delta":{"role":"assistant","content":""}'
-        return b"".join(self.choice(i, role, None, None) for i in range(self._num_choices))
+        ids = b',"prompt_token_ids":' + encode(self.head.prompt_ids(0)) if self.head.shown.token_ids else b""
+        return b"".join(self.choice(i, role, None, None, above=ids) for i in range(self.head.num_choices))
 
     def rare_event(self, delta: Delta) -> bytes:
         content = b',"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b',"delta":{}'
-        return self.choice(delta.index, content, chat_logprobs(delta.logprobs), delta.finish_reason)
+        logprobs, details = chat_logprobs(delta.logprobs), self.details(delta)
+        return self.choice(delta.index, content, logprobs, delta.finish_reason, details)
 
     def whole_choice(self, output: Output) -> dict[str, Any]:
-        return {"index": output.index, "logprobs": chat_logprobs(output.logprobs), **self._answer(output)}
+        return {
+            "index": output.index,
+            "logprobs": chat_logprobs(output.logprobs),
+            **self._answer(output),
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids if self.head.shown.token_ids else None,
+        }
+
+    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+        prompt = {
+            "prompt_logprobs": self.head.prompt_logprobs(0),
+            "prompt_token_ids": self.head.prompt_ids(0) if self.head.shown.token_ids else None,
+        }
+        return super().response(outputs, usage) | prompt
 
     def _answer(self, output: Output) -> dict[str, Any]:
         """Write `message` and `finish_reason`, which depend on the text."""
@@ -58,17 +73,20 @@ class ParsedChatFormat(ChatFormat):
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += parser.finish()
-        elif len(parts) == 1 and delta.logprobs is None:  # most deltas
+        elif len(parts) == 1 and delta.logprobs is None and delta.token_ids is None:  # most deltas
             part = parts[0]
             if isinstance(part, TextPart) and part.kind == "content":
                 return super().event(Delta(index, part.text, None, None))
         bodies = [b',"delta":' + encode(self._delta(index, part)) for part in parts]
-        if not bodies and (delta.finish_reason is not None or delta.logprobs is not None):
+        details = self.details(delta)
+        if not bodies and (details or delta.logprobs is not None):
             bodies = [b',"delta":{}']
         reason = _finish_reason(delta.finish_reason, self._num_calls[index])
         events = [self.choice(index, body, None, None) for body in bodies[:-1]]
-        events += [self.choice(index, body, chat_logprobs(delta.logprobs), reason) for body in bodies[-1:]]
+        events += [self.choice(index, body, chat_logprobs(delta.logprobs), reason, details) for body in bodies[-1:]]
         return b"".join(events)
+
+    rare_event = event
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
         if isinstance(part, TextPart):

@@ -78,42 +78,46 @@ _SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
 _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "best_of": (1,),
     "use_beam_search": (False,),
-    "echo": (False,),
-    "prompt_logprobs": (),
     "json_schema": (),
     "regex": ("",),
     "ebnf": ("",),
     "grammar": ("",),
     "stop_regex": ("", []),
-    "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
-    "truncate_prompt_tokens": (),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": ({},),
     "lora_path": (),
     "mm_processor_kwargs": ({},),
     "store": (False,),
-    "service_tier": ("auto", "default"),
 }
 
 _ACCEPTED_EVERYWHERE = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"}
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "session_id",
+        "spaces_between_special_tokens",
+    }
 )
+"""`spaces_between_special_tokens`: the tokenizers of the served families put none there."""
 
 COMPLETION_RULES = FieldRules({**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()}, _ACCEPTED_EVERYWHERE)
 
 CHAT_RULES = FieldRules(
     {
         **_NEUTRAL_EVERYWHERE,
+        "best_of": (1,),
+        "echo": (False,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "verbosity": ("medium",),
         "modalities": (["text"],),
         "audio": (),
+        "moderation": (),
         "prediction": (),
         "web_search_options": (),
     },
@@ -128,4 +132,4 @@ def chat_rules(supported: frozenset[str]) -> FieldRules:
     return FieldRules(neutral, CHAT_RULES.accepted | supported)
 
 
-STREAM_OPTION_RULES = FieldRules({"continuous_usage_stats": (False,)}, frozenset({"include_obfuscation"}))
+STREAM_OPTION_RULES = FieldRules({}, frozenset({"include_obfuscation"}))

@@ -29,7 +29,10 @@ _PLAIN = (
     "repetition_penalty",
     "allowed_token_ids",
     "bad_words",
+    "prompt_logprobs",
     "skip_special_tokens",
+    "include_stop_str_in_output",
+    "truncate_prompt_tokens",
 )
 
 

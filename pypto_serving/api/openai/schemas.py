@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
@@ -65,6 +65,7 @@ class _Body(BaseModel):
 
 class StreamOptions(_Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(_Body):
@@ -91,7 +92,12 @@ class GenerationBody(_Body):
     logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_BIASES)
     bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
     structured_outputs: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
     guided_json: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
@@ -101,13 +107,9 @@ class GenerationBody(_Body):
     guided_whitespace_pattern: str | None = None
     structural_tag: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
     add_special_tokens: bool | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     priority: int | None = None
     cache_salt: str | None = None
-
-    @property
-    def include_usage(self) -> bool:
-        """Tell whether the last event of a stream has the usage."""
-        return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def ping_s(self) -> float | None:
@@ -122,6 +124,8 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
 
 
 class ChatMessage(_Body):
