@@ -37,9 +37,8 @@ class Choice:
 
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
     `timeline` has the engine's times so far.
-    `num_reasoning` counts the tokens of the reasoning that `thinking` describes.
     With `keep_token_ids` deltas have the output tokens, a stop token included. With `tokens_as_ids` log-probabilities
-    have no texts of tokens.
+    have no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes.
     """
 
     __slots__ = (

@@ -50,8 +50,7 @@ class GenerationRequest:
 
     `id` is the beginning of every engine request's id. `params` are those of `fit_params`; `params.n` is the number of
     choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
-    `keep_token_ids`, `tokens_as_ids`: see Choice. `scores` are those of `new_scores`. `thinking` makes choices count
-    the tokens of their reasoning.
+    `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `scores` are those of `new_scores`.
     """
 
     id: str

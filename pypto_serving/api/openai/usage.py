@@ -9,7 +9,10 @@ from pypto_serving.types.tier import TIERS
 
 
 def usage_object(usage: Usage, num_cut: int | None = None) -> dict[str, Any]:
-    """Write token counts, details of the prompt, `num_cut` tokens cut off among them if given, and of the output."""
+    """Write token counts, the cached prompt tokens of each tier, and the output tokens of reasoning.
+
+    If given, `num_cut` says how many tokens of the prompt were cut off.
+    """
     truncated = {} if num_cut is None else {"truncated_tokens": num_cut}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
