@@ -260,6 +260,7 @@ SERVER_OPTIONS = frozenset(
         "max_body_bytes",
         "log_requests",
         "client_priority",
+        "trust_request_chat_template",
         "allowed_origins",
     }
 )

@@ -77,6 +77,18 @@ def test_reasoning_is_counted_in_tokens(says: Says, tokenizer: Tokenizer, seed: 
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
+def test_no_token_ids_are_lost_where_text_is_parsed(says: Says, tokenizer: Tokenizer) -> None:
+    server, text = says("<think>why</think>the fox 😀"), "<think>why</think>the fox 😀"
+    body = {"messages": [HELLO], "chat_template": THINKS, "return_token_ids": True}
+    server.engine.largest_portion = 1
+    try:
+        events = server.events(PATH, body)
+    finally:
+        server.engine.largest_portion = 1000
+    streamed = [i for event in events for choice in event["choices"] for i in choice.get("token_ids") or []]
+    assert streamed == server.post(PATH, body).json()["choices"][0]["token_ids"] == tokenizer.encode(text)
+
+
 def test_reasoning_before_calls(says: Says) -> None:
     template = with_tools("<tool_call> <function= <think> </think>")
     body = {"messages": [HELLO], "chat_template": template, "tools": [WEATHER]}

@@ -18,37 +18,10 @@ from pypto_serving.guidance import checked
 from tests.api.templates import HERMES, with_tools
 
 WORDS = [
-    "type",
-    "function",
-    "name",
-    "arguments",
-    "parameters",
-    "properties",
-    "required",
-    "enum",
-    "const",
-    "anyOf",
-    "$ref",
-    "$defs",
-    "A",
-    "#/$defs/A",
-    "string",
-    "integer",
-    "object",
-    "allowed_tools",
-    "mode",
-    "auto",
-    "tools",
-    "strict",
-    "items",
-    "additionalProperties",
-    "pattern",
-    "maxLength",
-    "now",
-    "id",
-    "description",
-    "null",
-]
+    "type", "function", "name", "arguments", "parameters", "properties", "required", "enum", "const", "anyOf",
+    "$ref", "$defs", "A", "#/$defs/A", "string", "integer", "object", "allowed_tools", "mode", "auto", "tools",
+    "strict", "items", "additionalProperties", "pattern", "maxLength", "now", "id", "description", "null",
+]  # fmt: skip
 JSON = st.recursive(
     st.one_of(st.sampled_from(WORDS), st.none(), st.booleans(), st.integers(-5, 2**60), st.floats(allow_nan=False)),
     lambda inner: st.one_of(

@@ -200,7 +200,9 @@ def test_arguments_of_the_offline_api_are_named_as_arguments() -> None:
         LLM(host="0.0.0.0", port=8000)
     with pytest.raises(ConfigError, match=r"^LLM starts no server; leave out api_key, which only a server"):
         LLM(**{"api-key": 12345})
-    with pytest.raises(ConfigError, match=r"known are: model, chat_template, backend, (?!.*\bport\b)"):
+    with pytest.raises(
+        ConfigError, match=r"known are: model, chat_template, tool_call_parser, (?!.*\b(port|trust_request)\b)"
+    ):
         LLM(zzz=1)
     with pytest.raises(ConfigError, match=r"^kv_disk_size needs a folder; give kv_disk too, or drop it$"):
         LLM("plain", backend="null", kv_disk_size="1GiB")

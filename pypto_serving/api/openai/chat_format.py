@@ -73,7 +73,7 @@ class ParsedChatFormat(ChatFormat):
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += parser.finish()
-        elif len(parts) == 1 and delta.logprobs is None:  # most deltas
+        elif len(parts) == 1 and delta.logprobs is None and delta.token_ids is None:  # most deltas
             part = parts[0]
             if isinstance(part, TextPart) and part.kind == "content":
                 return super().event(Delta(index, part.text, None, None))
