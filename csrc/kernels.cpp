@@ -1,6 +1,7 @@
 // The kernels of one instruction set; compiled once for each, with -DISA=name and its flags.
 #include "ops.h"
 
+#include "adjust.h"
 #include "attention.h"
 #include "experts.h"
 #include "indexer.h"

@@ -65,6 +65,7 @@ class Once final : public Job {
 };
 
 constexpr int64_t kWeighing = 16;  // as long as reading so many logits for each one
+constexpr int64_t kCopying = 4;
 
 // Rows are shared out where there are several, and where reading `logits` takes longer than waking the threads, about
 // 100 us.
@@ -72,10 +73,18 @@ bool shares_rows(int64_t rows, int64_t logits) { return rows > 1 && logits > 1 <
 
 bool shares(const Pack&) { return true; }
 
-bool shares(const Sample& op) {
+int64_t passes(const Sample& op) {
   int64_t passes = 0;
   for (int64_t row = 0; row < op.rows; row++) passes += op.draws[row].temperature > 0 ? kWeighing : 1;
-  return shares_rows(op.rows, op.vocab * passes);
+  return passes;
+}
+
+bool shares(const Sample& op) { return shares_rows(op.rows, op.vocab * passes(op)); }
+
+bool shares(const AdjustedSample& op) {
+  int64_t copies = 0;
+  for (int64_t row = 0; row < op.sample.rows; row++) copies += op.changed[row] >= 0 || op.mask_rows[row] >= 0;
+  return shares_rows(op.sample.rows, op.sample.vocab * (passes(op.sample) + kCopying * copies));
 }
 
 bool shares(const Logprobs& op) { return shares_rows(op.count, op.vocab * op.count * kWeighing); }

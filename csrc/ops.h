@@ -394,13 +394,39 @@ struct Draw {
   FIELDS(random, top_p, min_p, temperature, top_k)
 };
 
-// Samples tokens[row] from logits [rows, vocab], rows `stride` apart; -1 where the largest logit is not finite.
+// Samples chosen[row] from logits [rows, vocab], rows `stride` apart; -1 where the largest logit is not finite.
 struct Sample {
   const float* logits;
   int64_t stride, vocab, rows;
   const Draw* draws;
-  int32_t* tokens;
-  FIELDS(logits, stride, vocab, rows, draws, tokens)
+  int32_t* chosen;
+  FIELDS(logits, stride, vocab, rows, draws, chosen)
+};
+
+// Changes to the logits of a row; CHANGE in pypto_serving/types/adjustments.py, which says in which order they are made.
+struct Change {
+  float repetition, frequency, presence;
+  int32_t prompt_len, banned_until, bias_from, bias_to, ban_from, ban_to, word_from, word_to;
+  FIELDS(repetition, frequency, presence, prompt_len, banned_until, bias_from, bias_to, ban_from, ban_to, word_from,
+         word_to)
+};
+
+// Samples from changed copies of the logits. For the i-th row: changes[changed[i]] and mask mask_rows[i], none for -1,
+// at positions[i]. tokens [., most_tokens] has the tokens of changed[i] before that position, masks [., mask_words] its
+// allowed tokens as bits. Bad word w is words[word_starts[w]] to words[word_starts[w + 1] - 1].
+struct AdjustedSample {
+  Sample sample;
+  const int32_t *changed, *positions, *mask_rows;
+  const Change* changes;
+  const int32_t* tokens;
+  int64_t most_tokens;
+  const int32_t* bias_ids;
+  const float* bias_values;
+  const int32_t *banned_ids, *word_starts, *words;
+  const uint32_t* masks;
+  int64_t mask_words;
+  FIELDS(sample, changed, positions, mask_rows, changes, tokens, most_tokens, bias_ids, bias_values, banned_ids,
+         word_starts, words, masks, mask_words)
 };
 
 // Log-probability and rank of a token for each of `count` rows of logits, and the top tokens [count, width] with their
@@ -445,7 +471,7 @@ struct Limits {
   OP(mla_attention, MlaAttention)
 
 // Tasks that an engine runs at once, without a step; their functions are exported too.
-#define TASKS(TASK) TASK(pack, Pack) TASK(sample, Sample) TASK(logprobs, Logprobs)
+#define TASKS(TASK) TASK(pack, Pack) TASK(sample, Sample) TASK(sample_adjusted, AdjustedSample) TASK(logprobs, Logprobs)
 
 struct Kernels {
   const char* name;

@@ -337,7 +337,7 @@ static void sample(const Sample& op, Member& member) {
   Share share(member, op.rows, 1);
   while (share.next()) {
     const int64_t row = share.begin;
-    op.tokens[row] = sample_row(op.logits + row * op.stride, op.vocab, op.draws[row], scratch);
+    op.chosen[row] = sample_row(op.logits + row * op.stride, op.vocab, op.draws[row], scratch);
   }
 }
 

@@ -1,6 +1,6 @@
 """An LLM serving engine: continuous batching over a paged KV cache made of groups.
 
-`LLM` and `SamplingParams` are the offline API; they are imported on first use.
+`LLM`, `SamplingParams` and `StructuredOutputsParams` are the offline API; they are imported on first use.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pypto_serving.api.offline import LLM
     from pypto_serving.types.sampling import SamplingParams
+    from pypto_serving.types.structured import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-_LAZY = {"LLM": "pypto_serving.api.offline", "SamplingParams": "pypto_serving.types.sampling"}
+_LAZY = {
+    "LLM": "pypto_serving.api.offline",
+    "SamplingParams": "pypto_serving.types.sampling",
+    "StructuredOutputsParams": "pypto_serving.types.structured",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -5,14 +5,17 @@ Imports nothing of ours.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import json
 import operator
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 
 import msgspec
@@ -53,6 +56,21 @@ def write_at(file: int, data: bytes | memoryview, offset: int) -> None:
     while left:
         count = os.pwrite(file, left, offset)
         left, offset = left[count:], offset + count
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file. Raises OSError, also for what might keep its reader waiting: a FIFO, a device, a folder."""
+    file = os.open(path, flags | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_regular(path: str | Path) -> bytes:
+    """Return the content of a regular file. Raises OSError like `open_regular`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def hash128(*parts: bytes) -> bytes:

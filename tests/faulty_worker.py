@@ -3,7 +3,7 @@
 `backend_options["faults"]` maps an epoch (as a string) to [point, nth step]: at that step of that life the worker is
 killed while loading ("load"), before computing ("before"), between sampling and sending ("after"), stops answering
 ("hang"), raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id
-that kills every step that computes it.
+that kills every step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+from typing import Any
 
 from pypto_serving.ipc import Parent
+from pypto_serving.store.host import HostStore
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import StepPlan, StepResult
 from pypto_serving.types.tokens import unpack_ids
@@ -77,12 +80,19 @@ def linger() -> None:
         os._exit(0)
 
 
+def hang(*arguments: Any) -> Any:
+    """Never return, as a call to a disk or network that is gone."""
+    threading.Event().wait()
+
+
 def main() -> None:
     parent = Parent(int(sys.argv[1]), WorkerStart)
     options = parent.start.config.backend_options
     point, step = options.get("faults", {}).get(str(parent.start.epoch), ["", 0])
     if point == "load":
         os.kill(os.getpid(), signal.SIGKILL)
+    if options.get("stalled") == parent.start.epoch:
+        HostStore.load = hang  # type: ignore[method-assign]
     run(parent, lambda runner: FaultyRunner(runner, point, step, options.get("poison")))
 
 

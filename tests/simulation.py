@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +25,7 @@ from pypto_serving.store.host import HostStore
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import DRAW
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from pypto_serving.types.request import (
     AbortRequests,
     AddRequests,
@@ -34,10 +35,11 @@ from pypto_serving.types.request import (
     ToCore,
     TokenLogprobs,
 )
-from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.sampling import SamplingParams, adjusting
 from pypto_serving.types.step import BackendTraits, StepPlan, StepResult
 from pypto_serving.types.tier import Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.worker.__main__ import inventories
 from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
 from tests.clock import VirtualClock
@@ -81,11 +83,10 @@ def null_program(config: EngineConfig) -> Any:
 
 
 def expected_tokens(config: EngineConfig, request: EngineRequest, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a correct engine answers on the null backend: history, biases, bans and masks decide, and the seed."""
+    """What a correct engine answers on the null backend: history, changes of the logits and the seed decide."""
     history, params = list(prompt), request.params
     fails_on = config.backend_options.get("fails_on", -1)
-    banned = [*params.stop_token_ids, *(request.eos_token_ids if params.min_tokens else ())]
-    plain = not (params.temperature or params.logit_bias or params.allowed_token_ids or params.min_tokens)
+    plain = not params.temperature and changed(logits_of(0, config.vocab_size), request, prompt, []) is None
     while len(history) < len(prompt) + num_tokens:
         digest = next_digest(config.groups, history)
         if plain and digest % config.vocab_size != fails_on:
@@ -97,16 +98,35 @@ def expected_tokens(config: EngineConfig, request: EngineRequest, prompt: Sequen
         draw = np.array([(0.0, params.top_p, params.min_p, params.temperature, max(0, params.top_k))], DRAW)
         seed, choice, position = (np.array([v], np.uint64) for v in (request.seed, request.choice, len(history)))
         draw["random"] = uniforms(seed, choice, position)
-        biased = logits.copy()
-        for token_id, value in params.logit_bias.items():
-            biased[token_id] += np.float32(value)
-        scores = biased.copy()
-        if params.allowed_token_ids:
-            scores[[v not in params.allowed_token_ids for v in range(len(scores))]] = -np.inf
-        if len(history) - len(prompt) < params.min_tokens:
-            scores[banned] = -np.inf
-        history.append(int(SAMPLER.choose((scores if np.isfinite(scores.max()) else biased)[None], draw)[0]))
+        scores = changed(logits, request, prompt, history[len(prompt) :])
+        history.append(int(SAMPLER.choose((logits if scores is None else scores)[None], draw)[0]))
     return history[len(prompt) :]
+
+
+def changed(
+    logits: np.ndarray, request: EngineRequest, prompt: Sequence[int], output: Sequence[int]
+) -> np.ndarray | None:
+    """The logits that a request changes, token by token and as vLLM defines it; None if it changes none."""
+    params, one = request.params, np.float32
+    if not adjusting(params):
+        return None
+    scores = logits.copy()
+    for token, value in params.logit_bias.items():
+        scores[token] += one(value)
+    for token in {*prompt, *output} if params.repetition_penalty != 1 else ():
+        factor = one(params.repetition_penalty)
+        scores[token] = scores[token] / factor if scores[token] > 0 else scores[token] * factor
+    for token, count in Counter(output).items():
+        scores[token] -= one(params.frequency_penalty) * one(count)
+        scores[token] -= one(params.presence_penalty)
+    if params.allowed_token_ids:
+        scores[[token not in params.allowed_token_ids for token in range(len(scores))]] = -np.inf
+    banned = [last for *before, last in params.bad_word_ids if list(output)[len(output) - len(before) :] == before]
+    if len(output) < params.min_tokens:
+        banned += [*params.stop_token_ids, *request.eos_token_ids]
+    left = scores.copy()
+    left[banned] = -np.inf
+    return left if np.isfinite(left.max()) else scores
 
 
 class InlineExecutor:
@@ -136,10 +156,14 @@ class InlineExecutor:
         self._moving: list[tuple[int, int, TransferJob]] = []
         self._completed_step = 0
         self._runner: Runner | None = None
+        self._replaced = False
+        self.left_out: tuple[Tier, ...] = ()
 
     def poll(self, now_s: float) -> list[Event]:
         if self._runner is None:
             return [self._start()]
+        if self._replaced:
+            return [self.kill()]
         events: list[Event] = [self._move()] if self._moving else []
         if self._sent and not self._runner.is_full:
             self._submitted.append(self._sent.pop(0))
@@ -167,20 +191,21 @@ class InlineExecutor:
         self.epoch += 1
         program = self._make_program(self.config)
         self.programs.append(program)
-        self._runner = Runner(
-            program, NullBackend(self.config).allocate(), self.config.vocab_size, self.config.num_drafts
-        )
+        config, buffers = self.config, NullBackend(self.config).allocate()
+        self._runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model)
         self._completed_step = 0
         sizes = program.memory.block_bytes
         for tier in self.config.tiers:
+            if tier.tier in self.left_out:
+                continue
             if tier.tier == "host":
                 self.stores["host"] = HostStore(self._host_memory.fd, sizes, tier.num_slots)
             elif tier.tier == "disk":
                 place = tier.place, program.fingerprint, sizes, tier.num_slots, tier.size_bytes
                 self.stores["disk"] = self.stores.get("disk") or open_disk(*place, known=False)
         self._mover = Mover(program.memory, self.stores)
-        inventories = tuple(store.inventory() for tier, store in self.stores.items() if tier != "host")
-        return hello(program, self.epoch, 0.0, inventories)
+        held, self.left_out = inventories(self.stores, self.left_out), ()
+        return hello(program, self.epoch, 0.0, held)
 
     def _collect(self) -> StepResult:
         assert self._runner is not None
@@ -192,7 +217,7 @@ class InlineExecutor:
     def kill(self) -> WorkerDown:
         """End the worker's life; what it was sent is lost."""
         self.num_deaths += 1
-        self._runner = None
+        self._runner, self._replaced = None, False
         self._sent.clear()
         self._submitted.clear()
         self._moving.clear()
@@ -207,6 +232,9 @@ class InlineExecutor:
 
     def forgive(self) -> None:
         self.num_forgiven += 1
+
+    def replace(self, hanging: tuple[Tier, ...]) -> None:
+        self.left_out, self._replaced = hanging, True
 
     def stop(self) -> None:
         self._runner = None
@@ -233,6 +261,7 @@ class Simulation:
         self.core = EngineCore(config, core_end, self.executor, self.clock, publisher)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[str, list[PromptLogprobs]] = defaultdict(list)
         self.last: dict[str, RequestOutput] = {}
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, EngineRequest] = {}
@@ -265,6 +294,9 @@ class Simulation:
             for output in getattr(message, "outputs", []):
                 self.tokens[output.request_id] += unpack_ids(output.token_ids).tolist()
                 self.logprobs[output.request_id] += output.logprobs or []
+                if output.prompt_logprobs is not None:
+                    assert not output.token_ids and not self.tokens[output.request_id]
+                    self.prompt_logprobs[output.request_id].append(output.prompt_logprobs)
                 if output.finish_reason is not None:
                     assert output.request_id not in self.last, "a request ended twice"
                     self.last[output.request_id] = output

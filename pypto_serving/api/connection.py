@@ -200,7 +200,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         if self.pipeline:
-            self.flow.resume_reading()  # uvicorn pauses, and so would miss that the client leaves
+            self._keep_reading()
         self._phase = _Phase.BODY
         self._start_timer(BODY_PATIENCE_S, lambda: self._check_body(0))
         cycle: Any = self.cycle
@@ -209,6 +209,10 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
             cycle.send = _unchunked(cycle)
+
+    def _keep_reading(self) -> None:
+        """Read on behind an unfinished answer: uvicorn pauses, and so would miss that the client leaves."""
+        self.flow.resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -221,6 +225,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._body_bytes > self._gate.max_body_bytes and self._answered is self.cycle:
             self._drop(self._request)  # by the handler
         super().on_body(body)
+        if self._answered is not self.cycle and self._body_bytes <= self._gate.max_body_bytes:
+            self._keep_reading()
 
     def on_message_complete(self) -> None:
         if not self._upgrades:
@@ -290,6 +296,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def close_idle(self) -> None:
         """End the connection, on which no request is under way."""
         self.transport.close()
+
+    def cut(self) -> bool:
+        """End the connection if an answer has begun and not ended. Return whether it is cut."""
+        cuts = self._answered is not None and self._answered.response_started and self._is_answering()
+        if cuts:
+            self.transport.abort()
+        return cuts
 
     def refuse_busy(self, reason: str) -> None:
         """Answer the unfinished request with a 503, and end the connection."""

@@ -12,25 +12,35 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.output import TextPart
+from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.generation.chat_guide import with_chat_guide
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Generation
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, fit_params, fit_prompt, new_scores
+from pypto_serving.api.generation.structured import checked
 from pypto_serving.api.offline_inputs import (
     Messages,
     Prompt,
+    read_chat_fields,
     read_conversation,
     read_conversations,
     read_params,
     read_prompts,
-    read_template_kwargs,
 )
 from pypto_serving.api.offline_loop import LoopThread, Put
-from pypto_serving.api.offline_outputs import CompletionOutput, GenerationOutput, Logprob, completion_output
+from pypto_serving.api.offline_outputs import (
+    CompletionOutput,
+    GenerationOutput,
+    Logprob,
+    completion_output,
+    prompt_logprobs,
+)
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import serving_config
 from pypto_serving.engine.async_engine import AsyncEngine
@@ -131,16 +141,26 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool = False,
     ) -> list[GenerationOutput]:
-        """Answer each conversation; return results in order.
+        """Answer each conversation; return results in order. The arguments are those of HTTP's fields.
 
         None as parameters means the model's defaults without a limit of tokens but the context. Raises like `generate`.
         """
+        fields = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message or None,
+            "tools": tools,
+        }
         conversations = read_conversations(messages)
         params = self._params_of(sampling_params, len(conversations), max_tokens=None)
-        encode = partial(self._encode_chat, kwargs=read_template_kwargs(chat_template_kwargs))
+        encode = partial(self._encode_chat, kwargs=read_chat_fields(fields, chat_template_kwargs))
         return self._loop.call(lambda: self._run(map(encode, conversations, params), progress))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[TextPart]:
@@ -159,34 +179,43 @@ class LLM:
 
         yield from self._loop.iterate(stream)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return SamplingParams with the model's own defaults, from its generation_config.json."""
+        return SamplingParams(**self._service.serving.default_sampling.given())
+
     def _params_of(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, **defaults: Any
     ) -> list[SamplingParams]:
         if given is None:
-            given = SamplingParams(**self._service.serving.default_sampling.given(), **defaults)
+            given = msgspec.structs.replace(self.get_default_sampling_params(), **defaults)
         return read_params(given, count)
 
     async def _encode(self, prompt: str | list[int], params: SamplingParams) -> _Job:
         prompter = self._service.prompter
         if isinstance(prompt, str):
             ids = await _encoded(prompt, prompter.encode_text, prompt, "prompt", True)
-            return self._job(prompt, ids, params)
-        return self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
+            return await self._job(prompt, ids, params)
+        return await self._job(None, prompter.check_token_ids(prompt, "prompt"), params)
 
     async def _encode_chat(
         self, messages: Messages, params: SamplingParams, kwargs: Mapping[str, Any] | None = None
     ) -> _Job:
         prompter = self._service.prompter
-        chat = prompter.chat_encoder.encode(messages, {"add_generation_prompt": True, **(kwargs or {})})
+        fields = kwargs or {}
+        chat = prompter.chat_encoder.encode(messages, fields)
         ids = await _encoded(chat.prompt, prompter.encode_chat, chat, False)
-        return self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, params, chat.new_parser)
+        guided = with_chat_guide(params, prompter, chat.new_parser, read_tool_use(fields.get("tools"), None, None))
+        return await self._job(chat.prompt if isinstance(chat.prompt, str) else None, ids, guided, chat.new_parser)
 
-    def _job(
+    async def _job(
         self, text: str | None, ids: list[int], params: SamplingParams, new_parser: OutputFormat | None = None
     ) -> _Job:
         config = self._engine.config
-        prompt = fit_prompt(ids, params.max_tokens, config)
-        return _Job(text, prompt, fit_params(params, config, new_parser), new_parser)
+        prompt = fit_prompt(ids, params.max_tokens, config, truncate_to=params.truncate_prompt_tokens)
+        fitted = fit_params(params, self._service.prompter, new_parser)
+        if fitted.guide is not None:
+            fitted = await asyncio.to_thread(checked, fitted)
+        return _Job(text, prompt, fitted, new_parser)
 
     async def _run(self, encoding: Iterable[Coroutine[Any, Any, _Job]], progress: bool) -> list[GenerationOutput]:
         """Generate for all prompts, as many at once as the engine takes."""
@@ -207,9 +236,11 @@ class LLM:
         with closing(self._submit(job, keep_token_ids=True)) as generation:
             outputs = await generation.collect()
         choices = generation.choices
-        made = [completion_output(*pair, job.new_parser) for pair in zip(choices, outputs, strict=True)]
-        ids = list(job.prompt.token_ids)
-        return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached)
+        made = [completion_output(output, job.new_parser) for output in outputs]
+        ids, width, scored = list(job.prompt.token_ids), job.params.prompt_logprobs, None
+        if width is not None:
+            scored = prompt_logprobs(generation.scores[0].entries(width, self._service.tokenizer))
+        return GenerationOutput(choices[0].request_id, job.text, ids, made, choices[0].num_cached, scored)
 
     async def _stream(self, job: _Job, put: Put[TextPart]) -> None:
         """Put the text parts of the only choice as they come."""
@@ -230,7 +261,9 @@ class LLM:
 
     def _submit(self, job: _Job, keep_token_ids: bool) -> Generation:
         name = f"offline-{next(self._ids)}"
-        request = GenerationRequest(name, [job.prompt], job.params, keep_token_ids=keep_token_ids)
+        prompts = [job.prompt]
+        scores = new_scores(prompts, job.params)
+        request = GenerationRequest(name, prompts, job.params, keep_token_ids=keep_token_ids, scores=scores)
         return Generation(self._service, request)
 
 

@@ -57,11 +57,14 @@ def read_params(given: Any, count: int) -> list[SamplingParams]:
     return params
 
 
-def read_template_kwargs(given: Any) -> Mapping[str, Any]:
-    """Return the chat_template_kwargs, none for None."""
-    if not isinstance(given, Mapping | None):
-        raise _refusal("chat_template_kwargs", given, "a mapping from names to values")
-    return given or {}
+def read_chat_fields(fields: Mapping[str, Any], template_kwargs: Any) -> Mapping[str, Any]:
+    """Join the fields of a chat that are not None with the chat_template_kwargs."""
+    if not isinstance(template_kwargs, Mapping | None):
+        raise _refusal("chat_template_kwargs", template_kwargs, "a mapping from names to values")
+    given = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(given.get("tools"), Sequence):
+        given["tools"] = list(given["tools"])
+    return {**(template_kwargs or {}), **given}
 
 
 def _refusal(where: str, value: object, allowed: str) -> RequestError:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pypto_serving.api.chat.output import NewParser, ToolCall, read_output
-from pypto_serving.api.generation.choice import Choice
 from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
 from pypto_serving.api.generation.output import Output
 
@@ -24,7 +23,8 @@ class Logprob:
 class CompletionOutput:
     """One choice. `logprobs[i]` maps token ids at position i to their values, the chosen token included.
 
-    `text` leaves out `reasoning` and `tool_calls` if the model family marks them in its chats.
+    `text` leaves out `reasoning` and `tool_calls` if the model family marks them in its chats. `stop_reason` is the
+    stop string, or the id of the stop token, that ended the choice.
     """
 
     index: int
@@ -34,27 +34,39 @@ class CompletionOutput:
     finish_reason: str
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:
-    """What `generate` and `chat` return for one prompt. `prompt` is None if token ids were given."""
+    """What `generate` and `chat` return for one prompt. `prompt` is None if token ids were given.
+
+    `prompt_logprobs[i]` maps token ids at position i of the prompt to their values, the prompt's own token included;
+    None for the first, which nothing precedes.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-def completion_output(choice: Choice, output: Output, new_parser: NewParser | None) -> CompletionOutput:
-    """Describe a finished choice, which kept its token ids; `new_parser` makes the parser of its text."""
-    index, ids, reason = choice.index, choice.token_ids or [], output.finish_reason or "abort"
+def completion_output(output: Output, new_parser: NewParser | None) -> CompletionOutput:
+    """Describe the output of a finished choice, which kept its token ids; `new_parser` makes the parser of its text."""
+    index, ids, reason = output.index, output.token_ids or [], output.finish_reason or "abort"
     logprobs = None if output.logprobs is None else list(map(_logprobs_by_id, output.logprobs))
     if new_parser is None:
-        return CompletionOutput(index, output.text, ids, logprobs, reason)
+        return CompletionOutput(index, output.text, ids, logprobs, reason, stop_reason=output.stop_reason)
     read = read_output(new_parser(), output.texts)
-    return CompletionOutput(index, read.content, ids, logprobs, reason, read.reasoning, read.tool_calls)
+    parsed = read.reasoning, read.tool_calls
+    return CompletionOutput(index, read.content, ids, logprobs, reason, *parsed, stop_reason=output.stop_reason)
+
+
+def prompt_logprobs(entries: Iterable[TokenEntry]) -> list[dict[int, Logprob] | None]:
+    """Describe the log-probabilities of a prompt."""
+    return [_logprobs_by_id(entry) if entry.scored else None for entry in entries]
 
 
 def _logprobs_by_id(entry: TokenEntry) -> dict[int, Logprob]:

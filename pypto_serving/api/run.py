@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -173,6 +173,21 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for connections to end. After CLOSE_TIMEOUT_S cut stalled ones; then uvicorn cancels what is left."""
+        cut = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._cut_stalled)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+    def _cut_stalled(self) -> None:
+        """Cut connections with unfinished answers, so that these end as if the clients had left."""
+        connections = cast(list[BoundedProtocol], list(self.server_state.connections))
+        if count := sum([connection.cut() for connection in connections]):
+            left = counted(count, "connection")
+            logger.warning("cut %s, where the client took no data for %g s", left, CLOSE_TIMEOUT_S)
 
     def exit(self) -> None:
         """Leave the main loop."""

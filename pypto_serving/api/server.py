@@ -28,6 +28,7 @@ from pypto_serving.api.openai.answers import (
     ModelList,
     Version,
 )
+from pypto_serving.api.openai.body import TRUNCATED_HEADER
 from pypto_serving.api.openai.chat import create_chat_completion
 from pypto_serving.api.openai.completions import create_completion
 from pypto_serving.api.openai.fields import IGNORED_HEADER
@@ -82,7 +83,7 @@ def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
             allow_origins=serving.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", IGNORED_HEADER),
+            expose_headers=("x-request-id", IGNORED_HEADER, TRUNCATED_HEADER),
         )
     app.add_middleware(RequestScope, count=service.metrics.count_response, log_requests=serving.log_requests)
     return app

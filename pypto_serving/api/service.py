@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 
 from pypto_serving.api.drain import Admission
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
 from pypto_serving.api.settings import ServingConfig
-from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.engine.metrics import ServerMetrics
 from pypto_serving.util import counted
@@ -29,7 +27,7 @@ class Service:
         self.serving = serving
         self.prompter = Prompter.load(engine.config, serving)
         self.tokenizer = self.prompter.tokenizer
-        self.eos_token_ids = _eos_token_ids(serving.eos_token_ids, self.tokenizer, engine.config.vocab_size)
+        self.eos_token_ids = self.prompter.eos_token_ids
         self.model_name = serving.served_model_names[0]
         self.metrics = ServerMetrics(engine, self.model_name)
         engine.on_stats = self.metrics.observe_step
@@ -53,11 +51,3 @@ class Service:
             detail = f"shutting down, {counted(self.admission.in_flight, 'request')} left"
             return Health(ok=False, status="draining", detail=detail, age_s=health.age_s)
         return health
-
-
-def _eos_token_ids(declared: Iterable[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """Join the ids that the checkpoint declares and the tokenizer's eos_token; drop ids outside the vocabulary."""
-    ids = set(declared)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(i for i in ids if 0 <= i < vocab_size))

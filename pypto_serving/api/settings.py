@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from pypto_serving.api.text.files import load_eos_token_ids, read_optional_json
+from pypto_serving.api.text.files import eos_token_ids, read_generation_config
 from pypto_serving.errors import ConfigError, ModelError, RequestError, UnknownModelError
+from pypto_serving.model.fields import Fields
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
 
-SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p")
+SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEUTRAL = {
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
     "num_beams": 1,
@@ -33,6 +33,7 @@ class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     not_applied: dict[str, Any] = {}
 
     def describe(self) -> str:
@@ -65,6 +66,9 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str | None = default_of(ServerConfig, "api_key")
     default_sampling: DefaultSampling = DefaultSampling()
     chat_template: str | None = default_of(ServerConfig, "chat_template")
+    tool_call_parser: str = default_of(ServerConfig, "tool_call_parser")
+    reasoning_parser: str = default_of(ServerConfig, "reasoning_parser")
+    trust_request_chat_template: bool = default_of(ServerConfig, "trust_request_chat_template")
     log_requests: bool = default_of(ServerConfig, "log_requests")
     client_priority: bool = default_of(ServerConfig, "client_priority")
     allowed_origins: tuple[str, ...] = default_of(ServerConfig, "allowed_origins")
@@ -91,17 +95,11 @@ class ServingConfig(msgspec.Struct, frozen=True, kw_only=True):
         return f"ServingConfig({self.model_dir!r}, {self.served_model_names!r})"  # never the key
 
 
-def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
-    """Read the sampling defaults in generation_config.json. Raises ModelError if a value is not valid.
-
-    A model without files, whose `model_dir` is "", has none.
-    """
-    if not str(model_dir):
-        return DefaultSampling()
-    path = Path(model_dir) / "generation_config.json"
-    config = read_optional_json(path)
-    values = {name: config[name] for name in SAMPLING_NAMES if config.get(name) is not None}
-    if config.get("do_sample") is False:
+def default_sampling(generation: Fields) -> DefaultSampling:
+    """Return the sampling defaults in generation_config.json. Raises ModelError if a value is not valid."""
+    path = generation.source
+    values = {name: value for name in SAMPLING_NAMES if (value := generation.get(name)) is not None}
+    if generation.get("do_sample") is False:
         values["temperature"] = 0.0
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
@@ -110,7 +108,7 @@ def load_default_sampling(model_dir: str | Path) -> DefaultSampling:
         SamplingParams(**values)
     except RequestError as error:
         raise ModelError(f"{path}: {error}; correct or remove it") from error
-    lacking = {name: config[name] for name, neutral in _NEUTRAL.items() if config.get(name) not in (None, neutral)}
+    lacking = {name: value for name, off in _NEUTRAL.items() if (value := generation.get(name)) not in (None, off)}
     return DefaultSampling(**values, not_applied=lacking)
 
 
@@ -123,6 +121,9 @@ def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:
         architecture=model.architecture,
         api_key=server.api_key,
         chat_template=server.chat_template,
+        tool_call_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+        trust_request_chat_template=server.trust_request_chat_template,
         log_requests=server.log_requests,
         client_priority=server.client_priority,
         allowed_origins=server.allowed_origins,
@@ -136,6 +137,7 @@ def load_serving_config(model_dir: str | Path, config_eos_ids: tuple[int, ...] =
     `config_eos_ids` are those of its config.json. Its folder names the model unless `options` do. Raises ModelError.
     """
     options.setdefault("served_model_names", (Path(model_dir).resolve().name,))
-    options["eos_token_ids"] = load_eos_token_ids(model_dir, config_eos_ids) if str(model_dir) else ()
-    options.setdefault("default_sampling", load_default_sampling(model_dir))
+    generation = read_generation_config(model_dir)
+    options["eos_token_ids"] = eos_token_ids(generation, config_eos_ids) if str(model_dir) else ()
+    options.setdefault("default_sampling", default_sampling(generation))
     return ServingConfig(model_dir=str(model_dir), **options)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.backend.memory import BlockMemory
+from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import Logprobs, Sampler
@@ -63,7 +64,7 @@ class StepBuffers:
             positions=zeros(tokens),
             query_start=zeros(rows + 1),
             context_lens=zeros(rows),
-            logits_rows=zeros(rows * (1 + limits.traits.max_drafts)),
+            logits_rows=zeros(rows * (1 + limits.traits.max_drafts) + limits.max_scored_tokens),
             slot_mapping=tuple(zeros(tokens) for _ in groups),
             block_tables=tuple(zeros(rows, -(-limits.max_model_len // g.block_size)) for g in groups),
             rows=zeros(rows),
@@ -86,8 +87,8 @@ class StepInputs:
         tokens; a tensor with ratio m writes row slot // m, for tokens with (position + 1) % m == 0 only.
     block_tables[g] [r, n]: block ids in order of position, as many as the row's tokens need. Further entries are
         leftovers of other rows. 0 is the null block: padding may write it, and it must never be read.
-    logits_rows [s]: indices of the tokens whose logits are needed, in row order: the last token of each row that
-        samples, and the `num_drafts` before it.
+    logits_rows [s]: indices of the tokens whose logits are needed. First, in row order, the last token of each row that
+        samples, and the `num_drafts` before it; then the prompt tokens whose successors are scored.
     fresh_blocks[g]: ids of newly allocated blocks; their old content is void.
     num_rows: live rows. A padded dispatch has r > num_rows. Each padding row computes token 0 at position 0 in the null
         block; its logits are not used.
@@ -116,27 +117,6 @@ class StepInputs:
     rows: Int32Array = field(default_factory=_none)
     num_drafts: Int32Array = field(default_factory=_none)
     pending: Int32Array = field(default_factory=_none)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitAdjustments:
-    """Changes to the logits of the n rows that sample, before a token is chosen. Apply biases, then masks and bans.
-
-    Bans that leave a row no token are ignored, and so is a mask that leaves none.
-
-    bias_starts [n + 1], bias_ids, bias_values: float32 added to logits; row i owns [starts[i], starts[i + 1]).
-    masks [m, ceil(vocab / 32)] uint32: bit v % 32 of word v // 32 allows token v; mask_rows [n]: row of `masks`, or -1.
-    banned_starts [n + 1], banned_ids: ids that row i cannot choose at positions below banned_until[i].
-    """
-
-    bias_starts: Int32Array
-    bias_ids: Int32Array
-    bias_values: Float32Array
-    masks: NDArray[np.uint32]
-    mask_rows: Int32Array
-    banned_starts: Int32Array
-    banned_ids: Int32Array
-    banned_until: Int32Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.backend.numpy_adjust import adjusted, history_of
+from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import Logprobs
 
@@ -17,11 +19,14 @@ HEAD = 1024
 class PlainSampler:
     """The reference sampler. Implements Sampler, row by row."""
 
-    def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
+    def choose(
+        self, logits: Float32Array, draws: NDArray[np.void], adjustments: LogitAdjustments | None = None
+    ) -> Int32Array:
         """As Sampler says."""
-        best = logits.argmax(axis=1)
-        top = logits[np.arange(len(best)), best]
-        tokens = np.where(np.isfinite(top), best, -1).astype(np.int32)
+        tokens = _greedy(logits)
+        if adjustments is not None:
+            logits = _adjusted(logits, adjustments, tokens)
+            tokens = np.where(tokens >= 0, _greedy(logits), -1)
         for i in np.flatnonzero((draws["temperature"] > 0) & (tokens >= 0)):
             tokens[i] = _draw(logits[i], draws[i])
         return tokens
@@ -38,6 +43,21 @@ class PlainSampler:
                 found.best_ids[i] = _best(raw, width)
                 found.best_values[i] = logprobs[found.best_ids[i]]
         return found
+
+
+def _greedy(logits: Float32Array) -> Int32Array:
+    """Return the first best token of each row, -1 where the logits are not finite."""
+    best = logits.argmax(axis=1)
+    top = logits[np.arange(len(best)), best]
+    return np.where(np.isfinite(top), best, -1).astype(np.int32)
+
+
+def _adjusted(logits: Float32Array, given: LogitAdjustments, tokens: Int32Array) -> Float32Array:
+    """Return a copy of the logits, changed in rows whose token is not -1."""
+    changed = logits.copy()
+    for i in np.flatnonzero((tokens >= 0) & ((given.rows >= 0) | (given.mask_rows >= 0))).tolist():
+        changed[i] = adjusted(logits[i], given, i, history_of(given, i))
+    return changed
 
 
 def _draw(logits: Float32Array, draw: np.void) -> int:

@@ -46,8 +46,8 @@ def chat(
     elif api_key is not None:
         raise ConfigError("--api-key has no effect without --url; drop it")
     else:
-        with local_model(options) as (llm, spec):
-            params = sampling_params(spec, sampling)
+        with local_model(options) as llm:
+            params = sampling_params(llm, sampling)
             Conversation(lambda messages: _pieces(llm.stream_chat(messages, params)), opening).run(
                 options.model or "bundled"
             )

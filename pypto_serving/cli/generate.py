@@ -41,8 +41,8 @@ def generate(
     texts = prompts or _read_prompts()
     if options.seed is not None:
         sampling["seed"] = options.seed
-    with local_model(options) as (llm, spec):
-        params = sampling_params(spec, {"max_tokens": None if chat else DEFAULT_MAX_TOKENS, **sampling})
+    with local_model(options) as llm:
+        params = sampling_params(llm, {"max_tokens": None if chat else DEFAULT_MAX_TOKENS, **sampling})
         if chat:
             conversations = [[{"role": "user", "content": text}] for text in texts]
             outputs = llm.chat(conversations, params)

@@ -31,7 +31,7 @@ def stat(
     """Print the parts of DIR, one for each model and version, with their groups."""
     import msgspec
 
-    from pypto_serving.cli.report import columns
+    from pypto_serving.cli.report import columns, echo
     from pypto_serving.util import format_size
 
     found = _facts(folder)
@@ -41,11 +41,9 @@ def stat(
         typer.echo(f"{folder} holds no blocks")
     else:
         head = ("part", "model", "kept as", "in use", "last used", "group", "bytes/block", "blocks", "free")
-        typer.echo("\n".join(columns([head, *(row for one in found for row in _rows(one))])))
-        typer.echo(f"{format_size(sum(one.usage.num_bytes for one in found))} on disk")
-        for one in found:
-            if one.problem:
-                typer.echo(f"{one.usage.path.name} is unusable: {one.problem}")
+        echo(columns([head, *(row for one in found for row in _rows(one))]))
+        echo([f"{format_size(sum(one.usage.num_bytes for one in found))} on disk"])
+        echo(f"{one.usage.path.name} is unusable: {one.problem}" for one in found if one.problem)
 
 
 def _facts(folder: Path) -> list[FolderFacts]:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from pypto_serving.setup.options import Options
-from pypto_serving.types.model import ModelSpec
 
 if TYPE_CHECKING:
     from pypto_serving.api.offline import LLM
 
 
 @contextmanager
-def local_model(options: Options) -> Iterator[tuple[LLM, ModelSpec]]:
-    """Open an LLM as `options` ask for, with the facts about its model, and end its engine afterwards."""
+def local_model(options: Options) -> Iterator[LLM]:
+    """Open an LLM as `options` ask for, and end its engine afterwards."""
     from pypto_serving.api.offline import LLM
     from pypto_serving.cli.serve import configure_logging
     from pypto_serving.setup.defaults import QUIET_DEFAULTS
@@ -29,4 +28,4 @@ def local_model(options: Options) -> Iterator[tuple[LLM, ModelSpec]]:
     if sys.stderr.isatty():
         typer.echo(f"loading {spec.path or 'the null model'}", err=True)
     with LLM.from_options(options, spec) as llm:
-        yield llm, spec
+        yield llm

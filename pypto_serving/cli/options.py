@@ -17,7 +17,14 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.setup.blocks import REMOTE_BLOCK_BYTES
 from pypto_serving.setup.defaults import DEFAULTS, shown_default
 from pypto_serving.setup.options import ENVIRONMENT, flag, make_options
-from pypto_serving.setup.rules import KERNELS, LOG_LEVELS, RULES, Choice
+from pypto_serving.setup.rules import (
+    KERNELS,
+    LOG_LEVELS,
+    REASONING_PARSERS,
+    RULES,
+    TOOL_CALL_PARSERS,
+    Choice,
+)
 from pypto_serving.util import format_size
 
 MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache", "Device and process"
@@ -57,6 +64,20 @@ FLAGS = (
     Flag("model", MODEL, "MODEL", "The same as the argument MODEL.", "the bundled one"),
     Flag("served_model_name", MODEL, "NAME", "Name that clients use; may repeat.", "the model's name"),
     Flag("chat_template", MODEL, "FILE", "Jinja file that replaces the model's own chat template.", "the model's own"),
+    Flag(
+        "tool_call_parser",
+        MODEL,
+        "NAME",
+        f"How the model writes tool calls: {_one_of(TOOL_CALL_PARSERS[1:])}.",
+        "auto, by the chat template",
+    ),
+    Flag(
+        "reasoning_parser",
+        MODEL,
+        "NAME",
+        f"How the model marks its reasoning: {_one_of(REASONING_PARSERS[1:])}.",
+        "auto, by the chat template",
+    ),
     Flag("dtype", MODEL, "DTYPE", "auto, float32 or bfloat16."),
     Flag("max_model_len", MODEL, "TOKENS", "Maximum length of prompt plus output.", "the longest that fits"),
     Flag("seed", MODEL, "N", "Seed of requests that bring none."),
@@ -81,6 +102,7 @@ FLAGS = (
     Flag("drain_timeout", SERVER, "SECONDS", "Time to finish admitted requests when told to stop."),
     Flag("log_requests", SERVER, "", "Log one line per request."),
     Flag("client_priority", SERVER, "", "Let requests choose their priority."),
+    Flag("trust_request_chat_template", SERVER, "", "Let requests bring a chat template."),
     Flag("max_num_seqs", BATCHING, "N", "Maximum requests in one step.", str(_CPU.max_num_seqs)),
     Flag("max_num_batched_tokens", BATCHING, "TOKENS", "Token budget of one step.", str(_CPU.max_num_batched_tokens)),
     Flag(
@@ -142,7 +164,17 @@ FLAGS = (
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
     Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
 )
-SWITCHES = {"log_requests", "client_priority", "chunked_prefill", "fair_scheduling", "prefix_caching", "packed_cache"}
+SWITCHES = {
+    "log_requests",
+    "client_priority",
+    "trust_request_chat_template",
+    "chunked_prefill",
+    "fair_scheduling",
+    "prefix_caching",
+    "packed_cache",
+}
+OPT_INS = {"trust_request_chat_template"}
+"""Switches whose flag only turns them on; help has no room for more."""
 LISTS = {"served_model_name", "allowed_origins"}
 
 ModelArgument = Annotated[
@@ -195,7 +227,8 @@ def _annotation(entry: Flag) -> Any:
     name = "--" + flag(entry.name)
     shown: dict[str, Any] = {"help": entry.help_text, "rich_help_panel": entry.panel}
     if entry.name in SWITCHES:
-        return Annotated[bool | None, typer.Option(f"{name}/--no-{name[2:]}", **shown)]
+        off = "" if entry.name in OPT_INS else f"/--no-{name[2:]}"
+        return Annotated[bool | None, typer.Option(name + off, **shown)]
     rule = RULES[entry.name]
     if isinstance(rule, Choice):
         shown["autocompletion"] = _completion(rule.names)

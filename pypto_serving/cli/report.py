@@ -33,25 +33,25 @@ def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
     """Print model, settings with their reasons and memory plan, to stderr if `err`, else to stdout."""
     for title, lines in _sections(resolved, model):
         typer.secho(title, bold=True, err=err)
-        _echo(lines, err=err)
+        echo(lines, indent=2, err=err)
 
 
 def show_files(model: ModelSpec, contents: Contents) -> None:
     """Print the tensors in a model's files, and the memory of one sequence in each KV group, to stdout."""
     for title, lines in (("Tensors", _tensor_lines(contents)), ("KV of one sequence", _sequence_lines(model))):
         typer.secho(title, bold=True)
-        _echo(lines, err=False)
+        echo(lines, indent=2)
 
 
-def _echo(lines: Iterable[str], *, err: bool) -> None:
-    """Print lines; on a terminal, break those that are too long for it between words."""
+def echo(lines: Iterable[str], *, indent: int = 0, err: bool = False) -> None:
+    """Print lines after `indent` spaces; on a terminal, break those that are too long for it between words."""
     stream = sys.stderr if err else sys.stdout
     columns = shutil.get_terminal_size().columns if stream is not None and stream.isatty() else 0
     for line in lines:
-        shown = f"  {line}"
+        shown = " " * indent + line
         if columns > MIN_COLUMNS and len(shown) > columns:
             shown = textwrap.fill(
-                shown, columns, subsequent_indent=" " * 6, break_long_words=False, break_on_hyphens=False
+                shown, columns, subsequent_indent=" " * (indent + 4), break_long_words=False, break_on_hyphens=False
             )
         typer.echo(shown, err=err)
 

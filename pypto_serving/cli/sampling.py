@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from pypto_serving.errors import ConfigError, RequestError
-from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pypto_serving.api.offline import LLM
 
 PANEL = "Sampling"
 
@@ -25,6 +28,9 @@ FLAGS = {
     "top_p": _flag(float | None, "Sample from the most likely tokens whose probabilities sum to this."),
     "top_k": _flag(int | None, "Sample from this many of the most likely tokens."),
     "min_p": _flag(float | None, "Minimum probability, relative to the most likely token."),
+    "frequency_penalty": _flag(float | None, "Penalty of a token for each time that the answer has it, from -2 to 2."),
+    "presence_penalty": _flag(float | None, "Penalty of a token that the answer has, from -2 to 2."),
+    "repetition_penalty": _flag(float | None, "Divides the logits of tokens of prompt and answer; 1 turns it off."),
     "max_tokens": _flag(int | None, "Maximum tokens in the answer."),
     "stop": _flag(list[str] | None, "Text that ends the answer; may repeat."),
 }
@@ -59,8 +65,6 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def sampling_params(model: ModelSpec, given: dict[str, Any]) -> SamplingParams:
+def sampling_params(llm: LLM, given: dict[str, Any]) -> SamplingParams:
     """Make the parameters: values `given`, then the model's own defaults; without `max_tokens`, up to its own end."""
-    from pypto_serving.api.settings import load_default_sampling
-
-    return SamplingParams(**{"max_tokens": None, **load_default_sampling(model.path).given(), **given})
+    return msgspec.structs.replace(llm.get_default_sampling_params(), **{"max_tokens": None, **given})

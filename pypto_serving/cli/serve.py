@@ -192,11 +192,16 @@ def with_chat(resolved: Resolved, serving: ServingConfig) -> Resolved:
     """Add the chat encoder to the settings; raise ModelError or ConfigError for a given file that cannot be one."""
     from pypto_serving.api.chat import describe_chat
 
-    value, reason = describe_chat(serving)
-    found = Setting("chat-template", value, reason)
-    if value != "off" and serving.chat_template is not None:
-        return resolved
-    settings = tuple(found if setting.name == found.name else setting for setting in resolved.settings)
+    given = {
+        "chat-template": serving.chat_template is not None,
+        "tool-call-parser": serving.tool_call_parser != "auto",
+        "reasoning-parser": serving.reasoning_parser != "auto",
+    }
+    described = zip(given, describe_chat(serving), strict=True)
+    found = {
+        name: Setting(name, value, reason) for name, (value, reason) in described if value == "off" or not given[name]
+    }
+    settings = tuple(found.get(setting.name, setting) for setting in resolved.settings)
     return msgspec.structs.replace(resolved, settings=settings)
 
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from pypto_serving.errors import ConfigError
 
+MAX_CHARS = 1 << 20
+
 
 def read_text(path: Path, flag: str) -> str:
-    """Read the file at `path`, which `flag` names; raise ConfigError in one line."""
+    """Read the file at `path`, which `flag` names; raise ConfigError in one line.
+
+    A FIFO is read to its end, as the shell's `<(command)` is one; it is empty if nobody writes to it.
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(file, True)
+        with os.fdopen(file, encoding="utf-8") as stream:
+            text = stream.read(MAX_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"{flag} {path} cannot be read: {reason}") from None
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"{flag} {path} cannot be read: it has more than {MAX_CHARS} characters")
+    return text

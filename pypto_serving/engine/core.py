@@ -54,6 +54,7 @@ class EngineCore:
             tiers=config.tiers,
             store_policy=config.kv_store,
             longest_blocks=config.longest_blocks,
+            transfer_timeout_s=config.faults.transfer_timeout_s,
             events=events,
         )
         self.scheduler = Scheduler(config, self._kv)
@@ -157,6 +158,8 @@ class EngineCore:
         if transfers := self.scheduler.take_transfers(now_s):
             self._checked = False
             self._executor.transfer(transfers)
+        if hanging := self.scheduler.hanging_tiers(now_s):
+            self._executor.replace(hanging)
 
     def _report(self, now_s: float) -> None:
         """Send outputs at once, and a snapshot at least every heartbeat. Check for leaks when work ends."""

@@ -18,7 +18,7 @@ from pypto_serving.ipc import Child, ChildFault, ChildProgress, SocketChannel
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import FromWorker, StepPlan, StepResult, StopWorker, WorkerHello
-from pypto_serving.types.tier import TransferReport, Transfers
+from pypto_serving.types.tier import Tier, TransferReport, Transfers
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ class Executor(Protocol):
     def forgive(self) -> None:
         """Do not count the last deaths: a request that failed explains them."""
 
+    def replace(self, hanging: tuple[Tier, ...]) -> None:
+        """End the worker, because transfers hang. Its next life goes without the tiers that are `hanging`."""
+
     def stop(self) -> None:
         """End the worker within a second or so."""
 
@@ -81,7 +84,8 @@ class ProcessExecutor:
     - its control pipe closes;
     - it is idle and silent for SILENT_BEATS heartbeats;
     - a step takes longer than `step_timeout_s`;
-    - loading shows no progress for `load_timeout_s`.
+    - loading shows no progress for `load_timeout_s`;
+    - the core has it replaced.
 
     Waits between lives double until a step is completed; `Deaths` says how many lives there are. Each worker inherits
     the file descriptors `inherited`. Call `poll` at least once per heartbeat. A gap of more than HELD_UP_BEATS
@@ -104,6 +108,8 @@ class ProcessExecutor:
         self._sent_s: deque[float] = deque()
         self._now_s = 0.0
         self._fault: ChildFault | None = None
+        self._replaced = False
+        self._left_out: tuple[Tier, ...] = ()
 
     def poll(self, now_s: float) -> list[Event]:
         if now_s - self._now_s > HELD_UP_BEATS * self.config.faults.heartbeat_s:
@@ -126,7 +132,7 @@ class ProcessExecutor:
         self._channel, end = SocketChannel.pair(FromWorker)
         self._transfers, transfers_end = SocketChannel.pair(TransferReport)
         memory, shared = self._host_memory, (*self._host_memory.shared, *self._inherited)
-        start = WorkerStart(self.config, end.fileno(), transfers_end.fileno(), memory.fd, self.epoch)
+        start = WorkerStart(self.config, end.fileno(), transfers_end.fileno(), memory.fd, self.epoch, self._left_out)
         self._child = Child(self.config.worker_module, start, end, transfers_end, shared=shared)
         self._heard_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
@@ -144,6 +150,7 @@ class ProcessExecutor:
             self._heard_s = self._now_s
             if isinstance(said, WorkerHello):
                 self._up = True
+                self._left_out = ()
                 events.append(said)
             elif isinstance(said, StepResult) and said.epoch == self.epoch:
                 self._sent_s.popleft()
@@ -160,6 +167,9 @@ class ProcessExecutor:
         faults, silent_s = self.config.faults, self._now_s - self._heard_s
         if self._child.gone:
             return "it ended"
+        if self._replaced:
+            tiers = " and ".join(self._left_out)
+            return f"transfers with {tiers} hang, and requests wait for their blocks; the next worker goes without"
         if not self._up and silent_s > faults.load_timeout_s:
             return f"it made no progress in loading for {faults.load_timeout_s:.0f} s"
         if self._up and self._sent_s:
@@ -194,13 +204,16 @@ class ProcessExecutor:
             if channel is not None:
                 channel.close()
         self._child = self._channel = self._transfers = None
-        self._up = False
+        self._up = self._replaced = False
         self._sent_s.clear()
         return code
 
     def forgive(self) -> None:
         self._deaths.forgive()
         self._restart_s = min(self._restart_s, self._now_s + self.config.faults.respawn_delay_s)
+
+    def replace(self, hanging: tuple[Tier, ...]) -> None:
+        self._replaced, self._left_out = True, hanging
 
     def send(self, plan: StepPlan) -> None:
         assert self._channel is not None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.engine import Engine
+from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import DRAW, Logprobs
 
@@ -16,14 +19,26 @@ class NativeSampler:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._lib = engine, engine._lib
 
-    def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
+    def choose(
+        self, logits: Float32Array, draws: NDArray[np.void], adjustments: LogitAdjustments | None = None
+    ) -> Int32Array:
         """Implement Sampler. Raises ValueError for arrays of other shapes or dtypes."""
         stride, (rows, vocab) = _stride(logits), logits.shape
         if draws.dtype != DRAW or draws.shape != (rows,):
             raise ValueError(f"{rows} rows of logits need as many draws, not {draws.dtype} {draws.shape}")
         draws, tokens = np.ascontiguousarray(draws), np.empty(rows, np.int32)
-        sizes = {"stride": stride, "vocab": vocab, "rows": rows}
-        self._lib.sample(self._engine._handle, logits=logits[:1], **sizes, draws=draws, tokens=tokens)
+        sample = {
+            "logits": logits[:1],
+            "stride": stride,
+            "vocab": vocab,
+            "rows": rows,
+            "draws": draws,
+            "chosen": tokens,
+        }
+        if adjustments is None:
+            self._lib.sample(self._engine._handle, **sample)
+        else:
+            self._lib.sample_adjusted(self._engine._handle, **sample, **_fields(adjustments, rows, vocab))
         return tokens
 
     def logprobs(self, logits: Float32Array, rows: Int32Array, tokens: Int32Array, width: int) -> Logprobs:
@@ -40,6 +55,31 @@ class NativeSampler:
         best = {"best": found.best_ids, "best_values": found.best_values}
         self._lib.logprobs(self._engine._handle, **inputs, **sizes, values=found.values, ranks=found.ranks, **best)
         return found
+
+
+def _fields(given: LogitAdjustments, rows: int, vocab: int) -> dict[str, Any]:
+    """Return the fields of AdjustedSample beside those of Sample."""
+    table, mask_words = given.table, given.masks.shape[1]
+    for name, array in (("rows", given.rows), ("positions", given.positions), ("mask_rows", given.mask_rows)):
+        if array.shape != (rows,):
+            raise ValueError(f"{rows} rows of logits need as many {name} of adjustments, not {array.shape}")
+    if mask_words * 32 < vocab and given.mask_rows.max(initial=-1) >= 0:
+        raise ValueError(f"masks have {mask_words} words, too few for {vocab} logits")
+    return {
+        "changed": given.rows,
+        "positions": np.ascontiguousarray(given.positions, np.int32),
+        "mask_rows": given.mask_rows,
+        "changes": table.changes,
+        "tokens": given.tokens,
+        "most_tokens": given.tokens.shape[1],
+        "bias_ids": table.bias_ids,
+        "bias_values": table.bias_values,
+        "banned_ids": table.banned_ids,
+        "word_starts": table.word_starts,
+        "words": table.words,
+        "masks": given.masks,
+        "mask_words": mask_words,
+    }
 
 
 def _stride(logits: Float32Array) -> int:

@@ -120,7 +120,7 @@ class Fetcher:
     def _fill(self, request_id: str, sequence: SequenceState, num_tokens: int, num_spared: int) -> Fetch:
         """Give a request the blocks of its first `num_tokens` tokens and load the missing ones, if they fit.
 
-        That spares computing `num_spared` tokens. Loads that hang keep their blocks, so beside other transfers a fill
+        That spares computing `num_spared` tokens. Loads that hang keep their blocks, so beside other loads a fill
         leaves room for one sequence of the longest length, or waits for the other fills.
         """
         found = [part.found(num_tokens) for part in sequence.parts]

@@ -14,8 +14,8 @@ from pypto_serving.kv.lower_tier import LowerTier
 from pypto_serving.types.tier import TransferJob, TransferKind
 from pypto_serving.types.tokens import pack_ids
 
-PATIENCE_S, SLOWEST_BYTES_PER_S = 10.0, 50e6
-"""A transfer is overdue after PATIENCE_S and the time that the slowest usable tier takes for all on its way there."""
+SLOWEST_BYTES_PER_S = 50e6
+"""A transfer is overdue after its time-out and the time that a tier of this speed takes for all on its way there."""
 
 MOVES: tuple[TransferKind, ...] = ("load", "store")
 """Transfers that hold references to blocks."""
@@ -85,10 +85,12 @@ class Leases:
     """Owns every Lease until it ends, and the jobs that were not handed to the worker yet.
 
     A transfer that hangs keeps its device blocks, so the leases together leave one sequence of the longest length,
-    `longest_blocks` in each group, room beside them; a load may break this if it is the only one.
+    `longest_blocks` in each group, room beside them. A load may break this if it is the only one; if such a load is
+    overdue after `timeout_s` and nothing can run beside it, the worker is replaced.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], longest_blocks: Sequence[int]) -> None:
+    def __init__(self, groups: Sequence[KVGroup], longest_blocks: Sequence[int], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._longest = dict(zip(groups, longest_blocks or [0] * len(groups), strict=True))
         self._held: dict[KVGroup, Counter[int]] = {group: Counter() for group in groups}
         self._leases: dict[int, Lease] = {}
@@ -129,7 +131,7 @@ class Leases:
         for job in jobs:
             lease = self._leases[job.job_id]
             before = lease.tier.loading_bytes + lease.tier.storing_bytes
-            lease.due_s = now_s + PATIENCE_S + before / SLOWEST_BYTES_PER_S
+            lease.due_s = now_s + self._timeout_s + before / SLOWEST_BYTES_PER_S
             if lease.state is LeaseState.PREPARING:
                 lease.state = LeaseState.FILLING
         return jobs

@@ -59,7 +59,8 @@ class LowerTier:
     - After a store that failed as a whole the tier is left alone for a second, then two, up to a minute.
     - Loads that took `spent_s` spared computing `spared_tokens`; `saved_s` does not count them yet.
     - `discarded`: blocks that a shared store may hold and that are neither loaded nor stored, the oldest first.
-    - `stuck`: a transfer is overdue. `clearing`: its store has not forgotten everything yet.
+    - `stuck`: a transfer is overdue, or the tier is `left_out` of this life of the worker. Nothing is begun there.
+    - `clearing`: its store has not forgotten everything yet.
     """
 
     def __init__(self, config: TierConfig, groups: Sequence[KVGroup], events: EventLog | None = None) -> None:
@@ -75,7 +76,7 @@ class LowerTier:
         self.storing_bytes = self.loading_bytes = 0
         self.num_stores = 0
         self.retry_s = 0.0
-        self.stuck = self.clearing = False
+        self.stuck = self.clearing = self.left_out = False
         self.pools: dict[KVGroup, BlockPool] = {}
         self._num_evicted = 0
         self._retry_after_s = FIRST_RETRY_S
@@ -97,7 +98,7 @@ class LowerTier:
 
     def stop_transfers(self) -> None:
         """Know of no transfer."""
-        self.stuck = False
+        self.stuck = self.left_out = False
         self.storing.clear()
         self.storing_bytes = self.loading_bytes = self.num_stores = 0
 
@@ -111,6 +112,7 @@ class LowerTier:
     def open(self, inventory: TierInventory) -> None:
         """Hold what a store says it holds."""
         self.forget_all()
+        self.stuck = self.left_out = inventory.left_out
         self.writable, self.shared, self.reason = inventory.writable, inventory.shared, inventory.reason
         groups, slots = unpack_ids(inventory.groups), unpack_ids(inventory.slots) + 1
         keys = inventory.keys
@@ -168,11 +170,11 @@ class LowerTier:
         return self.writable and not self.stuck and now_s >= self.retry_s
 
     def stats(self) -> TierStats:
-        """Return one snapshot; a tier whose last store failed, on a full disk say, counts as not writable."""
+        """Return one snapshot; a tier that is stuck, or whose last store failed, counts as not writable."""
         counters = self.counters
         return TierStats(
             tier=self.config.tier,
-            writable=self.writable and self._retry_after_s == FIRST_RETRY_S,
+            writable=self.writable and not self.stuck and self._retry_after_s == FIRST_RETRY_S,
             num_blocks=sum(self.config.num_slots),
             held_blocks=sum(pool.num_published for pool in self.pools.values()),
             queued_bytes=self.loading_bytes + self.storing_bytes,

@@ -8,21 +8,24 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from pypto_serving.kv import room
 from pypto_serving.kv.events import EventLog
 from pypto_serving.kv.fetch import Fetch, Fetcher
 from pypto_serving.kv.group import make_groups
 from pypto_serving.kv.keys import KeyRule
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.positions import ResumePoints
-from pypto_serving.kv.sequence import SequencePart, SequenceState, on_device
+from pypto_serving.kv.room import BlockIds
+from pypto_serving.kv.sequence import SequenceState, on_device
+from pypto_serving.kv.settling import Settler
 from pypto_serving.kv.tiers import TierManager
+from pypto_serving.types.config import FaultConfig, default_of
 from pypto_serving.types.events import KVEvent
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.stats import TierStats
 from pypto_serving.types.tier import StorePolicy, Tier, TierConfig, TierInventory, TransferDone, TransferJob
 
-BlockIds = tuple[list[int], ...]
-"""Block ids per group, in order of position."""
+TRANSFER_TIMEOUT_S: float = default_of(FaultConfig, "transfer_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class KVCacheManager:
         tiers: Iterable[TierConfig] = (),
         store_policy: StorePolicy = "through",
         longest_blocks: Sequence[int] = (),
+        transfer_timeout_s: float = TRANSFER_TIMEOUT_S,
         events: EventLog | None = None,
     ) -> None:
         self.points = ResumePoints(specs)
@@ -64,9 +68,10 @@ class KVCacheManager:
         self._key_rule = KeyRule(specs, self.points.step, self.points.lag)
         self.prefix_caching = prefix_caching
         self._events = events
-        self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, events)
+        self._tiers = TierManager(self.groups, tiers, store_policy, longest_blocks, transfer_timeout_s, events)
         self._fetcher = Fetcher(self._tiers, self.points)
         self._has_tiers = bool(self._tiers.tiers)
+        self._settler = Settler(self.points, prefix_caching, self._has_tiers, events)
         self._sequences: dict[str, SequenceState] = {}
         self._nothing: BlockIds = tuple([] for _ in specs)
         self.open(num_blocks, fingerprint)
@@ -160,6 +165,10 @@ class KVCacheManager:
             self.give_up_fill(request_id)
         return overdue
 
+    def hanging_tiers(self, now_s: float) -> tuple[Tier, ...]:
+        """Return the tiers whose transfers hang and hold device blocks, which only the end of the worker frees."""
+        return self._tiers.hanging(now_s)
+
     def transferred(self, done: TransferDone, now_s: float) -> list[str]:
         """Publish the blocks of a transfer that ended. Returns the requests that can be scheduled again."""
         ended = self._tiers.take_done(done, now_s)
@@ -184,31 +193,8 @@ class KVCacheManager:
         if num_tokens <= sequence.capacity:
             return self._nothing
         if match.num_tokens and not sequence.capacity:
-            return self._start(sequence, num_tokens, match.num_tokens)
-        growing = [(part, part.missing(num_tokens)) for part in sequence.parts if part.capacity < num_tokens]
-        for part, count in growing:
-            if count > part.group.pool.num_free:
-                return None
-        added = list(self._nothing)
-        for part, count in growing:
-            added[part.group.index] = part.grow(count)
-        sequence.set_capacity()
-        return tuple(added)
-
-    def _start(self, sequence: SequenceState, num_tokens: int, matched: int) -> BlockIds | None:
-        """Do what `reserve` does for a request without blocks that begins with `matched` cached tokens."""
-        cached = [part.cached(matched) for part in sequence.parts]
-        for part, blocks in zip(sequence.parts, cached, strict=True):
-            pool = part.group.pool
-            missing = part.group.num_blocks(num_tokens) - len(blocks)
-            if missing + sum(map(pool.is_free, blocks)) > pool.num_free:
-                return None
-        for part, blocks in zip(sequence.parts, cached, strict=True):
-            part.start(blocks)
-            part.grow(part.missing(num_tokens))
-        sequence.settled = matched
-        sequence.set_capacity()
-        return tuple([list(part.table) for part in sequence.parts])
+            return room.start(sequence, num_tokens, match.num_tokens)
+        return room.grow(sequence, num_tokens)
 
     def growth(self, num_computed: int, num_tokens: int) -> list[int]:
         """Return how many more blocks of each group a request of `num_computed` tokens needs to reach `num_tokens`.
@@ -229,28 +215,12 @@ class KVCacheManager:
         spare: float,
         promised: Iterable[int],
     ) -> bool:
-        """Return whether a request may grow to `num_tokens` with the blocks free now, leaving `spare` of each pool.
-
-        Of its tokens `step_tokens` are computed and not settled. `promised` blocks of each group are for others.
-        """
-        sequence = self._sequences[request_id]
-        for part, kept in zip(sequence.parts, promised, strict=True):
-            pool = part.group.pool
-            cached = part.cached(match.num_tokens)
-            in_use = sum(1 for block_id in cached if block_id != NULL_BLOCK and not pool.is_free(block_id))
-            in_use += len(part.table) - part.first
-            needed = part.group.live_blocks(num_tokens, step_tokens) - in_use
-            if needed + kept + int(pool.num_blocks * spare) > pool.num_free:
-                return False
-        return True
+        """Return whether a request may grow to `num_tokens`; see `room.fits`."""
+        return room.fits(self._sequences[request_id], match.num_tokens, num_tokens, step_tokens, spare, promised)
 
     def will_fit(self, request_id: str, num_tokens: int) -> bool:
         """Return whether a request can grow to `num_tokens` once the blocks being stored in lower tiers are free."""
-        parts, coming_free = self._sequences[request_id].parts, self._tiers.demotions.coming_free()
-        return all(
-            part.group.num_blocks(num_tokens) - len(part.table) <= part.group.pool.num_free + coming
-            for part, coming in zip(parts, coming_free, strict=True)
-        )
+        return room.will_fit(self._sequences[request_id], num_tokens, self._tiers.demotions.coming_free())
 
     # Progress.
 
@@ -261,61 +231,8 @@ class KVCacheManager:
         does not need are freed.
         """
         sequence = self._sequences[request_id]
-        if num_computed < sequence.due:
-            return
-        if not self.prefix_caching:
-            self._settle(sequence, num_computed)
-            return
-        end = min(num_computed, len(tokens) - self.points.lag)
-        if sequence.settled >= end:
-            return
-        start, position = self.points.last(sequence.settled), self.points.last(end)
-        if position > sequence.held:
-            sequence.extend_keys(tokens)
-            for part in sequence.parts:
-                self._publish(part, sequence, tokens, start, position)
-            self._pass_resume_points(sequence, start, position, prompt_len)
-        self._settle(sequence, end)
-
-    def _publish(self, part: SequencePart, sequence: SequenceState, tokens: array[int], start: int, end: int) -> None:
-        """Publish the useful blocks of one group that end in (start, end], between two resume points."""
-        keys, table, pool = part.keys, part.table, part.group.pool
-        keep = self._has_tiers and part.group.keeps_history
-        for i in part.group.useful(start, end):
-            pool.publish(table[i], keys[i])
-            if keep:
-                pool.keep(table[i])
-            if self._events is not None:
-                part.describe(i, tokens, sequence.salted, self._events)
-
-    def _pass_resume_points(self, sequence: SequenceState, start: int, end: int, prompt_len: int) -> None:
-        """Keep the tails of windows and states that settling (start, end], between two resume points, makes useful.
-
-        1. At each checkpoint: have the tail stored in lower tiers once nobody refers to it.
-        2. At `end`: hold the tail, instead of the one held before.
-        """
-        if sequence.tails and self._has_tiers:
-            for position in self.points.checkpoints(start, end, prompt_len):
-                self._keep_tails(sequence, position)
-        sequence.held = end
-        for part in sequence.tails:
-            part.hold(end)
-
-    def _keep_tails(self, sequence: SequenceState, position: int) -> None:
-        """Have the tails of a settled position stored in lower tiers once nobody refers to them."""
-        for part in sequence.tails if self._has_tiers else ():
-            for block_id in part.tail_at(position):
-                part.group.pool.keep(block_id)
-
-    def _settle(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Free the blocks that are not needed to resume at `num_tokens`."""
-        due: float = self.points.last(num_tokens) + self.points.step
-        for part in sequence.tails:
-            if part.passed_at <= num_tokens:
-                part.free_passed(num_tokens)
-            if part.passed_at < due:
-                due = part.passed_at
-        sequence.settled, sequence.due = num_tokens, due
+        if num_computed >= sequence.due:
+            self._settler.settle(sequence, tokens, num_computed, prompt_len)
 
     # The end.
 
@@ -328,7 +245,7 @@ class KVCacheManager:
         if sequence is None:
             return
         self._tiers.promotions.abandon(request_id)
-        self._keep_tails(sequence, sequence.held)
+        self._settler.keep_tails(sequence, sequence.held)
         for part in sequence.parts:
             part.group.pool.free(part.tail)
             part.group.pool.free(part.live())
@@ -413,7 +330,7 @@ class KVCacheManager:
 
     def table(self, request_id: str) -> BlockIds:
         """Return a copy of a request's block table."""
-        return tuple([list(part.table) for part in self._sequences[request_id].parts])
+        return self._sequences[request_id].tables()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences

@@ -10,38 +10,29 @@ from pypto_serving.kv.events import PoolEvents
 NULL_BLOCK = 0
 
 
-class Block:
-    """One allocation unit. A block with a key holds published content and stays findable while it is free.
-
-    A `kept` block is stored in lower tiers once nobody refers to it. A `new` block never held published content.
-    """
-
-    __slots__ = ("kept", "key", "new", "ref_count")
-
-    def __init__(self) -> None:
-        self.ref_count = 0
-        self.key: bytes | None = None
-        self.kept = False
-        self.new = True
-
-
 class BlockPool:
-    """Owns every Block of one group: its references, its content, and its place in the queue of free blocks.
+    """Owns the blocks of one group in one tier: their references, contents, and places in the queue of free blocks.
 
+    - A block with a key holds published content and stays findable while it is free.
+    - A kept block is stored in lower tiers once nobody refers to it.
     - Free blocks without content, `_empty`, are used first, from the end. Then come new ones, then those of the queue
       `_free` from its front, the least recently used first.
     - Block 0 is the null block. It is never handed out.
     - `num_free` of its `num_blocks` can be handed out.
     - `released` are the kept blocks that came free, the first one first, until a reader removes them from there.
     - `events` is told which keys are published and forgotten.
-    - A Block is made when it is handed out for the first time, so a pool costs what it has held.
+    - A new block never held published content. It is made when it is handed out for the first time, so a pool costs
+      what it has held.
     """
 
     def __init__(self, num_blocks: int, events: PoolEvents | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has none to hand out; it needs at least 2")
         self.num_blocks = self.num_free = num_blocks - 1
-        self._blocks = [Block()]
+        self._references = [0]
+        self._keys: list[bytes | None] = [None]
+        self._used = bytearray(1)
+        self._kept: set[int] = set()
         self._by_key: dict[bytes, int] = {}
         self._empty: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
@@ -52,7 +43,7 @@ class BlockPool:
 
     @property
     def _num_unmade(self) -> int:
-        return self.num_blocks + 1 - len(self._blocks)
+        return self.num_blocks + 1 - len(self._references)
 
     @property
     def num_published(self) -> int:
@@ -65,17 +56,17 @@ class BlockPool:
 
     def is_free(self, block_id: int) -> bool:
         """Return whether nobody refers to a block."""
-        return block_id >= len(self._blocks) or not (self._blocks[block_id].ref_count or block_id == NULL_BLOCK)
+        return block_id >= len(self._references) or not (self._references[block_id] or block_id == NULL_BLOCK)
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Take one more reference to blocks that are published or in use."""
+        references = self._references
         for block_id in block_ids:
-            block = self._blocks[block_id]
-            if block.ref_count == 0:
+            if references[block_id] == 0:
                 del self._free[block_id]
                 self.num_free -= 1
                 self.released.pop(block_id, None)
-            block.ref_count += 1
+            references[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
         """Hand out `count` blocks without content, with one reference each; published ones are evicted if need be.
@@ -85,82 +76,78 @@ class BlockPool:
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
         self.num_free -= count
-        first = max(0, len(self._empty) - count)
-        block_ids = self._empty[first:]
-        block_ids.reverse()
-        del self._empty[first:]
+        empty, references = self._empty, self._references
+        block_ids = [empty.pop() for _ in range(min(count, len(empty)))]
         for block_id in block_ids:
-            self._blocks[block_id].ref_count = 1
-        self._used_before_new = max(0, self._used_before_new - len(block_ids))
+            references[block_id] = 1
+        if self._used_before_new:
+            self._used_before_new = max(0, self._used_before_new - len(block_ids))
         while len(block_ids) < count:
-            block_ids.append(self._take())
+            if not self._free or (self._num_unmade and not self._used_before_new):
+                block_ids += self._make(min(count - len(block_ids), self._num_unmade))
+            else:
+                block_ids.append(self._evict())
         return block_ids
 
-    def _take(self) -> int:
-        """Remove the next block with content, or a new one, from the free ones, and take a reference to it.
-
-        1. One that was never made, if there is one and it may be used.
-        2. The front of the queue.
-        """
-        if not self._free or (self._num_unmade and not self._used_before_new):
-            return self._make()
+    def _evict(self) -> int:
+        """Take the front of the queue of free blocks."""
         block_id, _ = self._free.popitem(last=False)
         self._used_before_new = max(0, self._used_before_new - 1)
-        block = self._blocks[block_id]
-        if block.key is not None:
+        if self._keys[block_id] is not None:
             self.num_evicted += 1
             self._forget(block_id)
-        block.ref_count = 1
+        self._references[block_id] = 1
         return block_id
 
-    def _make(self) -> int:
-        block = Block()
-        block.ref_count = 1
-        self._blocks.append(block)
-        return len(self._blocks) - 1
+    def _make(self, count: int, references: int = 1) -> range:
+        """Make new blocks, each with as many references."""
+        first = len(self._references)
+        self._references += [references] * count
+        self._keys += [None] * count
+        self._used += bytes(count)
+        return range(first, first + count)
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block; the first of `block_ids` is evicted last."""
+        references, keys = self._references, self._keys
         for block_id in reversed(block_ids):
-            block = self._blocks[block_id]
-            if block.ref_count < 1:
+            left = references[block_id] - 1
+            if left < 0:
                 raise RuntimeError(f"block {block_id} is freed twice")
-            block.ref_count -= 1
-            if block.ref_count:
+            references[block_id] = left
+            if left:
                 continue
             self.num_free += 1
-            if block.key is None:
+            if keys[block_id] is None:
                 self._empty.append(block_id)
             else:
                 self._free[block_id] = None
-                if block.kept:
+                if block_id in self._kept:
                     self.released[block_id] = None
 
     def publish(self, block_id: int, key: bytes) -> None:
         """Make a complete block findable by `key`, unless it has a key or another block holds this one."""
-        block = self._blocks[block_id]
-        if block.key is not None or key in self._by_key:
+        if self._keys[block_id] is not None or key in self._by_key:
             return
-        block.key, block.new = key, False
+        self._keys[block_id], self._used[block_id] = key, True
         self._by_key[key] = block_id
         if self._events is not None:
             self._events.held(key)
 
     def keep(self, block_id: int) -> None:
         """Have a published block stored in lower tiers as soon as it is free."""
-        block = self._blocks[block_id]
-        if block.key is not None and not block.kept:
-            block.kept = True
-            if block.ref_count == 0:
+        if self._keys[block_id] is not None and block_id not in self._kept:
+            self._kept.add(block_id)
+            if self._references[block_id] == 0:
                 self.released[block_id] = None
 
     def num_references(self, block_id: int) -> int:
         """Return how many references a block has."""
-        return self._blocks[block_id].ref_count
+        return self._references[block_id]
 
     def key(self, block_id: int) -> bytes | None:
         """Return the key of a published block, None for others."""
-        return self._blocks[block_id].key
+        return self._keys[block_id]
 
     def touch(self, block_id: int, last: bool = True) -> None:
         """Move a block in the queue to its end, or, with `last` false, to its front."""
@@ -170,21 +157,20 @@ class BlockPool:
     def use_new_last(self) -> None:
         """Move new blocks to the end of the queue, and make none before it: what backs them may not have room."""
         for block_id in reversed(self._empty):
-            if self._blocks[block_id].new:
+            if not self._used[block_id]:
                 self._free[block_id] = None
-        self._empty = [block_id for block_id in self._empty if not self._blocks[block_id].new]
+        self._empty = [block_id for block_id in self._empty if self._used[block_id]]
         self._used_before_new = len(self._empty) + len(self._free)
 
     def fill(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Publish `keys` in free blocks without content; the first key is evicted first."""
-        for block_id in range(len(self._blocks), min(max(block_ids, default=0), self.num_blocks) + 1):
-            self._blocks.append(Block())
-            self._empty.append(block_id)
+        last = min(max(block_ids, default=0), self.num_blocks)
+        self._empty += self._make(max(0, last + 1 - len(self._references)), references=0)
         for block_id, key in zip(block_ids, keys, strict=True):
-            if self.is_free(block_id) and self._blocks[block_id].key is None and key not in self._by_key:
+            if self.is_free(block_id) and self._keys[block_id] is None and key not in self._by_key:
                 self.publish(block_id, key)
                 self._free[block_id] = None
-        self._empty = [block_id for block_id in self._empty if self._blocks[block_id].key is None]
+        self._empty = [block_id for block_id in self._empty if self._keys[block_id] is None]
 
     def drop(self, block_id: int) -> None:
         """Forget the content of a block, which is damaged or cleared. A free one is used next."""
@@ -199,27 +185,28 @@ class BlockPool:
             self.drop(block_id)
 
     def _forget(self, block_id: int) -> None:
-        block = self._blocks[block_id]
-        if block.key is not None:
-            del self._by_key[block.key]
+        key = self._keys[block_id]
+        if key is not None:
+            del self._by_key[key]
             if self._events is not None:
-                self._events.gone(block.key)
-            block.key = None
-            block.kept = False
+                self._events.gone(key)
+            self._keys[block_id] = None
+            self._kept.discard(block_id)
             self.released.pop(block_id, None)
 
     def check(self, references: dict[int, int]) -> None:
         """Assert that reference counts equal `references`, and that free + in use is everything."""
         assert self.num_free == len(self._free) + len(self._empty) + self._num_unmade
         free = {*self._free, *self._empty}
-        for block_id, block in enumerate(self._blocks):
-            assert block.ref_count == references.get(block_id, 0), (
-                f"block {block_id} has {block.ref_count} references, its users hold {references.get(block_id, 0)}"
+        for block_id, (count, key) in enumerate(zip(self._references, self._keys, strict=True)):
+            assert count == references.get(block_id, 0), (
+                f"block {block_id} has {count} references, its users hold {references.get(block_id, 0)}"
             )
             in_queue = block_id in free
-            assert in_queue == (block.ref_count == 0 and block_id != NULL_BLOCK), f"block {block_id} free={in_queue}"
-            if block.key is not None:
-                assert self._by_key.get(block.key) == block_id, f"the key of block {block_id} finds another block"
-        assert all(self._blocks[b].key == key for key, b in self._by_key.items())
-        assert all(b in self._free and self._blocks[b].kept and self._blocks[b].key for b in self.released)
+            assert in_queue == (count == 0 and block_id != NULL_BLOCK), f"block {block_id} free={in_queue}"
+            if key is not None:
+                assert self._by_key.get(key) == block_id, f"the key of block {block_id} finds another block"
+        assert all(self._keys[b] == key for key, b in self._by_key.items())
+        assert all(self._keys[b] for b in self._kept)
+        assert all(b in self._free and b in self._kept for b in self.released)
         assert NULL_BLOCK not in references

@@ -204,6 +204,10 @@ class SequenceState:
         origins = self.origins.items()
         self.origins = {(group, key): tier for (group, key), tier in origins if group.pool.find(key) is not None}
 
+    def tables(self) -> tuple[list[int], ...]:
+        """Return a copy of the block table of each group."""
+        return tuple([list(part.table) for part in self.parts])
+
     def set_capacity(self) -> None:
         """Note how many tokens the tables hold in every group."""
         self.capacity = min([part.capacity for part in self.parts])

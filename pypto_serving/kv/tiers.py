@@ -39,11 +39,12 @@ class TierManager:
         configs: Iterable[TierConfig],
         policy: StorePolicy,
         longest_blocks: Sequence[int],
+        timeout_s: float,
         events: EventLog | None,
     ) -> None:
         ordered = sorted(configs, key=lambda config: TIERS.index(config.tier))
         self.tiers = tuple(LowerTier(config, groups, events) for config in ordered)
-        self.leases = Leases(groups, longest_blocks)
+        self.leases = Leases(groups, longest_blocks, timeout_s)
         self.promotions = Promotions(self.tiers, self.leases)
         self.demotions = Demotions(groups, self.tiers, policy, self.leases)
 
@@ -82,8 +83,15 @@ class TierManager:
         """Mark the tiers that are stuck now. Returns the requests that wait for them; they should compute instead."""
         late = [lease for lease in self.leases if now_s > lease.due_s]
         for tier in self.tiers:
-            tier.stuck = any(lease.tier is tier for lease in late)
+            tier.stuck = tier.left_out or any(lease.tier is tier for lease in late)
         return self.promotions.waiting_for(late)
+
+    def hanging(self, now_s: float) -> tuple[Tier, ...]:
+        """Return the tiers of overdue transfers that hold device blocks; none while other transfers may free some."""
+        moving = self.leases.moving()
+        if any(now_s <= lease.due_s for lease in moving):
+            return ()
+        return tuple(sorted({lease.tier.config.tier for lease in moving}))
 
     def clear(self, tier_names: Collection[Tier]) -> None:
         """Forget what some lower tiers hold, and have their stores do so. Moving blocks will not be published."""
@@ -103,13 +111,14 @@ class TierManager:
                 tier.discard(group, key)
 
     def _clear(self, tier: LowerTier) -> None:
-        """Forget what a tier holds. If the worker dies before its store has, its next inventory is forgotten too."""
+        """Forget what a tier holds. If its store has not when the worker dies, its next inventory is forgotten too."""
         tier.clearing = True
         tier.backlog.clear()
         tier.discarded.clear()
         for pool in tier.pools.values():
             pool.drop_all()
-        self.leases.begin("clear", tier, [])
+        if not tier.left_out:
+            self.leases.begin("clear", tier, [])
 
     def record_hits(self, sources: Counter[Tier]) -> None:
         """Count the cached tokens of a request by the tier they came from."""

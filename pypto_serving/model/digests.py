@@ -16,7 +16,7 @@ import msgspec
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.tensors import Progress
-from pypto_serving.util import hash128
+from pypto_serving.util import hash128, open_regular, read_regular
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def _digest_all(states: Mapping[Path, str], progress: Progress) -> dict[str, str
 
 def _digest(pool: ThreadPoolExecutor, path: Path, count: Callable[[int], None]) -> str:
     """Return the SHA-256 of a file's size and of the SHA-256 of each chunk, in hexadecimal digits."""
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         digest = hashlib.sha256(size.to_bytes(8, "little"))
         offsets = range(0, size, CHUNK_BYTES)
@@ -111,7 +111,7 @@ def _stat(path: Path) -> os.stat_result:
 def _read(record: Path) -> dict[str, str]:
     """Read digests by state; nothing from a record that is missing or damaged."""
     try:
-        check, body = record.read_bytes().split(b"\n", 1)
+        check, body = read_regular(record).split(b"\n", 1)
         return msgspec.json.decode(body, type=dict[str, str]) if check == _check(body) else {}
     except (OSError, ValueError):
         return {}

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from pypto_serving.errors import ModelError
-from pypto_serving.util import brief, parse_json
+from pypto_serving.util import brief, parse_json, read_regular
 
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`. Raises ModelError in one line if it cannot be read."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(read_regular(path))
     except FileNotFoundError:
         raise ModelError(f"{path.parent} is not a checkpoint: it has no {path.name}") from None
     except OSError as error:

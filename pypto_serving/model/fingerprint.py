@@ -8,7 +8,7 @@ from pypto_serving.model.checkpoint import weight_files
 from pypto_serving.model.digests import digests, file_state
 from pypto_serving.model.tensors import Progress
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.util import hash128
+from pypto_serving.util import hash128, read_regular
 
 
 def checkpoint_state(model_dir: str | Path) -> bytes:
@@ -24,7 +24,7 @@ def checkpoint_digest(model_dir: str | Path, cache: str, progress: Progress) -> 
     See `digests` for `cache`, `progress` and errors.
     """
     directory = Path(model_dir)
-    return hash128((directory / "config.json").read_bytes(), *digests(weight_files(directory), cache, progress))
+    return hash128(read_regular(directory / "config.json"), *digests(weight_files(directory), cache, progress))
 
 
 def program_fingerprint(

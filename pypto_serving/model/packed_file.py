@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.kernels import PANEL, Engine, hashes, zeros
 from pypto_serving.model.fingerprint import checkpoint_state
-from pypto_serving.util import ceil_div, hash128
+from pypto_serving.util import ceil_div, hash128, open_regular
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class PackedFile:
         self._file: BinaryIO | None = None
         self._lacks = False
         try:
-            self._file = self.path.open("rb")
+            self._file = os.fdopen(open_regular(self.path), "rb")
         except OSError:
             return  # there is none, or `save` will say what is wrong
         try:
@@ -180,7 +180,7 @@ def _remove_leftovers(folder: Path) -> None:
     """Delete the temporary files of processes that were killed: nobody holds their locks."""
     for part in folder.glob("*.part"):
         try:
-            with part.open("rb") as file:
+            with os.fdopen(open_regular(part), "rb") as file:
                 if _lock(file, part):
                     part.unlink()
         except FileNotFoundError:

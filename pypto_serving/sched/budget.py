@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pypto_serving.sched import scoring
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import Step
 from pypto_serving.types.config import EngineConfig
 
 
-def chunk(config: EngineConfig, step: Step, missing: int) -> int:
-    """Return how many of `missing` tokens to schedule in this step; 0 if they must wait.
+def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> int:
+    """Return how many of a request's `missing` tokens to schedule in this step; 0 if they must wait.
 
     A prompt that is cut gets a multiple of the program's `chunk_tokens`.
     """
+    if missing > 1 and request.num_unscored:
+        return scoring.chunk(config, step, request, missing)
     if not config.enable_chunked_prefill:
         return missing if missing <= step.budget else 0
     count = min(missing, step.budget, config.long_prefill_token_threshold or missing)
@@ -32,6 +35,11 @@ def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
 
 
 def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
-    """Return how many drafts a decode may verify beside its own token, within draft budget and longest length."""
+    """Return how many drafts a decode may verify beside its own token, within draft budget and longest length.
+
+    A guide tells what may follow the last token only, so its request has no drafts.
+    """
+    if request.has_guide:
+        return 0
     room = request.max_tokens - 2 - request.num_computed_tokens
     return max(0, min(config.num_drafts, step.draft_budget, room))

@@ -37,23 +37,29 @@ class Request:
     Other fields:
 
     - `max_tokens`: the longest length, prompt and output together.
+    - `num_computable`: how many of these tokens are ever computed; see `num_uncomputed_tokens`.
+    - `num_unscored`: prompt tokens whose log-probabilities are still to be delivered.
     - `order`: the scheduling order, by priority value and then by arrival.
     - `life`: how often the request left its row; results of an earlier life are dropped.
     - `num_cached_tokens`: tokens cached when the request first started, -1 before that.
+    - `has_guide`: what may follow depends on the last token, so that must be known before the next step is planned.
     """
 
     __slots__ = (
         "cached_by_tier",
         "first_token_s",
+        "has_guide",
         "id",
         "last_step",
         "life",
         "max_tokens",
         "num_cached_tokens",
         "num_committed",
+        "num_computable",
         "num_computed_tokens",
         "num_placeholders",
         "num_preemptions",
+        "num_unscored",
         "order",
         "prompt_len",
         "row",
@@ -71,6 +77,9 @@ class Request:
         self.prompt_len = len(self.tokens)
         limit = source.params.max_tokens
         self.max_tokens = max_model_len if limit is None else min(max_model_len, self.prompt_len + limit)
+        self.num_computable = self.max_tokens - (limit != 0)
+        self.num_unscored = 0 if source.params.prompt_logprobs is None else self.prompt_len - 1
+        self.has_guide = source.params.guide is not None
         self.status = Status.WAITING
         self.life = 0
         self.row = -1
@@ -91,9 +100,12 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Number of tokens that can be scheduled now. The last token of a request is sampled but never computed."""
-        known = len(self.tokens) + self.num_placeholders
-        return min(known, self.max_tokens - 1) - self.num_computed_tokens
+        """Number of tokens that can be scheduled now.
+
+        The last token of a request is sampled but never computed; of one that samples none, all tokens are computed.
+        """
+        known = len(self.tokens) + (0 if self.has_guide else self.num_placeholders)
+        return min(known, self.num_computable) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -102,6 +114,7 @@ class Request:
     def row_sampling(self) -> RowSampling:
         """Return the sampling parameters that the worker's row needs."""
         params, source = self.source.params, self.source
+        scored = params.prompt_logprobs if self.num_unscored else None
         banned = {*source.eos_token_ids, *params.stop_token_ids} if params.min_tokens else set()
         return RowSampling(
             temperature=params.temperature if params.temperature >= LOWEST_TEMPERATURE else 0.0,
@@ -116,8 +129,17 @@ class Request:
             bias_ids=pack_ids(params.logit_bias),
             bias_values=array("f", params.logit_bias.values()).tobytes(),
             allowed_ids=pack_ids(params.allowed_token_ids or ()),
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=params.repetition_penalty,
+            bad_words=tuple(map(pack_ids, params.bad_word_ids)),
+            num_prompt_logprobs=-1 if scored is None else scored,
+            num_scored=self.prompt_len - 1 - self.num_unscored,
+            guide=params.guide,
+            eos_ids=pack_ids(source.eos_token_ids) if params.guide is not None else b"",
         )
 
     def timeline(self, now_s: float) -> Timeline:
         """Return the times of a request that ends at `now_s`."""
-        return Timeline(self.source.arrival_s, self.scheduled_s, self.first_token_s, now_s, self.num_preemptions)
+        first_token_s = self.first_token_s or now_s
+        return Timeline(self.source.arrival_s, self.scheduled_s, first_token_s, now_s, self.num_preemptions)

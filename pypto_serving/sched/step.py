@@ -63,17 +63,19 @@ class Step:
 
     - `budget`: the number of tokens left to schedule.
     - `draft_budget`: the part of it that drafts may take.
+    - `scored_budget`: how many prompt tokens may still be scored.
     - `new_blocks`: one list per KV group: row, block id, row, ...
     - `admits`: further requests may start; false once a running or waiting one does not find blocks.
     - `num_set_aside`: waiting requests that could not start, and that those behind them passed.
     - `promised`: the blocks of each group that running prompts will need after this step.
     """
 
-    def __init__(self, step_id: int, now_s: float, budget: int, num_groups: int) -> None:
+    def __init__(self, step_id: int, now_s: float, budget: int, num_groups: int, scored_budget: int = 0) -> None:
         self.step_id = step_id
         self.now_s = now_s
         self.budget = budget
         self.draft_budget = 0
+        self.scored_budget = scored_budget
         self.scheduled: list[Scheduled] = []
         self.requests: set[str] = set()
         self.preempted: set[str] = set()
@@ -84,13 +86,19 @@ class Step:
         self.new_blocks: list[list[int]] = [[] for _ in range(num_groups)]
         self.promised = [0] * num_groups
 
-    def add(self, entry: Scheduled) -> None:
-        """Add the tokens of a request and take them from the budget."""
-        self.budget -= entry.count + entry.num_drafts
-        self.draft_budget -= entry.num_drafts
-        self.has_drafts |= entry.num_drafts > 0
-        self.requests.add(entry.request.id)
-        self.scheduled.append(entry)
+    def schedule(self, request: Request, count: int, num_drafts: int = 0) -> None:
+        """Take tokens of a running request from the budget. Until the step commits, every draft counts as accepted."""
+        request.num_computed_tokens += count
+        samples = request.num_computed_tokens == request.num_tokens < request.max_tokens
+        if samples:
+            request.num_computed_tokens += num_drafts
+            request.num_placeholders += 1 + num_drafts
+        request.last_step = self.step_id
+        self.budget -= count + num_drafts
+        self.draft_budget -= num_drafts
+        self.has_drafts |= num_drafts > 0
+        self.requests.add(request.id)
+        self.scheduled.append(Scheduled(request, request.life, count, num_drafts, samples))
 
     def promise(self, blocks: Sequence[int], sign: int) -> None:
         """Add to the blocks of each group that running prompts will need, or subtract from them."""
@@ -162,4 +170,4 @@ class Counters:
         """Count `num_tokens` output tokens of a row that verified `num_drafts` drafts."""
         self.generation_tokens += num_tokens
         self.num_drafts += num_drafts
-        self.num_accepted += max(0, num_tokens - 1)
+        self.num_accepted += max(0, min(num_tokens - 1, num_drafts))

@@ -233,11 +233,11 @@ def workspace_bytes(model: ModelSpec, limits: BackendLimits) -> int:
     """Estimate the bytes of activations, logits and processes.
 
     A layer of width h has about 12 h^2 parameters and keeps about 32 h float32 values per token alive; logits
-    exist twice in float32, for the rows that sample.
+    exist twice in float32, for tokens that sample or are scored.
     """
     width = int((model.num_parameters / (12 * max(1, model.num_layers))) ** 0.5)
     step_tokens = limits.max_num_batched_tokens
-    rows = min(limits.max_num_seqs, step_tokens)
+    rows = min(limits.max_logits, step_tokens)
     return PROCESS_BYTES + 4 * (32 * width * step_tokens + 2 * model.vocab_size * rows)
 
 

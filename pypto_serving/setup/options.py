@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.setup.rules import RULES, Rule, Switch
+from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch
 from pypto_serving.util import brief
 
 ALIASES = {"device": "backend"}
@@ -30,6 +30,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] | None = None
     chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    trust_request_chat_template: bool | None = None
     backend: str | None = None
     dtype: str | None = None
     kernels: str | None = None
@@ -132,7 +135,8 @@ def make_options(
     """Make options of values `given` directly, which win, then of a configuration file, then of the `environment`.
 
     None counts as not given; names may be written with dashes. Messages name what was `given` as flags, or as arguments
-    of a Python call. Raises ConfigError for a bad value, an unknown name, or an option given twice.
+    of a Python call, which starts no server. Raises ConfigError for a bad value, an unknown name, an option given
+    twice, or an argument that only a server needs.
     """
     direct = _known(given, "", as_arguments)
     filed = _known(file_values or {}, f" in {config_file}")
@@ -161,17 +165,20 @@ def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) ->
         if name in known:
             raise ConfigError(f"{written[name]} and {key}{where} are the same option; keep one")
         known[name], written[name] = value, key
+    if as_arguments and (useless := sorted(known.keys() & SERVER_OPTIONS)):
+        raise ConfigError(f"LLM starts no server; leave out {' and '.join(useless)}, which only a server uses")
     return known
 
 
 def _hint(name: str, as_arguments: bool) -> str:
     """Guess which option was meant by unknown `name`, or list them all."""
     write = str if as_arguments else flag
+    names = [name for name in RULES if not as_arguments or name not in SERVER_OPTIONS]
     switch = name.removeprefix("no_")
     if switch != name and isinstance(RULES.get(switch), Switch):
         return f"did you mean {switch}=False?" if as_arguments else f"did you mean {flag(switch)}: false?"
-    close = difflib.get_close_matches(name, RULES, n=1)
-    return f"did you mean {write(close[0])}?" if close else "known are: " + ", ".join(map(write, RULES))
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {write(close[0])}?" if close else "known are: " + ", ".join(map(write, names))
 
 
 def _what_is_wrong(key: object) -> str:

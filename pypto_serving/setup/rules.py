@@ -14,6 +14,21 @@ from pypto_serving.types.tier import StorePolicy
 from pypto_serving.util import parse_size, whole
 
 KERNELS = ("auto", "avx512_bf16", "avx512", "avx2", "portable", "torch")
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "hermes",
+    "qwen3_coder",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "mistral_named",
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v4",
+    "json",
+)
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 DTYPES = ("auto", *SERVING_DTYPES)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
@@ -235,10 +250,29 @@ def _number(text: str) -> int | float:
         return parse_size(text)
 
 
+SERVER_OPTIONS = frozenset(
+    {
+        "served_model_name",
+        "host",
+        "port",
+        "api_key",
+        "drain_timeout",
+        "max_body_bytes",
+        "log_requests",
+        "client_priority",
+        "trust_request_chat_template",
+        "allowed_origins",
+    }
+)
+"""Options of the HTTP server alone."""
+
 RULES: dict[str, Rule] = {
     "model": Text(),
     "served_model_name": Texts(),
     "chat_template": Text(),
+    "tool_call_parser": Choice(TOOL_CALL_PARSERS),
+    "reasoning_parser": Choice(REASONING_PARSERS),
+    "trust_request_chat_template": Switch(),
     "backend": Choice(tuple(BACKEND_DEFAULTS)),
     "dtype": Choice(DTYPES),
     "kernels": Choice(KERNELS),

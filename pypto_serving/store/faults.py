@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 
 from pypto_serving.util import Clock
@@ -55,5 +54,5 @@ class Faults:
 
 def reason_of(error: Exception) -> str:
     """Return why a call failed, without error numbers and file names."""
-    number = error.errno if isinstance(error, OSError) else None
-    return os.strerror(number).lower() if number else str(error)
+    said = error.strerror if isinstance(error, OSError) else None
+    return said.lower() if said else str(error)

@@ -27,7 +27,7 @@ from pypto_serving.store.folder import FORMAT, Folder, Meta, Unusable
 from pypto_serving.store.slab import sync_folder
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import KEY_BYTES, TierInventory
-from pypto_serving.util import Clock, MonotonicClock
+from pypto_serving.util import Clock, MonotonicClock, open_regular
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ class FileStore:
         if self._folder is None:
             return False
         try:
-            file = os.open(self._file(piece.group, piece.key), os.O_RDONLY)
+            file = open_regular(self._file(piece.group, piece.key))
         except OSError as error:
             if error.errno not in _MISSING:
                 self._faults.say(f"read {error.errno}", f"reading failed: {reason_of(error)}")

@@ -26,7 +26,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.store.faults import FULL, reason_of
 from pypto_serving.store.slab import sync_folder
 from pypto_serving.types.tier import PART_NAME
-from pypto_serving.util import hash128
+from pypto_serving.util import hash128, open_regular, read_regular
 
 FORMAT = 1
 Kind = Literal["slots", "files"]
@@ -191,7 +191,7 @@ def folder_name(meta: Meta) -> str:
 
 def read_meta(path: Path) -> Meta | None:
     """Read `meta.json`; None if it is damaged. Raises OSError, and Unusable for a later format."""
-    text = (path / META).read_bytes()
+    text = read_regular(path / META)
     try:
         version = msgspec.json.decode(text, type=_Format).format
         if version > FORMAT:
@@ -243,7 +243,7 @@ def open_lock(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.EROFS:
             raise
-        return os.open(path / IN_USE, os.O_RDONLY)
+        return open_regular(path / IN_USE)
 
 
 def take_alone(path: Path) -> int | None:

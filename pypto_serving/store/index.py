@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pypto_serving.store.checksum import DIGEST_BYTES
 from pypto_serving.store.faults import FULL
 from pypto_serving.types.tier import INDEX_BYTES, KEY_BYTES
-from pypto_serving.util import write_at
+from pypto_serving.util import open_regular, write_at
 
 RECORD_BYTES = INDEX_BYTES
 _RECORD = struct.Struct("<16s16sQQQQ")
@@ -51,7 +51,7 @@ class SlotTable:
         """
         self._group, self._block_bytes = group, block_bytes
         self._dirty: set[int] = set()
-        self._file = os.open(path, (os.O_RDWR | os.O_CREAT) if writable else os.O_RDONLY, 0o600)
+        self._file = open_regular(path, (os.O_RDWR | os.O_CREAT) if writable else os.O_RDONLY)
         try:
             if writable:
                 num_slots = _set_size(self._file, num_slots)

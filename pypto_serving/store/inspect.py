@@ -31,6 +31,7 @@ from pypto_serving.store.index import RECORD_BYTES, SlotTable
 from pypto_serving.store.slab import Slab, stride_of
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT
+from pypto_serving.util import open_regular
 
 Report = Callable[[int, int], None]
 """Called with the blocks done so far and the number of all."""
@@ -190,7 +191,7 @@ def _verify_files(path: Path, meta: Meta, report: Report) -> tuple[int, Damaged]
     damaged: Damaged = []
     files = list(block_files(path, len(meta.block_bytes)))
     for done, (file, key, group) in enumerate(files, 1):
-        with contextlib.suppress(FileNotFoundError), file.open("rb", buffering=0) as opened:
+        with contextlib.suppress(FileNotFoundError), os.fdopen(open_regular(file), "rb", buffering=0) as opened:
             if not read_block(opened.fileno(), Piece(group, 0, key, _memory(meta.block_bytes[group]))):
                 damaged.append(file)
         report(done, len(files))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import ALIGNMENT
-from pypto_serving.util import ceil_div
+from pypto_serving.util import ceil_div, open_regular
 
 SEGMENT_BYTES = 4 << 30
 GROWTH_BYTES = 128 << 20
@@ -78,11 +78,11 @@ class Slab:
     def _open(self, segment: int, path: Path, size: int) -> None:
         mode = os.O_RDWR if self._writable else os.O_RDONLY
         try:
-            self._files[segment] = os.open(path, mode | os.O_DIRECT)
+            self._files[segment] = open_regular(path, mode | os.O_DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._files[segment] = os.open(path, mode)
+            self._files[segment] = open_regular(path, mode)
         self._slots[segment] = min(size // self._stride, self._wanted(segment))
 
     @property

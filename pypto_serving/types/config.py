@@ -29,6 +29,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: how often an idle process sends a heartbeat; it is dead after ten missed ones.
     step_timeout_s: longest step, and longest time without a completed step while work waits.
     load_timeout_s: longest time without progress while loading.
+    transfer_timeout_s: longest transfer between tiers, beside the time that its bytes take in a slow one.
     max_respawns: restarts of a worker without a completed step in between.
     max_deaths: deaths of a worker, or of a core, within `deaths_window_s`, also with steps in between.
     respawn_delay_s: delay before the first restart; it doubles with each further one.
@@ -37,6 +38,7 @@ class FaultConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 1.0
     step_timeout_s: float = 120.0
     load_timeout_s: float = 300.0
+    transfer_timeout_s: float = 10.0
     max_respawns: int = 6
     max_deaths: int = 30
     deaths_window_s: float = 600.0
@@ -157,6 +159,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configure the API process. Port 0 lets the system choose one; without `api_key` the API is open.
 
     client_priority: whether requests may name a priority.
+    tool_call_parser, reasoning_parser: "auto" chooses by the model, "none" parses nothing.
+    trust_request_chat_template: whether requests may bring a chat template.
     """
 
     served_model_names: tuple[str, ...]
@@ -164,6 +168,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_key: str | None = None
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    trust_request_chat_template: bool = False
     drain_timeout_s: float = 30.0
     log_requests: bool = False
     client_priority: bool = True

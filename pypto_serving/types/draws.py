@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
 
 DRAW = np.dtype(
@@ -43,8 +44,12 @@ class Logprobs:
 class Sampler(Protocol):
     """Samples tokens from float32 logits [s, vocab]. The result of a row depends on that row only."""
 
-    def choose(self, logits: Float32Array, draws: NDArray[np.void]) -> Int32Array:
-        """Return tokens int32 [s] for DRAWs [s]; -1 where a row's logits are not finite.
+    def choose(
+        self, logits: Float32Array, draws: NDArray[np.void], adjustments: LogitAdjustments | None = None
+    ) -> Int32Array:
+        """Return tokens int32 [s] for DRAWs [s]; -1 where a row's logits are not finite, before any adjustment.
+
+        `adjustments` has one entry for each row. They change a copy; `logits` stay as they are.
 
         Greedy, or temperature, min_p, top_k, top_p in this order, and then the inverse of the cumulative
         distribution. The distribution is in order of id without top_k and top_p, else best first. Ties go to the

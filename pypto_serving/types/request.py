@@ -9,6 +9,7 @@ from operator import attrgetter
 import msgspec
 from msgspec.structs import replace
 
+from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
@@ -104,7 +105,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Times of a request's arrival, first step, first token and end, in seconds of the host's monotonic clock."""
+    """Times of a request's arrival, first step, first token and end, in seconds of the host's monotonic clock.
+
+    Of a request without output tokens, `first_token_s` is `finished_s`.
+    """
 
     arrival_s: float
     scheduled_s: float
@@ -126,6 +130,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
     Only the output with the first token and the last one have a `timeline`, which ends there, and `cached_by_tier`: the
     number of cached tokens from each of `types.tier.TIERS`.
+
+    `prompt_logprobs` come in outputs of their own, in order of position, before the first token.
     """
 
     request_id: str
@@ -137,6 +143,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     cached_by_tier: tuple[int, ...] = ()
     timeline: Timeline | None = None
     fault: RequestFault | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CoreOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):

@@ -9,15 +9,27 @@ from typing import Any, SupportsFloat
 import msgspec
 
 from pypto_serving.errors import RequestError
+from pypto_serving.types.guide import Guide
+from pypto_serving.types.structured import StructuredOutputsParams
 from pypto_serving.util import brief, entries, whole
 
 INT32_MAX = 2**31 - 1
+MAX_N = 128
+"""Choices of one prompt."""
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 """Stop strings of a request, and characters of each."""
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 """Token ids that one request may bias or allow."""
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORD_TOKENS = 128, 128, 1024
+"""Bad words of a request, characters of each, and tokens of all of them together."""
+LOWEST_REPETITION, HIGHEST_REPETITION = 0.01, 100.0
+"""Beyond these a repetition penalty could make a float32 logit infinite, or zero."""
+_REPETITION = f"between {LOWEST_REPETITION:g} and {HIGHEST_REPETITION:g}; 1 turns it off"
+
+
+_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +40,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     - `max_tokens`: None is up to the context window.
     - `seed`: None draws one at admission.
     - `logprobs` k: return log-probabilities of each output token and of the k most likely ones, from the raw logits.
+    - `prompt_logprobs` k: return the same for each token of the prompt but the first.
+    - `include_stop_str_in_output`: the stop string, or the text of the stop token, stays in the text.
+    - `truncate_prompt_tokens` n: keep the last n tokens of the prompt; -1 keeps as many as fit.
     - `logit_bias`: values added to the logits of token ids.
     - `allowed_token_ids`: only these can be chosen; None allows all.
+    - `frequency_penalty`, `presence_penalty`: subtracted from the logit of each token of the output, the first as often
+      as the output has it.
+    - `repetition_penalty`: divides the logits of tokens of prompt and output, multiplies negative ones; 1 is off.
+    - `bad_words`: texts that the output must not contain; `bad_word_ids`: token sequences, with those of `bad_words`
+      once these are encoded.
+    - `structured_outputs`: what the output must look like; a StructuredOutputsParams, or a mapping with its names.
+    - `guide`: the grammar of the output and the limit of its reasoning; the API makes it of other fields.
     """
 
     n: int = 1
@@ -44,13 +66,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         self._coerce()
-        _require(1 <= self.n <= 128, "n", self.n, "between 1 and 128")
+        _require(1 <= self.n <= MAX_N, "n", self.n, f"between 1 and {MAX_N}")
         _require(
             math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
             "temperature",
@@ -64,11 +96,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         limit = self.max_tokens if self.max_tokens is not None else 2**31
         _require(0 <= self.min_tokens <= limit, "min_tokens", self.min_tokens, "between 0 and max_tokens")
         _require(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
+        check_logprobs(self.logprobs)
+        check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        kept = self.truncate_prompt_tokens
         _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            self.logprobs,
-            f"between 0 and {MAX_LOGPROBS}",
+            kept is None or kept == -1 or 1 <= kept <= INT32_MAX,
+            "truncate_prompt_tokens",
+            kept,
+            f"-1 (as many as fit), or between 1 and {INT32_MAX}",
         )
         if self.stop:
             _require(
@@ -84,6 +119,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _require(num_ids <= MAX_STOP_IDS, "stop_token_ids", _Words(f"{num_ids} ids"), f"at most {MAX_STOP_IDS}")
             _check_ids("stop_token_ids", self.stop_token_ids)
         self._check_adjustments()
+        self._check_penalties()
+        if self.bad_words or self.bad_word_ids:
+            self._check_bad_words()
+
+    def _check_penalties(self) -> None:
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "between -2 and 2")
+        value = self.repetition_penalty
+        _require(LOWEST_REPETITION <= value <= HIGHEST_REPETITION, "repetition_penalty", value, _REPETITION)
+
+    def _check_bad_words(self) -> None:
+        words, name = self.bad_words, "bad_words"
+        if words:
+            _require(len(words) <= MAX_BAD_WORDS, name, _Words(f"{len(words)} strings"), f"at most {MAX_BAD_WORDS}")
+            _require(all(word.strip() for word in words), name, words, "strings that are not empty or white space")
+            longest = max(map(len, words))
+            allowed = f"at most {MAX_BAD_WORD_CHARS}"
+            _require(longest <= MAX_BAD_WORD_CHARS, name, _Words(f"{longest} characters long"), allowed)
+        _require(all(self.bad_word_ids), "bad_word_ids", _Words("empty in part"), "sequences of at least one token id")
+        num_ids = sum(map(len, self.bad_word_ids))
+        allowed = (
+            f"at most {MAX_BAD_WORD_TOKENS}, with and without a space before each word; send fewer or shorter ones"
+        )
+        _require(num_ids <= MAX_BAD_WORD_TOKENS, name, _Words(f"{num_ids} tokens long"), allowed)
+        for ids in self.bad_word_ids:
+            _check_ids("bad_word_ids", ids)
 
     def _check_adjustments(self) -> None:
         bias, allowed = self.logit_bias, self.allowed_token_ids
@@ -109,13 +170,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("n", "top_k", "min_tokens"):
             if type(value := getattr(self, name)) is not int:
                 put(name, _whole(name, value))
-        for name in ("max_tokens", "seed", "logprobs"):
+        for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"):
             if (value := getattr(self, name)) is not None and type(value) is not int:
                 put(name, _whole(name, value))
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
             if type(value := getattr(self, name)) is not float:
                 put(name, _number(name, value))
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in _SWITCHES:
             if type(value := getattr(self, name)) is not bool:
                 put(name, _switch(name, value))
         if type(self.stop) is not tuple or self.stop:
@@ -124,18 +185,48 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:
             put("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        if type(self.bad_words) is not tuple or self.bad_words:
+            put("bad_words", _strings("bad_words", self.bad_words))
+        if type(self.bad_word_ids) is not tuple or self.bad_word_ids:
+            put("bad_word_ids", _id_lists("bad_word_ids", self.bad_word_ids))
+        structured: Any = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            put("structured_outputs", StructuredOutputsParams.read(structured))
         put("logit_bias", _biases("logit_bias", self.logit_bias))
 
 
-def check_max_tokens(value: int | None, name: str = "max_tokens") -> None:
+_ADJUSTING: dict[str, Any] = {
+    "logit_bias": {},
+    "allowed_token_ids": None,
+    "min_tokens": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "bad_word_ids": (),
+}
+
+
+def adjusting(params: SamplingParams) -> list[str]:
+    """Name the fields that change logits before a token is chosen."""
+    return [name for name, neutral in _ADJUSTING.items() if getattr(params, name) != neutral]
+
+
+def check_max_tokens(value: int | None, name: str = "max_tokens", least: int = 0) -> None:
     """Raise RequestError that names the field `name` unless `value` is None or a number of output tokens."""
-    _require(value is None or 1 <= value <= INT32_MAX, name, value, f"between 1 and {INT32_MAX}")
+    _require(value is None or least <= value <= INT32_MAX, name, value, f"between {least} and {INT32_MAX}")
+
+
+def check_logprobs(value: int | None, name: str = "logprobs") -> None:
+    """Raise RequestError that names the field `name` unless `value` is None or a number of top log-probabilities."""
+    _require(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"between 0 and {MAX_LOGPROBS}")
 
 
 def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise RequestError if a parameter names a token id outside the vocabulary."""
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        for token_id in getattr(params, name) or ():
+    named = {name: getattr(params, name) or () for name in ("stop_token_ids", "logit_bias", "allowed_token_ids")}
+    named["bad_word_ids"] = [token_id for ids in params.bad_word_ids for token_id in ids]
+    for name, token_ids in named.items():
+        for token_id in token_ids:
             if token_id >= vocab_size:
                 raise RequestError(f"{name}: {token_id} is not between 0 and {vocab_size - 1}", param=name)
 
@@ -223,6 +314,11 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
     return tuple(i if type(i) is int else _whole(f"{name}[{at}]", i) for at, i in enumerate(ids))
 
 
+def _id_lists(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    lists = _entries(name, value, "a list of lists of token ids")
+    return tuple(_ids(f"{name}[{at}]", each) for at, each in enumerate(lists))
+
+
 def _biases(name: str, value: Any) -> dict[int, float]:
     if value is None:
         return {}
@@ -242,6 +338,10 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - Tokens of `banned_ids` cannot be chosen before there are `min_tokens` output tokens.
     - `bias_values` (float32) are added to the logits of `bias_ids`.
     - If `allowed_ids` is not empty, no other token can be chosen.
+    - `bad_words` are token sequences that the output must not contain.
+    - `num_prompt_logprobs`: as `prompt_logprobs` of SamplingParams, -1 for none. The first `num_scored` of them were
+      delivered before.
+    - `guide` says what the output must match, `eos_ids` which tokens end it; both are empty for most rows.
     """
 
     temperature: float = 0.0
@@ -256,3 +356,16 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bias_ids: bytes = b""
     bias_values: bytes = b""
     allowed_ids: bytes = b""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bad_words: tuple[bytes, ...] = ()
+    num_prompt_logprobs: int = -1
+    num_scored: int = 0
+    guide: Guide | None = None
+    eos_ids: bytes = b""
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens of the row change its logits."""
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)

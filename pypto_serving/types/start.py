@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.tier import Tier
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker needs to start. `epoch` numbers this worker life.
+    """What a worker needs to start. `epoch` numbers this worker life, in which the tiers `left_out` are not used.
 
     Inherited file descriptors: `channel` to the core for steps, `transfers` to the core for transfers, `host_memory`
     of the host tier (-1 without one).
@@ -19,6 +20,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     transfers: int
     host_memory: int
     epoch: int
+    left_out: tuple[Tier, ...] = ()
 
 
 class CoreStart(msgspec.Struct, frozen=True):

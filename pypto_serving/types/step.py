@@ -10,6 +10,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from pypto_serving.types.sampling import MAX_LOGPROBS, RowSampling
 from pypto_serving.types.tier import TierInventory
 
@@ -64,23 +65,33 @@ class RowLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: bytes = b""
 
 
+class RowPromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of the next prompt tokens of `row`; it begins after those that were delivered before."""
+
+    row: int
+    logprobs: PromptLogprobs
+
+
 NOT_FINITE = "not_finite"
 """Code of a RowFault: the logits are not finite, so what was computed of the row may not be either."""
 
 
 class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A fault of `row`. After the tokens of the result, its request ends with a 500; no other request is affected."""
+    """A fault of `row`. After the tokens of the result, its request ends with `status`; no other one is affected."""
 
     row: int
     code: str
     message: str
+    status: int = 500
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     """The result of a plan. `elapsed_s` is the time inside the worker.
 
-    `rows[i]` sampled `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
-    have none. `logprobs` has one entry per token of the rows that ask for them, in the order of `token_ids`.
+    `rows[i]` appended `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
+    have none. A row with a guide may have more than it sampled, or none: then its last token is computed again.
+    `logprobs` has one entry per token of the rows that ask for them, in the order of `token_ids`; `prompt_logprobs` one
+    per row whose prompt tokens were scored.
     """
 
     step_id: int
@@ -91,6 +102,11 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     elapsed_s: float
     counts: bytes = b""
     faults: list[RowFault] = []
+    prompt_logprobs: list[RowPromptLogprobs] = []
+
+
+SCORED_TOKENS = 128
+"""Most prompt tokens that a step scores, since the logits of each take memory."""
 
 
 class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -104,6 +120,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     | page_tokens       | source tokens in a block of every KV group; 0 takes any block sizes                    |
     | samples_on_device | the program chooses tokens and feeds them to its own next step                         |
     | max_logprobs      | top log-probabilities that it can return for a token; -1 returns none                  |
+    | adjusts_logits    | a device that samples applies LogitAdjustments                                         |
     | max_drafts        | draft tokens that it verifies for a row in one step                                    |
     """
 
@@ -113,6 +130,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     page_tokens: int = 0
     samples_on_device: bool = False
     max_logprobs: int = MAX_LOGPROBS
+    adjusts_logits: bool = True
     max_drafts: int = 0
 
     def __post_init__(self) -> None:
@@ -131,6 +149,18 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_model_len: int
     depth: int = 1
     traits: BackendTraits = BackendTraits()
+
+    @property
+    def max_scored_tokens(self) -> int:
+        """Most prompt tokens of a step whose log-probabilities are returned: none if the device samples."""
+        if self.traits.samples_on_device:
+            return 0
+        return max(self.traits.chunk_tokens, min(SCORED_TOKENS, self.max_num_batched_tokens))
+
+    @property
+    def max_logits(self) -> int:
+        """Most tokens of a step whose logits are computed: those that sample, with their drafts, and those scored."""
+        return self.max_num_seqs * (1 + self.traits.max_drafts) + self.max_scored_tokens
 
     @property
     def held_steps(self) -> int:

@@ -88,7 +88,7 @@ class TierInventory(msgspec.Struct, frozen=True, array_like=True):
     """The blocks that a store holds at its start, the least recently used first; arrays as in a job.
 
     A store that is not `writable`, for `reason`, only loads. Others add blocks to a `shared` store, so it may hold more
-    than its inventory says.
+    than its inventory says. A tier that is `left_out` of this life of the worker has no store.
     """
 
     tier: Tier
@@ -98,3 +98,4 @@ class TierInventory(msgspec.Struct, frozen=True, array_like=True):
     writable: bool = True
     shared: bool = False
     reason: str = ""
+    left_out: bool = False

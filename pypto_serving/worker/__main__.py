@@ -6,7 +6,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend, Program
@@ -20,7 +20,7 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.model import default_model_name
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import ToWorker
-from pypto_serving.types.tier import Tier, Transfers
+from pypto_serving.types.tier import Tier, TierInventory, Transfers
 from pypto_serving.worker.loop import serve
 from pypto_serving.worker.runner import PlanExecutor, Runner, hello
 from pypto_serving.worker.transfer import Mover, TransferServer
@@ -38,10 +38,9 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     backend.pin_main_thread()
-    runner = wrap(Runner(program, buffers, start.config.vocab_size, start.config.num_drafts))
+    runner = wrap(Runner(program, buffers, start.config.vocab_size, start.config.num_drafts, start.config.model))
     stores = open_stores(program, start)
-    tiers = tuple(store.inventory() for tier, store in stores.items() if tier != "host")
-    greeting = hello(program, start.epoch, time.monotonic() - started_s, tiers)
+    greeting = hello(program, start.epoch, time.monotonic() - started_s, inventories(stores, start.left_out))
     channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)
     own: SocketChannel[Transfers] = SocketChannel(socket.socket(fileno=start.transfers), Transfers)
     transfers = TransferServer(own, Mover(program.memory, stores), start.epoch)
@@ -50,10 +49,15 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
 
 
 def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
-    """Open the stores of all configured tiers. Raises ConfigError for a folder or URL that cannot be used."""
+    """Open the stores of all configured tiers but those left out.
+
+    Raises ConfigError for a folder or URL that cannot be used.
+    """
     stores: dict[Tier, Store] = {}
     sizes = program.memory.block_bytes
     for tier in start.config.tiers:
+        if tier.tier in start.left_out:
+            continue
         if tier.tier == "host":
             stores["host"] = HostStore(start.host_memory, sizes, tier.num_slots)
         elif tier.tier == "disk":
@@ -69,6 +73,12 @@ def open_stores(program: Program, start: WorkerStart) -> dict[Tier, Store]:
         elif tier.tier == "remote":
             stores["remote"] = open_remote(tier.place, program.fingerprint, sizes)
     return stores
+
+
+def inventories(stores: Mapping[Tier, Store], left_out: Iterable[Tier]) -> tuple[TierInventory, ...]:
+    """List what stores hold, but for host memory, of which the core knows; and the tiers that have none."""
+    held = [store.inventory() for tier, store in stores.items() if tier != "host"]
+    return (*held, *(TierInventory(tier, left_out=True) for tier in left_out))
 
 
 def describe(config: EngineConfig) -> str:

@@ -12,8 +12,11 @@ from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.types.tokens import pack_ids, unpack_ids
+from pypto_serving.worker.grammars import Grammars
+from pypto_serving.worker.guides import RowGuides
 from pypto_serving.worker.layout import NONE, Layout, Part
 from pypto_serving.worker.sampler import RowSamplers
+from pypto_serving.worker.scoring import PromptScoring, Scored
 from pypto_serving.worker.tables import RowTables
 
 
@@ -25,6 +28,7 @@ class Dispatch(NamedTuple):
     num_drafts [n]: how many drafts are verified with it; None if no row has drafts.
     num_logprobs [n]: what a device must return of them, see SamplingInputs; empty if the host samples.
     lives [n]: the lives of the rows, to detect later that a row has a new request; None if no steps are held.
+    scored: the prompt tokens to score; their logits lie behind those of the rows that sample.
     """
 
     inputs: StepInputs
@@ -34,6 +38,7 @@ class Dispatch(NamedTuple):
     num_drafts: Int32Array | None
     num_logprobs: Int32Array
     lives: Int32Array | None
+    scored: Sequence[Scored] = ()
 
 
 class RowBatch:
@@ -54,7 +59,9 @@ class RowBatch:
         groups: tuple[KVCacheGroupSpec, ...],
         limits: BackendLimits,
         buffers: Sequence[StepBuffers],
+        vocab_size: int,
         drafter: Drafter | None = None,
+        model_dir: str = "",
     ) -> None:
         rows, traits = limits.max_num_seqs, limits.traits
         self._groups = groups
@@ -66,7 +73,9 @@ class RowBatch:
         self.num_tokens: Int32Array = np.zeros(rows, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
-        self.samplers = RowSamplers(rows, traits.max_drafts)
+        self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
+        self.scoring = PromptScoring()
+        self.guides = RowGuides(Grammars(model_dir, vocab_size), self.samplers.masks)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)
         self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
@@ -80,6 +89,8 @@ class RowBatch:
             self.num_tokens[row] = 0
             self._lives[row] += 1
             self.samplers.clear(row)
+            self.scoring.clear(row)
+            self.guides.clear(row)
         fresh: list[list[Int32Array]] = [[] for _ in self._groups]
         for new in plan.new_rows:
             self._add(new, fresh)
@@ -103,6 +114,10 @@ class RowBatch:
         self.ahead[new.row] = 0
         self._lives[new.row] += 1
         self.samplers.set(new.row, new.sampling, new.prompt_len)
+        self.scoring.set(new.row, new.sampling, new.prompt_len)
+        self.guides.clear(new.row)
+        if new.sampling.guide is not None:
+            self.guides.start(new.row, new.sampling, tokens[new.prompt_len :].tolist())
         for group, table, data, ids in zip(self._groups, self.tables, new.blocks, fresh, strict=True):
             blocks = unpack_ids(data)
             table.set(new.row, blocks)
@@ -141,10 +156,11 @@ class RowBatch:
             pending = ahead.nonzero()[0].astype(np.int32)
             known += ahead
         samples = (computed + counts == known).nonzero()[0].astype(np.int32)
+        scored = self.scoring.take(rows, computed, counts, self.tokens) if self.scoring else ()
         if drafts is not None:
             drafts = self._draft(rows, known, drafts)
             counts = counts + drafts
-        part = Part(kind, rows, counts, computed, samples, drafts, pending)
+        part = Part(kind, rows, counts, computed, samples, drafts, pending, scored)
         inputs = layout.fill(part, self.tokens, self.tables, fresh)
         self.num_computed[rows] = inputs.context_lens[: len(rows)]
         sampling, positions, own = rows, known, drafts
@@ -154,7 +170,7 @@ class RowBatch:
             self.ahead[sampling] += 1 if own is None else 1 + own
         lives = self._lives[sampling] if self._holds_steps else None
         logprobs = self.samplers.num_logprobs(sampling) if self._samples_on_device else NONE
-        return Dispatch(inputs, sampling, samples, positions, own, logprobs, lives)
+        return Dispatch(inputs, sampling, samples, positions, own, logprobs, lives, scored)
 
     def _draft(self, rows: Int32Array, known: Int32Array, most: Int32Array) -> Int32Array:
         """Return how many drafts each row gets, at most `most`. Write drafts of the host behind the known tokens."""
@@ -172,7 +188,8 @@ class RowBatch:
     def advance(self, dispatch: Dispatch, counts: Int32Array | None, token_ids: Int32Array) -> None:
         """Append the sampled tokens of a collected dispatch: `counts` tokens per sampling row, None for one each.
 
-        Further drafts were rejected, so their positions are computed again. A row that failed has count 0.
+        Further drafts were rejected, so their positions are computed again; so is the last token of a row with count 0.
+        Tokens beyond what the row could sample are forced: they are computed later.
         """
         rows = dispatch.rows
         if counts is None and dispatch.lives is None:
@@ -180,13 +197,13 @@ class RowBatch:
             return
         if counts is None:
             counts = np.ones(len(rows), dtype=np.int32)
-        most = 1 if dispatch.num_drafts is None else 1 + dispatch.num_drafts
-        spare = np.where(counts > 0, most - counts, 0)
+        most = np.ones_like(counts) if dispatch.num_drafts is None else 1 + dispatch.num_drafts
+        spare = np.maximum(most - counts, 0)
         if dispatch.lives is not None:
             same = dispatch.lives == self._lives[rows]
             token_ids = token_ids[same.repeat(counts)]
+            self.ahead[rows[same]] -= most[same]
             rows, counts, spare = rows[same], counts[same], spare[same]
-            self.ahead[rows] -= counts + spare
         self.num_computed[rows] -= spare
         starts = self.num_tokens[rows]
         owner = rows.repeat(counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,21 +10,26 @@ import numpy as np
 from pypto_serving.backend.base import SampledTokens
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import Sampler
-from pypto_serving.types.step import NOT_FINITE, RowFault, RowLogprobs
+from pypto_serving.types.step import NOT_FINITE, RowFault, RowLogprobs, RowPromptLogprobs
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch
+from pypto_serving.worker.guides import Told
 from pypto_serving.worker.sampler import RowSamplers, SampledLogprobs
 
 _NOT_FINITE = "the model's logits are not finite for this request; the prompt or the weights may be corrupt"
 
 
 class Chosen(NamedTuple):
-    """The result of a dispatch: `counts[i]` of `token_ids` for the i-th sampling row, None for one each."""
+    """The result of a dispatch: `counts[i]` of `token_ids` for the i-th sampling row, None for one each.
+
+    `prompt_logprobs` are those of the rows whose prompt tokens were scored.
+    """
 
     token_ids: Int32Array
     counts: Int32Array | None
     logprobs: list[RowLogprobs]
     faults: list[RowFault]
+    prompt_logprobs: Sequence[RowPromptLogprobs] = ()
 
     def each(self, num_rows: int) -> Int32Array:
         """Return `counts` int32 [num_rows], with ones if it is None."""
@@ -43,15 +49,15 @@ def from_logits(dispatch: Dispatch, logits: Float32Array, samplers: RowSamplers,
     offsets = np.arange(len(logits), dtype=np.int32) - first.repeat(widths).astype(np.int32)
     owner = rows.repeat(widths)
     tokens, values = samplers.sample(logits, owner, positions.repeat(widths) + offsets, sampler)
-    counts = accepted(tokens, _drafted(dispatch), first, widths)
+    counts = accepted(tokens, _drafted(dispatch, len(logits)), first, widths)
     kept = offsets < counts.repeat(widths)
     logprobs = [_logprobs(int(owner[i]), value) for i, value in values.items() if kept[i]]
     return _chosen(dispatch, tokens[kept], counts, logprobs)
 
 
-def _drafted(dispatch: Dispatch) -> Int32Array:
-    """Return the draft behind each token that has logits; behind a row's last token, any value."""
-    ids, at = dispatch.inputs.token_ids, dispatch.inputs.logits_rows + 1
+def _drafted(dispatch: Dispatch, num_logits: int) -> Int32Array:
+    """Return the draft behind each token that has logits to sample from; behind a row's last token, any value."""
+    ids, at = dispatch.inputs.token_ids, dispatch.inputs.logits_rows[:num_logits] + 1
     return ids[np.minimum(at, len(ids) - 1)]
 
 
@@ -98,3 +104,25 @@ def _chosen(dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, l
 def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:
     top = values.top_logprobs.astype("<f4").tobytes()
     return RowLogprobs(row, values.logprob, values.rank, pack_ids(values.top_ids), top)
+
+
+def guided(rows: Int32Array, chosen: Chosen, told: Told) -> Chosen:
+    """Return what `rows` [n] append by what their guides told: nothing, forced tokens, or what was chosen."""
+    if not (told.withheld or told.forced or told.faults):
+        return chosen
+    counts = chosen.each(len(rows)).copy()
+    pieces = np.split(chosen.token_ids, counts.cumsum()[:-1])
+    silent = told.withheld | told.faults.keys()
+    for i in silent:
+        pieces[i] = pieces[i][:0]
+    for i, forced in told.forced.items():
+        if counts[i]:
+            pieces[i] = np.array(forced, np.int32)
+    dropped = {int(rows[i]) for i in silent}
+    faults = [RowFault(int(rows[i]), error.error_code, str(error), error.status) for i, error in told.faults.items()]
+    return chosen._replace(
+        token_ids=np.concatenate(pieces, dtype=np.int32),
+        counts=np.array([len(piece) for piece in pieces], np.int32),
+        logprobs=[entry for entry in chosen.logprobs if entry.row not in dropped],
+        faults=chosen.faults + faults,
+    )

@@ -10,6 +10,7 @@ import numpy as np
 from pypto_serving.backend.base import DispatchKind, StepBuffers, StepInputs
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.worker.scoring import Scored, logits_rows, num_logits
 from pypto_serving.worker.tables import Lines, PackedTable, RowTables
 
 NONE: Int32Array = np.empty(0, dtype=np.int32)
@@ -21,6 +22,7 @@ class Part(NamedTuple):
     counts: tokens to compute, the drafts included; computed: the position of the first.
     drafts: how many of the last tokens are drafts; None if no row has drafts.
     samples: indices in [0, r) of the rows that sample; pending: of the rows whose last step is in flight.
+    scored: the prompt tokens to score.
     """
 
     kind: DispatchKind
@@ -30,6 +32,7 @@ class Part(NamedTuple):
     samples: Int32Array
     drafts: Int32Array | None
     pending: Int32Array
+    scored: Sequence[Scored]
 
 
 class Layout:
@@ -71,7 +74,7 @@ class Layout:
             positions=buffers.positions[:num_tokens],
             query_start=buffers.query_start[: padded + 1],
             context_lens=buffers.context_lens[:padded],
-            logits_rows=self._logits_rows(part, starts),
+            logits_rows=self._logits_rows(part, starts) if not part.scored else self._with_scored(part, starts),
             slot_mapping=tuple(slots[:num_tokens] for slots in buffers.slot_mapping),
             block_tables=tuple(copy.pack(table, rows, padded) for copy, table in zip(self.copies, tables, strict=True)),
             fresh_blocks=fresh,
@@ -114,6 +117,13 @@ class Layout:
         widths = 1 + part.drafts[part.samples]
         found = self._buffers.logits_rows[: int(widths.sum())]
         np.add((ends - widths.cumsum()).repeat(widths), self._offsets[: len(found)], out=found)
+        return found
+
+    def _with_scored(self, part: Part, starts: Int32Array) -> Int32Array:
+        """Return the indices of `_logits_rows`, then those of the tokens that score others."""
+        sampling = len(self._logits_rows(part, starts))
+        found = self._buffers.logits_rows[: sampling + num_logits(part.scored)]
+        found[sampling:] = logits_rows(part.scored, starts)
         return found
 
 

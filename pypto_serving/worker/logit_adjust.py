@@ -1,100 +1,102 @@
-"""Adjust a row's logits before sampling: bans, biases and masks."""
+"""RowAdjustments: biases, penalties, bans and masks of a worker's rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pypto_serving.backend.base import LogitAdjustments
-from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.adjustments import CHANGE, ChangeTable, LogitAdjustments
+from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.sampling import INT32_MAX, RowSampling
 from pypto_serving.types.tokens import unpack_ids
+from pypto_serving.worker.masks import RowMasks
 
 
-@dataclass(frozen=True, slots=True)
-class Adjustment:
-    """The bans, biases and masks of one row's logits.
+class RowAdjustments:
+    """Owns the changes to logits of R rows, set once with the row. They cost nothing while no row has any.
 
-    - `bias_values` are added to the logits of `bias_ids`.
-    - `banned_ids` cannot be chosen at positions below `banned_until`.
-    - Only `allowed_ids` can be chosen, unless that is empty.
-
-    Bans that leave no token are ignored, and so is a list of allowed ids that leaves none.
+    `tokens` [R, max_model_len] are the rows' tokens, which their owner keeps up to date. Penalties and bad words are
+    found from them when a token is sampled, so nothing has to follow what a row appends, takes back or starts with.
     """
 
-    banned_ids: Int32Array
-    banned_until: int
-    bias_ids: Int32Array
-    bias_values: Float32Array
-    allowed_ids: Int32Array
+    def __init__(self, tokens: Int32Array, vocab_size: int, max_drafts: int = 0) -> None:
+        self.masks = RowMasks(len(tokens), vocab_size, max_drafts)
+        self._tokens = tokens
+        self._given: dict[int, tuple[RowSampling, int]] = {}
+        self._until: Int32Array = np.zeros(len(tokens), np.int32)
+        self._table: ChangeTable | None = None
 
-    @classmethod
-    def of(cls, sampling: RowSampling, prompt_len: int) -> Self | None:
-        """Return the adjustment that `sampling` asks for, or None."""
-        if not (sampling.min_tokens or sampling.bias_ids or sampling.allowed_ids):
+    def set(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
+        """Set what `sampling` asks for. The prompt of `row` has `prompt_len` tokens."""
+        if sampling.allowed_ids:
+            self.masks.allow(row, unpack_ids(sampling.allowed_ids))
+        if sampling.bias_ids or sampling.bad_words or sampling.has_penalties:
+            self._until[row] = INT32_MAX
+        elif sampling.min_tokens and sampling.banned_ids:
+            self._until[row] = prompt_len + sampling.min_tokens
+        else:
+            return
+        self._given[row] = sampling, prompt_len
+        self._table = None
+
+    def clear(self, row: int) -> None:
+        """Forget the changes of `row`."""
+        self.masks.clear(row)
+        if self._given.pop(row, None) is not None:
+            self._until[row] = 0
+            self._table = None
+
+    def of(self, rows: Int32Array, positions: Int32Array, known: Int32Array) -> LogitAdjustments | None:
+        """Return what changes the logits of `rows` [n] for the tokens at `positions` [n]; None if nothing does.
+
+        See LogitAdjustments for `known` [n]. Rows may repeat, with their next positions.
+        """
+        if not (self._given or self.masks):
             return None
-        return cls(
-            banned_ids=unpack_ids(sampling.banned_ids) if sampling.min_tokens else unpack_ids(b""),
-            banned_until=prompt_len + sampling.min_tokens,
-            bias_ids=unpack_ids(sampling.bias_ids),
-            bias_values=np.frombuffer(sampling.bias_values, "<f4"),
-            allowed_ids=unpack_ids(sampling.allowed_ids),
+        due = np.where(known < self._until[rows], rows, np.int32(-1))
+        masked = self.masks.find(rows)
+        if max(due.max(initial=-1), masked.max(initial=-1)) < 0:
+            return None
+        if self._table is None:
+            self._table = _table(self._given, len(self._until))
+        return LogitAdjustments(
+            rows=due,
+            positions=positions,
+            known=known,
+            tokens=self._tokens,
+            table=self._table,
+            masks=self.masks.bits,
+            mask_rows=masked,
         )
 
-    def is_due(self, position: int) -> bool:
-        """Return whether `apply` changes the logits for the token at `position`."""
-        return bool(self.bias_ids.size or self.allowed_ids.size or position < self.banned_until)
 
-    def apply(self, logits: Float32Array, position: int) -> Float32Array:
-        """Return the adjusted copy of logits [vocab] for the token at `position`."""
-        biased = logits.copy()
-        biased[self.bias_ids] += self.bias_values
-        scores = biased
-        if self.allowed_ids.size:
-            scores = np.full_like(biased, -np.inf)
-            scores[self.allowed_ids] = biased[self.allowed_ids]
-            if not np.isfinite(scores.max()):
-                scores = biased
-        if position < self.banned_until:
-            allowed, scores = scores, scores.copy()
-            scores[self.banned_ids[self.banned_ids < len(logits)]] = -np.inf
-            if not np.isfinite(scores.max()):
-                scores = allowed
-        return scores
-
-    def mask(self, vocab_size: int) -> NDArray[np.uint32]:
-        """Return `allowed_ids` as bits: bit v % 32 of word v // 32 allows token v."""
-        bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-        bits[self.allowed_ids] = 1
-        return np.packbits(bits, bitorder="little").view("<u4")
-
-
-def pack(found: Sequence[Adjustment | None], masks: Sequence[NDArray[np.uint32] | None]) -> LogitAdjustments:
-    """Lay out the adjustments of n rows as arrays for a device; `masks[i]` are the bits of row i's allowed ids."""
-    bias_starts, bias_ids = _ragged([() if each is None else each.bias_ids for each in found], np.int32)
-    _, bias_values = _ragged([() if each is None else each.bias_values for each in found], np.float32)
-    banned_starts, banned_ids = _ragged([() if each is None else each.banned_ids for each in found], np.int32)
-    masked = [mask for mask in masks if mask is not None]
-    mask_rows = np.full(len(found), -1, np.int32)
-    mask_rows[[i for i, mask in enumerate(masks) if mask is not None]] = np.arange(len(masked))
-    return LogitAdjustments(
-        bias_starts=bias_starts,
-        bias_ids=bias_ids,
-        bias_values=bias_values,
-        masks=np.stack(masked) if masked else np.empty((0, 0), np.uint32),
-        mask_rows=mask_rows,
-        banned_starts=banned_starts,
-        banned_ids=banned_ids,
-        banned_until=np.array([0 if each is None else each.banned_until for each in found], np.int32),
+def _table(given: dict[int, tuple[RowSampling, int]], num_rows: int) -> ChangeTable:
+    """Lay out the changes of the rows in `given`."""
+    changes = np.zeros(num_rows, CHANGE)
+    sampling = [each for each, _ in given.values()]
+    biases = [np.frombuffer(each.bias_values, "<f4") for each in sampling]
+    bans = [unpack_ids(each.banned_ids) for each in sampling]
+    words = [unpack_ids(word) for each in sampling for word in each.bad_words]
+    counts = np.array(
+        [[len(bias), len(ban), len(each.bad_words)] for bias, ban, each in zip(biases, bans, sampling, strict=True)]
+    ).reshape(-1, 3)
+    ends = counts.cumsum(axis=0)
+    for i, (row, (each, prompt_len)) in enumerate(given.items()):
+        intervals = np.stack([ends[i] - counts[i], ends[i]], axis=1).ravel().tolist()
+        penalties = each.repetition_penalty, each.frequency_penalty, each.presence_penalty
+        changes[row] = (*penalties, prompt_len, prompt_len + each.min_tokens, *intervals)
+    return ChangeTable(
+        changes=changes,
+        bias_ids=_joined([unpack_ids(each.bias_ids) for each in sampling], np.int32),
+        bias_values=_joined(biases, np.float32),
+        banned_ids=_joined(bans, np.int32),
+        word_starts=np.cumsum([0, *map(len, words)], dtype=np.int32),
+        words=_joined(words, np.int32),
     )
 
 
-def _ragged(lists: Sequence[Any], dtype: DTypeLike) -> tuple[Int32Array, NDArray[Any]]:
-    """Concatenate lists. Return starts int32 [n + 1] and values; list i is values[starts[i] : starts[i + 1]]."""
-    starts = np.zeros(len(lists) + 1, np.int32)
-    np.cumsum([len(each) for each in lists], out=starts[1:])
-    return starts, np.concatenate([np.asarray(each, dtype) for each in lists]) if lists else np.empty(0, dtype)
+def _joined(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)

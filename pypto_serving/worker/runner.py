@@ -12,11 +12,14 @@ from typing import Protocol
 from pypto_serving.backend.base import Program, StepBuffers, StepOutput
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
+from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.step import StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
-from pypto_serving.worker.choose import Chosen, from_device, from_logits
+from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided
+from pypto_serving.worker.guides import Told
+from pypto_serving.worker.scoring import num_logits, score
 
 
 class PlanExecutor(Protocol):
@@ -56,26 +59,35 @@ class _Step:
     plan: StepPlan
     dispatches: list[Dispatch]
     started_s: float
+    told: list[Told | None]
 
 
 class Runner:
     """Owns the persistent rows and drives the program. Implements PlanExecutor.
 
+    `model_dir` has the tokenizer that grammars need, "" if there is none.
+
     - If the device samples, all dispatches of a step are submitted at once. The program holds steps up to its depth.
     - If the host samples, each dispatch is collected and sampled before the next is submitted.
     """
 
-    def __init__(self, program: Program, buffers: Sequence[StepBuffers], vocab_size: int, num_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        program: Program,
+        buffers: Sequence[StepBuffers],
+        vocab_size: int,
+        num_drafts: int = 0,
+        model_dir: str = "",
+    ) -> None:
         self.program = program
         self._sampler = program.sampler or PlainSampler()
-        self._vocab_size = vocab_size
         self._on_device = program.limits.traits.samples_on_device
         self._held_steps = program.limits.held_steps
         self._steps: deque[_Step] = deque()
         self._collected_s = 0.0
         if num_drafts and not self._on_device and program.drafter is None:
             raise ConfigError(f"num_drafts is {num_drafts}, but the program brings no drafter; set it to 0")
-        self.batch = RowBatch(program.groups, program.limits, buffers, program.drafter)
+        self.batch = RowBatch(program.groups, program.limits, buffers, vocab_size, program.drafter, model_dir)
 
     @property
     def num_in_flight(self) -> int:
@@ -89,15 +101,17 @@ class Runner:
         """Pack a plan and hand it to the program."""
         started_s = time.perf_counter()
         dispatches = self.batch.pack(plan)
+        step = _Step(plan, dispatches, started_s, [])
         for dispatch in dispatches if self._on_device else dispatches[:1]:
-            self._submit(dispatch)
-        self._steps.append(_Step(plan, dispatches, started_s))
+            self._submit(step, dispatch)
+        self._steps.append(step)
 
-    def _submit(self, dispatch: Dispatch) -> None:
+    def _submit(self, step: _Step, dispatch: Dispatch) -> None:
         sampling = None
         if self._on_device:
+            step.told.append(self.batch.guides.tell(dispatch.rows))
             rows, owners, positions = dispatch.rows, dispatch.owners, dispatch.positions
-            sampling = self.batch.samplers.inputs(rows, owners, positions, self._vocab_size)
+            sampling = self.batch.samplers.inputs(rows, owners, positions, self.batch.num_tokens[rows])
         self.program.submit(dispatch.inputs, sampling)
 
     def collect(self) -> StepResult:
@@ -106,9 +120,11 @@ class Runner:
         found, virtual_s = [], None
         for i, dispatch in enumerate(step.dispatches):
             if i and not self._on_device:
-                self._submit(dispatch)
+                self._submit(step, dispatch)
             output = self.program.collect()
-            chosen = self._choose(dispatch, output)
+            if not self._on_device:
+                step.told.append(self.batch.guides.tell(dispatch.rows))
+            chosen = self._choose(dispatch, output, step.told[i])
             self.batch.advance(dispatch, chosen.counts, chosen.token_ids)
             found.append((dispatch, chosen))
             if output.virtual_s is not None:
@@ -118,11 +134,25 @@ class Runner:
         self._collected_s = now_s
         return _result(step, found, elapsed_s if virtual_s is None else virtual_s)
 
-    def _choose(self, dispatch: Dispatch, output: StepOutput) -> Chosen:
+    def _choose(self, dispatch: Dispatch, output: StepOutput, told: Told | None) -> Chosen:
         if output.sampled is not None:
-            return from_device(dispatch, output.sampled)
-        assert output.logits is not None
-        return from_logits(dispatch, output.logits, self.batch.samplers, self._sampler)
+            chosen = from_device(dispatch, output.sampled)
+        else:
+            assert output.logits is not None
+            chosen = self._choose_here(dispatch, output.logits)
+        if told is not None:
+            chosen = guided(dispatch.rows, chosen, told)
+            self.batch.guides.follow(dispatch.rows, told, chosen.each(len(dispatch.rows)), chosen.token_ids)
+        return chosen
+
+    def _choose_here(self, dispatch: Dispatch, logits: Float32Array) -> Chosen:
+        """Sample on the host; score the prompt tokens whose logits come behind those of the rows that sample."""
+        if not dispatch.scored:
+            return from_logits(dispatch, logits, self.batch.samplers, self._sampler)
+        sampling = len(logits) - num_logits(dispatch.scored)
+        chosen = from_logits(dispatch, logits[:sampling], self.batch.samplers, self._sampler)
+        found, faults = score(dispatch.scored, logits[sampling:], self._sampler)
+        return chosen._replace(prompt_logprobs=found, faults=chosen.faults + faults)
 
 
 def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float) -> StepResult:
@@ -139,4 +169,5 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float)
         elapsed_s=elapsed_s,
         counts=counts,
         faults=[fault for _, chosen in found for fault in chosen.faults],
+        prompt_logprobs=[scored for _, chosen in found for scored in chosen.prompt_logprobs],
     )

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.backend.base import LogitAdjustments, SamplingInputs
+from pypto_serving.backend.base import SamplingInputs
 from pypto_serving.backend.philox import uniforms
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import DRAW, Sampler
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker import logit_adjust
-from pypto_serving.worker.logit_adjust import Adjustment
+from pypto_serving.worker.logit_adjust import RowAdjustments
+from pypto_serving.worker.masks import RowMasks
 
 AHEAD = 16
 """Positions to make random numbers for at once: the cost hardly depends on how many they are."""
@@ -32,10 +32,13 @@ class SampledLogprobs:
 class RowSamplers:
     """Owns the sampling parameters of R rows, as arrays indexed by row. They are set once, with the row.
 
-    Random numbers, adjusted logits and log-probabilities cost nothing while no row needs them.
+    Random numbers, adjusted logits and log-probabilities cost nothing while no row needs them. `masks` is where a
+    grammar puts the tokens that a row may choose next: `masks.put(row, draft, bits)`, before `sample` or `inputs`.
+    `tokens` [R, max_model_len] are those of the rows, kept up to date by their owner.
     """
 
-    def __init__(self, rows: int, max_drafts: int = 0) -> None:
+    def __init__(self, tokens: Int32Array, vocab_size: int, max_drafts: int = 0) -> None:
+        rows = len(tokens)
         self._ahead = max(AHEAD, 1 + max_drafts)
         self._draws = np.zeros(rows, DRAW)
         self._seeds = np.zeros(rows, np.uint64)
@@ -43,10 +46,13 @@ class RowSamplers:
         self._uniforms = np.zeros((rows, self._ahead))
         self._uniforms_from = np.zeros(rows, np.int32)
         self._num_logprobs = np.full(rows, -1, np.int32)
-        self._adjustments: dict[int, Adjustment] = {}
-        self._masks: dict[int, NDArray[np.uint32]] = {}
+        self._adjustments = RowAdjustments(tokens, vocab_size, max_drafts)
         self._random: set[int] = set()
         self._asking: set[int] = set()
+
+    @property
+    def masks(self) -> RowMasks:
+        return self._adjustments.masks
 
     def set(self, row: int, sampling: RowSampling, prompt_len: int) -> None:
         """Set the sampling parameters of `row`. Its prompt has `prompt_len` tokens."""
@@ -55,9 +61,7 @@ class RowSamplers:
         self._seeds[row], self._choices[row] = sampling.seed, sampling.choice
         self._uniforms_from[row] = -self._ahead
         self._num_logprobs[row] = sampling.num_logprobs
-        adjustment = Adjustment.of(sampling, prompt_len)
-        if adjustment is not None:
-            self._adjustments[row] = adjustment
+        self._adjustments.set(row, sampling, prompt_len)
         if sampling.temperature > 0:
             self._random.add(row)
         if sampling.num_logprobs >= 0:
@@ -65,8 +69,7 @@ class RowSamplers:
 
     def clear(self, row: int) -> None:
         """Clear the sampling parameters of `row`."""
-        self._adjustments.pop(row, None)
-        self._masks.pop(row, None)
+        self._adjustments.clear(row)
         self._random.discard(row)
         self._asking.discard(row)
         self._num_logprobs[row] = -1
@@ -81,9 +84,7 @@ class RowSamplers:
         draws = self._draws[rows]
         if self._random:
             draws["random"] = self._random_numbers(rows, positions)
-        tokens = sampler.choose(logits, draws)
-        if self._adjustments:
-            self._choose_again(tokens, logits, rows, positions, draws, sampler)
+        tokens = sampler.choose(logits, draws, self._adjustments.of(rows, positions, positions))
         return tokens, self._logprobs(tokens, logits, rows, sampler) if self._asking else {}
 
     def num_logprobs(self, rows: Int32Array) -> Int32Array:
@@ -91,8 +92,11 @@ class RowSamplers:
         found: Int32Array = self._num_logprobs[rows]
         return found
 
-    def inputs(self, rows: Int32Array, owners: Int32Array, positions: Int32Array, vocab_size: int) -> SamplingInputs:
-        """Build a device's inputs for `rows` [n], at indices `owners` of a dispatch, sampling from `positions` on."""
+    def inputs(self, rows: Int32Array, owners: Int32Array, positions: Int32Array, known: Int32Array) -> SamplingInputs:
+        """Build a device's inputs for `rows` [n], at indices `owners` of a dispatch, sampling from `positions` on.
+
+        `known` [n] is how many tokens of each row have been collected.
+        """
         draws = self._draws[rows]
         if self._random:
             draws["random"] = self._random_numbers(rows, positions)
@@ -103,15 +107,8 @@ class RowSamplers:
             choices=self._choices[rows],
             positions=positions,
             num_logprobs=self._num_logprobs[rows],
-            adjustments=self._packed_adjustments(rows.tolist(), vocab_size) if self._adjustments else None,
+            adjustments=self._adjustments.of(rows, positions, known),
         )
-
-    def _packed_adjustments(self, rows: list[int], vocab_size: int) -> LogitAdjustments:
-        found = [self._adjustments.get(row) for row in rows]
-        for row, each in zip(rows, found, strict=True):
-            if each is not None and each.allowed_ids.size and row not in self._masks:
-                self._masks[row] = each.mask(vocab_size)
-        return logit_adjust.pack(found, [self._masks.get(row) for row in rows])
 
     def _random_numbers(self, rows: Int32Array, positions: Int32Array) -> NDArray[np.float64]:
         """Return the numbers of `rows` at `positions`; a row may repeat, with its next positions.
@@ -128,25 +125,6 @@ class RowSamplers:
             index = positions - self._uniforms_from[rows]
         found: NDArray[np.float64] = self._uniforms[rows, index]
         return found
-
-    def _choose_again(
-        self,
-        tokens: Int32Array,
-        logits: Float32Array,
-        rows: Int32Array,
-        positions: Int32Array,
-        draws: NDArray[np.void],
-        sampler: Sampler,
-    ) -> None:
-        """Sample again from adjusted logits, for rows that have an adjustment at their position."""
-        changed = [
-            (i, adjustment.apply(logits[i], position))
-            for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
-            if tokens[i] >= 0 and (adjustment := self._adjustments.get(row)) is not None and adjustment.is_due(position)
-        ]
-        if changed:
-            index = [i for i, _ in changed]
-            tokens[index] = sampler.choose(np.stack([each for _, each in changed]), draws[index])
 
     def _logprobs(
         self, tokens: Int32Array, logits: Float32Array, rows: Int32Array, sampler: Sampler

@@ -67,3 +67,22 @@ def start(checkpoint: Path, tokenizer: Tokenizer) -> Iterator[Callable[..., Runn
     yield start_one
     for server in servers:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def chat_server(checkpoint: Path, tokenizer: Tokenizer) -> Iterator[RunningServer]:
+    serving = load_serving_config(checkpoint, served_model_names=NAMES, trust_request_chat_template=True)
+    server = RunningServer(new_engine(tokenizer, max_model_len=8192), serving)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def says(chat_server: RunningServer, tokenizer: Tokenizer) -> Callable[..., RunningServer]:
+    """A server whose model says `text` and stops."""
+
+    def say(text: str, finish: str = "stop") -> RunningServer:
+        chat_server.engine.script = lambda request: Script(tokenizer.encode(text), finish)
+        return chat_server
+
+    return say

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -20,9 +21,11 @@ from pypto_serving.api.server import create_app
 from pypto_serving.api.settings import ServingConfig
 from tests.api.scripted_engine import WAIT_S, ScriptedEngine
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MOMENT_S = 2.0
 DESCRIBED = {
-    "/v1/completions": (Completion, Completion),
-    "/v1/chat/completions": (ChatCompletion, ChatCompletionChunk),
+    COMPLETIONS: (Completion, Completion),
+    CHAT: (ChatCompletion, ChatCompletionChunk),
 }
 """What /openapi.json says of answers and of their events."""
 
@@ -116,3 +119,18 @@ class RunningServer:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
         connection.sendall(head.encode() + payload)
         return connection
+
+
+def is_served_until(server: RunningServer, slow: Future[httpx.Response]) -> bool:
+    """Whether /health and small completions are answered all the time until `slow` is.
+
+    However loaded the machine is: no answer takes most of that time, if that is more than a moment.
+    """
+    started_s = answered_s = time.monotonic()
+    longest_s = 0.0
+    while not slow.done():
+        assert server.http.get("/health").status_code == 200
+        assert server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1}).status_code == 200
+        before_s, answered_s = answered_s, time.monotonic()
+        longest_s = max(longest_s, answered_s - before_s)
+    return longest_s < max(MOMENT_S, 0.8 * (answered_s - started_s))

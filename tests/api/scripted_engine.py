@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,13 @@ import numpy as np
 from pypto_serving.engine.client import Health
 from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.draws import Logprobs
 from pypto_serving.types.kv import FullSpec
+from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
-from pypto_serving.types.tokens import pack_ids
+from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 WAIT_S = 20.0
 
@@ -32,7 +34,10 @@ def engine_config(vocab_size: int, **changes: object) -> EngineConfig:
 
 @dataclass
 class Script:
-    """What one request receives: `tokens` in random portions, then `finish` or `fault`, or nothing (`hang`)."""
+    """What one request receives: `tokens` in random portions, then `finish` or `fault`, or nothing (`hang`).
+
+    `logprob` is that of each token.
+    """
 
     tokens: Sequence[int]
     finish: str = "length"
@@ -40,6 +45,7 @@ class Script:
     fault: RequestFault | None = None
     hang: bool = False
     cached: int = 0
+    logprob: float = -0.5
 
 
 @dataclass
@@ -163,13 +169,14 @@ class ScriptedEngine:
 
 
 def outputs_of(request: EngineRequest, script: Script, rng: random.Random) -> list[RequestOutput]:
-    """The outputs of a whole request, of one to three tokens each."""
-    limit = request.params.max_tokens or len(script.tokens)
-    tokens, outputs = list(script.tokens)[:limit], []
+    """The outputs of a whole request, of one to three tokens each; before them its prompt's log-probabilities."""
+    limit = len(script.tokens) if request.params.max_tokens is None else request.params.max_tokens
+    tokens, outputs = list(script.tokens)[:limit], list(scored_prompt(request, rng))
     while tokens:
         count = rng.randint(1, 3)
         taken, tokens = tokens[:count], tokens[count:]
-        logprobs = None if request.params.logprobs is None else [logprobs_of(i, request.params.logprobs) for i in taken]
+        width = request.params.logprobs
+        logprobs = None if width is None else [logprobs_of(i, width, script.logprob) for i in taken]
         outputs.append(
             RequestOutput(
                 request_id=request.request_id,
@@ -194,7 +201,7 @@ def outputs_of(request: EngineRequest, script: Script, rng: random.Random) -> li
 
 def merge_finish(outputs: list[RequestOutput], script: Script) -> list[RequestOutput]:
     """A stop token arrives together with its finish_reason, as from a real engine."""
-    if script.finish != "stop" or script.fault or len(outputs) < 2:
+    if script.finish != "stop" or script.fault or len(outputs) < 2 or not outputs[-2].token_ids:
         return outputs
     *head, last, end = outputs
     merged = RequestOutput(
@@ -210,8 +217,25 @@ def merge_finish(outputs: list[RequestOutput], script: Script) -> list[RequestOu
     return [*head, merged]
 
 
-def logprobs_of(token_id: int, count: int) -> TokenLogprobs:
+def scored_prompt(request: EngineRequest, rng: random.Random) -> Iterator[RequestOutput]:
+    """In portions, those of each token but the first: token i has -i / 8 and rank 2, below those that follow it."""
+    width, ids = request.params.prompt_logprobs, unpack_ids(request.token_ids).tolist()
+    start = 1 if width is not None else len(ids)
+    while start < len(ids):
+        end = min(len(ids), start + rng.randint(1, 5))
+        places = range(start, end)
+        start = end
+        found = Logprobs(
+            np.array([-i / 8 for i in places], np.float32),
+            np.full(len(places), 2, np.int32),
+            np.array([[ids[i] + 1 + k for k in range(width or 0)] for i in places], np.int32),
+            np.array([[-i / 8 + 1 / 16 - k for k in range(width or 0)] for i in places], np.float32),
+        )
+        yield RequestOutput(request_id=request.request_id, prompt_logprobs=PromptLogprobs.pack(found))
+
+
+def logprobs_of(token_id: int, count: int, logprob: float = -0.5) -> TokenLogprobs:
     """The sampled token is the most likely one; the others follow it in the vocabulary."""
     top = [token_id + i for i in range(count)]
-    values = np.array([-0.5 - i for i in range(count)], dtype="<f4")
-    return TokenLogprobs(logprob=-0.5, rank=1, top_ids=pack_ids(top), top_logprobs=values.tobytes())
+    values = np.array([logprob - i for i in range(count)], dtype="<f4")
+    return TokenLogprobs(logprob=logprob, rank=1, top_ids=pack_ids(top), top_logprobs=values.tobytes())

@@ -14,7 +14,7 @@ import pytest
 from pypto_serving.api import connection, run
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
-from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, next_answer
+from tests.api.sockets import BODY, HEAD, LENGTH, answer, dialled, held, next_answer, padded
 
 
 @pytest.fixture
@@ -277,15 +277,19 @@ def test_a_late_body_leaves_the_answer_before_it_whole(
     assert re.findall(rb"HTTP/1.1 (\d+)", answer(client)[1]) == [b"200", b"408"]
 
 
-@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize(
+    ("at_once", "later"),
+    [(1, 2 * (HEAD + LENGTH + b"\r\n" + BODY)), (3, b""), (1, padded(95_000)[:90_000])],
+    ids=["whole ones", "all at once", "a part of a large one"],
+)
 def test_a_disconnect_ends_the_first_of_pipelined_requests(
-    server: RunningServer, connect: Callable[[], socket.socket], at_once: int
+    server: RunningServer, connect: Callable[[], socket.socket], at_once: int, later: bytes
 ) -> None:
     server.engine.script = lambda request: Script([], hang=True)
     client = connect()
     client.sendall((HEAD + LENGTH + b"\r\n" + BODY) * at_once)
     server.engine.wait_for(lambda: len(server.engine.requests) == 1)
-    client.sendall((HEAD + LENGTH + b"\r\n" + BODY) * (3 - at_once))
+    client.sendall(later)
     client.close()
     server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
 

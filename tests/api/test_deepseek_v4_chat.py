@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.tokens import unpack_ids
+from tests.api.chat_events import PATH, calls_of, join_events, prompt_of
 from tests.api.checkpoint import write_deepseek_v4
 from tests.api.conftest import new_engine
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import Script
 
-PATH = "/v1/chat/completions"
 HELLO = {"role": "user", "content": "hello"}
 B, U, A = "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
@@ -59,30 +58,8 @@ def says(v4_server: RunningServer, v4_tokenizer: Tokenizer) -> Callable[[str], R
     return say
 
 
-def prompt_of(server: RunningServer, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(unpack_ids(server.engine.requests[-1].token_ids).tolist(), skip_special_tokens=False)
-
-
 def streamed(server: RunningServer, body: dict[str, Any], index: int = 0) -> dict[str, Any]:
-    """The message that the deltas of a choice make, and how it ended."""
-    message: dict[str, Any] = {"role": None, "content": "", "reasoning_content": "", "reasoning": "", "calls": []}
-    for event in server.events(PATH, body):
-        for choice in (choice for choice in event["choices"] if choice["index"] == index):
-            for name, value in choice["delta"].items():
-                if name == "role":
-                    message["role"] = value
-                elif name == "tool_calls":
-                    message["calls"] += value
-                else:
-                    message[name] += value
-            message["finish_reason"] = choice["finish_reason"]
-    return message
-
-
-def calls_of(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    assert len({call["id"] for call in calls}) == len(calls)
-    assert all(call["type"] == "function" for call in calls)
-    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    return join_events(server.events(PATH, body), index)
 
 
 def test_the_prompt_is_the_familys_own(says: Callable[..., RunningServer], v4_tokenizer: Tokenizer) -> None:
@@ -195,7 +172,8 @@ def test_logprobs_cover_every_token(says: Callable[..., RunningServer], v4_token
     server, body = says(text), {"messages": [HELLO], "tools": [WEATHER], "logprobs": True}
     whole = server.post(PATH, body).json()["choices"][0]["logprobs"]["content"]
     events = server.events(PATH, body)
-    assert [e for event in events[1:] for e in event["choices"][0]["logprobs"]["content"]] == whole
+    scored = [event["choices"][0]["logprobs"] for event in events]
+    assert [entry for logprobs in scored if logprobs for entry in logprobs["content"]] == whole
     assert b"".join(bytes(entry["bytes"]) for entry in whole).decode() == text
     assert len(whole) == len(v4_tokenizer.encode(text))
 
@@ -222,11 +200,11 @@ BAD = [
     ({"messages": [HELLO], "reasoning_effort": "huge"}, "reasoning_effort", "none, minimal, low, medium, high"),
     ({"messages": [HELLO], "tools": [{"type": "function"}]}, "tools[0]", "'function'"),
     (
-        {"messages": [HELLO], "tools": [WEATHER], "tool_choice": "required"},
+        {"messages": [HELLO], "tools": [WEATHER], "tool_choice": 5},
         "tool_choice",
-        'or set it to "none" or "auto"',
+        "tool_choice is 5, but must be one of 'none'",
     ),
-    ({"messages": [HELLO], "tools": [WEATHER], "tool_choice": 5}, "tool_choice", "tool_choice = 5 is not supported"),
+    ({"messages": [HELLO], "documents": [{}]}, "documents", "not supported by DeepSeek V4"),
     ({"messages": [HELLO], "tools": "x"}, "tools", "'x'"),
     (
         {"messages": [HELLO], "tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
@@ -234,7 +212,7 @@ BAD = [
         "is 'x', but must be a JSON schema",
     ),
     ({"messages": [HELLO, {"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[1].tool_call_id", "'1'"),
-    ({"messages": [HELLO], "response_format": {"type": "json_object"}}, "response_format", "json_schema"),
+    ({"messages": [HELLO], "response_format": {"type": "json_schema"}}, "response_format", "a JSON schema"),
     ({"messages": [HELLO], "chat_template_kwargs": {"enable": 1}}, "chat_template_kwargs", "enable_thinking"),
     ({"messages": [HELLO], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "must not set tools"),
     (

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Parser
 from pypto_serving.api.chat.dsml import write_calls
-from pypto_serving.api.chat.output import AssistantMessage, ToolCall, read_output
+from pypto_serving.api.chat.formats import Calls, OutputFormat
+from pypto_serving.api.chat.output import AssistantMessage, ToolCall, ToolCallStart, read_output
+from pypto_serving.api.chat.parsers.tape import TapeParser
+from pypto_serving.api.chat.parsers.thinking import Thinking
 
 START, END = "\n\n<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"
 WEATHER = (
@@ -34,8 +36,13 @@ def invoke(*parameters: str) -> str:
     return f'<｜DSML｜invoke name="f">\n{"".join(parameters)}</｜DSML｜invoke>\n'
 
 
+def new_parser(thinks: bool, reads_calls: bool) -> TapeParser:
+    thinking = Thinking("<think>", "</think>", opened=True) if thinks else None
+    return OutputFormat(thinking, Calls("deepseek_v4") if reads_calls else None)()
+
+
 def read(text: str, thinks: bool = False, reads_calls: bool = True) -> AssistantMessage:
-    return read_output(DeepseekV4Parser(thinks, reads_calls), [text])
+    return read_output(new_parser(thinks, reads_calls), [text])
 
 
 THINKING = [
@@ -110,11 +117,11 @@ def test_calls_are_read_only_where_there_are_tools() -> None:
 
 
 def test_parts_come_as_soon_as_they_are_certain() -> None:
-    parser = DeepseekV4Parser(True, True)
-    assert read_output(parser, []) == AssistantMessage()
+    assert read_output(new_parser(True, True), []) == AssistantMessage()
+    parser = new_parser(True, True)
     texts = ["why", "</", "b>", "</think", ">", "so\n", "\nx", f"{START}{NOW}"]
     given = [[getattr(part, "text", part) for part in parser.push(text)] for text in texts]
-    assert given == [["why"], [], ["</b>"], [], [], ["so"], ["\n\nx"], [NOW_CALL]]
+    assert given == [["why"], [], ["</b>"], [], [], ["so"], ["\n\nx"], [ToolCallStart("now"), "{}"]]
 
 
 PIECES = ["</think>", START, END, WEATHER, NOW, "\n", "\n\n", "<", "｜DSML｜", "invoke>", "a", "</｜DSML｜parameter>"]
@@ -127,7 +134,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=10).map("".join)
 def test_any_split_gives_the_same_parts(text: str, cuts: list[int], thinks: bool, reads_calls: bool) -> None:
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
-    split = read_output(DeepseekV4Parser(thinks, reads_calls), pieces)
+    split = read_output(new_parser(thinks, reads_calls), pieces)
     assert split == read(text, thinks, reads_calls)
     if not reads_calls:
         assert split.tool_calls == []

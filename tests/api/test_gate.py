@@ -199,6 +199,7 @@ def test_a_request_that_waits_to_be_read_is_told_of_the_end(
         unread.call(unread.server.stop)
         status, data = answer(client)
         assert status == 503 and b"shutting down" in data and b"x-request-id" in data
+        unread.thread.join(WAIT_S)
     assert not [record for record in caplog.records if record.exc_info]
 
 

@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pypto_serving.api.reading import process
 from pypto_serving.api.reading.__main__ import answer
 from pypto_serving.api.reading.process import ReaderProcess
 from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES, is_small
-from pypto_serving.api.reading.turns import Turns
+from pypto_serving.api.reading.turns import OLDEST_EVERY, Turns
 from pypto_serving.api.reading.wire import ANSWERS, Fault
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -30,10 +31,9 @@ from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
-from tests.api.running import RunningServer
+from tests.api.running import CHAT, COMPLETIONS, RunningServer, is_served_until
 from tests.api.scripted_engine import WAIT_S, engine_config
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{% for b in range(99999) %}spam{% endfor %}{% endfor %}",
@@ -54,16 +54,6 @@ def chat(content: str) -> dict[str, Any]:
     return {"messages": [{**HELLO, "content": content}], "max_tokens": 2}
 
 
-def served_until(server: RunningServer, slow: Future[httpx.Response]) -> int:
-    """How often /health and a small completion are answered before `slow` is."""
-    count = 0
-    while not slow.done():
-        assert server.http.get("/health").status_code == 200
-        assert server.post(COMPLETIONS, {"prompt": "hello", "max_tokens": 1}).status_code == 200
-        count += 1
-    return count
-
-
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server whose chat template attacks it. Stopping it ends its readers, whatever they do."""
@@ -73,16 +63,11 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     yield server
     with ThreadPoolExecutor(1) as other:
         last = other.submit(server.post, CHAT, chat("loops"))
-        served_until_begun(server)
+        server.wait_for(lambda: server.app.state.reading._quick._turns.taken)
         server.stop()
         last.cancel()
         assert isinstance(last.exception(WAIT_S), httpx.HTTPError) or last.result().status_code >= 400
     assert not set(psutil.Process().children()) - before
-
-
-def served_until_begun(server: RunningServer) -> None:
-    while not server.call(lambda: server.app.state.reading._quick._turns.taken):
-        pass
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -92,7 +77,7 @@ def test_a_template_that_does_not_end_costs_its_own_chat_only(
     monkeypatch.setattr(process, "READ_S", 1.0)
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(hostile.post, CHAT, chat(name))
-        served_until(hostile, slow)
+        assert is_served_until(hostile, slow)
         response = slow.result()
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] in ("messages", None)
@@ -124,10 +109,9 @@ def test_others_are_served_while_a_large_body_is_read(roomy: RunningServer, name
     path, body, status, words = BIG[name]
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(roomy.http.post, path, content=json.dumps(body))
-        served = served_until(roomy, slow)
+        assert is_served_until(roomy, slow)
     assert slow.result().status_code == status
     assert words in slow.result().text
-    assert served > 1
 
 
 BODIES = [(COMPLETIONS, body) for body, *_ in BAD_COMPLETIONS] + [(CHAT, body) for body, *_ in BAD_CHATS]
@@ -224,6 +208,22 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
     asyncio.run(scenario())
 
 
+def test_a_reader_that_is_still_starting_when_the_server_ends_is_no_error(
+    checkpoint: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        reader = new_reader(checkpoint, tokenizer)
+        starting = asyncio.ensure_future(reader.start())
+        while reader._child is None:
+            await asyncio.sleep(0)
+        await reader.close()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await starting
+
+    asyncio.run(scenario())
+    assert not caplog.records
+
+
 def test_bodies_of_many_prompts_are_not_small() -> None:
     """They take longer to read than others of their size."""
     assert is_small(json.dumps({"prompt": "x" * 16_000, "stop": ["a", "b"]}).encode())
@@ -272,6 +272,46 @@ def test_the_shortest_body_is_next_whatever_came_before() -> None:
     assert asyncio.run(turns_taken([30, 10, 20, 10])) == [10, 10, 20, 30]
     assert asyncio.run(turns_taken([30, 10, 20], leaving=(1,))) == [20, 30]
     assert asyncio.run(turns_taken([30, 10, 20], leaving=(0, 1, 2))) == []
+
+
+def test_a_long_body_is_not_held_up_by_shorter_ones_for_good() -> None:
+    async def turns_before_it() -> int:
+        turns = Turns(MAX_WAITING)
+        await turns.take(0)
+        long = asyncio.create_task(turns.take(1000))
+        for count in range(100):
+            short = asyncio.create_task(turns.take(1))
+            await asyncio.sleep(0)
+            turns.end()
+            await asyncio.wait((short, long), return_when=asyncio.FIRST_COMPLETED)
+            if long.done():
+                short.cancel()
+                return count
+        raise AssertionError("it never has its turn")
+
+    assert asyncio.run(turns_before_it()) < OLDEST_EVERY
+
+
+def test_clients_that_keep_a_reader_busy_do_not_hold_up_a_longer_body(roomy: RunningServer) -> None:
+    """Eight of them, each of which has the next body read as soon as the last is answered."""
+    text = "fox jumps over " * 1000
+    short, long = ({"prompt": [text] * count, "max_tokens": 1} for count in (3, 16))
+    assert SMALL_BYTES < len(json.dumps(short)) < len(json.dumps(long)) <= QUICK_BYTES
+    answered = threading.Event()
+
+    def keep_busy(_: int) -> int:
+        count = 0
+        while count < 40 and not answered.is_set():
+            assert roomy.post(COMPLETIONS, short).status_code == 200
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(8) as others:
+        counts = others.map(keep_busy, range(8))
+        roomy.wait_for(lambda: len(roomy.app.state.reading._quick._turns._waiting) >= 4)
+        assert roomy.post(COMPLETIONS, long).status_code == 200
+        answered.set()
+        assert sum(counts) < 8 * 20
 
 
 def test_the_longest_body_is_refused_when_too_many_wait() -> None:

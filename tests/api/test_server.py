@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from pypto_serving.api.run import bind
-from pypto_serving.api.settings import DefaultSampling, ServingConfig, load_default_sampling
+from pypto_serving.api.settings import DefaultSampling, ServingConfig, default_sampling
+from pypto_serving.api.text.files import read_generation_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import Health
 from pypto_serving.errors import ConfigError, ModelError
@@ -34,7 +35,8 @@ def test_models(server: RunningServer, checkpoint: Path) -> None:
     assert entry == models["data"][0]
     assert (entry["object"], entry["owned_by"], entry["root"]) == ("model", "pypto-serving", str(checkpoint))
     assert entry["max_model_len"] == 512
-    assert entry["default_sampling"] == {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.0}
+    filters = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.0}
+    assert entry["default_sampling"] == {**filters, "repetition_penalty": 1.0}
     assert [model.id for model in server.openai().models.list()] == ["tiny", "tiny-alias"]
     assert server.openai().models.retrieve("tiny-alias").id == "tiny-alias"
 
@@ -251,16 +253,16 @@ def test_serving_config_refuses_what_cannot_work() -> None:
 def test_default_sampling(tmp_path: Path) -> None:
     def load(values: dict[str, object]) -> DefaultSampling:
         (tmp_path / "generation_config.json").write_text(json.dumps(values))
-        return load_default_sampling(tmp_path)
+        return default_sampling(read_generation_config(tmp_path))
 
-    assert load_default_sampling(tmp_path) == DefaultSampling()
+    assert default_sampling(read_generation_config(tmp_path)) == DefaultSampling()
     assert load({"do_sample": False, "temperature": 0.7}).temperature == 0
-    lacking = load({"repetition_penalty": 1.05, "top_k": 20, "typical_p": 1.0})
-    assert lacking.not_applied == {"repetition_penalty": 1.05}
-    assert "top_k 20" in lacking.describe()
-    assert "not applied: repetition_penalty 1.05" in lacking.describe()
-    for bad in ({"top_p": 7}, {"temperature": "hot"}, {"top_k": 1.5}):
-        with pytest.raises(ModelError, match=r"generation_config\.json: (top_p|temperature|top_k)"):
+    lacking = load({"repetition_penalty": 1.05, "top_k": 20, "typical_p": 1.0, "num_beams": 4})
+    assert lacking.repetition_penalty == 1.05 and lacking.not_applied == {"num_beams": 4}
+    assert "top_k 20" in lacking.describe() and "repetition_penalty 1.05" in lacking.describe()
+    assert "not applied: num_beams 4" in lacking.describe()
+    for bad in ({"top_p": 7}, {"temperature": "hot"}, {"top_k": 1.5}, {"repetition_penalty": 0}):
+        with pytest.raises(ModelError, match=r"generation_config\.json: (top_p|temperature|top_k|repetition_penalty)"):
             load(bad)
 
 

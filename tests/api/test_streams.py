@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Callable
 from typing import IO
@@ -11,12 +12,13 @@ from typing import IO
 import pytest
 from starlette.types import Message
 
+from pypto_serving.api import run
 from pypto_serving.api.openai.respond import PING, begun, pinging
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.types.request import RequestFault
 from tests.api.checkpoint import TEXT
 from tests.api.running import RunningServer
-from tests.api.scripted_engine import Script
+from tests.api.scripted_engine import WAIT_S, Script
 
 PATH = "/v1/completions"
 NUM_TOKENS = 6000
@@ -87,6 +89,24 @@ def test_a_client_that_stalls_for_good_is_cut_off(
     server.engine.script = lambda request: Script((tokenizer.encode(TEXT) * 50_000)[:50_000], hang=True)
     with server.raw_post(PATH, {"prompt": "hello", "stream": True, "max_tokens": 50_000}):
         server.engine.wait_for(lambda: len(server.engine.aborted) == 1)
+
+
+def test_a_client_that_stalls_when_the_server_ends_is_cut_off(
+    narrow: RunningServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run, "CLOSE_TIMEOUT_S", 0.1)
+    tokens = (tokenizer.encode(TEXT) * NUM_TOKENS)[:NUM_TOKENS]
+    with stalled(narrow, Script(tokens)):
+        for _ in range(2):
+            narrow.call(narrow.server.stop)
+        narrow.thread.join(WAIT_S)
+        assert not narrow.thread.is_alive()
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.getMessage() for record in said] == [
+        "ending now, with a 503 for 1 request",
+        "cut 1 connection, where the client took no data for 0.1 s",
+    ]
+    assert not any(record.exc_info for record in said)
 
 
 def test_a_fault_while_a_client_stalls_reaches_it(narrow: RunningServer, tokenizer: Tokenizer) -> None:

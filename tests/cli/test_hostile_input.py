@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,47 @@ def test_a_damaged_tokenizer(
     code, line = run_line(capsys, "check", checkpoint, *json)
     assert code == 3
     assert line.startswith(f"error: {path} is damaged: ") and line.endswith("; download the checkpoint again")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"],
+)
+def test_what_is_no_regular_file_is_named_and_not_waited_for(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, name: str, kind: str
+) -> None:
+    path = checkpoint / name
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    code, line = run_line(capsys, "check", checkpoint)
+    assert code == 3
+    assert line.startswith(f"error: {path} ") and "it is not a regular file" in line
+
+
+@pytest.mark.timeout(60)
+def test_a_configuration_that_does_not_end_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.yaml")
+    assert main(["check", "--config", str(tmp_path / "fifo.yaml")]) == 0, "it is empty"
+    capsys.readouterr()
+    code, line = run_line(capsys, "check", "--config", "/dev/zero")
+    assert (code, line) == (2, "error: --config /dev/zero cannot be read: it has more than 1048576 characters")
+
+
+def test_a_configuration_from_a_command_is_read_to_its_end() -> None:
+    """The shell's `<(command)` is a FIFO, which may be written to in pieces."""
+    command = (
+        f"{sys.executable} -m pypto_serving check --json --backend null --config <(echo seed:; sleep 0.2; echo ' 5')"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"name": "seed", "value": 5} in [
+        {name: one[name] for name in ("name", "value")} for one in json.loads(done.stdout)["settings"]
+    ]
 
 
 def test_a_damaged_tokenizer_ends_a_start(checkpoint: Path) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pypto_serving.store.disk import DiskStore
+from tests.store.blocks import BLOCK_BYTES, FINGERPRINT, NUM_SLOTS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -37,9 +40,9 @@ def test_completion(words: str, offered: list[str]) -> None:
 
 
 def on_terminal(*command: str) -> str:
-    """Run a command with stderr on a terminal, and return what it shows there."""
+    """Run a command with stderr and stdout on a terminal, and return what it shows there."""
     ours, theirs = pty.openpty()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs, cwd=ROOT) as process:
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=ROOT) as process:
         os.close(theirs)
         shown = b""
         try:
@@ -80,3 +83,15 @@ def test_lines_break_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     assert max(map(len, shown.splitlines())) <= 100
     static = [word for word in words if not any(map(str.isdigit, word))]
     assert [word for word in shown.split() if not any(map(str.isdigit, word))] == static
+
+
+def test_kv_stat_breaks_between_words_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = "a model with a long name, bfloat16, avx512_bf16, 32 tokens/block"
+    DiskStore(tmp_path, FINGERPRINT, BLOCK_BYTES, NUM_SLOTS, 1 << 30, model=model).close()
+    command = (sys.executable, "-m", "pypto_serving", "kv", "stat", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "1000")
+    words = on_terminal(*command).split()
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = on_terminal(*command)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.split() == words

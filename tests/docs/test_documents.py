@@ -15,7 +15,7 @@ from pypto_serving.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")))
-FLAG_NAMERS = ("README.md", "docs/guide.md")
+FLAG_NAMERS = ("README.md", "docs/guide.md", "docs/tools.md", "docs/reasoning.md")
 FOREIGN_PATHS = {"dist/", "encoding/encoding_dsv4.py"}
 """Paths that are made by a build, or are in a checkpoint."""
 

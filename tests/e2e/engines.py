@@ -47,10 +47,18 @@ def run_engine(config: EngineConfig, scenario: Callable[[AsyncEngine], Awaitable
     return asyncio.run(main())
 
 
-def requests_of(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[EngineRequest]:
+def requests_of(
+    prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], eos_token_ids: tuple[int, ...] = ()
+) -> list[EngineRequest]:
     """One request for each prompt, with the seed of its parameters."""
     return [
-        EngineRequest(request_id=f"q{i}", token_ids=pack_ids(prompt), params=wanted, seed=wanted.seed or 0)
+        EngineRequest(
+            request_id=f"q{i}",
+            token_ids=pack_ids(prompt),
+            params=wanted,
+            seed=wanted.seed or 0,
+            eos_token_ids=eos_token_ids,
+        )
         for i, (prompt, wanted) in enumerate(zip(prompts, params, strict=True))
     ]
 
@@ -60,6 +68,7 @@ async def answers(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     on_output: Callable[[RequestOutput], None] = lambda output: None,
+    eos_token_ids: tuple[int, ...] = (),
 ) -> list[list[int]]:
     """All prompts at once; their output tokens in order. No request may fail."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
@@ -71,7 +80,7 @@ async def answers(
             tokens[output.request_id] += unpack_ids(output.token_ids).tolist()
             on_output(output)
 
-    await engine.submit(requests_of(prompts, wanted)).deliver_to(take)
+    await engine.submit(requests_of(prompts, wanted, eos_token_ids)).deliver_to(take)
     return list(tokens.values())
 
 

@@ -17,13 +17,15 @@ import pytest
 
 from pypto_serving.kernels import runnable
 from tests.checkpoints import make_checkpoint
+from tests.e2e.changing import CHANGES
 from tests.e2e.server import Server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OUTPUT = 40
-POSITIONS = 70
+POSITIONS, CUT, SCORED = 70, 5, 128
+"""Positions of prompt `CUT` that are asked for one by one; prompt tokens that a step scores."""
 LARGE_MOE = {
     "hidden_size": 1024,
     "num_hidden_layers": 6,
@@ -50,7 +52,9 @@ class Case:
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
-        """Greedy and sampled requests of all lengths; every other one begins like the others.
+        """Greedy and sampled requests of all lengths, most with changed logits.
+
+        Every other one begins like the others and echoes its prompt.
 
         Behind them, one prompt cut after each position, for what every position of a prompt says.
         """
@@ -59,9 +63,10 @@ class Case:
         lengths = [1, 2, 15, 16, 17, self.longest] + [rng.randrange(1, self.longest - 40) for _ in range(31)]
         prompts = [(shared * (i % 2) + rng.choices(range(250), k=n))[: self.longest] for i, n in enumerate(lengths)]
         common = {"max_tokens": OUTPUT, "ignore_eos": True, "logprobs": 5}
-        whole = [common | {"prompt": p, "seed": i, "temperature": 0.9 * (i % 3)} for i, p in enumerate(prompts)]
+        changes = [{"prompt": p, "seed": i, **CHANGES[i % len(CHANGES)]} for i, p in enumerate(prompts)]
+        whole = [common | {"temperature": 0.9 * (i % 3), "echo": i % 2 == 1} | each for i, each in enumerate(changes)]
         once = common | {"max_tokens": 1, "temperature": 0.0}
-        return whole + [once | {"prompt": prompts[5][:end]} for end in range(1, POSITIONS + 1)]
+        return whole + [once | {"prompt": prompts[CUT][:end]} for end in range(1, POSITIONS + 1)]
 
     def server(self, *options: str) -> Server:
         length = str(self.longest + OUTPUT)
@@ -116,7 +121,8 @@ def together(case: Case, server: Server, budget: int = 512, shared: int = 8) -> 
 
     steps = server.metric("pypto:engine_steps_total")
     choices = asyncio.run(main())
-    most = sum(len(body["prompt"]) / budget + 1 + body["max_tokens"] / shared for body in bodies)
+    sizes = (min(budget, SCORED) if body.get("echo") else budget for body in bodies)
+    most = sum(len(b["prompt"]) / size + 1 + b["max_tokens"] / shared for b, size in zip(bodies, sizes, strict=True))
     assert server.metric("pypto:engine_steps_total") - steps < most
     return choices
 
@@ -124,16 +130,26 @@ def together(case: Case, server: Server, budget: int = 512, shared: int = 8) -> 
 def choice_of(reply: httpx.Response, body: dict[str, Any]) -> Choice:
     reply.raise_for_status()
     choice: Choice = reply.json()["choices"][0]
-    assert choice["finish_reason"] == "length" and len(choice["logprobs"]["token_logprobs"]) == body["max_tokens"]
+    echoed = len(body["prompt"]) if body.get("echo") else 0
+    values = choice["logprobs"]["token_logprobs"]
+    assert choice["finish_reason"] == "length" and len(values) == echoed + body["max_tokens"]
+    assert values[:1] == [None] if echoed else None not in values
     return choice
 
 
 def test_log_probabilities_arrive_as_they_were_computed(wanted: list[Choice]) -> None:
     """What JSON says is exactly a float32, and it says many different ones."""
-    values = [value for choice in wanted for value in choice["logprobs"]["token_logprobs"]]
-    values += [v for choice in wanted for top in choice["logprobs"]["top_logprobs"] for v in top.values()]
+    values = [value for choice in wanted for value in choice["logprobs"]["token_logprobs"] if value is not None]
+    values += [v for choice in wanted for top in choice["logprobs"]["top_logprobs"] for v in (top or {}).values()]
     assert all(float(np.float32(value)) == value <= 0 for value in values)
     assert len(set(values)) > len(values) / 3
+
+
+def test_prompts_say_what_each_of_their_positions_says(wanted: list[Choice]) -> None:
+    whole, cut = wanted[CUT]["logprobs"]["top_logprobs"][1 : POSITIONS + 1], wanted[-POSITIONS:]
+    for scored, choice in zip(whole, cut, strict=True):
+        (sampled,) = choice["logprobs"]["top_logprobs"]
+        assert sampled.items() <= scored.items() and len(scored) <= len(sampled) + 1
 
 
 def test_again_from_the_prefix_cache(case: Case, server: Server, wanted: list[Choice]) -> None:

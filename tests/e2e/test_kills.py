@@ -10,6 +10,7 @@ import pytest
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.types.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
+from tests.e2e.changing import CHANGES
 from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, run_engine
 
 pytestmark = pytest.mark.e2e
@@ -19,11 +20,13 @@ FOR_KERNELS = {"deepseek_v4_fast": {"o_lora_rank": 32}}
 
 
 def streams(max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Half of the streams are greedy, half are sampled with their own seed."""
+    """Half of the streams are greedy, half are sampled with their own seed; most change their logits."""
     rng = random.Random(3)
     prompts = [rng.choices(range(250), k=rng.randrange(4, 90)) for _ in range(NUM_STREAMS)]
     params = [
-        SamplingParams(temperature=i % 2, top_p=0.95, seed=i, max_tokens=max_tokens, ignore_eos=True)
+        SamplingParams(
+            temperature=i % 2, top_p=0.95, seed=i, max_tokens=max_tokens, ignore_eos=True, **CHANGES[i % len(CHANGES)]
+        )
         for i in range(NUM_STREAMS)
     ]
     return prompts, params

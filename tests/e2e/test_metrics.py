@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pypto_serving.setup.locate import BUNDLED
 from tests.e2e.server import Server
+from tests.store.pool import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -55,10 +56,13 @@ def test_metrics_say_what_happened(server: Server) -> None:
     body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
         next(response.iter_lines())
-    found = scraped(server)
-    while not found["vllm:request_success_total abort"] or found["vllm:num_requests_running"]:
-        found = scraped(server)
 
+    def is_aborted() -> bool:
+        found = scraped(server)
+        return found["vllm:request_success_total abort"] > 0 and not found["vllm:num_requests_running"]
+
+    wait_until(is_aborted)
+    found = scraped(server)
     assert found["vllm:request_success_total length"] == 1 + 3 + 8
     assert found["vllm:request_success_total stop"] == 1
     assert found["vllm:request_success_total abort"] == 1

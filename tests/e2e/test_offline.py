@@ -48,6 +48,37 @@ def test_many_more_prompts_than_rows(llm: LLM) -> None:
     assert results[0].outputs == results[200].outputs == results[400].outputs
 
 
+def test_prompt_logprobs_and_no_tokens(llm: LLM) -> None:
+    """Under vLLM's names. The values of a prompt are those that a choice would have at its positions."""
+    params = SamplingParams(temperature=0, max_tokens=0, n=2, prompt_logprobs=2)
+    (result,) = llm.generate("What is 12+30?", params)
+    assert [(output.token_ids, output.text, output.finish_reason) for output in result.outputs] == [
+        ([], "", "length")
+    ] * 2
+    assert result.prompt_logprobs is not None and len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    first, *scored = result.prompt_logprobs
+    assert first is None
+    once = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    prompts = [result.prompt_token_ids[:end] for end in range(1, len(result.prompt_token_ids))]
+    for entry, token_id, one in zip(scored, result.prompt_token_ids[1:], llm.generate(prompts, once), strict=True):
+        assert entry is not None and token_id in entry and one.outputs[0].logprobs is not None
+        assert one.outputs[0].logprobs[0].items() <= entry.items()
+    assert llm.generate("Hello", SamplingParams(max_tokens=1))[0].prompt_logprobs is None
+
+
+def test_stops_that_are_shown_and_prompts_that_are_cut(llm: LLM) -> None:
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+    chat = [{"role": "user", "content": "What is 12+30?"}]
+    (plain,) = llm.chat(chat, SamplingParams(**common))[0].outputs
+    assert plain.text == "12 + 30 = 42" and plain.stop_reason is None
+    for shown, text in ((False, "12 + 30"), (True, "12 + 30 =")):
+        params = SamplingParams(**common, stop=" =", include_stop_str_in_output=shown)
+        (cut,) = llm.chat(chat, params)[0].outputs
+        assert (cut.text, cut.stop_reason, cut.finish_reason) == (text, " =", "stop")
+    (result,) = llm.generate("Hello you there", SamplingParams(max_tokens=1, truncate_prompt_tokens=2))
+    assert len(result.prompt_token_ids) == 2
+
+
 def test_choices_seeds_and_logprobs(llm: LLM) -> None:
     params = SamplingParams(temperature=1.2, n=3, seed=4, max_tokens=12, ignore_eos=True, logprobs=2)
     first, second = (llm.generate("Once", params, progress=False)[0] for _ in range(2))
@@ -67,6 +98,23 @@ def test_stop_strings_cut_the_text(llm: LLM) -> None:
     cut = llm.chat([{"role": "user", "content": "Count from 1 to 9."}], params, progress=False)[0].outputs[0]
     assert cut.text == free.text[: free.text.index("5")]
     assert cut.finish_reason == "stop"
+
+
+def test_templates_tools_and_continued_answers(llm: LLM) -> None:
+    template = "{% for t in tools or [] %}{{ t.function.name }}: {% endfor %}"
+    template += "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    messages = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "It is "}]
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    params = SamplingParams(temperature=0, max_tokens=2)
+    (result,) = llm.chat(messages, params, tools=tools, chat_template=template, continue_final_message=True)
+    assert result.prompt == "now: [When?][It is "
+    assert result.outputs[0].tool_calls == []
+    (plain,) = llm.chat(messages, params, chat_template=template)
+    assert plain.prompt == "[When?][It is ]"
+    with pytest.raises(RequestError, match="describes no tools"):
+        llm.chat(messages, params, tools=tools, chat_template="{{ messages[0].content }}")
+    with pytest.raises(RequestError, match="tools is 5, but must be a list"):
+        llm.chat(messages, params, tools=5, chat_template=template)  # type: ignore[arg-type]
 
 
 def test_streamed_chat_equals_the_whole_answer(llm: LLM) -> None:
@@ -91,7 +139,7 @@ def test_reasoning_stands_beside_the_answer(
         says = llm.chat(messages, params, chat_template_kwargs={"thinking": False}, progress=False)[0]
         pieces = list(llm.stream_chat(messages, params))
     assert thinks.prompt == "<｜begin▁of▁sentence｜><｜User｜>hello<｜Assistant｜><think>"
-    assert (says.outputs[0].reasoning, says.outputs[0].tool_calls) == ("", [])
+    assert (says.outputs[0].reasoning, list(says.outputs[0].tool_calls)) == ("", [])
     assert says.outputs[0].text
     tokenizer = Tokenizer.load(folder)
     whole = tokenizer.decode(thinks.outputs[0].token_ids, skip_special_tokens=False)

@@ -153,6 +153,31 @@ def test_a_full_disk_is_not_writable_until_there_is_room(tmp_path: Path) -> None
     run(config(tiers=(tier,)), scenario)
 
 
+@pytest.mark.timeout(60)
+def test_a_load_that_hangs_and_holds_the_pool_changes_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    """The next worker goes without the tier, and the one after has it again."""
+    sources = [request(name, 240, 4) for name in ("a", "b", "a")]
+
+    async def scenario(engine: AsyncEngine) -> None:
+        for source in sources:
+            outputs = await collect(engine, source)
+            assert answer(outputs[source.request_id]) == expected(source, engine.config)
+            while engine.stats.tiers[0].stored_blocks < 15:
+                await asyncio.sleep(0.01)
+        assert engine.ready is not None and engine.ready.epoch == 2
+        assert not engine.stats.tiers[0].writable
+        os.kill(engine.ready.worker_pid, signal.SIGKILL)
+        await answers_are_right(engine)
+        assert engine.ready.epoch == 3 and engine.stats.tiers[0].writable
+
+    options = {"stalled": 1, "seconds_per_token": 0.01}
+    tier = TierConfig(tier="host", size_bytes=1 << 20, num_slots=(64,))
+    stalled = config(tiers=(tier,), worker_module="tests.faulty_worker", backend_options=options)
+    faults = msgspec.structs.replace(QUICK, transfer_timeout_s=0.2)
+    run(msgspec.structs.replace(stalled, num_blocks=(18,), faults=faults), scenario)
+    assert "transfers with host hang, and requests wait for their blocks" in capfd.readouterr().err
+
+
 def test_a_worker_that_dies_after_a_few_steps_of_each_life_ends_the_replica() -> None:
     async def scenario(engine: AsyncEngine) -> None:
         outputs = await collect(engine, request("q", 10, 200))

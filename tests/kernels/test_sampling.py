@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import numpy as np
@@ -11,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.backend.numpy_sampler import PlainSampler
-from pypto_serving.kernels import Engine, NativeSampler, runnable
-from pypto_serving.types.draws import DRAW
+from pypto_serving.kernels import runnable
+from tests.kernels.drawing import EDGES, draws, native, needs_kernels
 
 VOCABS = (1, 15, 16, 17, 1000, 5000, 151_936)
 SETTINGS: tuple[dict[str, float], ...] = (
@@ -33,25 +32,7 @@ SETTINGS: tuple[dict[str, float], ...] = (
     {"temperature": 1e-6},
     {"temperature": 100, "top_p": 0.99},
 )
-EDGES = (0.0, 1 - 2**-53, 0.5)
-
-
-@functools.cache
-def native(instruction_set: str = "", threads: int = 1) -> NativeSampler:
-    return NativeSampler(Engine(instruction_set, threads))
-
-
-needs_kernels = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 every_set = pytest.mark.parametrize("instruction_set", runnable())
-
-
-def draws(rng: np.random.Generator, count: int, **values: float) -> np.ndarray:
-    rows = np.zeros(count, dtype=DRAW)
-    rows["temperature"], rows["top_p"], rows["random"] = 1, 1, rng.random(count)
-    rows["random"][: len(EDGES)] = EDGES[:count]
-    for name, value in values.items():
-        rows[name] = value
-    return rows
 
 
 def logits_of(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:

@@ -231,6 +231,40 @@ def test_stores_that_hang_leave_room_for_the_longest_request(preempted: bool) ->
     simulation.run()
 
 
+def test_a_load_that_hangs_and_holds_the_pool_costs_the_worker_and_no_request() -> None:
+    """Its prefix takes more than the room beside the longest sequence. The next worker goes without the tier."""
+    tiers = (TierConfig(tier="host", size_bytes=0, num_slots=(64,)),)
+    simulation = Simulation(null_config(num_blocks=18, tiers=tiers, max_num_seqs=4))
+    rng = random.Random(9)
+    first, *others = ([rng.randrange(1000) for _ in range(240)] for _ in range(3))
+
+    def answer(tokens: list[int]) -> tuple[int, ...]:
+        request_id = simulation.add(tokens, max_tokens=4)
+        for _ in range(500):
+            simulation.turn()
+            simulation.clock.advance(0.05)
+        simulation.assert_correct(request_id)
+        simulation.core.check()
+        return simulation.last[request_id].cached_by_tier
+
+    answer(first)
+    answer(others[0])
+    simulation.executor.is_stuck = lambda job: job.kind == "load"
+    assert answer(first) == (0, 0, 0, 0)
+    assert simulation.executor.num_deaths == 1
+    assert lower(simulation).left_out and not lower(simulation).stats().writable
+    simulation.client.send(ClearCache(("host",)))
+    for tokens in (*others, first):
+        answer(tokens)
+    assert simulation.executor.num_deaths == 1, "what hung is not used"
+    simulation.executor.die_if = lambda plan: simulation.executor.num_deaths == 1
+    simulation.executor.is_stuck = lambda job: False
+    for tokens in (first, *others):
+        answer(tokens)
+    assert answer(first) == (0, 224, 0, 0), "the worker after has the tier again"
+    simulation.run()
+
+
 def below_the_device(prompts: list[list[int]]) -> Simulation:
     """A simulation whose host tier alone holds these prompts."""
     tiers = (TierConfig(tier="host", size_bytes=0, num_slots=(1000,)),)

@@ -178,6 +178,26 @@ def test_a_record_that_another_start_deletes_is_no_fault(weights: Weights, caplo
     assert weights.digest() == first and weights.read_bytes == 0
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("settled")
+def test_a_fifo_in_the_place_of_a_record_is_replaced(weights: Weights) -> None:
+    first = weights.digest()
+    record = weights.record
+    record.unlink()
+    os.mkfifo(record)
+    assert weights.digest() == first and weights.read_bytes == 2 * len(CONTENT)
+    assert weights.record.is_file()
+    assert weights.digest() == first and weights.read_bytes == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_in_the_place_of_weights_is_named(weights: Weights) -> None:
+    weights.files[1].unlink()
+    os.mkfifo(weights.files[1])
+    with pytest.raises(ModelError, match=r"b\.safetensors cannot be read: it is not a regular file"):
+        weights.digest()
+
+
 @pytest.mark.usefixtures("settled")
 def test_a_record_that_cannot_be_written_leaves_no_file(weights: Weights, caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
-from pypto_serving.sched import scheduler
+from pypto_serving.sched import admission
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import resume_step
 from pypto_serving.types.step import StepPlan
@@ -143,7 +143,7 @@ def test_followers_end_by_abort_and_by_deadline() -> None:
     late = simulation.add(prompt(600), deadline_s=simulation.clock.now() + 0.2)
     for _ in range(4):
         simulation.turn()
-    assert len(simulation.core.scheduler._following) == 2
+    assert len(simulation.core.scheduler._places.following) == 2
     simulation.abort(aborted)
     for _ in range(10):
         simulation.turn()
@@ -170,18 +170,18 @@ def test_a_row_that_fails_leaves_its_followers_to_others() -> None:
 
 def test_followers_stop_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are, and however few a step looks at, others start while their leader is computed."""
-    monkeypatch.setattr(scheduler, "MAX_SET_ASIDE", 3)
+    monkeypatch.setattr(admission, "MAX_SET_ASIDE", 3)
     simulation = Simulation(slow())
     same = [simulation.add(prompt(900), max_tokens=1) for _ in range(13)]
     last = simulation.add(prompt(8, 1), max_tokens=2)
     for _ in range(3):
         simulation.turn()
-    assert len(simulation.core.scheduler._following) < 12, "a step looks at a few"
+    assert len(simulation.core.scheduler._places.following) < 12, "a step looks at a few"
     first = simulation.add(prompt(8, 2), max_tokens=2, priority=-5)
     while not {first, last} <= simulation.last.keys():
         simulation.turn()
         simulation.core.check()
-    assert len(simulation.core.scheduler._following) == 12 and not simulation.last.keys() & set(same)
+    assert len(simulation.core.scheduler._places.following) == 12 and not simulation.last.keys() & set(same)
     assert len(simulation.executor.plans) < 16, "of 29 for the whole prompt"
     run_all(simulation)
     assert computed(simulation) == needed(simulation)

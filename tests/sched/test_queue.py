@@ -46,8 +46,8 @@ def test_aborted_requests_of_low_priority_are_forgotten_at_once() -> None:
     simulation.turn()
     assert num_requests() == before - len(late)
     scheduler = simulation.core.scheduler
-    heaps = [*scheduler._waiting._lanes.values(), scheduler._deadlines._heap]
-    assert len(scheduler._waiting) == 1 and sum(len(heap._heap) for heap in heaps) < 50
+    heaps = [*scheduler._places.waiting._lanes.values(), scheduler._places._deadlines._heap]
+    assert len(scheduler._places.waiting) == 1 and sum(len(heap._heap) for heap in heaps) < 50
     simulation.abort(running, patient)
     simulation.run()
 

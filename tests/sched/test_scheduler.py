@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -198,7 +199,7 @@ def test_finished_requests_leave_the_registry() -> None:
         simulation.add(prompt(5, i), max_tokens=2)
     run_all(simulation)
     scheduler = simulation.core.scheduler
-    assert not scheduler._requests and len(scheduler.kv) == 0
+    assert not scheduler._places.requests and len(scheduler.kv) == 0
 
 
 def test_a_queue_timeout_fails_the_request_alone() -> None:
@@ -379,6 +380,31 @@ def test_log_probabilities_that_the_program_cannot_return_are_refused() -> None:
     fault = simulation.last[refused].fault
     assert fault is not None and (fault.status, fault.code) == (400, "unsupported_logprobs")
     assert [len(simulation.logprobs[r]) for r in (refused, served)] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"frequency_penalty": 0.1},
+        {"presence_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": (3,)},
+        {"bad_word_ids": ((3,),)},
+        {"min_tokens": 1},
+    ],
+)
+def test_changes_of_logits_that_a_device_cannot_make_are_refused(wanted: dict[str, Any]) -> None:
+    simulation = Simulation(null_config(traits=BackendTraits(samples_on_device=True, adjusts_logits=False)))
+    params = SamplingParams(max_tokens=2, temperature=0)
+    refused, served = (
+        simulation.add(prompt(4), params=each) for each in (msgspec.structs.replace(params, **wanted), params)
+    )
+    simulation.run()
+    fault = simulation.last[refused].fault
+    assert fault is not None and (fault.status, fault.code) == (400, "unsupported_adjustment")
+    assert f"what {next(iter(wanted))} asks for" in fault.message
+    assert len(simulation.tokens[served]) == 2
 
 
 @pytest.mark.parametrize("seed", range(3))

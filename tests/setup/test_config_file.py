@@ -155,7 +155,7 @@ ADVICE: list[tuple[dict[str, Any], dict[str, Any], str, str, str]] = [
     ),
     (
         {"weight_bytes": 20 << 30, "dtype": "float32"},
-        {"port": 1},
+        {"seed": 1},
         "give dtype: bfloat16 in serve.yaml, choose a smaller model in serve.yaml, or free memory",
         "give --dtype bfloat16, choose a smaller MODEL, or free memory",
         "give dtype=bfloat16, choose a smaller model, or free memory",
@@ -196,7 +196,13 @@ def test_arguments_of_the_offline_api_are_named_as_arguments() -> None:
         LLM(**{"max-model-len": 64, "max_model_len": 128})
     with pytest.raises(ConfigError, match=r"did you mean prefix_caching=False\?$"):
         LLM(no_prefix_caching=True)
-    with pytest.raises(ConfigError, match=r"^api_key is not text, but must be; put it in quotes$"):
-        LLM(api_key=12345)
+    with pytest.raises(ConfigError, match=r"^LLM starts no server; leave out host and port, which only a"):
+        LLM(host="0.0.0.0", port=8000)
+    with pytest.raises(ConfigError, match=r"^LLM starts no server; leave out api_key, which only a server"):
+        LLM(**{"api-key": 12345})
+    with pytest.raises(
+        ConfigError, match=r"known are: model, chat_template, tool_call_parser, (?!.*\b(port|trust_request)\b)"
+    ):
+        LLM(zzz=1)
     with pytest.raises(ConfigError, match=r"^kv_disk_size needs a folder; give kv_disk too, or drop it$"):
         LLM("plain", backend="null", kv_disk_size="1GiB")

@@ -102,7 +102,7 @@ def test_tables_for_every_position_are_planned() -> None:
 def test_tokens_and_tables_of_all_rows_are_planned(groups: tuple[KVCacheGroupSpec, ...], traits: BackendTraits) -> None:
     limits = BackendLimits(max_num_seqs=24, max_num_batched_tokens=64, max_model_len=1000, depth=2, traits=traits)
     buffers = [StepBuffers.in_host_memory(groups, limits) for _ in range(limits.held_dispatches)]
-    batch = RowBatch(groups, limits, buffers)
+    batch = RowBatch(groups, limits, buffers, 1000)
     tables = [table for each in buffers for table in each.block_tables]
     arrays = [batch.tokens, *(table.blocks for table in batch.tables), *tables]
     assert row_bytes(groups, limits) == sum(array.nbytes for array in arrays)

@@ -37,7 +37,7 @@ FIELDS = [
     "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed",
     "skip_special_tokens", "add_special_tokens", "priority", "cache_salt", "logprobs", "top_logprobs",
     "add_generation_prompt", "chat_template_kwargs", "tools", "tool_choice", "response_format", "logit_bias",
-    "echo", "user",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words", "echo", "user",
 ]
 # fmt: on
 

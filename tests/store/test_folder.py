@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.store.folder import (
     FORMAT,
     IN_USE,
+    META,
     WRITER,
     Folder,
     Meta,
@@ -25,6 +27,7 @@ from pypto_serving.store.folder import (
     take_alone,
     usage,
 )
+from pypto_serving.store.inspect import verify
 from tests.store.blocks import BLOCK_BYTES, Disk, all_load, key_of, listed, loads, places, put
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +44,26 @@ def full(disk: Disk, name: str, used_at_s: float) -> Path:
     for file in path.iterdir():
         os.utime(file, (used_at_s, used_at_s))
     return path
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", [META, "g0.index", "g0-0000.slab"])
+def test_a_fifo_in_a_folder_is_never_waited_for(disk: Disk, name: str) -> None:
+    store = disk.open()
+    put(store, HELD)
+    store.close()
+    (path,) = fingerprint_folders(disk.root)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    if name == META:
+        with pytest.raises(ConfigError, match="it is not a regular file"):
+            disk.open()
+    else:
+        store = disk.open()
+        assert not loads(store, (0, 0), key_of("a"))
+        store.close()
+    with pytest.raises(OSError, match="not a regular file"):
+        verify(path, lambda done, total: None)
 
 
 def test_a_second_server_reads_what_the_first_one_wrote(disk: Disk, caplog: pytest.LogCaptureFixture) -> None:

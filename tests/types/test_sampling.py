@@ -22,8 +22,9 @@ def test_numbers_of_numpy_and_lists_become_plain_values() -> None:
 
 
 def test_none_stands_for_no_adjustment() -> None:
-    params = SamplingParams(logit_bias=None, allowed_token_ids=None, stop=None)  # type: ignore[arg-type]
-    assert (params.logit_bias, params.allowed_token_ids, params.stop) == ({}, None, ())
+    names = ("logit_bias", "allowed_token_ids", "stop", "bad_words", "bad_word_ids")
+    params = SamplingParams(**dict.fromkeys(names))  # type: ignore[arg-type]
+    assert [getattr(params, name) for name in names] == [{}, None, (), (), ()]
 
 
 def test_arrays_and_switches_of_numpy_become_plain_values() -> None:
@@ -60,7 +61,24 @@ def test_arrays_and_switches_of_numpy_become_plain_values() -> None:
         {"logit_bias": [5]},
         {"logit_bias": dict.fromkeys(range(1025), 0.0)},
         {"logit_bias": np.zeros(3)},
+        {"frequency_penalty": 2.01},
+        {"frequency_penalty": float("nan")},
+        {"presence_penalty": -3},
+        {"presence_penalty": "1"},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": 101},
+        {"bad_words": [5]},
+        {"bad_words": ["a", " "]},
+        {"bad_words": ["a"] * 129},
+        {"bad_words": ["a" * 129]},
+        {"bad_word_ids": [5]},
+        {"bad_word_ids": [[]]},
+        {"bad_word_ids": [[-1]]},
         {"n": None},
+        {"prompt_logprobs": 21},
+        {"prompt_logprobs": True},
+        {"truncate_prompt_tokens": 0},
+        {"truncate_prompt_tokens": -2},
         {"min_tokens": None},
         {"temperature": None},
         {"temperature": np.True_},
@@ -81,7 +99,7 @@ def test_what_is_refused(wrong: dict[str, Any]) -> None:
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens"])
+@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"])
 @pytest.mark.parametrize("wrong", ["x", 1, None])
 def test_switches_are_booleans(name: str, wrong: Any) -> None:
     with pytest.raises(RequestError, match=f"{name} is {wrong!r}, but must be True or False") as caught:
@@ -93,7 +111,7 @@ def test_switches_are_booleans(name: str, wrong: Any) -> None:
     ("name", "wrong", "message"),
     [
         ("max_tokens", 1.5, "max_tokens is 1.5, but must be a whole number"),
-        ("max_tokens", 10**30, f"max_tokens is {10**30}, but must be between 1 and 2147483647"),
+        ("max_tokens", 10**30, f"max_tokens is {10**30}, but must be between 0 and 2147483647"),
         ("top_k", 2**40, "top_k is 1099511627776, but must be 0 or -1 (off), or between 1 and 2147483647"),
         ("temperature", 10**400, f"temperature is {'1'.ljust(97, '0')}..., but must be a number that a float can hold"),
         ("top_p", np.array([0.5, 0.6]), "top_p is array([0.5, 0.6]), but must be a number"),
@@ -105,6 +123,12 @@ def test_switches_are_booleans(name: str, wrong: Any) -> None:
         ("stop_token_ids", [5, True], "stop_token_ids[1] is True, but must be a whole number"),
         ("allowed_token_ids", 5, "allowed_token_ids is 5, but must be a list of token ids"),
         ("allowed_token_ids", b"ab", "allowed_token_ids is b'ab', but must be a list of token ids"),
+        ("frequency_penalty", 2.5, "frequency_penalty is 2.5, but must be between -2 and 2"),
+        ("repetition_penalty", 0, "repetition_penalty is 0.0, but must be between 0.01 and 100; 1 turns it off"),
+        ("bad_words", ["a", ""], "bad_words is ('a', ''), but must be strings that are not empty or white space"),
+        ("bad_words", ["a"] * 129, "bad_words is 129 strings, but must be at most 128"),
+        ("bad_word_ids", [[5], 7], "bad_word_ids[1] is 7, but must be a list of token ids"),
+        ("bad_word_ids", [[5], [7.5]], "bad_word_ids[1][0] is 7.5, but must be a whole number"),
         ("logit_bias", {-1: 1}, "logit_bias contains -1, but must have token ids from 0 to 2147483647"),
         ("logit_bias", {"a": 1}, "logit_bias key is 'a', but must be a whole number"),
         ("logit_bias", {5: 200}, "logit_bias of 5 is 200.0, but must be between -100 and 100"),
@@ -120,3 +144,11 @@ def test_messages_name_field_value_and_bounds(name: str, wrong: Any, message: st
 def test_a_bias_that_no_float_holds_is_refused() -> None:
     with pytest.raises(RequestError, match=r"logit_bias of 5 is 10+\.\.\., but must be a number that a float can hold"):
         SamplingParams(logit_bias={5: 10**400})
+
+
+def test_bad_words_are_bounded_together() -> None:
+    """The sum of their tokens, which a request for 128 short words does not reach."""
+    assert SamplingParams(bad_words=["w"] * 128, bad_word_ids=[[5] * 8] * 128).bad_word_ids[0] == (5,) * 8
+    with pytest.raises(RequestError, match="bad_words is 1025 tokens long, but must be at most 1024") as caught:
+        SamplingParams(bad_word_ids=[[5] * 1025])
+    assert caught.value.param == "bad_words"

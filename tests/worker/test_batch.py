@@ -58,7 +58,7 @@ class Model:
 
     def __post_init__(self) -> None:
         self.buffers = [StepBuffers.in_host_memory(GROUPS, self.limits) for _ in range(self.limits.held_dispatches)]
-        self.batch = RowBatch(GROUPS, self.limits, self.buffers)
+        self.batch = RowBatch(GROUPS, self.limits, self.buffers, 1000)
         self.held: deque[tuple[list[Dispatch], list[Entry]]] = deque()
 
     def step(self) -> None:

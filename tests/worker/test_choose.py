@@ -43,7 +43,7 @@ def dispatch(tokens: list[list[int]]) -> Dispatch:
 
 def chosen(tokens: list[list[int]], targets: list[int]) -> Chosen:
     """What greedy rows keep where the model's best tokens are `targets`; -1 for logits that are not finite."""
-    samplers = RowSamplers(len(tokens))
+    samplers = RowSamplers(np.zeros((len(tokens), 16), np.int32), VOCAB)
     for row in range(len(tokens)):
         samplers.set(row, RowSampling(num_logprobs=1), 0)
     logits = np.zeros((len(targets), VOCAB), np.float32)

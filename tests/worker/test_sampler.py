@@ -35,7 +35,7 @@ def sample_rows(
     chooser: Sampler, logits: np.ndarray, rows: list[RowSampling], positions: np.ndarray, num_output: np.ndarray
 ) -> tuple[np.ndarray, dict[int, SampledLogprobs]]:
     """Tokens of a step whose row i samples as rows[i] says, and its log-probabilities by row."""
-    samplers = RowSamplers(len(rows))
+    samplers = RowSamplers(np.zeros((len(rows), 16), np.int32), logits.shape[1])
     for i, row in enumerate(rows):
         samplers.set(i, row, int(positions[i] - num_output[i]))
     return samplers.sample(logits, np.arange(len(rows), dtype=np.int32), positions, chooser)
@@ -204,7 +204,8 @@ def test_each_row_gets_the_logprobs_that_it_asks_for(chooser: Sampler) -> None:
 
 def test_rows_with_drafts_draw_what_each_position_draws_alone(chooser: Sampler) -> None:
     """Rows may have several positions in a step, more of them than numbers are made ahead."""
-    samplers, alone = RowSamplers(3, max_drafts=AHEAD + 2), RowSamplers(3)
+    history = np.zeros((3, 64), np.int32)
+    samplers, alone = RowSamplers(history, 50, max_drafts=AHEAD + 2), RowSamplers(history, 50)
     for row in range(3):
         for each in (samplers, alone):
             each.set(row, RowSampling(temperature=1.5, seed=row, choice=row), 0)

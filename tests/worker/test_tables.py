@@ -44,7 +44,7 @@ class Worker:
     def __init__(self) -> None:
         limits = BackendLimits(max_num_seqs=ROWS, max_num_batched_tokens=1024, max_model_len=LENGTH)
         self.buffers = StepBuffers.in_host_memory(GROUPS, limits)
-        self.batch = RowBatch(GROUPS, limits, [self.buffers])
+        self.batch = RowBatch(GROUPS, limits, [self.buffers], 1000)
         self.steps = 0
 
     def step(self, rows: Sequence[int], drops: Sequence[int] = (), new: Sequence[int] = ()) -> Dispatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.settings import ServingConfig
@@ -17,6 +17,14 @@ from pypto_serving.util import LazyRegistry
 logger = logging.getLogger("pypto_serving.api")
 
 Message = Mapping[str, Any]
+
+
+class ChatOrigin(NamedTuple):
+    """What encodes and parses chats: for each part its name, or "off" or "none", and the reason."""
+
+    template: tuple[str, str]
+    tool_calls: tuple[str, str]
+    reasoning: tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +55,8 @@ class ChatEncoder(Protocol):
         """Make the prompt. Raises RequestError if the family cannot express a message.
 
         Each message has `role`, `content` (a string) and any other fields of the client. `kwargs` holds
-        `add_generation_prompt`, the client's chat_template_kwargs, and its values of `request_fields`.
+        the client's chat_template_kwargs and its values of `request_fields`, and may hold `add_generation_prompt`,
+        `continue_final_message`, `tools`, `documents`, `reasoning_effort` and `chat_template`.
         """
 
 
@@ -61,7 +70,7 @@ ORIGINS = LazyRegistry(
     "chat encoder",
     {"jinja": "pypto_serving.api.chat.template:origin", "deepseek_v4": "pypto_serving.api.chat.deepseek_v4:origin"},
 )
-"""Descriptions of what ENCODERS load: ServingConfig -> (name, reason). Raise like loaders; read small files only."""
+"""Descriptions of what ENCODERS load: ServingConfig -> ChatOrigin. Raise like loaders; read small files only."""
 
 ENCODER_OF_ARCHITECTURE = {"DeepseekV4ForCausalLM": "deepseek_v4"}
 """Architectures with an encoder of their own; all others use a Jinja template."""
@@ -102,17 +111,21 @@ def load_encoder(serving: ServingConfig, tokenizer: Tokenizer | None) -> ChatEnc
     return encoder
 
 
-def describe_chat(serving: ServingConfig) -> tuple[str, str]:
-    """Name what encodes chats, or "off", with the reason. Raises like `load_encoder`, but reads no tokenizer."""
+def describe_chat(serving: ServingConfig) -> ChatOrigin:
+    """Name what encodes and parses chats, with the reasons. Raises like `load_encoder`, but reads no tokenizer."""
     if not has_tokenizer(serving.model_dir):
-        return "off", "this model has no tokenizer.json"
+        return _off("this model has no tokenizer.json")
     try:
-        found: tuple[str, str] = ORIGINS.load(_family(serving))(serving)
+        found: ChatOrigin = ORIGINS.load(_family(serving))(serving)
     except ModelError as error:
         if serving.chat_template is not None:
             raise
-        return "off", str(error)
+        return _off(str(error))
     return found
+
+
+def _off(reason: str) -> ChatOrigin:
+    return ChatOrigin(*[("off", reason)] * 3)
 
 
 def _family(serving: ServingConfig) -> str:

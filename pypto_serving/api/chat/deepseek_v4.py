@@ -6,26 +6,28 @@ model knows; it is read, never run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pypto_serving.api.chat import EncodedChat
-from pypto_serving.api.chat.deepseek_v4_output import THINK_END, DeepseekV4Format
-from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_tools, read_turns, refuse, with_request
-from pypto_serving.api.chat.dsml import to_json, write_calls, write_tools
+from pypto_serving.api.chat import ChatOrigin, EncodedChat
+from pypto_serving.api.chat.deepseek_v4_turns import Turn, read_turns, with_request
+from pypto_serving.api.chat.dsml import MARK, to_json, write_calls, write_tools
+from pypto_serving.api.chat.formats import Calls, OutputFormat
+from pypto_serving.api.chat.parsers.thinking import Thinking
+from pypto_serving.api.chat.tools import parameter_types, read_tools, refuse
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ConfigError, ModelError, RequestError
-from pypto_serving.util import brief
+from pypto_serving.util import brief, read_regular
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"
 REMINDER = "<｜latest_reminder｜>"
-THINK = "<think>"
+THINK, THINK_END = "<think>", "</think>"
 _SAYING = ("user", "developer")
 NEEDED_TOKENS = (BOS, EOS, USER, ASSISTANT, THINK, THINK_END)
 
@@ -74,13 +76,25 @@ class Mode:
 
 
 class DeepseekV4Encoder:
-    """Encode conversations for DeepSeek V4. See ChatEncoder."""
+    """Encode conversations for DeepSeek V4. See ChatEncoder.
+
+    `is_special` tells whether a text is a special token; the other flags, whether outputs are parsed.
+    """
 
     runs_templates = False
-    request_fields = frozenset({"tools", "response_format", "reasoning_effort", "thinking"})
+    request_fields = frozenset({"response_format", "thinking"})
 
-    def __init__(self, efforts: Mapping[str, str] = FIRST_EFFORTS) -> None:
+    def __init__(
+        self,
+        efforts: Mapping[str, str] = FIRST_EFFORTS,
+        is_special: Callable[[str], bool] = lambda text: False,
+        parses_calls: bool = True,
+        parses_reasoning: bool = True,
+    ) -> None:
         self._efforts = efforts
+        self._is_special = is_special
+        self._parses_calls = parses_calls
+        self._parses_reasoning = parses_reasoning
 
     def encode(self, messages: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]) -> EncodedChat:
         """Write the conversation as text that begins with BOS. Raises RequestError that names the field at fault."""
@@ -89,7 +103,13 @@ class DeepseekV4Encoder:
         options = dict(kwargs)
         tools = read_tools(options.pop("tools", None), "tools")
         schema = _read_format(options.pop("response_format", None))
-        asks = bool(options.pop("add_generation_prompt", True))
+        for name in ("documents", "chat_template"):
+            if options.pop(name, None) is not None:
+                refuse(name, "is not supported by DeepSeek V4, which has an encoding of its own; leave it out")
+        continues = bool(options.pop("continue_final_message", False))
+        asks = bool(options.pop("add_generation_prompt", not continues))
+        if continues:
+            messages = _continued(messages, asks)
         mode = read_mode(options)
         turns = with_request(read_turns(messages), tools, schema)
         continues = turns[-1].role == "assistant" and not turns[-1].ended
@@ -106,8 +126,17 @@ class DeepseekV4Encoder:
             raise RequestError(f"messages or tools cannot be written as JSON: {error}", param="messages") from error
         if not asks and not continues:
             return EncodedChat(text)
-        reads_calls = any(turn.tools for turn in turns)
-        return EncodedChat(text, DeepseekV4Format(mode.thinking and not continues, reads_calls))
+        return EncodedChat(text, self._format(mode.thinking and not continues, turns))
+
+    def _format(self, thinks: bool, turns: Sequence[Turn]) -> OutputFormat | None:
+        """Return how to parse the outputs; None if they are content as they are."""
+        tools = [tool for turn in turns for tool in turn.tools] if self._parses_calls else []
+        types = {tool["name"]: parameter_types(tool.get("parameters") or {}) for tool in tools}
+        calls = Calls("deepseek_v4", types) if tools else None
+        thinking = Thinking(THINK, THINK_END, opened=True) if thinks and self._parses_reasoning else None
+        if calls is None and thinking is None:
+            return None
+        return OutputFormat(thinking, calls, any(map(self._is_special, (THINK, THINK_END, MARK))))
 
 
 def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
@@ -117,17 +146,26 @@ def load(serving: ServingConfig, tokenizer: Tokenizer) -> DeepseekV4Encoder:
         if tokenizer.raw.token_to_id(token) is None:
             raise ModelError(f"tokenizer.json has no token {token}, which chats of DeepSeek V4 need")
     try:
-        encoding = (Path(serving.model_dir) / "encoding" / "encoding_dsv4.py").read_text(encoding="utf-8")
+        encoding = read_regular(Path(serving.model_dir) / "encoding" / "encoding_dsv4.py").decode()
     except (OSError, ValueError):
         encoding = ""
-    return DeepseekV4Encoder(LATER_EFFORTS if "REASONING_EFFORT_PROMPTS" in encoding else FIRST_EFFORTS)
+    efforts = LATER_EFFORTS if "REASONING_EFFORT_PROMPTS" in encoding else FIRST_EFFORTS
+    parses = serving.tool_call_parser != "none", serving.reasoning_parser != "none"
+    return DeepseekV4Encoder(efforts, tokenizer.is_special, *parses)
 
 
-def origin(serving: ServingConfig) -> tuple[str, str]:
-    """Describe the encoding. Raises ConfigError if a chat template is given, which could not replace it."""
+def origin(serving: ServingConfig) -> ChatOrigin:
+    """Describe the encoding. Raises ConfigError if an option is given that could not replace it."""
     if serving.chat_template is not None:
         raise ConfigError("the option chat-template has no effect: DeepSeek V4 has an encoding of its own; drop it")
-    return "its own", "DeepSeek V4 has an encoding instead of a template"
+    for name, given, own in (
+        ("tool-call-parser", serving.tool_call_parser, ("auto", "none", "deepseek_v4")),
+        ("reasoning-parser", serving.reasoning_parser, ("auto", "none", "deepseek_r1")),
+    ):
+        if given not in own:
+            raise ConfigError(f"{name} is {given}, but DeepSeek V4 needs {own[-1]}; drop the option, or give none")
+    why = "DeepSeek V4 has an encoding instead of a template"
+    return ChatOrigin(("its own", why), ("deepseek_v4", why), ("deepseek_r1", why))
 
 
 def read_mode(options: Mapping[str, Any]) -> Mode:
@@ -163,6 +201,15 @@ def write_turns(turns: Sequence[Turn], mode: Mode, asks: bool = True) -> str:
     return "".join(written)
 
 
+def _continued(messages: Sequence[Mapping[str, Any]], asks: bool) -> Sequence[Mapping[str, Any]]:
+    """Leave the last message open. Raises RequestError if it is not the assistant's."""
+    if asks:
+        refuse("continue_final_message", "and add_generation_prompt are both true; set one of them to false")
+    if messages[-1].get("role") != "assistant":
+        refuse("continue_final_message", "needs a last message of the assistant, to be continued")
+    return [*messages[:-1], {**messages[-1], "prefix": True}]
+
+
 def _last_said(turns: Sequence[Turn]) -> int:
     """Return the index of the last user or developer turn, -1 if there is none."""
     return max((i for i, turn in enumerate(turns) if turn.role in _SAYING), default=-1)
@@ -192,19 +239,10 @@ def _write(turn: Turn, thinks: bool) -> str:
 
 
 def _read_format(wanted: Any) -> Mapping[str, Any] | None:
-    """Return the JSON schema of OpenAI's `response_format`. The prompt asks for it; nothing enforces it."""
-    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
-    if wanted is None or kind == "text":
-        return None
-    described = wanted.get("json_schema") if kind == "json_schema" else None
+    """Return the JSON schema of OpenAI's `response_format`, which the prompt shows; a grammar enforces it."""
+    described = wanted.get("json_schema") if isinstance(wanted, dict) else None
     schema = described.get("schema") if isinstance(described, dict) else None
-    if kind != "json_schema":
-        refuse("response_format", f"of type {brief(kind)} is not supported; send text or json_schema")
-    if not isinstance(described, dict) or not isinstance(schema, dict):
-        refuse("response_format", f"has {brief(schema)} as its json_schema.schema; send a JSON schema there")
-    if described.get("strict"):
-        refuse("response_format", "cannot be strict: the schema is asked for, not enforced; set strict to false")
-    return schema
+    return schema if isinstance(schema, dict) else None
 
 
 def _thinking(value: Any) -> bool | None:

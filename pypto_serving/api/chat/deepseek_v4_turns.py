@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from pypto_serving.errors import RequestError
+from pypto_serving.api.chat.tools import read_function, read_tools, refuse
 from pypto_serving.util import brief
 
 Role = Literal["system", "user", "developer", "assistant", "latest_reminder"]
@@ -67,20 +67,6 @@ def with_request(
     leads = bool(turns) and turns[0].role in INSTRUCTING
     head, rest = (turns[0], turns[1:]) if leads else (Turn("system", ""), turns)
     return [replace(head, tools=tools or head.tools, schema=schema or head.schema), *rest]
-
-
-def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
-    """Return the function objects of OpenAI's `tools`. Raises RequestError."""
-    if tools is None:
-        return []
-    if not isinstance(tools, list):
-        refuse(where, f"is {brief(tools)}, but must be a list of {{'type': 'function', 'function': {{'name': ...}}}}")
-    return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
-
-
-def refuse(where: str, complaint: str) -> NoReturn:
-    """Raise RequestError about the field `where`."""
-    raise RequestError(f"{where} {complaint}", param=where)
 
 
 class _Said:
@@ -151,7 +137,7 @@ def _calls(message: Message, where: str) -> list[Call]:
 
 
 def _call(call: Any, where: str) -> Call:
-    function = _function(call, where)
+    function = read_function(call, where)
     arguments = function.get("arguments")
     if isinstance(arguments, dict):
         return function["name"], arguments
@@ -171,27 +157,6 @@ def _arguments(text: str) -> Mapping[str, Any]:
 
 def _call_ids(message: Message, where: str) -> list[str]:
     return [_text(call, "id", f"{where}.tool_calls[{i}]") for i, call in enumerate(message.get("tool_calls") or [])]
-
-
-def _tool(entry: Any, where: str) -> Mapping[str, Any]:
-    """Return the function object of a tool, its parameters checked."""
-    function = _function(entry, where)
-    if not isinstance(function.get("parameters"), dict | None):
-        complaint = f"is {brief(function['parameters'])}, but must be a JSON schema, which is an object"
-        refuse(f"{where}.function.parameters", complaint)
-    return function
-
-
-def _function(entry: Any, where: str) -> Mapping[str, Any]:
-    """Return the function object of a tool or of a call."""
-    function = entry.get("function") if isinstance(entry, dict) else None
-    if not isinstance(function, dict) or entry.get("type", "function") != "function":
-        refuse(where, f"is {brief(entry)}, but must be {{'type': 'function', 'function': {{...}}}}")
-    if function.get("name") is None:
-        refuse(f"{where}.function.name", "is missing; send a string")
-    if not isinstance(function["name"], str) or not function["name"]:
-        refuse(f"{where}.function.name", f"is {brief(function['name'])}, but must be a string, not empty")
-    return function
 
 
 def _text(entry: Message, field: str, where: str) -> str:

@@ -1,7 +1,54 @@
-"""The formats of outputs that need parsing, one struct per family. Called, each makes the parser of one output."""
+"""The formats of outputs that need parsing. Called, one makes the parser of one output."""
 
 from __future__ import annotations
 
-from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Format
+import msgspec
 
-OutputFormat = DeepseekV4Format
+from pypto_serving.api.chat.parsers.families import FAMILIES
+from pypto_serving.api.chat.parsers.tape import Steps, Tape, TapeParser
+from pypto_serving.api.chat.parsers.thinking import Thinking, read_reasoning
+
+
+class Calls(msgspec.Struct, frozen=True):
+    """How the outputs of one prompt call tools.
+
+    - `family`: one of FAMILIES
+    - `types`: the JSON types of each tool's parameters, by the names of tool and parameter
+    - `one`: calls after the first are dropped
+    """
+
+    family: str
+    types: dict[str, dict[str, list[str]]] = {}
+    one: bool = False
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """How to parse the outputs of one prompt: reasoning first, then content and calls.
+
+    With `shows_special` a mark is a special token, so they must stay in the text.
+    """
+
+    thinking: Thinking | None = None
+    calls: Calls | None = None
+    shows_special: bool = False
+    hides_reasoning: bool = False
+
+    def __call__(self) -> TapeParser:
+        one_call = self.calls is not None and self.calls.one
+        tape = Tape(one_call, self.hides_reasoning)
+        return TapeParser(tape, _read(tape, self))
+
+    @property
+    def short_ids(self) -> bool:
+        """Tell whether the ids of calls are those that Mistral's templates take."""
+        return self.calls is not None and FAMILIES[self.calls.family].short_ids
+
+
+def _read(tape: Tape, form: OutputFormat) -> Steps[None]:
+    if form.thinking is not None:
+        yield from read_reasoning(tape, form.thinking)
+    if form.calls is not None:
+        yield from FAMILIES[form.calls.family].read(tape, form.calls.types)
+    while not tape.ended:
+        tape.say(len(tape.text))
+        yield

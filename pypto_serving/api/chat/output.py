@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal, Protocol
 
 import msgspec
@@ -17,14 +17,26 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str
 
 
+class ToolCallStart(msgspec.Struct, frozen=True):
+    """A tool call begins."""
+
+    name: str
+
+
+class ToolCallArguments(msgspec.Struct, frozen=True):
+    """More text of the arguments of the call that began last; never empty."""
+
+    text: str
+
+
+Part = TextPart | ToolCallStart | ToolCallArguments
+
+
 class ToolCall(msgspec.Struct, frozen=True):
-    """One complete tool call. `arguments` is a JSON object, as text."""
+    """One whole tool call. `arguments` is a JSON object, as text; cut or wrong where the model wrote it so."""
 
     name: str
     arguments: str
-
-
-Part = TextPart | ToolCall
 
 
 class OutputParser(Protocol):
@@ -54,10 +66,19 @@ class AssistantMessage(msgspec.Struct):
 
 def read_output(parser: OutputParser, texts: Iterable[str]) -> AssistantMessage:
     """Parse a whole output, given in pieces, with a new parser."""
-    parts = [part for text in texts for part in parser.push(text)] + parser.finish()
-    calls = [part for part in parts if isinstance(part, ToolCall)]
-    return AssistantMessage(_text_of(parts, "reasoning"), _text_of(parts, "content"), calls)
+    return join_parts([part for text in texts for part in parser.push(text)] + parser.finish())
 
 
-def _text_of(parts: Sequence[Part], kind: TextKind) -> str:
-    return "".join(part.text for part in parts if isinstance(part, TextPart) and part.kind == kind)
+def join_parts(parts: Iterable[Part]) -> AssistantMessage:
+    """Join all parts of one output."""
+    texts: dict[TextKind, list[str]] = {"reasoning": [], "content": []}
+    calls: list[tuple[str, list[str]]] = []
+    for part in parts:
+        if isinstance(part, TextPart):
+            texts[part.kind].append(part.text)
+        elif isinstance(part, ToolCallStart):
+            calls.append((part.name, []))
+        else:
+            calls[-1][1].append(part.text)
+    whole = [ToolCall(name, "".join(pieces)) for name, pieces in calls]
+    return AssistantMessage("".join(texts["reasoning"]), "".join(texts["content"]), whole)

@@ -5,11 +5,14 @@ JSON.
 
 - `request`: describe prompts and a request; make engine requests of them
 - `prompts`: turn text and chats into token ids
-- `max_tokens`: fit max_tokens to the context window
+- `structured`, `json_schema`, `structural_tag`: make the grammar that an output must match
+- `chat_guide`, `tool_grammar`: make outputs of chats be tool calls, and end their reasoning
+- `bad_words`: turn bad words into token ids
+- `truncation`, `max_tokens`: cut prompts, fit max_tokens to the context window
 - `seeds`: choose the seed of a prompt
 - `generation`: submit a request, hand out its deltas, abort it
 - `choice`: turn the tokens of one choice into text and logprobs
 - `stops`: find stop strings, check stop tokens
-- `logprobs`, `output`, `usage`: the results
+- `logprobs`, `prompt_scores`, `output`, `usage`: the results
 - `errors`: the fault of an engine as an exception
 """

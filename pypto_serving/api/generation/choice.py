@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from pypto_serving.api.chat.parsers.thinking import ReasoningCount, Thinking
 from pypto_serving.api.generation.logprobs import TokenEntry, token_entry
 from pypto_serving.api.generation.stops import StopPatterns, StopStrings
 from pypto_serving.api.text.detokenizer import Detokenizer
@@ -18,12 +19,17 @@ ONE_ID = 4
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """Text that engine outputs added to a choice; `logprobs` is None if the request asked for none."""
+    """Text that engine outputs added to a choice; `logprobs` and `token_ids` are None if the request asked for none.
+
+    `stop_reason` is the stop string, or the id of the stop token, that ended the choice.
+    """
 
     index: int
     text: str
     logprobs: list[TokenEntry] | None
     finish_reason: str | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class Choice:
@@ -31,7 +37,8 @@ class Choice:
 
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
     `timeline` has the engine's times so far.
-    `token_ids` collects the output tokens, a stop token included, if `keep_token_ids`; else it is None.
+    With `keep_token_ids` deltas have the output tokens, a stop token included. With `tokens_as_ids` log-probabilities
+    have no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes.
     """
 
     __slots__ = (
@@ -39,20 +46,24 @@ class Choice:
         "_entries",
         "_min_tokens",
         "_num_chars",
+        "_pending_ids",
+        "_plain",
         "_push_plain",
+        "_reasoning",
+        "_shows_stop",
         "_stops",
-        "_tokenizer",
+        "_texts",
         "cached_by_tier",
         "finish_reason",
         "index",
         "last_s",
         "num_cached",
         "num_prompt",
+        "num_reasoning",
         "num_tokens",
         "prompt",
         "request_id",
         "timeline",
-        "token_ids",
     )
 
     def __init__(
@@ -64,6 +75,8 @@ class Choice:
         stops: StopPatterns | None = None,
         keep_token_ids: bool = False,
         prompt: int = 0,
+        tokens_as_ids: bool = False,
+        thinking: Thinking | None = None,
     ) -> None:
         params = request.params
         self.index = index
@@ -73,19 +86,22 @@ class Choice:
         self.last_s = request.arrival_s
         self.num_tokens = 0
         self.num_cached = 0
+        self.num_reasoning = 0
         self.cached_by_tier: tuple[int, ...] = ()
         self.finish_reason: str | None = None
         self.timeline: Timeline | None = None
-        self.token_ids: list[int] | None = [] if keep_token_ids else None
+        self._pending_ids: list[int] | None = [] if keep_token_ids else None
         self._min_tokens = params.min_tokens
-        self._tokenizer = tokenizer
+        self._texts = None if tokens_as_ids else tokenizer
+        self._shows_stop = params.include_stop_str_in_output
         skip = params.skip_special_tokens
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt_ids, skip)
         self._stops = None if stops is None else StopStrings(stops)
         self._entries: list[TokenEntry] | None = None if params.logprobs is None else []
         self._num_chars = 0
-        plain = self._stops is None and self._entries is None and self.token_ids is None
-        self._push_plain = self._detokenizer.push if plain and self._detokenizer is not None else None
+        self._reasoning = None if thinking is None else ReasoningCount(thinking)
+        self._plain = self._stops is None and self._entries is None and not keep_token_ids
+        self._push_plain = self._plain_push()
 
     def begin(self, output: RequestOutput) -> None:
         """Note what came with the first token: the times so far, and how much of the prompt was cached where."""
@@ -109,37 +125,42 @@ class Choice:
     def _take_any(self, ids: Sequence[int], output: RequestOutput) -> Delta | None:
         """Add any number of tokens, with stop strings, logprobs and the end of the sequence.
 
-        The stop token that ended the sequence counts, but has no text. Tokens after a stop string do not count.
+        The stop token that ended the sequence counts, but has no text unless it is to be shown. Tokens after a stop
+        string do not count.
         """
         text, reason, before = "", output.finish_reason, self.num_tokens
         self.cached_by_tier = output.cached_by_tier or self.cached_by_tier
         self.timeline = output.timeline or self.timeline
         last = len(ids) - 1 if reason == "stop" else -1
-        silent_at = last if ids and ids[last] == output.stop_token_id else -1
+        silent = bool(ids) and ids[last] == output.stop_token_id and not self._shows_stop
+        silent_at = last if silent else -1
         for i, token_id in enumerate(ids):
             self.num_tokens += 1
             if self._entries is not None and output.logprobs is not None:
                 ends = i == last and (i == silent_at or self._is_silent(token_id))
                 values = output.logprobs[i]
-                self._entries.append(token_entry(token_id, values, self._tokenizer, self._num_chars, ends))
+                self._entries.append(token_entry(token_id, values, self._texts, self._num_chars, ends))
             if i != silent_at:
                 text += self._push(token_id)
-            if self._stops is not None and self._stops.matched is not None:
+            if self._matched is not None:
                 reason = "stop"
                 break
-        if self.token_ids is not None:
-            self.token_ids += ids[: self.num_tokens - before]
+        if self._pending_ids is not None:
+            self._pending_ids += ids[: self.num_tokens - before]
         if reason is not None:
             text += self._flush()
-            self.finish_reason = "stop" if self._stopped else reason
+            self.finish_reason = reason if self._matched is None else "stop"
         elif not text:
             return None
         entries, self._entries = self._entries, None if self._entries is None else []
-        return Delta(self.index, text, entries, self.finish_reason)
+        taken, self._pending_ids = self._pending_ids, None if self._pending_ids is None else []
+        stop_reason = output.stop_token_id if self._matched is None else self._matched
+        return Delta(self.index, text, entries, self.finish_reason, stop_reason, taken)
 
     @property
-    def _stopped(self) -> bool:
-        return self._stops is not None and self._stops.matched is not None
+    def _matched(self) -> str | None:
+        """Return the stop string that was found, or None."""
+        return None if self._stops is None else self._stops.matched
 
     def _is_silent(self, token_id: int) -> bool:
         return self._detokenizer is not None and self._detokenizer.is_silent(token_id)
@@ -149,7 +170,23 @@ class Choice:
             return ""
         text = self._detokenizer.push(token_id)
         self._num_chars += len(text)
+        if self._reasoning is not None:
+            self._count_reasoning(self._reasoning, text)
         return text if self._stops is None else self._stops.push(text, self.num_tokens > self._min_tokens)
+
+    def _count_reasoning(self, count: ReasoningCount, text: str) -> None:
+        """Count one token with its text; nothing is counted once the reasoning has ended."""
+        count.push(text)
+        self.num_reasoning = count.num_tokens
+        if count.done:
+            self._reasoning = None
+            self._push_plain = self._plain_push()
+
+    def _plain_push(self) -> Callable[[int], str] | None:
+        """Return what turns a token into text if nothing but its text is wanted."""
+        if self._detokenizer is None or self._reasoning is not None or not self._plain:
+            return None
+        return self._detokenizer.push
 
     def _flush(self) -> str:
         text = "" if self._detokenizer is None else self._detokenizer.flush()

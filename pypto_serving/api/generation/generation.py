@@ -33,7 +33,8 @@ class Generation:
     """Run the choices of one request. Owned by its maker, which must call `close`.
 
     Making one submits the request. Raises QueueFullError or UnavailableError if it is not admitted,
-    RequestError if it has more choices than the server can ever hold.
+    RequestError if it has more choices than the server can ever hold. `scores` are those of the request; they are
+    filled before the first delta of a prompt's first choice.
     """
 
     __slots__ = (
@@ -47,6 +48,7 @@ class Generation:
         "_outputs",
         "_service",
         "id",
+        "scores",
     )
 
     def __init__(self, service: Service, request: GenerationRequest) -> None:
@@ -58,6 +60,7 @@ class Generation:
         check_num_choices(request.num_choices, len(request.prompts), service.engine.config)
         requests = engine_requests(request, service.seeds, service.eos_token_ids, self._arrival_s)
         self._choices = _new_choices(request, requests, service.tokenizer)
+        self.scores = request.scores
         service.admission.enter()
         try:
             self._outputs = service.engine.submit(requests)
@@ -109,6 +112,9 @@ class Generation:
                     self._observe_first(now_s - choice.last_s)
                     choice.begin(output)
                 choice.last_s = now_s
+            elif output.prompt_logprobs is not None:
+                self.scores[choice.prompt].add(output.prompt_logprobs)
+                continue
             delta = choice.take(output)
             if delta is None:
                 continue
@@ -168,10 +174,12 @@ class Generation:
 def _new_choices(
     request: GenerationRequest, requests: list[EngineRequest], tokenizer: Tokenizer | None
 ) -> dict[str, Choice]:
-    stops = StopPatterns(request.params.stop) if request.params.stop else None
+    params = request.params
+    stops = StopPatterns(params.stop, params.include_stop_str_in_output) if params.stop else None
     choices = {}
     for i, made in enumerate(requests):
-        prompt = i // request.params.n
+        prompt = i // params.n
         ids = request.prompts[prompt].token_ids
-        choices[made.request_id] = Choice(i, made, ids, tokenizer, stops, request.keep_token_ids, prompt)
+        kept, as_ids = request.keep_token_ids, request.tokens_as_ids
+        choices[made.request_id] = Choice(i, made, ids, tokenizer, stops, kept, prompt, as_ids, request.thinking)
     return choices

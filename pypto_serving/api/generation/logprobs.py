@@ -26,13 +26,14 @@ class TokenEntry(msgspec.Struct, frozen=True, gc=False):
     """The log-probabilities at one output position: of the chosen token and of the most likely ones, best first.
 
     `offset` is where the text of the token begins in the output, in characters. `ends`: the token ended the sequence
-    and has no text.
+    and has no text. The first token of a prompt is not `scored`, since nothing precedes it.
     """
 
     chosen: ScoredToken
     top: list[ScoredToken]
     offset: int
     ends: bool = False
+    scored: bool = True
 
 
 def token_entry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from pypto_serving.api.chat import ChatEncoder, EncodedChat, load_encoder
 from pypto_serving.api.settings import ServingConfig
@@ -21,11 +22,19 @@ MAX_CHARS_PER_TOKEN = 256
 class Prompter:
     """Make prompts for one model. Does not change after loading, so any thread may use it.
 
-    `tokenizer` is None for a model without one. Errors name the field at fault by its place, such as `prompt[2]`.
+    `tokenizer` is None for a model without one. `eos_token_ids` end its outputs. Errors name the field at fault by its
+    place, such as `prompt[2]`.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, chat_encoder: ChatEncoder) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        chat_encoder: ChatEncoder,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
         self.config = config
+        self.eos_token_ids = eos_token_ids
         self.tokenizer = tokenizer
         self.chat_encoder = chat_encoder
 
@@ -33,7 +42,8 @@ class Prompter:
     def load(cls, config: EngineConfig, serving: ServingConfig) -> Prompter:
         """Load tokenizer and chat encoder. Raises ModelError if one of them is damaged."""
         tokenizer = _load_tokenizer(serving.model_dir)
-        return cls(config, tokenizer, load_encoder(serving, tokenizer))
+        eos_token_ids = _eos_token_ids(serving.eos_token_ids, tokenizer, config.vocab_size)
+        return cls(config, tokenizer, load_encoder(serving, tokenizer), eos_token_ids)
 
     def encode_text(self, text: str, where: str, add_special_tokens: bool) -> list[int]:
         """Encode one text. Raises RequestError if it is empty, cannot fit, or the model has no tokenizer."""
@@ -71,6 +81,14 @@ class Prompter:
 def field_of(where: str) -> str:
     """Return the field of a place: `prompt` of `prompt[2]`."""
     return where.partition("[")[0]
+
+
+def _eos_token_ids(declared: Iterable[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
+    """Join the ids that the checkpoint declares and the tokenizer's eos_token; drop ids outside the vocabulary."""
+    ids = set(declared)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(i for i in ids if 0 <= i < vocab_size))
 
 
 def _load_tokenizer(model_dir: str) -> Tokenizer | None:

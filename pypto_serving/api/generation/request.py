@@ -8,8 +8,14 @@ from dataclasses import dataclass
 import msgspec
 
 from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.parsers.thinking import Thinking
+from pypto_serving.api.generation.bad_words import encode_bad_words
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
+from pypto_serving.api.generation.prompt_scores import PromptScores, check_num_scores
+from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.api.generation.structured import with_guide
+from pypto_serving.api.generation.truncation import truncate
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
@@ -23,11 +29,14 @@ MAX_CHOICES = 512
 class FittedPrompt(msgspec.Struct, frozen=True):
     """A prompt and how many tokens continue it; together they fit the context. Made by `fit_prompt`.
 
-    `packed_ids` are its token ids as bytes of `pack_ids`.
+    `packed_ids` are its token ids as bytes of `pack_ids`, behind `num_cut` that were cut off. `text` is kept where the
+    answer repeats it; None if token ids were given.
     """
 
     packed_ids: bytes
     max_tokens: int
+    num_cut: int = 0
+    text: str | None = None
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -41,7 +50,7 @@ class GenerationRequest:
 
     `id` is the beginning of every engine request's id. `params` are those of `fit_params`; `params.n` is the number of
     choices of each prompt. Lower `priority` is served earlier. Prefixes are shared within one `cache_salt`.
-    `keep_token_ids` makes each choice collect its output token ids.
+    `keep_token_ids`, `tokens_as_ids`, `thinking`: see Choice. `scores` are those of `new_scores`.
     """
 
     id: str
@@ -50,6 +59,9 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     keep_token_ids: bool = False
+    tokens_as_ids: bool = False
+    scores: Sequence[PromptScores] = ()
+    thinking: Thinking | None = None
 
     @property
     def num_choices(self) -> int:
@@ -71,13 +83,15 @@ def check_num_choices(num_choices: int, num_prompts: int, config: EngineConfig) 
         )
 
 
-def fit_params(params: SamplingParams, config: EngineConfig, new_parser: OutputFormat | None = None) -> SamplingParams:
-    """Return the parameters of a request. Raises RequestError if they name a token id outside the vocabulary.
+def fit_params(params: SamplingParams, prompter: Prompter, new_parser: OutputFormat | None = None) -> SamplingParams:
+    """Return the parameters of a request, with bad words as token ids and structured outputs as a guide.
 
-    A parser needs to see special tokens, so with `new_parser` they stay in the text.
+    Special tokens stay in the text if the parser needs to see them. Raises RequestError if a parameter
+    names a token id outside the vocabulary, or like `encode_bad_words` and `with_guide`.
     """
-    check_named_ids(params, config.vocab_size)
-    if params.skip_special_tokens and new_parser is not None:
+    params = with_guide(encode_bad_words(params, prompter.tokenizer), prompter)
+    check_named_ids(params, prompter.config.vocab_size)
+    if params.skip_special_tokens and new_parser is not None and new_parser.shows_special:
         return msgspec.structs.replace(params, skip_special_tokens=False)
     return params
 
@@ -89,10 +103,26 @@ def fit_prompt(
     *,
     default_max_tokens: int | None = None,
     max_tokens_field: str = "max_tokens",
+    truncate_to: int | None = None,
+    text: str | None = None,
 ) -> FittedPrompt:
-    """Make a FittedPrompt whose max_tokens fits the context; see `fit_max_tokens` for the cases and errors."""
-    fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, config.max_model_len, max_tokens_field)
-    return FittedPrompt(pack_ids(token_ids), fitting)
+    """Make a FittedPrompt whose max_tokens fits the context; see `truncate`, and `fit_max_tokens` for the errors."""
+    most = config.max_model_len
+    token_ids, num_cut = truncate(token_ids, truncate_to, max_tokens, most)
+    fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, most, max_tokens_field)
+    return FittedPrompt(pack_ids(token_ids), fitting, num_cut, None if num_cut else text)
+
+
+def check_scores(prompts: Sequence[FittedPrompt], params: SamplingParams) -> None:
+    """Raise RequestError if the log-probabilities of the prompts are too many for one answer."""
+    if params.prompt_logprobs is not None:
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        check_num_scores(num_tokens, params.n, params.prompt_logprobs)
+
+
+def new_scores(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Sequence[PromptScores]:
+    """Make what collects the log-probabilities of each prompt; () if `params` ask for none."""
+    return () if params.prompt_logprobs is None else [PromptScores(prompt.token_ids) for prompt in prompts]
 
 
 def engine_requests(
@@ -101,17 +131,21 @@ def engine_requests(
     """Make one engine request for each choice, in order.
 
     Choices of a prompt share its seed and token ids; all choices share their parameters, which have no stop strings:
-    those are found here. Raises RequestError if `min_tokens` does not fit.
+    those are found here. Only the first choice of a prompt asks for the log-probabilities of the prompt. Raises
+    RequestError if `min_tokens` does not fit.
     """
     made: list[EngineRequest] = []
-    known: dict[int, SamplingParams] = {}
+    known: dict[int, tuple[SamplingParams, SamplingParams]] = {}
     for prompt in request.prompts:
         seed = seeds.seed_of(request.params)
-        params = known.get(prompt.max_tokens)
-        if params is None:
-            params = msgspec.structs.replace(request.params, n=1, stop=(), max_tokens=prompt.max_tokens)
-            known[prompt.max_tokens] = params
+        if prompt.max_tokens not in known:
+            first = msgspec.structs.replace(request.params, n=1, stop=(), max_tokens=prompt.max_tokens)
+            others = first
+            if first.prompt_logprobs is not None:
+                others = msgspec.structs.replace(first, prompt_logprobs=None)
+            known[prompt.max_tokens] = first, others
         for choice in range(request.params.n):
+            params = known[prompt.max_tokens][choice > 0]
             made.append(
                 EngineRequest(
                     request_id=f"{request.id}-{len(made)}",

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 
 class StopPatterns:
-    """The stop strings of a request, longest first, with the tables that find them. Shared by all choices."""
+    """The stop strings of a request, longest first, with the tables that find them. Shared by all choices.
 
-    __slots__ = ("patterns",)
+    `shown`: the string found stays in the text.
+    """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    __slots__ = ("patterns", "shown")
+
+    def __init__(self, stops: Sequence[str], shown: bool = False) -> None:
+        self.shown = shown
         self.patterns = [(stop, _failure_table(stop)) for stop in sorted(stops, key=len, reverse=True)]
 
 
@@ -21,16 +25,16 @@ class StopStrings:
     held back only while it could still become a stop string. `matched` is the string found; later text is dropped.
     """
 
-    __slots__ = ("_held", "_patterns", "_states", "matched")
+    __slots__ = ("_held", "_patterns", "_shown", "_states", "matched")
 
     def __init__(self, stops: StopPatterns) -> None:
-        self._patterns = stops.patterns
+        self._patterns, self._shown = stops.patterns, stops.shown
         self._states = [0] * len(self._patterns)
         self._held = ""
         self.matched: str | None = None
 
     def push(self, text: str, may_end: bool = True) -> str:
-        """Add text; return the new text that cannot belong to a stop string.
+        """Add text; return the new text that cannot belong to a stop string, or any if those are shown.
 
         Without `may_end` a stop string that ends in `text` does not count; one that only begins there does.
         """
@@ -42,8 +46,8 @@ class StopStrings:
             found = self._advance(char)
             if found is not None and may_end:
                 self.matched = found
-                return self._release(end - len(found))
-        return self._release(len(self._held) - max(self._states, default=0))
+                return self._release(end if self._shown else end - len(found))
+        return self._release(len(self._held) - (0 if self._shown else max(self._states, default=0)))
 
     def flush(self) -> str:
         """End the text; return what was held back."""

@@ -20,6 +20,7 @@ class Usage(msgspec.Struct, frozen=True):
     num_output_tokens: int
     num_cached_tokens: int
     cached_by_tier: tuple[int, ...]
+    num_reasoning_tokens: int = 0
 
 
 def count_usage(choices: Sequence[Choice]) -> Usage:
@@ -31,4 +32,5 @@ def count_usage(choices: Sequence[Choice]) -> Usage:
         num_output_tokens=sum(choice.num_tokens for choice in choices),
         num_cached_tokens=sum(choice.num_cached for choice in firsts),
         cached_by_tier=tuple(map(sum, zip(*by_tier, strict=True))) if by_tier else (0,) * len(TIERS),
+        num_reasoning_tokens=sum(choice.num_reasoning for choice in choices),
     )

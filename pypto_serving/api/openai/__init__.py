@@ -2,9 +2,11 @@
 
 - `completions`, `chat`, `models`: the endpoints
 - `body`, `schemas`, `fields`: parse bodies, screen unknown fields
-- `params`, `prompts`: read sampling parameters and prompts
+- `params`, `prompts`, `structured`, `shown`: read sampling parameters, prompts, what outputs must look like, and what
+  the answer shows
 - `chat_body`, `completion_body`, `reader`: read a whole body, in whichever process
 - `respond`: answer at once or stream
 - `answers`: describe what they answer
-- `sse`, `chat_format`, `logprobs`, `usage`: write events and objects
+- `sse`, `chat_format`, `completion_format`, `echo_format`, `logprobs`, `usage`: write events and objects
+- `best_of`: choose the best of several choices
 """

@@ -23,20 +23,35 @@ class TokensByTier(Answer):
 class PromptTokensDetails(Answer):
     cached_tokens: int
     cached_tokens_by_tier: TokensByTier
+    truncated_tokens: int | None = None
+
+
+class CompletionTokensDetails(Answer):
+    reasoning_tokens: int
 
 
 class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class CompletionLogprobs(Answer):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Answer):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(Answer):
@@ -44,6 +59,10 @@ class CompletionChoice(Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(Answer):
@@ -55,6 +74,9 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    service_tier: Literal["default"] | None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
 
 
 class TopLogprob(Answer):
@@ -81,7 +103,20 @@ class ToolCall(Answer):
     id: str
     type: Literal["function"]
     function: CalledFunction
-    index: int | None = None
+
+
+class FunctionDelta(Answer):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(Answer):
+    """The first delta of a call has its id, type and name; the others have more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
 
 
 class ChatAnswer(Answer):
@@ -98,7 +133,7 @@ class ChatDelta(Answer):
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(Answer):
@@ -106,6 +141,8 @@ class ChatChoice(Answer):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | None
 
 
 class ChatCompletion(Answer):
@@ -117,6 +154,11 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    service_tier: Literal["default"] | None
+    system_fingerprint: None
+    kv_transfer_params: None
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None
 
 
 class ChatChunkChoice(Answer):
@@ -124,6 +166,8 @@ class ChatChunkChoice(Answer):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(Answer):
@@ -135,6 +179,7 @@ class ChatCompletionChunk(Answer):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Model(Answer):

@@ -10,16 +10,18 @@ from starlette.requests import Request
 
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
-from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest
+from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_scores
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules, IgnoredFields
 from pypto_serving.api.openai.params import cache_salt_of, priority_of
 from pypto_serving.api.openai.schemas import GenerationBody
+from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
 
 MAX_VALUES = 2_000_000
 """Bounds the values of a body before it is parsed, by the characters that come with each."""
+TRUNCATED_HEADER = "x-truncated-prompt-tokens"
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 Endpoint = Literal["completions", "chat"]
 
@@ -27,14 +29,15 @@ Endpoint = Literal["completions", "chat"]
 class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
     """A body after parsing, rendering and encoding.
 
-    `new_parser` makes the parser of one choice's text; None means plain text.
+    `new_parser` makes the parser of one choice's text; None means plain text. `params` are those of what is made,
+    which may be more than what is `shown`.
     """
 
     model: str
     stream: bool
-    include_usage: bool
     ping_s: float | None
     ignored: IgnoredFields
+    shown: Shown
     prompts: list[FittedPrompt]
     params: SamplingParams
     new_parser: OutputFormat | None = None
@@ -43,7 +46,22 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
 
     def generation(self, request_id: str) -> GenerationRequest:
         """Return what to generate."""
-        return GenerationRequest(request_id, self.prompts, self.params, self.priority, self.cache_salt)
+        return GenerationRequest(
+            id=request_id,
+            prompts=self.prompts,
+            params=self.params,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            keep_token_ids=self.shown.token_ids or self.shown.usage_so_far,
+            tokens_as_ids=self.shown.tokens_as_ids,
+            scores=new_scores(self.prompts, self.params),
+            thinking=None if self.new_parser is None else self.new_parser.thinking,
+        )
+
+    def headers(self) -> dict[str, str]:
+        """Return the response headers that say what was ignored or cut off."""
+        cut = {TRUNCATED_HEADER: str(sum(p.num_cut for p in self.prompts))} if self.shown.truncation else {}
+        return self.ignored.header() | cut
 
 
 class BodySource(Protocol):
@@ -95,7 +113,6 @@ def read_common(body: GenerationBody, ignored: IgnoredFields, serving: ServingCo
     return {
         "model": serving.resolve_model(body.model),
         "stream": bool(body.stream),
-        "include_usage": body.include_usage,
         "ping_s": body.ping_s,
         "ignored": ignored,
         "priority": priority_of(body, serving.client_priority),

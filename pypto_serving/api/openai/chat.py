@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 
 from starlette.requests import Request
@@ -22,6 +21,6 @@ async def create_chat_completion(request: Request) -> Response:
     body = await reading.read(request, "chat")
     service.warn_ignored(body.ignored.names)
     wanted = body.generation(f"chatcmpl-{uuid.uuid4().hex}")
-    head = Head(wanted.id, int(time.time()), body.model, wanted.num_choices, body.include_usage)
+    head = Head.of(service, wanted, body.model, body.shown)
     form = ChatFormat(head) if body.new_parser is None else ParsedChatFormat(head, body.new_parser)
     return await respond(request, wanted, form, body)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
+from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.messages import read_message
 from pypto_serving.api.chat.template import RESERVED
+from pypto_serving.api.chat.tools import ToolUse, read_tool_use
+from pypto_serving.api.generation.chat_guide import with_chat_guide
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.request import fit_params, fit_prompt
+from pypto_serving.api.generation.request import check_scores, fit_params, fit_prompt
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
 from pypto_serving.api.openai.schemas import ChatBody
+from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import MAX_LOGPROBS, check_max_tokens
+
+_ENCODED = ("add_generation_prompt", "continue_final_message", "chat_template", "documents", "reasoning_effort")
+"""Fields that the encoder takes besides messages and tools."""
 
 
 def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray) -> ReadBody:
@@ -24,15 +33,30 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     common = read_common(body, ignored, serving)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked = getattr(body, field)
-    check_max_tokens(asked, field)
+    check_max_tokens(asked, field, least=1)
     params = sampling_params(body, serving.default_sampling, asked, _num_logprobs(body))
+    shown = Shown.of(body, params)
     messages = _messages(body)
     prompter.check_length(sum(len(message["content"]) for message in messages), "messages")
-    chat = encoder.encode(messages, _encoder_kwargs(body, encoder.request_fields))
+    tools = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    kwargs = _encoder_kwargs(body, encoder.request_fields, tools, serving.trust_request_chat_template)
+    chat = encoder.encode(messages, kwargs)
+    form = _format(chat.new_parser, tools, body)
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
-    prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field)
-    fitted = fit_params(params, prompter.config, chat.new_parser)
-    return ReadBody(prompts=[prompt], params=fitted, new_parser=chat.new_parser, **common)
+    keep = params.truncate_prompt_tokens
+    prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field, truncate_to=keep)
+    check_scores([prompt], params)
+    guided = with_chat_guide(params, prompter, form, tools, body.thinking_token_budget)
+    fitted = fit_params(guided, prompter, form)
+    return ReadBody(prompts=[prompt], params=fitted, shown=shown, new_parser=form, **common)
+
+
+def _format(form: OutputFormat | None, tools: ToolUse, body: ChatBody) -> OutputFormat | None:
+    """Add to the format of an output what the request says of calls and of reasoning."""
+    if form is None:
+        return None
+    calls = form.calls if form.calls is None or tools.parallel else replace(form.calls, one=True)
+    return replace(form, calls=calls, hides_reasoning=body.include_reasoning is False)
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
@@ -46,18 +70,25 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return None
 
 
-def _encoder_kwargs(body: ChatBody, request_fields: frozenset[str]) -> dict[str, Any]:
+def _encoder_kwargs(
+    body: ChatBody, request_fields: frozenset[str], tools: ToolUse, trusts_templates: bool
+) -> dict[str, Any]:
+    if body.chat_template is not None and not trusts_templates:
+        message = "chat_template is refused: this server runs without the option trust-request-chat-template"
+        raise RequestError(message, param="chat_template", code="unsupported_field")
     given = body.chat_template_kwargs or {}
     if reserved := sorted(RESERVED & given.keys()):
         names = ", ".join(reserved)
         raise RequestError(f"chat_template_kwargs must not set {names}", param="chat_template_kwargs")
-    fields = {name: value for name, value in body.extra.items() if name in request_fields and value is not None}
+    sent = {**body.extra, "response_format": body.response_format}
+    fields = {name: value for name, value in sent.items() if name in request_fields}
+    fields |= {name: getattr(body, name) for name in _ENCODED}
+    fields |= {"tools": tools.described() or None}
+    fields = {name: value for name, value in fields.items() if value is not None}
     if twice := sorted(fields.keys() & given.keys()):
         names = ", ".join(twice)
         raise RequestError(f"chat_template_kwargs and the request both have {names}; send one", param=twice[0])
-    if body.extra.get("tool_choice") == "none":
-        fields.pop("tools", None)
-    return {**given, **fields, "add_generation_prompt": body.add_generation_prompt is not False}
+    return {**given, **fields}
 
 
 def _messages(body: ChatBody) -> list[dict[str, Any]]:

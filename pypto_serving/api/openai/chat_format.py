@@ -5,11 +5,16 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from pypto_serving.api.chat.output import NewParser, Part, ToolCall, read_output
+from pypto_serving.api.chat.formats import OutputFormat
+from pypto_serving.api.chat.output import Part, TextPart, ToolCallStart, read_output
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.output import Output
+from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.openai.logprobs import chat_logprobs
 from pypto_serving.api.openai.sse import EventFormat, Head, encode
+
+SHORT_ID = 9
+"""Characters of a call's id that Mistral's templates take."""
 
 
 class ChatFormat(EventFormat):
@@ -17,18 +22,32 @@ class ChatFormat(EventFormat):
 
     def __init__(self, head: Head) -> None:
         super().__init__(head, "chat.completion", "chat.completion.chunk", b',"delta":{"content":%b}')
-        self._num_choices = head.num_choices
 
     def opening(self) -> bytes:
         role = b',"delta":{"role":"assistant","content":""}'
-        return b"".join(self.choice(i, role, None, None) for i in range(self._num_choices))
+        ids = b',"prompt_token_ids":' + encode(self.head.prompt_ids(0)) if self.head.shown.token_ids else b""
+        return b"".join(self.choice(i, role, None, None, above=ids) for i in range(self.head.num_choices))
 
     def rare_event(self, delta: Delta) -> bytes:
         content = b',"delta":{"content":' + encode(delta.text) + b"}" if delta.text else b',"delta":{}'
-        return self.choice(delta.index, content, chat_logprobs(delta.logprobs), delta.finish_reason)
+        logprobs, details = chat_logprobs(delta.logprobs), self.details(delta)
+        return self.choice(delta.index, content, logprobs, delta.finish_reason, details)
 
     def whole_choice(self, output: Output) -> dict[str, Any]:
-        return {"index": output.index, "logprobs": chat_logprobs(output.logprobs), **self._answer(output)}
+        return {
+            "index": output.index,
+            "logprobs": chat_logprobs(output.logprobs),
+            **self._answer(output),
+            "stop_reason": output.stop_reason,
+            "token_ids": output.token_ids if self.head.shown.token_ids else None,
+        }
+
+    def response(self, outputs: list[Output], usage: Usage) -> dict[str, Any]:
+        prompt = {
+            "prompt_logprobs": self.head.prompt_logprobs(0),
+            "prompt_token_ids": self.head.prompt_ids(0) if self.head.shown.token_ids else None,
+        }
+        return super().response(outputs, usage) | prompt
 
     def _answer(self, output: Output) -> dict[str, Any]:
         """Write `message` and `finish_reason`, which depend on the text."""
@@ -39,13 +58,13 @@ class ChatFormat(EventFormat):
 class ParsedChatFormat(ChatFormat):
     """Write chats whose outputs have reasoning and tool calls beside content.
 
-    Reasoning is sent under both names that clients use. A call is sent whole, when it is complete.
+    Reasoning is sent under both names that clients use. The arguments of a call are sent as they come.
     """
 
-    def __init__(self, head: Head, new_parser: NewParser) -> None:
+    def __init__(self, head: Head, form: OutputFormat) -> None:
         super().__init__(head)
-        self._new_parser = new_parser
-        self._parsers = [new_parser() for _ in range(head.num_choices)]
+        self._form = form
+        self._parsers = [form() for _ in range(head.num_choices)]
         self._num_calls = [0] * head.num_choices
 
     def event(self, delta: Delta) -> bytes:
@@ -54,36 +73,47 @@ class ParsedChatFormat(ChatFormat):
         parts = parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += parser.finish()
+        elif len(parts) == 1 and delta.logprobs is None and delta.token_ids is None:  # most deltas
+            part = parts[0]
+            if isinstance(part, TextPart) and part.kind == "content":
+                return super().event(Delta(index, part.text, None, None))
         bodies = [b',"delta":' + encode(self._delta(index, part)) for part in parts]
-        if not bodies and (delta.finish_reason is not None or delta.logprobs is not None):
+        details = self.details(delta)
+        if not bodies and (details or delta.logprobs is not None):
             bodies = [b',"delta":{}']
         reason = _finish_reason(delta.finish_reason, self._num_calls[index])
         events = [self.choice(index, body, None, None) for body in bodies[:-1]]
-        events += [self.choice(index, body, chat_logprobs(delta.logprobs), reason) for body in bodies[-1:]]
+        events += [self.choice(index, body, chat_logprobs(delta.logprobs), reason, details) for body in bodies[-1:]]
         return b"".join(events)
 
+    rare_event = event
+
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
-        if isinstance(part, ToolCall):
-            number = self._num_calls[index]
+        if isinstance(part, TextPart):
+            if part.kind == "reasoning":
+                return {"reasoning_content": part.text, "reasoning": part.text}
+            return {"content": part.text}
+        if isinstance(part, ToolCallStart):
+            call = {"index": self._num_calls[index], **_tool_call(self._form, part.name, "")}
             self._num_calls[index] += 1
-            return {"tool_calls": [{"index": number, **_tool_call(part)}]}
-        if part.kind == "reasoning":
-            return {"reasoning_content": part.text, "reasoning": part.text}
-        return {"content": part.text}
+            return {"tool_calls": [call]}
+        return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": part.text}}]}
 
     def _answer(self, output: Output) -> dict[str, Any]:
-        read = read_output(self._new_parser(), output.texts)
+        read = read_output(self._form(), output.texts)
         message: dict[str, Any] = {"role": "assistant", "content": read.content, "refusal": None}
         if read.reasoning:
             message |= {"reasoning_content": read.reasoning, "reasoning": read.reasoning}
         if read.tool_calls:
-            message |= {"content": read.content or None, "tool_calls": [_tool_call(call) for call in read.tool_calls]}
+            calls = [_tool_call(self._form, call.name, call.arguments) for call in read.tool_calls]
+            message |= {"content": read.content or None, "tool_calls": calls}
         return {"message": message, "finish_reason": _finish_reason(output.finish_reason, len(read.tool_calls))}
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+def _tool_call(form: OutputFormat, name: str, arguments: str) -> dict[str, Any]:
+    made = uuid.uuid4().hex
+    call_id = made[:SHORT_ID] if form.short_ids else f"call_{made}"
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _finish_reason(reason: str | None, num_calls: int) -> str | None:

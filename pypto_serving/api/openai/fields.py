@@ -63,6 +63,9 @@ class FieldRules:
 def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     if value is None or any(value == allowed for allowed in neutral):
         return
+    if name in _SUCCESSORS:
+        message = f"{name} is not supported by this server: it is the old form of {_SUCCESSORS[name]}; send that"
+        raise RequestError(message, param=name, code="unsupported_field")
     advice = f"leave it out or set it to {' or '.join(map(json.dumps, neutral))}" if neutral else "leave it out"
     raise RequestError(
         f"{name} = {brief(value)} is not supported by this server; {advice}",
@@ -71,69 +74,54 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     )
 
 
+_SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}
 _NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "best_of": (1,),
     "use_beam_search": (False,),
-    "echo": (False,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
     "json_schema": (),
     "regex": ("",),
     "ebnf": ("",),
     "grammar": ("",),
-    "structural_tag": (),
     "stop_regex": ("", []),
-    "include_stop_str_in_output": (False,),
     "no_stop_trim": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
-    "spaces_between_special_tokens": (True,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": ({},),
     "lora_path": (),
     "mm_processor_kwargs": ({},),
     "store": (False,),
-    "service_tier": ("auto", "default"),
 }
 
 _ACCEPTED_EVERYWHERE = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"}
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "session_id",
+        "spaces_between_special_tokens",
+    }
 )
+"""`spaces_between_special_tokens`: the tokenizers of the served families put none there."""
 
 COMPLETION_RULES = FieldRules({**_NEUTRAL_EVERYWHERE, "suffix": ("",), "prompt_embeds": ()}, _ACCEPTED_EVERYWHERE)
 
 CHAT_RULES = FieldRules(
     {
         **_NEUTRAL_EVERYWHERE,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
+        "best_of": (1,),
+        "echo": (False,),
         "functions": ([],),
         "function_call": ("none", "auto"),
-        "continue_final_message": (False,),
-        "chat_template": (),
-        "documents": ([],),
-        "reasoning_effort": ("none",),
-        "thinking_token_budget": (),
         "verbosity": ("medium",),
         "modalities": (["text"],),
         "audio": (),
+        "moderation": (),
         "prediction": (),
         "web_search_options": (),
     },
-    _ACCEPTED_EVERYWHERE | {"parallel_tool_calls"},
+    _ACCEPTED_EVERYWHERE,
 )
 
 
@@ -144,4 +132,4 @@ def chat_rules(supported: frozenset[str]) -> FieldRules:
     return FieldRules(neutral, CHAT_RULES.accepted | supported)
 
 
-STREAM_OPTION_RULES = FieldRules({"continuous_usage_stats": (False,)}, frozenset({"include_obfuscation"}))
+STREAM_OPTION_RULES = FieldRules({}, frozenset({"include_obfuscation"}))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, overload
 
 from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
 
@@ -10,16 +11,42 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks."""
 
 
-def completion_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | None:
-    """Write parallel lists with one entry per token; `top_logprobs` holds the chosen token too."""
+@overload
+def completion_logprobs(entries: Iterable[TokenEntry], shift: int = 0) -> dict[str, list[Any]]: ...
+
+
+@overload
+def completion_logprobs(entries: None, shift: int = 0) -> None: ...
+
+
+def completion_logprobs(entries: Iterable[TokenEntry] | None, shift: int = 0) -> dict[str, list[Any]] | None:
+    """Write parallel lists with one entry per token; `top_logprobs` holds the chosen token too.
+
+    Offsets are moved by `shift`.
+    """
     if entries is None:
         return None
-    return {
-        "tokens": [_text(_utf8(entry.chosen)) for entry in entries],
-        "token_logprobs": [_finite(entry.chosen) for entry in entries],
-        "top_logprobs": [_top_by_text(entry) for entry in entries],
-        "text_offset": [entry.offset for entry in entries],
-    }
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for entry in entries:
+        found["tokens"].append(_text(_utf8(entry.chosen)))
+        found["token_logprobs"].append(_finite(entry.chosen) if entry.scored else None)
+        found["top_logprobs"].append(_top_by_text(entry) if entry.scored else None)
+        found["text_offset"].append(shift + entry.offset)
+    return found
+
+
+def prompt_logprobs(entries: Iterable[TokenEntry]) -> list[dict[str, Any] | None]:
+    """Write vLLM's form: for each token of a prompt those of the token and of the most likely ones, by token id."""
+    return [_by_id(entry) if entry.scored else None for entry in entries]
+
+
+def _by_id(entry: TokenEntry) -> dict[str, Any]:
+    tokens = {token.token_id: token for token in (entry.chosen, *entry.top)}
+    return {str(token_id): _described(token) for token_id, token in tokens.items()}
+
+
+def _described(token: ScoredToken) -> dict[str, Any]:
+    return {"logprob": _finite(token), "rank": token.rank, "decoded_token": _text(_utf8(token))}
 
 
 def chat_logprobs(entries: list[TokenEntry] | None) -> dict[str, Any] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pypto_serving.api.openai.schemas import GenerationBody
+from pypto_serving.api.openai.structured import structured_outputs
 from pypto_serving.api.settings import DefaultSampling
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
@@ -12,6 +14,7 @@ from pypto_serving.util import brief
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARS = 1024
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 _PLAIN = (
     "n",
     "temperature",
@@ -21,7 +24,15 @@ _PLAIN = (
     "min_tokens",
     "ignore_eos",
     "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
     "skip_special_tokens",
+    "include_stop_str_in_output",
+    "truncate_prompt_tokens",
 )
 
 
@@ -38,8 +49,10 @@ def sampling_params(
         **values,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         stop=_stop_strings(body.stop),
+        logit_bias=_logit_bias(body.logit_bias),
         max_tokens=max_tokens,
         logprobs=logprobs,
+        structured_outputs=structured_outputs(body),
     )
 
 
@@ -65,6 +78,16 @@ def cache_salt_of(body: GenerationBody) -> str:
         message = f"cache_salt has {len(body.cache_salt)} characters, but must have at most {MAX_SALT_CHARS}"
         raise RequestError(message, param="cache_salt")
     return body.cache_salt or ""
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float]:
+    """Return the biases by token id; JSON writes the ids as strings."""
+    for key in given or {}:
+        if not _TOKEN_ID.fullmatch(key):
+            raise RequestError(
+                f"logit_bias has the key {brief(key)}, but must map token ids to numbers", param="logit_bias"
+            )
+    return {int(key): value for key, value in (given or {}).items()}
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from pypto_serving.api.generation.prompts import Prompter, field_of
 from pypto_serving.api.generation.request import check_num_choices
@@ -11,8 +11,15 @@ from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 
-def encode_prompts(prompter: Prompter, prompt: Any, num_each: int, add_special_tokens: bool) -> Iterator[list[int]]:
-    """Iterate over the token ids of each prompt, of which `num_each` choices are wanted.
+class EncodedPrompt(NamedTuple):
+    """The token ids of a prompt, and its text if that was given."""
+
+    token_ids: list[int]
+    text: str | None
+
+
+def encode_prompts(prompter: Prompter, prompt: Any, num_each: int, add_special_tokens: bool) -> Iterator[EncodedPrompt]:
+    """Iterate over the prompts, of each of which `num_each` choices are made.
 
     Raises RequestError that names the prompt at fault.
     """
@@ -28,11 +35,11 @@ def encode_prompts(prompter: Prompter, prompt: Any, num_each: int, add_special_t
     return (_encode(prompter, entry, f"prompt[{i}]", add_special_tokens) for i, entry in enumerate(prompt))
 
 
-def _encode(prompter: Prompter, entry: Any, where: str, add_special_tokens: bool) -> list[int]:
+def _encode(prompter: Prompter, entry: Any, where: str, add_special_tokens: bool) -> EncodedPrompt:
     if isinstance(entry, str):
-        return prompter.encode_text(entry, where, add_special_tokens)
+        return EncodedPrompt(prompter.encode_text(entry, where, add_special_tokens), entry)
     if _is_ids(entry):
-        return prompter.check_token_ids(entry, where)
+        return EncodedPrompt(prompter.check_token_ids(entry, where), None)
     if entry == []:
         raise RequestError(f"{where} is an empty list; send at least one token", param=field_of(where))
     raise _bad_type(where, entry)

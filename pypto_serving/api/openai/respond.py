@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Generator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from types import coroutine
 from typing import Any
 
@@ -20,7 +21,9 @@ from pypto_serving.api.disconnect import nobody_listens, until_disconnect
 from pypto_serving.api.errors import describe, internal_error
 from pypto_serving.api.generation.choice import Delta
 from pypto_serving.api.generation.generation import Consume, Generation
+from pypto_serving.api.generation.output import Output
 from pypto_serving.api.generation.request import GenerationRequest
+from pypto_serving.api.generation.usage import Usage
 from pypto_serving.api.middleware import SERVER_SEND
 from pypto_serving.api.openai.body import ReadBody
 from pypto_serving.api.openai.sse import EventFormat, error_event
@@ -36,18 +39,23 @@ DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 async def respond(request: Request, wanted: GenerationRequest, form: EventFormat, body: ReadBody) -> Response:
     """Submit what is `wanted`, and make the response that `body` asks for. Raises what Generation raises."""
     service: Service = request.app.state.service
-    headers = body.ignored.header()
+    headers = body.headers()
     if body.stream:
         return EventStream(service, wanted, form, headers, body.ping_s)
     generation = Generation(service, wanted)
     try:
         outputs = await until_disconnect(request.receive, generation.collect())
-        content = msgspec.json.encode(form.response(outputs, generation.usage()))
+        write = partial(_content, form, outputs, generation.usage())
+        content = await asyncio.to_thread(write) if wanted.scores else write()
         return Response(content, 200, headers, "application/json")
     except ClientDisconnect:
         return nobody_listens()
     finally:
         generation.close()
+
+
+def _content(form: EventFormat, outputs: list[Output], usage: Usage) -> bytes:
+    return msgspec.json.encode(form.response(outputs, usage))
 
 
 class EventStream(Response):
@@ -76,6 +84,7 @@ class EventStream(Response):
             "x-accel-buffering": "no",
         }
         self.init_headers(fixed | headers)
+        self._scores = bool(wanted.scores)
         self._generation = Generation(service, wanted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,8 +108,19 @@ class EventStream(Response):
         await write({"type": "http.response.body", "body": last, "more_body": False})
 
     def _writer(self, write: Send) -> Consume:
-        """Return the consumer that writes deltas. The opening waits for the first: clients take it for a token."""
-        event, opening = self._form.event, self._form.opening()
+        """Return the consumer that writes deltas. The opening waits for the first: clients take it for a token.
+
+        The log-probabilities of a prompt take long to write, so that happens in a thread.
+        """
+        event, opening = self._form.writer, self._form.opening()
+
+        async def pass_on_scored(deltas: list[Delta]) -> None:
+            body = await asyncio.to_thread(lambda: b"".join(map(event, deltas)))
+            if body:
+                await write({"type": "http.response.body", "body": body, "more_body": True})
+
+        if self._scores:
+            return pass_on_scored
 
         def pass_on(deltas: list[Delta]) -> Pause:
             nonlocal opening

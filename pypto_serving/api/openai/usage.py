@@ -8,8 +8,12 @@ from pypto_serving.api.generation.usage import Usage
 from pypto_serving.types.tier import TIERS
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """Write token counts, and the cached prompt tokens of each tier."""
+def usage_object(usage: Usage, num_cut: int | None = None) -> dict[str, Any]:
+    """Write token counts, the cached prompt tokens of each tier, and the output tokens of reasoning.
+
+    If given, `num_cut` says how many tokens of the prompt were cut off.
+    """
+    truncated = {} if num_cut is None else {"truncated_tokens": num_cut}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
@@ -17,5 +21,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": usage.num_cached_tokens,
             "cached_tokens_by_tier": dict(zip(TIERS, usage.cached_by_tier, strict=True)),
+            **truncated,
         },
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }

@@ -27,6 +27,8 @@ from pypto_serving.util import GIB, format_size
 
 MAX_BYTES = 2 * GIB
 """Memory that a reader may take for data."""
+COMPILE_S = 2.0
+"""CPU time to compile the grammar of a body. Workers compile it again, and others wait for that."""
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 """Short of memory, the kernel ends the process with the highest score first: a reader, and not the worker."""
 
@@ -48,7 +50,11 @@ def run(start: ReaderStart) -> None:
 def answer(reader: BodyReader, endpoint: Endpoint, raw: bytes) -> bytes:
     """Read one body; return the encoded ReadBody, Refusal or Fault."""
     try:
-        return msgspec.msgpack.encode(reader.read(endpoint, raw))
+        read = reader.read(endpoint, raw)
+        if read.params.guide is not None:
+            signal.setitimer(signal.ITIMER_PROF, COMPILE_S)
+            read = reader.check(read)
+        return msgspec.msgpack.encode(read)
     except MemoryError:
         message = f"this request takes more than {format_size(MAX_BYTES)} of memory to read; send less"
         return msgspec.msgpack.encode(Refusal(400, message, "request_too_large", None))

@@ -125,6 +125,8 @@ class ReaderProcess:
             async with asyncio.timeout(START_S):
                 return await self._start()
         except (TimeoutError, OSError, EOFError):
+            if self._closed:
+                raise UnavailableError("the server is shutting down") from None
             logger.error("a reader of bodies did not start: it ended with code %d", await self._end())
             raise UnavailableError("the process that reads requests did not start; try again later") from None
 
@@ -152,9 +154,15 @@ def _ended(code: int) -> RequestError:
 
 
 def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
-    advice = "send less text or fewer prompts"
+    advice = "send less text, fewer prompts, or a simpler schema or grammar"
     if endpoint == "chat":
-        advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
-    message = f"reading this request took more than {allowed_s:.0f} s of CPU time, so it was given up; {advice}"
+        advice = (
+            "send fewer or shorter messages, or a simpler schema or grammar; if short chats fail too, the model's chat "
+            "template does not end"
+        )
+    message = (
+        f"reading this request took more than {allowed_s:.0f} s of CPU time, or its schema or grammar took too long to "
+        f"compile, so it was given up; {advice}"
+    )
     logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, allowed_s)
     return RequestError(message, param="messages" if endpoint == "chat" else "prompt", code="reading_timeout")

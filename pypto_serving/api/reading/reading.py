@@ -21,7 +21,8 @@ QUICK_BYTES = 256 << 10
 class Reading:
     """Read bodies so that none holds up the event loop. Owned by the application; used in its event loop only.
 
-    Chats that run a template of the checkpoint always go to a reader, since only a process can be stopped.
+    Chats that run a template of the checkpoint, and bodies with a grammar, always go to a reader, since only a process
+    can be stopped.
     """
 
     def __init__(self, reader: BodyReader, require_admission: Callable[[int], None]) -> None:
@@ -44,7 +45,9 @@ class Reading:
     async def _read(self, request: Request, endpoint: Endpoint, raw: bytearray) -> ReadBody:
         templates = endpoint == "chat" and self._here.prompter.chat_encoder.runs_templates
         if is_small(raw) and not templates:
-            return self._here.read(endpoint, raw)
+            read = self._here.read(endpoint, raw)
+            if read.params.guide is None or read.params.guide.grammar is None:
+                return read
         self._require_admission(1)
         reader = self._quick if len(raw) <= QUICK_BYTES else self._slow
         return await until_disconnect(request.receive, reader.read(endpoint, raw))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 from bisect import insort
+from operator import itemgetter
 
 from pypto_serving.errors import QueueFullError
 
 RETRY_S = 5
+OLDEST_EVERY = 4
+"""One turn in so many goes to the body that came first, so that shorter ones cannot hold it up for good."""
 
 
 class Turns:
-    """Hand out turns, the shortest body first, so that long ones delay none but their like. Owned by ReaderProcess.
+    """Hand out turns, most to the shortest body, so that long ones delay none but their like. Owned by ReaderProcess.
 
     If more than `max_waiting` wait, the longest is refused.
     """
@@ -22,6 +25,7 @@ class Turns:
         self.taken = False
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
+        self._num_turns = 0
 
     async def take(self, num_bytes: int) -> None:
         """Wait for a turn; call `end` after it. Raises QueueFullError. A call that is cancelled has no turn."""
@@ -46,7 +50,11 @@ class Turns:
     def end(self) -> None:
         """End a turn; the next one begins."""
         while self._waiting:
-            turn = self._waiting.pop(0)[2]
+            self._num_turns += 1
+            oldest = self._num_turns % OLDEST_EVERY == 0
+            entry = min(self._waiting, key=itemgetter(1)) if oldest else self._waiting[0]
+            self._waiting.remove(entry)
+            turn = entry[2]
             if not turn.done():
                 turn.set_result(None)
                 return

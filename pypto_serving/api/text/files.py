@@ -34,12 +34,19 @@ def load_special_tokens(model_dir: str | Path) -> dict[str, str]:
     return found
 
 
-def load_eos_token_ids(model_dir: str | Path, config_ids: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Read the end-of-sequence ids of generation_config.json, ascending; `config_ids` of config.json if it has none.
+def read_generation_config(model_dir: str | Path) -> Fields:
+    """Read a checkpoint's generation_config.json, empty if it has none; a model without files is "".
 
-    Raises ModelError if the file is damaged or an id is not a whole number.
+    Raises ModelError if it is damaged.
     """
     path = Path(model_dir) / "generation_config.json"
-    fields = Fields(read_optional_json(path), str(path))
-    has_own = fields.get("eos_token_id") is not None
-    return tuple(sorted(set(fields.int_list("eos_token_id") if has_own else config_ids)))
+    return Fields(read_optional_json(path) if str(model_dir) else {}, str(path))
+
+
+def eos_token_ids(generation: Fields, config_ids: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of generation_config.json, ascending; `config_ids` of config.json if it has none.
+
+    Raises ModelError if an id is not a whole number.
+    """
+    has_own = generation.get("eos_token_id") is not None
+    return tuple(sorted(set(generation.int_list("eos_token_id") if has_own else config_ids)))

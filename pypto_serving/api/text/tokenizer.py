@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from tokenizers import processors
 
 from pypto_serving.api.text.files import has_tokenizer, load_special_tokens, read_optional_json
 from pypto_serving.errors import ModelError, RequestError
+from pypto_serving.token_bytes import TokenBytes
+from pypto_serving.util import read_regular
 
 REPLACEMENT = "\ufffd"
 WHOLE_TEXTS = 16_384
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -32,9 +32,8 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         added = raw.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._added = {i: token.content for i, token in added.items()}
+        self._token_bytes = TokenBytes(raw)
         decoder = raw.decoder.__getstate__() if raw.decoder is not None else b""
-        self._bytes_of = _byte_alphabet() if b'"ByteLevel"' in decoder else None
         self._joins_bytes = decoder != b"" and json.loads(decoder)["type"] == "ByteLevel"
         self.whole_text = functools.lru_cache(WHOLE_TEXTS)(self._whole_text)
 
@@ -45,7 +44,7 @@ class Tokenizer:
         if not has_tokenizer(model_dir):
             raise ModelError(f"{path} does not exist: this checkpoint has no fast tokenizer; add its tokenizer.json")
         try:
-            raw = tokenizers.Tokenizer.from_file(str(path))
+            raw = tokenizers.Tokenizer.from_buffer(read_regular(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path} is damaged: {error}; download the checkpoint again") from error
         special = load_special_tokens(model_dir)
@@ -67,18 +66,18 @@ class Tokenizer:
         """Return the text of `ids`; ids outside the vocabulary have none."""
         return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def is_special(self, text: str) -> bool:
+        """Tell whether `text` is a special token, which decoding leaves out."""
+        return self.special_id(text) is not None
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token `text`; None if it is none."""
+        token_id = self.raw.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""
-        if token_id in self._added:
-            return self._added[token_id].encode()
-        token = self.raw.id_to_token(token_id)
-        if token is None:
-            return b""
-        if self._bytes_of is not None:
-            return b"".join(self._bytes_of.get(char) or char.encode() for char in token)
-        if byte := _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(byte[1], 16)])
-        return token.replace("\u2581", " ").encode()
+        return self._token_bytes.of(token_id)
 
     def _whole_text(self, token_id: int) -> str | None:
         """Return the text of a token made of whole characters, None for other tokens.
@@ -106,15 +105,3 @@ def _apply_bos_eos(raw: tokenizers.Tokenizer, config: dict[str, Any], special: d
             around[side] = (token, token_id)
     pieces = [around[s][0] if s in around else s for s in ("bos", "$A", "eos") if s == "$A" or s in around]
     raw.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=list(around.values()))
-
-
-def _byte_alphabet() -> dict[str, bytes]:
-    """Map the characters of byte-level BPE to bytes (GPT-2).
-
-    Bytes printable in Latin-1 are their own character; the others take U+0100 upwards, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    alphabet = {chr(byte): bytes([byte]) for byte in printable}
-    alphabet.update({chr(0x100 + i): bytes([byte]) for i, byte in enumerate(others)})
-    return alphabet

@@ -68,7 +68,7 @@ class _Row:
 
 
 class NullProgram:
-    """Owns the pages, and the last token of each row if it samples. Implements Program.
+    """Owns the pages, and the tokens of each row that it sampled itself. Implements Program.
 
     A dispatch runs when it is collected, so a buffer that is reused too early changes the answer. `counts` has numbers
     for tests: dispatches by kind, padded rows, pending rows, rows moved back, drafts, constraints, transfers.
@@ -103,6 +103,8 @@ class NullProgram:
             self.drafter = NullDrafter(self.groups, self._vocab_size, self._accuracy)
         self._held: deque[tuple[StepInputs, SamplingInputs | None]] = deque()
         self._rows: dict[int, _Row] = {}
+        longest = self.limits.max_model_len + 1 + self.limits.traits.max_drafts
+        self._sampled = np.zeros((self.limits.max_num_seqs, longest), np.int32)
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
         """Hold a dispatch until it is collected. Raises RuntimeError if it violates the traits."""
@@ -181,11 +183,11 @@ class NullProgram:
         row, position = int(tokens.owners[index]), int(tokens.positions[index])
         return self._pages.digest([table[row] for table in inputs.block_tables], position)
 
-    def _choose(self, sampler: DeviceSampler, n: int, digest: int, position: int) -> int:
-        """Sample the token at `position` of the n-th sampling row."""
+    def _choose(self, sampler: DeviceSampler, n: int, row: int, digest: int, position: int) -> int:
+        """Sample the token at `position` of the n-th sampling row, which is the worker's `row`."""
         if sampler.is_greedy[n] and digest % self._vocab_size != self._fails_on:
             return digest % self._vocab_size
-        return sampler.choose(n, self._logits_of(digest), position)
+        return sampler.choose(n, self._logits_of(digest), position, self._sampled[row])
 
     def _sample(self, inputs: StepInputs, tokens: Tokens, sampling: SamplingInputs) -> SampledTokens:
         """Write and sample row by row. Write a draft once the token before it is known."""
@@ -214,13 +216,14 @@ class NullProgram:
     ) -> list[tuple[int, int]]:
         """Return the tokens that row i keeps, with their digests: up to the first that differs from its draft."""
         kept: list[tuple[int, int]] = []
-        end, right = int(inputs.query_start[i + 1]), True
+        end, right, own = int(inputs.query_start[i + 1]), True, int(inputs.rows[i])
         for index in range(end - num_drafts - 1, end):
             digest, position = self._digest(inputs, tokens, index), int(tokens.positions[index]) + 1
-            token = self._choose(sampler, n, digest, position)
+            token = self._choose(sampler, n, own, digest, position)
             if right:
                 kept.append((token, digest))
-                self._rows[int(inputs.rows[i])] = _Row(token, position)
+                self._rows[own] = _Row(token, position)
+                self._sampled[own, position] = token
             if index + 1 < end:
                 draft = guess(max(0, token), digest, self._accuracy, self._vocab_size)
                 right &= draft == token

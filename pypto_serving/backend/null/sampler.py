@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from pypto_serving.backend.base import SamplingInputs
 from pypto_serving.backend.null.pages import mix
+from pypto_serving.backend.numpy_adjust import adjusted
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.backend.philox import uniforms
+from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import Logprobs
 
@@ -41,11 +43,7 @@ class DeviceSampler:
         self.inputs = inputs
         self._wanted = {"random": inputs.draws["temperature"] > 0}
         if (given := inputs.adjustments) is not None:
-            self._wanted |= {
-                "biased": np.diff(given.bias_starts) > 0,
-                "banned": np.diff(given.banned_starts) > 0,
-                "masked": given.mask_rows >= 0,
-            }
+            self._wanted |= {"masked": given.mask_rows >= 0, **_wanted_changes(given)}
         self.is_greedy = ~np.any(list(self._wanted.values()), axis=0)
 
     def wants(self) -> dict[str, int]:
@@ -53,14 +51,21 @@ class DeviceSampler:
         counts = {name: int(wanted.sum()) for name, wanted in self._wanted.items()}
         return counts | {"logprobs": int((self.inputs.num_logprobs >= 0).sum())}
 
-    def choose(self, i: int, logits: Float32Array, position: int) -> int:
-        """Sample the token at `position` of the i-th sampling row; -1 if `logits` [vocab] are not finite."""
+    def choose(self, i: int, logits: Float32Array, position: int, sampled: Int32Array) -> int:
+        """Sample the token at `position` of the i-th sampling row; -1 if `logits` [vocab] are not finite.
+
+        `sampled` has the tokens that the device chose for the row, at their positions.
+        """
         if not np.isfinite(logits.max()):
             return -1
         draw = self.inputs.draws[i : i + 1].copy()
         if draw["temperature"][0] > 0:
             draw["random"] = self._random(i, position)
-        return int(SAMPLER.choose(self._changed(i, logits, position)[None], draw)[0])
+        if (given := self.inputs.adjustments) is not None:
+            known = given.known[i]
+            history = np.concatenate([given.tokens[given.rows[i], :known], sampled[known:position]])
+            logits = adjusted(logits, given, i, history)
+        return int(SAMPLER.choose(logits[None], draw)[0])
 
     def _random(self, i: int, position: int) -> NDArray[np.float64]:
         given = self.inputs
@@ -68,24 +73,6 @@ class DeviceSampler:
         same = position == given.positions[i]
         assert not same or found[0] == given.draws["random"][i], "the host's random number differs"
         return found
-
-    def _changed(self, i: int, logits: Float32Array, position: int) -> Float32Array:
-        given = self.inputs.adjustments
-        if given is None:
-            return logits
-        biased = logits.copy()
-        of_row = slice(given.bias_starts[i], given.bias_starts[i + 1])
-        biased[given.bias_ids[of_row]] += given.bias_values[of_row]
-        scores = biased.copy()
-        if given.mask_rows[i] >= 0:
-            bits = np.unpackbits(given.masks[given.mask_rows[i]].view(np.uint8), bitorder="little")
-            scores[bits[: len(scores)] == 0] = -np.inf
-        masked = scores if np.isfinite(scores.max()) else biased
-        scores = masked.copy()
-        if position < given.banned_until[i]:
-            banned = given.banned_ids[given.banned_starts[i] : given.banned_starts[i + 1]]
-            scores[banned[banned < len(scores)]] = -np.inf
-        return scores if np.isfinite(scores.max()) else masked
 
     def logprobs(self, logits: Iterable[Float32Array], tokens: Int32Array) -> Logprobs | None:
         """Return log-probabilities of `tokens` [n], as wide as the largest `num_logprobs`, or None if no row asks."""
@@ -95,3 +82,16 @@ class DeviceSampler:
         finite = [np.nan_to_num(row) for row in logits]
         order = np.arange(len(tokens), dtype=np.int32)
         return SAMPLER.logprobs(np.stack(finite), order, np.maximum(tokens, 0), width)
+
+
+def _wanted_changes(given: LogitAdjustments) -> dict[str, NDArray[np.bool_]]:
+    """Return which rows need each kind of change."""
+    changes = given.table.changes[given.rows]
+    penalties = np.stack([changes[name] for name in ("repetition", "frequency", "presence")])
+    found = {
+        "biased": changes["bias_from"] < changes["bias_to"],
+        "banned": changes["ban_from"] < changes["ban_to"],
+        "bad_words": changes["word_from"] < changes["word_to"],
+        "penalized": (penalties != np.array([[1], [0], [0]])).any(axis=0),
+    }
+    return {name: wanted & (given.rows >= 0) for name, wanted in found.items()}

@@ -8,7 +8,7 @@ from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.types.kv import CompressedSpec, KVCacheGroupSpec, KVTensorSpec, StateSpec, WindowSpec
 from pypto_serving.util import ceil_div
 
-_MAX_BLOCK, _MAX_STATE_BLOCK = 128, 8
+_MAX_BLOCK, _MAX_STATE_BLOCK = 128, 16
 
 
 def kv_groups(model: DeepseekV4Config, dtype: str, block_size: int = 0) -> tuple[KVCacheGroupSpec, ...]:

@@ -36,7 +36,7 @@ class NativeDeepseekV4:
     """Owns packed weights, the arenas of all KV groups and the recorded step of a DeepSeek V4 model.
 
     A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
-    routing are float32. `logits` is float32 [max_num_seqs, vocab].
+    routing are float32. `logits` is float32 [max_logits, vocab].
     """
 
     layout = "block, tensor, layer, row"
@@ -218,7 +218,7 @@ class Buffers:
     """Owns the activations of the largest step; see kernels/engine.py for layouts."""
 
     def __init__(self, model: DeepseekV4Config, config: EngineConfig) -> None:
-        tokens, rows = config.max_num_batched_tokens, config.max_num_seqs
+        tokens, rows = config.max_num_batched_tokens, config.limits.max_logits
         hidden, experts, heads = model.hidden_size, model.experts, model.num_heads * model.head_dim
         entries = tokens * experts.per_token
         self.streams = zeros(np.float32, tokens, model.hyper.streams, hidden)

@@ -33,7 +33,7 @@ class NativeQwen3:
     """Owns packed weights, KV pages and the recorded step of a Qwen3 model.
 
     `pages` is bfloat16 as uint16 [blocks, layers, k or v, kv_heads, block_size * head_dim]; csrc/ops.h says how a
-    head's part of a block is laid out. `logits` is float32 [max_num_seqs, vocab].
+    head's part of a block is laid out. `logits` is float32 [max_logits, vocab].
     """
 
     layout = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
@@ -55,7 +55,7 @@ class NativeQwen3:
 
     def _record(self, weights: PackedWeights, config: EngineConfig) -> None:
         model, tokens = self.model, config.max_num_batched_tokens
-        buffers = Buffers(model, tokens, config.max_num_seqs)
+        buffers = Buffers(model, tokens, config.limits.max_logits)
         self.logits = buffers.logits
         embedding = "model.embed_tokens"
         if model.tied_embeddings:

@@ -31,13 +31,16 @@ def portions(ids: list[int], size: int) -> list[RequestOutput]:
 def test_token_ids_are_kept_up_to_the_one_that_completes_a_stop_string(size: int, stop: tuple[str, ...]) -> None:
     ids = TOKENIZER.encode("the quick brown fox jumps over")
     choice, text = new_choice(keep_token_ids=True, stop=stop), ""
+    kept: list[int] = []
     for output in portions(ids, size):
         if choice.finish_reason is None and (delta := choice.take(output)) is not None:
             text += delta.text
+            kept += delta.token_ids or []
+            assert delta.stop_reason == (stop[0] if stop and delta.finish_reason else None)
     assert choice.finish_reason == ("stop" if stop else "length")
-    assert choice.token_ids == ids[: choice.num_tokens]
+    assert kept == ids[: choice.num_tokens]
     assert text == ("the quick brown fox ju" if stop else "the quick brown fox jumps over")
-    assert TOKENIZER.decode(choice.token_ids).startswith(text + "mps" if stop else text)
+    assert TOKENIZER.decode(kept).startswith(text + "mps" if stop else text)
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
@@ -65,9 +68,9 @@ def test_stop_strings_count_where_they_end(size: int, stop: str, min_tokens: int
 
 def test_token_ids_are_not_kept_unless_asked_for() -> None:
     choice = new_choice()
-    for output in portions([5, 6], 1):
-        choice.take(output)
-    assert (choice.token_ids, choice.num_tokens, choice.num_cached) == (None, 2, 2)
+    deltas = [delta for output in portions([5, 6], 1) if (delta := choice.take(output)) is not None]
+    assert {delta.token_ids for delta in deltas} == {None}
+    assert (choice.num_tokens, choice.num_cached) == (2, 2)
 
 
 def test_logprobs_come_as_the_engine_sent_them() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pypto_serving.api.chat.deepseek_v4_output import DeepseekV4Format
+from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
+from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.request import (
     MAX_CHOICES,
     GenerationRequest,
@@ -16,6 +17,7 @@ from pypto_serving.api.generation.request import (
     fit_prompt,
 )
 from pypto_serving.api.generation.seeds import SeedSource
+from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import ContextLengthError, RequestError
 from pypto_serving.types.request import AddRequests, EngineRequest
 from pypto_serving.types.sampling import SamplingParams
@@ -23,6 +25,7 @@ from pypto_serving.types.tokens import pack_ids, unpack_ids
 from tests.api.scripted_engine import engine_config
 
 CONFIG = engine_config(100)
+PROMPTER = Prompter.load(CONFIG, ServingConfig(model_dir="", served_model_names=("no files",)))
 
 
 @pytest.mark.parametrize(
@@ -40,10 +43,10 @@ def test_what_does_not_fit_is_refused(num_prompt: int, asked: int | None) -> Non
         fit_max_tokens(num_prompt, asked, 16, 100)
 
 
-def test_a_parser_sees_special_tokens() -> None:
+def test_a_parser_sees_special_tokens_where_they_are_marks() -> None:
     params = SamplingParams(max_tokens=5)
-    plain, parsed = fit_params(params, CONFIG), fit_params(params, CONFIG, DeepseekV4Format(True, True))
-    assert (plain.skip_special_tokens, parsed.skip_special_tokens) == (True, False)
+    formats = (None, OutputFormat(), OutputFormat(shows_special=True))
+    assert [fit_params(params, PROMPTER, form).skip_special_tokens for form in formats] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -51,14 +54,15 @@ def test_a_parser_sees_special_tokens() -> None:
     [
         (SamplingParams(logit_bias={99: 1.0, 100: 1.0}), "logit_bias: 100 is not between 0 and 99"),
         (SamplingParams(allowed_token_ids=(3, 500)), "allowed_token_ids: 500 is not between 0 and 99"),
+        (SamplingParams(bad_word_ids=((3,), (4, 100))), "bad_word_ids: 100 is not between 0 and 99"),
         (SamplingParams(stop_token_ids=(100,)), "stop_token_ids: 100 is not between 0 and 99"),
     ],
 )
 def test_ids_beyond_the_vocabulary_are_refused(params: SamplingParams, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
-        fit_params(params, CONFIG)
+        fit_params(params, PROMPTER)
     assert caught.value.param == message.split(":")[0]
-    assert fit_params(params, engine_config(501)) is params
+    assert fit_params(params, Prompter(engine_config(501), None, PROMPTER.chat_encoder)) is params
 
 
 def test_seeds_are_given_or_drawn_and_always_64_unsigned_bits() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 
-from pypto_serving.api.text.files import load_eos_token_ids
+from pypto_serving.api.text.files import eos_token_ids, read_generation_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import ModelError, RequestError
 from tests.api.checkpoint import TEXT, tiny_tokenizer, write_checkpoint
@@ -32,7 +32,7 @@ def test_token_bytes_of_special_and_unknown_ids() -> None:
 def test_loading(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_checkpoint(tmp_path))
     assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, None)
-    assert load_eos_token_ids(tmp_path) == (0, 2)
+    assert eos_token_ids(read_generation_config(tmp_path)) == (0, 2)
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
@@ -53,7 +53,7 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
             Tokenizer.load(tmp_path)
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"generation_config\.json holds a JSON list"):
-        load_eos_token_ids(tmp_path)
+        eos_token_ids(read_generation_config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_eos_ids_of_the_generation_config_come_first(
     tmp_path: Path, generation: dict[str, Any], config: tuple[int, ...], ids: tuple[int, ...]
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert load_eos_token_ids(tmp_path, config) == ids
+    assert eos_token_ids(read_generation_config(tmp_path), config) == ids
 
 
 @pytest.mark.parametrize("value", ["end", [1, "2"], True, 1.5])
 def test_eos_ids_that_are_no_numbers_are_refused(tmp_path: Path, value: Any) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ModelError, match=r"config\.json: eos_token_id is .*, but must be whole numbers"):
-        load_eos_token_ids(tmp_path)
+        eos_token_ids(read_generation_config(tmp_path))

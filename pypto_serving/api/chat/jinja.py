@@ -1,0 +1,115 @@
+"""Compile and run Jinja templates as Hugging Face does, in a sandbox, with its helpers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.compiler
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from pypto_serving.errors import ModelError, RequestError
+
+MAX_CHARS = 256 << 20
+"""Longest output of a template; no context holds more."""
+
+
+def compile_template(source: str) -> jinja2.Template:
+    """Compile a template. Raises ModelError if it is not valid."""
+    try:
+        return _environment().from_string(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise ModelError(f"the chat template of this model is not valid Jinja: {error}") from error
+
+
+def render(template: jinja2.Template, values: Mapping[str, Any]) -> str:
+    """Run a template. Raises RequestError with the template's own message."""
+    try:
+        return _join(template.generate(values))
+    except RequestError:
+        raise
+    except jinja2.TemplateError as error:
+        raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
+    except Exception as error:  # a template may fail in any way on unexpected messages
+        detail = f"{type(error).__name__}: {error}"
+        raise RequestError(f"the chat template failed on these messages: {detail}", param="messages") from error
+
+
+def _join(pieces: Iterable[str]) -> str:
+    joined, num_chars = [], 0
+    for piece in pieces:
+        joined.append(piece)
+        num_chars += len(piece)
+        if num_chars > MAX_CHARS:
+            message = f"the chat template writes more than {MAX_CHARS} characters for these messages; send fewer"
+            raise RequestError(message, param="messages")
+    return "".join(joined)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Render the body of `{% generation %}`, a tag that matters in training only."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Compute nothing while compiling: `9 ** 9 ** 9` would never end, and compiling has no bound of its own."""
+
+    def _output_child_to_const(
+        self,
+        node: jinja2.nodes.Expr,
+        frame: jinja2.compiler.Frame,
+        finalize: jinja2.compiler.CodeGenerator._FinalizeInfo,
+    ) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+    def visit_EvalContextModifier(
+        self, node: jinja2.nodes.EvalContextModifier, frame: jinja2.compiler.Frame
+    ) -> NoReturn:
+        self.fail("the tag autoescape is not supported", node.lineno)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    code_generator_class = _CodeGenerator
+
+
+def _environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals.pop("lipsum")
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON without Jinja's HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(format_text: str) -> str:
+    return datetime.now().strftime(format_text)

@@ -1,0 +1,151 @@
+"""Read calls written as JSON: `{"name": ..., "arguments": {...}}`, where `parameters` may stand for `arguments`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+from pypto_serving.api.chat.parsers.scan import BracketScan
+from pypto_serving.api.chat.parsers.tape import Steps, Tape, past_space, to_json
+
+MAX_HEAD, MAX_TAIL = 4096, 256
+"""Characters of a call before and after its arguments."""
+_STRING = r'"((?:[^"\\]|\\.)*)"'
+_ARGUMENTS = ("arguments", "parameters")
+_BESIDE = r'"(?:id|type)"\s*:\s*"[^"\\]*"'
+_HEAD = re.compile(
+    rf'\{{\s*(?:{_BESIDE}\s*,\s*)*"name"\s*:\s*{_STRING}\s*,\s*"(?:{"|".join(_ARGUMENTS)})"\s*:\s*(?=\{{)'
+)
+_TAIL = re.compile(rf"(?:\s*,\s*{_BESIDE})*\s*\}}")
+_FIRST_KEY = re.compile(rf"\{{\s*(?:{_STRING}|[^\s\"])")
+_KEYS = {"name", "id", "type", *_ARGUMENTS}
+
+Names = Collection[str] | None
+"""The tools that a call may name; None for any."""
+
+
+def read_call(tape: Tape, at: int, names: Names = None) -> Steps[bool]:
+    """Read the call at `at`, and consume all up to its end; without a call there, consume nothing and return False.
+
+    Arguments are given out as they come if the name stands before them, else once the call is complete.
+    """
+    scan = BracketScan(at)
+    while True:
+        head = _HEAD.match(tape.text, at, at + MAX_HEAD)
+        if head is not None:
+            name = _unquoted(head[1])
+            if name is None or not _may_call(name, names):
+                return False
+            tape.call(name)
+            tape.drop(head.end())
+            yield from stream_arguments(tape)
+            yield from _end_call(tape)
+            return True
+        if not _may_begin(tape.text, at):
+            return False
+        if scan.advance(tape.text):
+            return not scan.broken and _whole_call(tape, at, scan.at, names)
+        if tape.ended:
+            return False
+        yield
+
+
+def read_calls(tape: Tape, at: int, names: Names = None, separator: str = "") -> Steps[bool]:
+    """Read one call after the other, with white space and maybe a `separator` between them; tell if there was one."""
+    found = False
+    while True:
+        at = yield from past_space(tape, at)
+        if found and separator and tape.text.startswith(separator, at):
+            at = yield from past_space(tape, at + len(separator))
+        if not (yield from read_call(tape, at, names)):
+            return found
+        found, at = True, 0
+
+
+def read_array(tape: Tape, at: int, names: Names = None) -> Steps[bool]:
+    """Read a JSON array of calls, or a call alone, like `read_calls`."""
+    at = yield from past_space(tape, at)
+    in_array = tape.text.startswith("[", at)
+    if not (yield from read_calls(tape, at + in_array, names, ",")):
+        return False
+    at = yield from past_space(tape)
+    if in_array and tape.text.startswith("]", at):
+        tape.drop(at + 1)
+    return True
+
+
+def stream_arguments(tape: Tape) -> Steps[None]:
+    """Give out the JSON value at the beginning of the tape as arguments, as it comes."""
+    scan = BracketScan()
+    while not scan.advance(tape.text) and not tape.ended:
+        tape.argue(scan.at)
+        scan.at = 0
+        yield
+    tape.argue(scan.at if scan.done else len(tape.text))
+
+
+def read_head(tape: Tape, at: int, pattern: re.Pattern[str], until: str, most: int) -> Steps[re.Match[str] | None]:
+    """Match `pattern` at `at` once `until` is there, within `most` characters."""
+    while until not in tape.text[at : at + most] and len(tape.text) < at + most and not tape.ended:
+        yield
+    return pattern.match(tape.text, at, at + most)
+
+
+def load_json(text: str) -> Any:
+    """Return the value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _may_begin(text: str, at: int) -> bool:
+    """Tell whether what stands at `at` may become a call."""
+    if not text.startswith("{", at):
+        return at == len(text)
+    first = _FIRST_KEY.match(text, at, at + MAX_HEAD)
+    return first is None or _unquoted(first[1] or "") in _KEYS
+
+
+def _may_call(name: str, names: Names) -> bool:
+    return bool(name) and name.isprintable() and (names is None or name in names)
+
+
+def _whole_call(tape: Tape, at: int, end: int, names: Names) -> bool:
+    """Read a complete object whose arguments come before its name, are text, or are missing."""
+    value = load_json(tape.text[at:end])
+    if not isinstance(value, dict) or not _KEYS.issuperset(value):
+        return False
+    name, given = value.get("name"), [value[key] for key in _ARGUMENTS if key in value]
+    arguments = given[0] if len(given) == 1 else ({} if names is None and not given else None)
+    if isinstance(arguments, str):
+        arguments = load_json(arguments)
+    if not isinstance(name, str) or not _may_call(name, names) or not isinstance(arguments, dict):
+        return False
+    tape.call(name)
+    tape.arguments(to_json(arguments))
+    tape.drop(end)
+    return True
+
+
+def _end_call(tape: Tape) -> Steps[None]:
+    """Consume the rest of a call whose arguments were given out. What does not belong there stays."""
+    scan = BracketScan(depth=1)
+    while not scan.advance(tape.text):
+        if tape.ended or len(tape.text) > MAX_TAIL:
+            return
+        yield
+    if scan.at <= MAX_TAIL and _TAIL.fullmatch(tape.text, 0, scan.at):
+        tape.drop(scan.at)
+
+
+def _unquoted(text: str) -> str | None:
+    """Return what the inside of a JSON string stands for; None if it is none."""
+    value = load_json(f'"{text}"')
+    return value if isinstance(value, str) else None

@@ -1,0 +1,102 @@
+"""Read calls written as a Python list: `[f(a=1), g(b="x")]` at the beginning, as of Llama 3.2, Llama 4 and OLMo."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from pypto_serving.api.chat.parsers.scan import BracketScan
+from pypto_serving.api.chat.parsers.tape import (
+    Steps,
+    Tape,
+    Tools,
+    drop_if,
+    end_calls,
+    past_space,
+    seek,
+    to_json,
+    with_gaps,
+)
+
+START, END = "<|python_start|>", "<|python_end|>"
+_STARTS = with_gaps(START)
+_OPENING = re.compile(r"\[\s*[^\W\d][\w.]*\(")
+_BEGINNING = re.compile(r"\[\s*(?:[^\W\d][\w.]*)?")
+_MAX_NAME = 256
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def read(tape: Tape, tools: Tools) -> Steps[None]:
+    """Read content and calls; a list without marks counts only where the output begins with it."""
+    at = yield from past_space(tape)
+    if (yield from _read_list(tape, at)):
+        yield from end_calls(tape, START)
+    while mark := (yield from seek(tape, _STARTS, tape.say)):
+        at = yield from past_space(tape, len(mark))
+        if (yield from _read_list(tape, at)):
+            yield from drop_if(tape, END)
+            yield from end_calls(tape, START)
+        else:
+            tape.say(len(mark))
+
+
+def _read_list(tape: Tape, at: int) -> Steps[bool]:
+    """Read the list at `at`, and give out its calls once it is complete; consume nothing if it is none."""
+    while not _OPENING.match(tape.text, at, at + _MAX_NAME):
+        begun = _BEGINNING.match(tape.text, at, at + _MAX_NAME)
+        if begun is None or begun.end() < len(tape.text) or tape.ended:
+            return False
+        yield
+    scan = BracketScan(at, python=True)
+    while not scan.advance(tape.text):
+        if tape.ended:
+            return False
+        yield
+    calls = _parse(tape.text[at : scan.at])
+    for name, arguments in calls:
+        tape.call(name)
+        tape.arguments(arguments)
+    if calls:
+        tape.drop(scan.at)
+    return bool(calls)
+
+
+def _parse(text: str) -> list[tuple[str, str]]:
+    """Return the name and the JSON arguments of each call; [] if the text is no list of calls with literal values."""
+    try:
+        listed = ast.parse(text, mode="eval").body
+        return [_call(entry) for entry in listed.elts] if isinstance(listed, ast.List) else []
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return []
+
+
+def _call(entry: ast.expr) -> tuple[str, str]:
+    if not isinstance(entry, ast.Call) or not isinstance(entry.func, ast.Name | ast.Attribute) or entry.args:
+        raise ValueError
+    arguments: dict[str, Any] = {}
+    for keyword in entry.keywords:
+        if keyword.arg is None:
+            raise ValueError
+        arguments[keyword.arg] = _value(keyword.value)
+    return ast.unparse(entry.func), to_json(arguments)
+
+
+def _value(node: ast.expr) -> Any:
+    """Return the value of a literal; the names of JSON's constants count, too."""
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(element) for element in node.elts]
+    if isinstance(node, ast.Dict):
+        return {_key(key): _value(value) for key, value in zip(node.keys, node.values, strict=True)}
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError
+    return value
+
+
+def _key(node: ast.expr | None) -> str:
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        raise ValueError
+    return node.value

@@ -1,0 +1,186 @@
+"""Read an output that comes in pieces, in the order of its grammar.
+
+A reader is a generator over a tape. It pauses where it needs more text and returns what it found. What it decides
+depends on the text alone, never on where the text was cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pypto_serving.api.chat.output import Part, TextKind, TextPart, ToolCallArguments, ToolCallStart
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Tools = Mapping[str, Mapping[str, Sequence[str]]]
+"""The JSON types of each tool's parameters, by the names of tool and parameter; none are known for some."""
+
+
+class Tape:
+    """The text of one output, and the parts read from it. Owned by one parser; changed by its readers.
+
+    - `text` is what readers have not consumed yet; no more is added once `ended`.
+    - `inside` tells whether the reader is inside the reasoning.
+    - With `one_call`, calls after the first are read and dropped; with `hides_reasoning`, so is the reasoning.
+    """
+
+    __slots__ = ("ended", "hides_reasoning", "inside", "num_calls", "one_call", "parts", "text")
+
+    def __init__(self, one_call: bool = False, hides_reasoning: bool = False) -> None:
+        self.text = ""
+        self.ended = False
+        self.inside = False
+        self.num_calls = 0
+        self.one_call = one_call
+        self.hides_reasoning = hides_reasoning
+        self.parts: list[Part] = []
+
+    def drop(self, count: int) -> None:
+        """Consume `count` characters of markup."""
+        self.text = self.text[count:]
+
+    def say(self, count: int, kind: TextKind = "content") -> None:
+        """Consume `count` characters as text of `kind`."""
+        if not count:
+            return
+        text, self.text = self.text[:count], self.text[count:]
+        if kind == "reasoning" and self.hides_reasoning:
+            return
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, TextPart) and last.kind == kind:
+            text = last.text + text
+            self.parts.pop()
+        self.parts.append(TextPart(kind, text))
+
+    def think(self, count: int) -> None:
+        """Consume `count` characters as reasoning."""
+        self.say(count, "reasoning")
+
+    def call(self, name: str) -> None:
+        """Begin a call."""
+        self.num_calls += 1
+        if not self.one_call or self.num_calls == 1:
+            self.parts.append(ToolCallStart(name))
+
+    def arguments(self, text: str) -> None:
+        """Add `text` to the arguments of the call."""
+        if not text or (self.one_call and self.num_calls > 1):
+            return
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, ToolCallArguments):
+            text = last.text + text
+            self.parts.pop()
+        self.parts.append(ToolCallArguments(text))
+
+    def argue(self, count: int) -> None:
+        """Consume `count` characters as arguments."""
+        self.arguments(self.text[:count])
+        self.drop(count)
+
+    def quote(self, count: int) -> None:
+        """Consume `count` characters as the inside of a JSON string in the arguments."""
+        self.arguments(json.dumps(self.text[:count], ensure_ascii=False)[1:-1])
+        self.drop(count)
+
+
+class TapeParser:
+    """Run one reader over one output. See OutputParser."""
+
+    def __init__(self, tape: Tape, reader: Steps[None]) -> None:
+        self._tape = tape
+        self._reader = reader
+
+    def push(self, text: str) -> list[Part]:
+        """Add text; return the parts that became certain."""
+        self._tape.text += text
+        return self._run()
+
+    def finish(self) -> list[Part]:
+        """End the output; return the parts held back."""
+        self._tape.ended = True
+        return self._run()
+
+    def _run(self) -> list[Part]:
+        next(self._reader, None)
+        self._tape.say(len(self._tape.text) if self._tape.ended else 0)
+        parts, self._tape.parts = self._tape.parts, []
+        return parts
+
+
+def to_json(value: Any) -> str:
+    """Write JSON, with characters as they are where UTF-8 has them."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # the model wrote half of a surrogate pair as an escape
+        return json.dumps(value)
+    return text
+
+
+def with_gaps(mark: str) -> tuple[str, str, str]:
+    """Return the forms of `mark` with the line breaks that models write before it, which belong to it."""
+    return ("\n\n" + mark, "\n" + mark, mark)
+
+
+def seek(tape: Tape, marks: Sequence[str], give: Callable[[int], None]) -> Steps[str]:
+    """`give` the text up to the first of `marks`, which stays on the tape; return it, "" if the output ends before.
+
+    A mark may contain another at its end only.
+    """
+    while True:
+        text = tape.text
+        places = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+        if places:
+            at, found = min(places, key=lambda place: place[0])
+            give(at)
+            return found
+        give(len(text) - (0 if tape.ended else max(overlap(text, mark) for mark in marks)))
+        if tape.ended:
+            return ""
+        yield
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest proper prefix of `mark` that `text` ends with."""
+    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while at >= 0 and not mark.startswith(text[at:]):
+        at = text.find(mark[0], at + 1)
+    return 0 if at < 0 else len(text) - at
+
+
+def past_space(tape: Tape, at: int = 0) -> Steps[int]:
+    """Return where the first character from `at` on stands that is no white space; the end if there is none."""
+    while True:
+        at = len(tape.text) - len(tape.text[at:].lstrip())
+        if at < len(tape.text) or tape.ended:
+            return at
+        yield
+
+
+def meets(tape: Tape, at: int, mark: str) -> Steps[bool]:
+    """Tell whether `mark` stands at `at`."""
+    while not tape.ended and len(tape.text) < at + len(mark) and mark.startswith(tape.text[at:]):
+        yield
+    return tape.text.startswith(mark, at)
+
+
+def drop_if(tape: Tape, mark: str) -> Steps[bool]:
+    """Consume white space and `mark` if they come next; tell whether they did."""
+    at = yield from past_space(tape)
+    found = yield from meets(tape, at, mark)
+    if found:
+        tape.drop(at + len(mark))
+    return found
+
+
+def end_calls(tape: Tape, *marks: str) -> Steps[None]:
+    """Consume the white space after a call if one of `marks` or the end of the output follows."""
+    at = yield from past_space(tape)
+    for mark in marks:
+        if (yield from meets(tape, at, mark)):
+            tape.drop(at)
+            return
+    if at == len(tape.text):
+        tape.drop(at)

@@ -1,0 +1,196 @@
+"""Read what a request says of tools: those that the model may call, and whether it has to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from pypto_serving.errors import RequestError
+from pypto_serving.util import brief
+
+MAX_TOOLS, MAX_NAME_CHARS, MAX_DEPTH = 1024, 128, 64
+"""Tools of a request, characters of a name, and levels of a schema."""
+_NAME = re.compile(r"[\w.:/-]+")
+_FORM = "{'type': 'function', 'function': {'name': ...}}"
+MODES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request.
+
+    - `functions`: those that the prompt describes, OpenAI's function objects
+    - `forced`: the names of those of which the output must be calls; () if the model decides
+    - `parallel`: an output may have several calls
+    """
+
+    functions: Sequence[Mapping[str, Any]] = ()
+    forced: tuple[str, ...] = ()
+    parallel: bool = True
+
+    def described(self) -> list[dict[str, Any]]:
+        """Return the tools for the prompt. `strict` is for the server only."""
+        kept = [{key: value for key, value in f.items() if key != "strict"} for f in self.functions]
+        return [{"type": "function", "function": function} for function in kept]
+
+
+def read_tool_use(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolUse:
+    """Read OpenAI's `tools` and `tool_choice`. Raises RequestError that names the place."""
+    functions = read_tools(tools, "tools")
+    names = check_names(functions, "tools")
+    mode, allowed = _read_choice(tool_choice)
+    for place, name in allowed.items():
+        if name not in names:
+            refuse(place, f"is {brief(name)}, but the names in tools are {brief(names) if names else 'none'}")
+    if mode == "required" and not functions:
+        refuse("tool_choice", "needs a call, but there are no tools; send tools, or set it to 'auto'")
+    if mode == "none":
+        return ToolUse()
+    chosen = tuple(dict.fromkeys(allowed.values()))
+    if mode == "auto":
+        return ToolUse([f for f in functions if not chosen or f["name"] in chosen], (), parallel is not False)
+    return ToolUse(functions, chosen or tuple(names), parallel is not False and isinstance(tool_choice, str))
+
+
+def _read_choice(choice: Any) -> tuple[str, dict[str, str]]:
+    """Return the mode, and the names that the choice lists, by their place."""
+    if choice is None or (isinstance(choice, str) and choice in MODES):
+        return choice or "auto", {}
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        where = "tool_choice.function"
+        return "required", {f"{where}.name": _name(choice.get("function"), where)}
+    listed = choice.get("allowed_tools") if kind == "allowed_tools" else None
+    if (
+        isinstance(listed, dict)
+        and listed.get("mode") in ("auto", "required")
+        and isinstance(listed.get("tools"), list)
+    ):
+        where = "tool_choice.allowed_tools.tools"
+        places = {f"{where}[{i}].function": entry for i, entry in enumerate(listed["tools"][: MAX_TOOLS + 1])}
+        names = {
+            f"{place}.name": _name(entry.get("function") if isinstance(entry, dict) else None, place)
+            for place, entry in places.items()
+        }
+        if not 0 < len(names) <= MAX_TOOLS:
+            refuse(where, f"has {len(listed['tools'])} tools, but must have between 1 and {MAX_TOOLS}")
+        return str(listed["mode"]), names
+    forms = f"{', '.join(map(repr, MODES))}, {_FORM}, or an object of type 'allowed_tools' with mode and tools"
+    refuse("tool_choice", f"is {brief(choice)}, but must be one of {forms}")
+
+
+def read_tools(tools: Any, where: str) -> list[Mapping[str, Any]]:
+    """Return the function objects of OpenAI's `tools`. Raises RequestError."""
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        refuse(where, f"is {brief(tools)}, but must be a list of {_FORM}")
+    if len(tools) > MAX_TOOLS:
+        refuse(where, f"has {len(tools)} tools, but must have at most {MAX_TOOLS}")
+    return [_tool(tool, f"{where}[{i}]") for i, tool in enumerate(tools)]
+
+
+def check_names(functions: Sequence[Mapping[str, Any]], where: str) -> list[str]:
+    """Return the names of functions. Raises RequestError for one that calls cannot be told by."""
+    places: dict[str, str] = {}
+    for i, function in enumerate(functions):
+        name, place = function["name"], f"{where}[{i}].function.name"
+        if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+            allowed = f"at most {MAX_NAME_CHARS} letters, digits and characters of _-.:/"
+            refuse(place, f"is {brief(name)}, but must have {allowed}")
+        if name in places:
+            refuse(place, f"is {brief(name)} like {places[name]}; give each tool a name of its own")
+        places[name] = place
+    return list(places)
+
+
+def read_function(entry: Any, where: str) -> Mapping[str, Any]:
+    """Return the function object of a tool or of a call. Raises RequestError."""
+    function = entry.get("function") if isinstance(entry, dict) else None
+    if not isinstance(function, dict) or entry.get("type", "function") != "function":
+        refuse(where, f"is {brief(entry)}, but must be {{'type': 'function', 'function': {{...}}}}")
+    _name(function, f"{where}.function")
+    return function
+
+
+def refuse(where: str, complaint: str) -> NoReturn:
+    """Raise RequestError about the field `where`."""
+    raise RequestError(f"{where} {complaint}", param=where)
+
+
+def _name(function: Any, where: str) -> str:
+    """Return the name in a function object at `where`."""
+    if not isinstance(function, dict) or function.get("name") is None:
+        refuse(f"{where}.name", "is missing; send a string")
+    name = function["name"]
+    if not isinstance(name, str) or not name:
+        refuse(f"{where}.name", f"is {brief(name)}, but must be a string, not empty")
+    return name
+
+
+def _tool(entry: Any, where: str) -> Mapping[str, Any]:
+    """Return the function object of a tool, its parameters checked."""
+    function = read_function(entry, where)
+    parameters, strict = function.get("parameters"), function.get("strict")
+    if not isinstance(parameters, dict | None):
+        complaint = f"is {brief(parameters)}, but must be a JSON schema, which is an object"
+        refuse(f"{where}.function.parameters", complaint)
+    if not isinstance(strict, bool | None):
+        refuse(f"{where}.function.strict", f"is {brief(strict)}, but must be true or false")
+    if not is_shallow(parameters, MAX_DEPTH):
+        refuse(f"{where}.function.parameters", f"has more than {MAX_DEPTH} levels; nest less")
+    return function
+
+
+def is_shallow(value: Any, levels: int) -> bool:
+    """Tell whether lists and objects in `value` are nested at most `levels` deep."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not inner or (levels > 0 and all(is_shallow(one, levels - 1) for one in inner))
+
+
+def parameter_types(schema: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the JSON types of an object's properties; [] for one whose schema names none."""
+    properties = schema.get("properties")
+    return {name: types_of(one, schema) for name, one in properties.items()} if isinstance(properties, dict) else {}
+
+
+def types_of(schema: Any, root: Mapping[str, Any], known: set[str] | None = None) -> list[str]:
+    """Return the JSON types that a schema allows, [] if it names none.
+
+    `root` has the definitions that it refers to; those that are `known` already are not followed again.
+    """
+    known = set() if known is None else known
+    if not isinstance(schema, Mapping):
+        return []
+    found = _listed(schema.get("type"), str)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in known:
+        known.add(reference)
+        _, _, name = reference.rpartition("/")
+        defined = [root[key] for key in ("$defs", "definitions") if isinstance(root.get(key), Mapping)]
+        target = next((shared[name] for shared in defined if name in shared), None)
+        found += types_of(target, root, known)
+    for key in ("anyOf", "oneOf", "allOf"):
+        found += [kind for one in _listed(schema.get(key), Mapping) for kind in types_of(one, root, known)]
+    if not found:
+        values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+        found = [_TYPE_OF[type(value)] for value in _listed(values, object) if type(value) in _TYPE_OF]
+    return list(dict.fromkeys(found))
+
+
+def _listed(value: Any, kind: type) -> list[Any]:
+    """List a value of `kind`, or those of a list."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, kind)]
+
+
+_TYPE_OF: Mapping[type, str] = {
+    str: "string",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}

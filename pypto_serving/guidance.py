@@ -1,0 +1,201 @@
+"""Compile grammars and follow outputs, with llguidance, which is imported on first use, like tokenizers.
+
+llguidance is deterministic: what may follow depends on the grammar and on the tokens so far. Its work is bounded by
+`LIMITS`, which count steps, not time, so a grammar is refused on every machine or on none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.errors import RequestError
+from pypto_serving.token_bytes import TokenBytes
+from pypto_serving.types.guide import Grammar
+
+if TYPE_CHECKING:
+    import llguidance
+
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+"""Of a compile, about 20 ms of lexer and a few MiB of rules; of a mask, about 10 ms; about 100 MiB of lexer states."""
+MAX_MESSAGE_CHARS = 300
+
+
+class GrammarError(RequestError):
+    """A grammar that cannot be compiled, or not be followed within the limits."""
+
+    code = "invalid_grammar"
+
+
+class Matcher:
+    """Follows one output token by token. Used by one thread at a time; copies share what the lexer learned."""
+
+    def __init__(self, raw: llguidance.LLMatcher) -> None:
+        self._raw = raw
+
+    def copy(self) -> Matcher:
+        """Return a matcher in the same state."""
+        return Matcher(self._raw.deep_copy())
+
+    def consume(self, token_id: int) -> None:
+        """Append a token. Raises GrammarError if it does not match."""
+        if not self._raw.consume_token(token_id):
+            self._fail()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow but an end-of-sequence token."""
+        return self._raw.is_stopped()
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow, as the tokenizer writes their text; none if there is a choice.
+
+        Raises GrammarError beyond the limits.
+        """
+        token_ids = self._raw.compute_ff_tokens()
+        if self._raw.is_error():  # which counts as stopped, too
+            self._fail()
+        return token_ids
+
+    def fill(self, mask: NDArray[np.uint32]) -> None:
+        """Write which tokens may follow: bit v % 32 of word v // 32. Takes time, without the interpreter lock.
+
+        Raises GrammarError beyond the limits.
+        """
+        self._raw.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._raw.is_error():
+            self._fail()
+
+    def _fail(self) -> None:
+        raise GrammarError(f"the grammar cannot be followed: {_brief(self._raw.get_error())}")
+
+
+class Vocabulary:
+    """The tokens of a checkpoint as llguidance asks for them. Special tokens have no text that could match."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, model_dir: str, vocab_size: int, eos_token_id: int) -> None:
+        from tokenizers import Tokenizer
+
+        self._raw = Tokenizer.from_file(str(Path(model_dir) / "tokenizer.json"))
+        self._raw.encode_special_tokens = True
+        bytes_of = TokenBytes(self._raw)
+        size = max(vocab_size, self._raw.get_vocab_size())
+        self.tokens = [bytes_of.of(i) for i in range(size)]
+        self.special_token_ids = [i for i, token in self._raw.get_added_tokens_decoder().items() if token.special]
+        self.eos_token_id = eos_token_id
+        self.greedy: llguidance.LLTokenizer | None = None
+
+    def __call__(self, text: str) -> list[int]:
+        """Encode forced text; if the tokenizer changes it, take the longest tokens instead."""
+        ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if self.greedy is not None and b"".join([self.tokens[i] for i in ids]) != text.encode():
+            return self.greedy.greedy_tokenize(text)
+        return ids
+
+
+class Compiler:
+    """Compiles grammars for one tokenizer. Any thread may use it."""
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
+        from llguidance import LLParserLimits
+
+        self._tokenizer = tokenizer
+        self._limits = LLParserLimits(**LIMITS, verbose_errors=False)
+
+    @classmethod
+    def of(cls, model_dir: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Compiler:
+        """Prepare the tokenizer of a checkpoint: a second of CPU time and 150 MB for 150,000 tokens."""
+        from llguidance import LLTokenizer
+
+        vocabulary = Vocabulary(model_dir, vocab_size, eos_token_ids[0])
+        vocabulary.greedy = LLTokenizer(vocabulary, eos_token=list(eos_token_ids))  # type: ignore[arg-type]
+        return cls(vocabulary.greedy)
+
+    @classmethod
+    def of_bytes(cls) -> Compiler:
+        """Prepare a tokenizer with one token for each byte, which costs nothing."""
+        from llguidance import LLTokenizer
+
+        return cls(LLTokenizer("byte"))
+
+    @property
+    def num_words(self) -> int:
+        """Words of a mask."""
+        return -(-self._tokenizer.vocab_size // 32)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """Return a matcher at the beginning of an output. Takes time, without the interpreter lock.
+
+        Raises GrammarError.
+        """
+        from llguidance import LLMatcher
+
+        raw = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=self._limits)
+        if raw.is_error():
+            raise GrammarError(_brief(raw.get_error()))
+        return Matcher(raw)
+
+
+def checked(grammar: Grammar) -> Grammar:
+    """Return a grammar that compiles, GBNF as Lark. Takes time, and no tokenizer. Raises GrammarError."""
+    if grammar.syntax == "gbnf":
+        grammar = Grammar("lark", _to_lark(grammar.text))
+    compiler = Compiler.of_bytes()
+    try:
+        compiler.compile(grammar).fill(np.zeros(compiler.num_words, np.uint32))
+    except GrammarError as error:
+        if grammar.syntax != "lark" or "token" not in str(error).lower():
+            raise
+        _check_rules(grammar)  # what it says of special tokens, only the tokenizer knows
+    return grammar
+
+
+def _check_rules(grammar: Grammar) -> None:
+    from llguidance import LLMatcher
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(_source(grammar))
+    if is_error:
+        raise GrammarError(_brief(messages[0]))
+
+
+def _to_lark(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # its own error class, and whatever its parser meets
+        raise GrammarError(f"the GBNF grammar cannot be read: {_brief(str(error))}") from None
+
+
+def _source(grammar: Grammar) -> str:
+    """Write a grammar as llguidance reads it."""
+    from llguidance import LLMatcher
+
+    if grammar.syntax == "lark":
+        return json.dumps({"grammars": [{"lark_grammar": grammar.text}]})
+    if grammar.syntax == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    return LLMatcher.grammar_from_json_schema(grammar.text)
+
+
+def _brief(message: str) -> str:
+    """Return an error of llguidance in one line: its first, and what a parser of regular expressions says below."""
+    if message.startswith("NoExtension"):
+        return "nothing can match it"
+    lines = message.splitlines() or [""]
+    return " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error:"))])[:MAX_MESSAGE_CHARS]

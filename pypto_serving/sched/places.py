@@ -1,0 +1,134 @@
+"""Places: owner of all Requests; where each one is, from its arrival to its last output."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.sched import outputs
+from pypto_serving.sched.fairness import TokenShares
+from pypto_serving.sched.following import Following
+from pypto_serving.sched.loading import Loading
+from pypto_serving.sched.queue import Deadlines, WaitingQueue
+from pypto_serving.sched.request import Request, Status
+from pypto_serving.sched.rows import Rows
+from pypto_serving.sched.strikes import Strikes
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput
+
+
+class Places:
+    """Owns every Request from `enter` to its last output, and the rows lent to requests. A part of the Scheduler.
+
+    A request is in one of these places:
+
+        waiting     the queue: not started, preempted, or put back after a worker died
+        following   waits for a prefix that a running request computes
+        loading     waits for blocks from a lower tier (WAITING_FOR_KV), or for its turn to load them
+        running     has a row and blocks
+    """
+
+    def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._max_model_len = config.max_model_len
+        self._num_arrived = 0
+        self._deadlines = Deadlines()
+        self.requests: dict[str, Request] = {}
+        self.shares = TokenShares() if config.fair_scheduling else None
+        self.waiting = WaitingQueue(self.shares)
+        self.following = Following(self.waiting, kv)
+        self.loading = Loading(self.waiting, kv)
+        self.running: dict[str, Request] = {}
+        self.rows = Rows(config.max_num_seqs)
+        self.strikes = Strikes()
+
+    def enter(self, source: EngineRequest) -> None:
+        """Queue a new request."""
+        self._num_arrived += 1
+        request = Request(source, self._num_arrived, self._max_model_len)
+        self.requests[request.id] = request
+        if self.shares is not None:
+            self.shares.enter(request)
+        self._deadlines.add(request)
+        self.waiting.push(request)
+
+    def start(self, request: Request, num_cached: int) -> None:
+        """Give a waiting request a row. Its blocks hold `num_cached` computed tokens."""
+        self._stop_waiting(request)
+        request.status = Status.RUNNING
+        request.row = self.rows.take()
+        request.num_committed = request.num_computed_tokens = num_cached
+        self.running[request.id] = request
+        self.following.lead(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queue a request again, with nothing computed."""
+        self._leave(request)
+        request.status = Status.WAITING
+        self.waiting.push(request)
+
+    def put_all_back(self) -> None:
+        """Queue all requests again, with nothing computed, because the worker is gone."""
+        for request in [*self.running.values(), *self.loading.clear()]:
+            self.put_back(request)
+        self.rows.take_dropped()
+
+    def finish(
+        self, request: Request, reason: str, fault: RequestFault | None = None, now_s: float = 0.0
+    ) -> RequestOutput:
+        """End a request: free its row and blocks and remove it from every place. Requests end nowhere else."""
+        self._leave(request)
+        self._stop_waiting(request)
+        self.strikes.forget(request.id)
+        if self.shares is not None:
+            self.shares.leave(request)
+        request.status = Status.FINISHED
+        self._kv.forget(request.id)
+        del self.requests[request.id]
+        return outputs.finished(request, reason, fault, now_s)
+
+    def finish_expired(self, now_s: float) -> list[RequestOutput]:
+        """End the requests that waited past their deadlines."""
+        return [
+            self.finish(request, "error", outputs.queue_timeout(request, now_s), now_s)
+            for request in self._deadlines.take_expired(now_s)
+        ]
+
+    def _stop_waiting(self, request: Request) -> None:
+        """Remove a request that starts or ends from wherever it waits."""
+        self._deadlines.remove(request)
+        self.waiting.remove(request)
+        self.loading.forget(request)
+        self.following.forget(request.id)
+
+    def _leave(self, request: Request) -> None:
+        """Free the row and blocks of a running request. Its results still in flight will be dropped."""
+        if request.status is not Status.RUNNING:
+            return
+        del self.running[request.id]
+        self.rows.give_back(request.row)
+        request.life += 1
+        request.row = -1
+        request.num_committed = request.num_computed_tokens = request.num_placeholders = 0
+        self._kv.release(request.id)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.following) + len(self.loading)
+
+    def _all_waiting(self) -> Iterable[Request]:
+        return (*self.waiting, *self.following, *self.loading)
+
+    def check(self) -> None:
+        """Assert that rows, places and registry agree."""
+        self.rows.check(request.row for request in self.running.values())
+        found = Counter([*self.running, *(request.id for request in self._all_waiting())])
+        assert found == Counter(self.requests.keys()), "a request is nowhere, or in two places"
+        self.strikes.check(self.requests.keys())
+        self.following.check()
+        for request in self.running.values():
+            assert request.num_committed <= request.num_computed_tokens <= request.num_tokens
+            assert len(request.tokens) <= request.max_tokens
+        for request in self._all_waiting():
+            assert request.num_computed_tokens == 0 and request.row < 0

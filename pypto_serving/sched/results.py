@@ -1,0 +1,106 @@
+"""Results: applies the result of a step to its requests, and makes their outputs."""
+
+from __future__ import annotations
+
+from pypto_serving.kv.manager import KVCacheManager
+from pypto_serving.sched import outputs, scoring
+from pypto_serving.sched.places import Places
+from pypto_serving.sched.request import Request, Status
+from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, plain_tokens, rows_of
+from pypto_serving.types.request import RequestFault, RequestOutput
+from pypto_serving.types.step import NOT_FINITE, RowFault, StepResult
+
+
+class Results:
+    """A part of the Scheduler, without state of its own."""
+
+    def __init__(self, kv: KVCacheManager, places: Places, counters: Counters) -> None:
+        self._kv = kv
+        self._places = places
+        self._counters = counters
+
+    def take(self, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
+        """Apply the result of a step. Return the new tokens of each request.
+
+        Ignores rows of requests that left since the step was planned.
+        """
+        plain = None if step.has_drafts else plain_tokens(result)
+        rows = rows_of(result) if plain is None else {}
+        self._measure(step, result)
+        added = self._take_prompts(step, result, now_s) if result.prompt_logprobs or result.faults else []
+        for entry in step.scheduled:
+            request = entry.request
+            if request.life != entry.life or request.status is not Status.RUNNING:
+                continue
+            if not entry.samples:
+                self._advance(request, entry.count)
+                if request.num_committed == request.max_tokens:  # it samples no token
+                    added.append(self._places.finish(request, "length", now_s=now_s))
+            elif plain is not None:
+                added.append(self._append(request, entry.count, plain[request.row], now_s))
+            elif (output := self._take_row(entry, rows[request.row], now_s)) is not None:
+                added.append(output)
+        return added
+
+    def _append(self, request: Request, count: int, token_id: int, now_s: float) -> RequestOutput:
+        """Do what `_take_row` does for a row of one token and nothing else, at less cost: most rows are such."""
+        request.num_placeholders -= 1
+        request.tokens.append(token_id)
+        self._counters.generation_tokens += 1
+        reason = outputs.stop_reason(request, token_id)
+        output = outputs.token_added(request, token_id)
+        if not request.first_token_s:
+            request.first_token_s = now_s
+            output = outputs.started(request, output)
+        self._advance(request, count)
+        return output if reason is None else outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
+
+    def _take_row(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput | None:
+        """Append the tokens of a row, up to the one that ends its request. Take back rejected drafts.
+
+        Forced tokens behind what was sampled are not computed yet. A row that got none computes its last token again.
+        """
+        request, reason = entry.request, None
+        request.num_placeholders -= 1 + entry.num_drafts
+        count = 0
+        while reason is None and count < len(row.token_ids):
+            request.tokens.append(row.token_ids[count])
+            reason = outputs.stop_reason(request, row.token_ids[count])
+            count += 1
+        self._counters.record_output(count, entry.num_drafts)
+        output = outputs.tokens_added(request, row, count)
+        if row.token_ids and not request.first_token_s:
+            request.first_token_s = now_s
+            output = outputs.started(request, output)
+        if reason is None and row.fault is not None:
+            return outputs.merged(output, self._fail(request, row.fault, now_s))
+        accepted = min(len(row.token_ids) - 1, entry.num_drafts)
+        request.num_computed_tokens -= entry.num_drafts - accepted
+        self._advance(request, entry.count + accepted)
+        if reason is None:
+            return output if count else None
+        return outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
+
+    def _take_prompts(self, step: Step, result: StepResult, now_s: float) -> list[RequestOutput]:
+        """Deliver log-probabilities of prompt tokens. End the requests that failed and did not sample."""
+        found, failed = scoring.results(step, result)
+        return found + [self._fail(request, fault, now_s) for request, fault in failed]
+
+    def _fail(self, request: Request, fault: RowFault, now_s: float) -> RequestOutput:
+        """End a request whose row failed."""
+        if fault.code == NOT_FINITE:
+            self._kv.discard(request.id)
+        return self._places.finish(request, "error", RequestFault(fault.status, fault.code, fault.message), now_s)
+
+    def _advance(self, request: Request, count: int) -> None:
+        """Confirm that `count` more tokens are computed."""
+        request.num_committed += count
+        self._kv.commit(request.id, request.tokens, request.num_committed, request.prompt_len)
+        if self._places.strikes:
+            self._places.strikes.clear_committed(request.id, request.num_committed)
+
+    def _measure(self, step: Step, result: StepResult) -> None:
+        """Record the measured prefill speed. Steps of mostly decodes do not count."""
+        num_tokens = sum(entry.count for entry in step.scheduled)
+        if num_tokens > 2 * len(step.scheduled):
+            self._kv.record_prefill(num_tokens, result.elapsed_s)

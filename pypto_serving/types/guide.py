@@ -1,0 +1,56 @@
+"""Guides: what the tokens of an output must match. Made in the API process, followed by a row of the worker."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MAX_GRAMMAR_CHARS = 1 << 18
+"""Characters of a grammar, which travels with each row that follows it."""
+MAX_MARKER_IDS = 64
+"""Token ids of a marker of reasoning."""
+
+GrammarSyntax = Literal["json_schema", "regex", "lark", "gbnf"]
+
+
+class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A language. The text of an output matches all of it, or a beginning of it if the output ends for another reason.
+
+    - `json_schema`: JSON that is valid under the schema `text`; `{"type": "object"}` is any object.
+    - `regex`: text that the whole regular expression matches, in the syntax of Rust's regex, without anchors.
+    - `lark`: a context-free grammar in llguidance's dialect of Lark; `start` is its first rule. `%json {...}` in a rule
+      stands for JSON of a schema, `<[5]>` for the token of this id.
+    - `gbnf`: a context-free grammar whose rules have `::=`, as in llama.cpp.
+    """
+
+    syntax: GrammarSyntax
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How an output begins with reasoning, as token ids: up to the first `end_ids`, which are never empty.
+
+    `begin_ids` () says that the prompt opened it, so every output begins with reasoning. Otherwise an output has
+    reasoning only if it begins with `begin_ids`.
+    """
+
+    begin_ids: tuple[int, ...]
+    end_ids: tuple[int, ...]
+
+
+class Guide(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What an output must match, token by token.
+
+    - `grammar`: of the content, which is what follows the reasoning; None allows anything.
+    - `reasoning`: None if the output has none. No grammar holds there, and no end-of-sequence token ends it before
+      a grammar began.
+    - `max_reasoning_tokens`: after so many tokens of reasoning, `begin_ids` not counted, the next tokens are what is
+      missing of `end_ids`; None for no limit.
+    - `field`: the request field that the grammar comes from, for messages.
+    """
+
+    grammar: Grammar | None = None
+    reasoning: Reasoning | None = None
+    max_reasoning_tokens: int | None = None
+    field: str = "structured_outputs"

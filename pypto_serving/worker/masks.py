@@ -1,0 +1,67 @@
+"""RowMasks: the tokens that each row may choose at its next positions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pypto_serving.types.adjustments import MaskArray
+from pypto_serving.types.arrays import Int32Array
+
+
+class RowMasks:
+    """Owns the token masks of R rows: one for a row's next token, and one behind each of its drafts.
+
+    Bit v % 32 of word v // 32 allows token v. A mask is what `put` gave and the row's allowed ids, both together; what
+    `put` gave alone if they have no token in common. It stays until the next `put`, or until the row goes. Memory of
+    masks that are never set is never touched.
+    """
+
+    def __init__(self, rows: int, vocab_size: int, max_drafts: int = 0) -> None:
+        self._width = 1 + max_drafts
+        self.bits: MaskArray = np.zeros((rows * self._width, -(-vocab_size // 32)), np.uint32)
+        self._allowed: dict[int, MaskArray] = {}
+        self._index: Int32Array = np.full((rows, self._width), -1, np.int32)
+        self._masked: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._masked)
+
+    def allow(self, row: int, token_ids: Int32Array) -> None:
+        """Allow only `token_ids` at every position of `row`."""
+        flags = np.zeros(self.bits.shape[1] * 32, np.uint8)
+        flags[token_ids] = 1
+        self._allowed[row] = np.packbits(flags, bitorder="little").view("<u4")
+        self._masked.add(row)
+        for draft in range(self._width):
+            self.put(row, draft, None)
+
+    def put(self, row: int, draft: int, mask: MaskArray | None) -> None:
+        """Set the mask of the token that `row` samples behind `draft` drafts; None allows all but what `allow` said.
+
+        `mask` has a word for each 32 ids of the vocabulary and is copied. Call before the tokens are sampled, or, if a
+        device samples, before the dispatch is submitted.
+        """
+        allowed, at = self._allowed.get(row), row * self._width + draft
+        if mask is not None and allowed is not None and (both := mask & allowed).any():
+            mask = both
+        found = allowed if mask is None else mask
+        self._index[row, draft] = -1 if found is None else at
+        if found is not None:
+            self.bits[at] = found
+            self._masked.add(row)
+
+    def clear(self, row: int) -> None:
+        """Forget the masks of `row`."""
+        if row in self._masked:
+            self._masked.discard(row)
+            self._allowed.pop(row, None)
+            self._index[row] = -1
+
+    def find(self, rows: Int32Array) -> Int32Array:
+        """Return where in `bits` the masks of `rows` are, -1 for none. A row repeats, behind each of its drafts."""
+        drafts = np.zeros(len(rows), np.int32)
+        if self._width > 1 and len(rows):
+            starts = np.flatnonzero(np.append(True, rows[1:] != rows[:-1]))
+            drafts = np.arange(len(rows)) - starts.repeat(np.diff(np.append(starts, len(rows))))
+        found: Int32Array = self._index[rows, drafts]
+        return found

@@ -1,0 +1,50 @@
+"""docs/compatibility.md says of every field what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from openai.types import completion_create_params as completions
+from openai.types.chat import completion_create_params as chats
+
+from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
+from pypto_serving.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+ENDPOINTS = {
+    "Completions": (CompletionBody, COMPLETION_RULES, completions.CompletionCreateParamsBase),
+    "Chat completions": (ChatBody, CHAT_RULES, chats.CompletionCreateParamsBase),
+}
+Row = tuple[str, str]
+
+
+def rows_of(section: str) -> dict[str, Row]:
+    """The fields of a section's table, with what the server does and the notes."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `(\w+)` \| [^|]+ \| (\w+) \| ([^|]*) \|$", text.replace("| |", "|  |"), re.MULTILINE)
+    rows = {name: (here, note) for name, here, note in found}
+    assert len(rows) == len(found) == text.count("\n|") - 2, "each row is a field, and each field is there once"
+    return rows
+
+
+def expected(name: str, schema: type[GenerationBody], rules: FieldRules) -> str:
+    if name in schema.model_fields:
+        return "yes"
+    return "no" if name in rules.neutral else "ignored"
+
+
+@pytest.mark.parametrize("section", ENDPOINTS)
+def test_every_field_is_described_as_it_is_handled(section: str) -> None:
+    schema, rules, official = ENDPOINTS[section]
+    rows = rows_of(section)
+    known = {*schema.model_fields, *rules.neutral, *rules.accepted, *official.__annotations__, "stream"}
+    assert sorted(known - rows.keys()) == []
+    for name, (here, note) in rows.items():
+        assert here == expected(name, schema, rules), name
+        assert (note == "unknown") == (here == "ignored" and name not in rules.accepted), name
+        if here == "no":
+            values = [json.dumps(value) for value in rules.neutral[name]]
+            assert note.startswith("but ") == bool(values) and all(f"`{value}`" in note for value in values), name

@@ -1,0 +1,92 @@
+"""Fields that change logits, as users see them: each does what it says, over HTTP as in the offline API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pypto_serving import LLM, SamplingParams
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "Count from 1 to 9."
+PLAIN: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "logprobs": 2}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_model_len=512, log_level="warning") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server("--max-model-len", "512", "--log-level", "warning") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain(llm: LLM) -> list[int]:
+    """The answer without changes."""
+    return answer(llm, {})
+
+
+def answer(llm: LLM, fields: dict[str, Any]) -> list[int]:
+    (result,) = llm.generate(PROMPT, SamplingParams(**PLAIN, **fields), progress=False)
+    return list(result.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"frequency_penalty": 2.0},
+        {"presence_penalty": 2.0},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {"100": 8.0, "7": -100}},
+        {"allowed_token_ids": [5, 50, 60, 200]},
+        {"bad_words": ["the", "a", "1"]},
+        {"frequency_penalty": 1.0, "repetition_penalty": 1.1, "bad_words": ["the"], "temperature": 1.0, "seed": 4},
+    ],
+    ids=lambda fields: "+".join(fields) or "none",
+)
+def test_http_answers_what_the_offline_api_answers(llm: LLM, server: Server, fields: dict[str, Any]) -> None:
+    given = PLAIN | fields
+    offline = given | {"logit_bias": {int(key): value for key, value in fields.get("logit_bias", {}).items()}}
+    (result,) = llm.generate(PROMPT, SamplingParams(**offline), progress=False)
+    with server.http as client:
+        reply = client.post("/v1/completions", json={"prompt": PROMPT, **given})
+    reply.raise_for_status()
+    (choice,) = reply.json()["choices"]
+    output = result.outputs[0]
+    assert choice["text"] == output.text and output.logprobs is not None
+    pairs = zip(output.token_ids, output.logprobs, strict=True)
+    assert choice["logprobs"]["token_logprobs"] == [entry[token].logprob for token, entry in pairs]
+
+
+def test_penalties_change_what_comes_again(llm: LLM, plain: list[int]) -> None:
+    varied = [len(set(answer(llm, {"frequency_penalty": value}))) for value in (-2.0, 0.0, 2.0)]
+    assert varied[0] < varied[1] < varied[2]
+    assert len(set(answer(llm, {"presence_penalty": 2.0}))) > len(set(plain))
+    assert len(set(answer(llm, {"repetition_penalty": 2.0}))) > len(set(plain))
+
+
+def test_bans_and_biases_hold(llm: LLM, plain: list[int]) -> None:
+    assert plain[0] not in answer(llm, {"logit_bias": {plain[0]: -100}})
+    assert answer(llm, {"logit_bias": {plain[3]: 100}}) == [plain[3]] * len(plain)
+    assert set(answer(llm, {"allowed_token_ids": plain[:3]})) <= set(plain[:3])
+    pair = plain[4:6]
+    without = answer(llm, {"bad_word_ids": [pair]})
+    assert without[:5] == plain[:5] and pair not in [without[i : i + 2] for i in range(len(without))]
+
+
+def test_bad_words_do_not_appear(llm: LLM) -> None:
+    def text(**fields: Any) -> str:
+        (result,) = llm.generate(PROMPT, SamplingParams(**PLAIN, **fields), progress=False)
+        return result.outputs[0].text
+
+    word = max(text().split(), key=len)
+    assert word in text() and word not in text(bad_words=[word])

@@ -1,0 +1,204 @@
+"""Structured outputs on real processes: every answer matches, whatever the schedule."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import psutil
+import pydantic
+import pytest
+
+from pypto_serving import LLM, SamplingParams, StructuredOutputsParams
+from pypto_serving.api.generation.json_schema import prepare
+from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.errors import RequestError
+from pypto_serving.guidance import checked
+from pypto_serving.types.guide import Grammar, Guide, Reasoning
+from tests.checkpoints import NUM_BYTES, make_checkpoint
+from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, run_engine
+from tests.e2e.server import Server
+from tests.schemas import SchemaMaker
+
+pytestmark = pytest.mark.e2e
+
+END = NUM_BYTES + 2
+FORMATS = jsonschema.FormatChecker([name for name in jsonschema.FormatChecker.checkers if name != "time"])
+"""jsonschema's own check of times refuses the zone that RFC 3339 asks for."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), max_model_len=2048, kv_memory="256MiB", log_level="warning") as loaded:
+        yield loaded
+
+
+def sweep(llm: LLM, seeds: range) -> Counter[str]:
+    """Complete random schemas, 64 at once; each complete answer must validate."""
+    found: Counter[str] = Counter()
+    for start in range(seeds.start, seeds.stop, 64):
+        schemas = [SchemaMaker(seed).make() for seed in range(start, min(start + 64, seeds.stop))]
+        taken = [schema for schema in schemas if is_taken(schema)]
+        found["refused"] += len(schemas) - len(taken)
+        asked = [
+            SamplingParams(seed=i, max_tokens=1500, structured_outputs=StructuredOutputsParams(json=schema))
+            for i, schema in enumerate(taken)
+        ]
+        for schema, result in zip(taken, llm.generate(["x"] * len(asked), asked), strict=True):
+            output = result.outputs[0]
+            found[output.finish_reason or ""] += 1
+            if output.finish_reason == "stop":
+                jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(output.text))
+    return found
+
+
+def is_taken(schema: dict[str, Any]) -> bool:
+    """Whether a random schema can be satisfied and honoured; its refusal says why not."""
+    try:
+        checked(Grammar("json_schema", json.dumps(prepare(schema, {}))))
+    except RequestError as error:
+        assert re.search(r"unsatisfiable|nothing can match|Properties|stack level", str(error), re.I), error
+        return False
+    return True
+
+
+def test_answers_validate_or_their_schema_is_refused(llm: LLM) -> None:
+    found = sweep(llm, range(200))
+    assert found["stop"] > 170 and found["length"] < 5, found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_thousands_of_answers_validate(llm: LLM) -> None:
+    found = sweep(llm, range(1000, 6000))
+    assert found["stop"] > 4000 and found["length"] < 100, found
+
+
+TEXTS: list[tuple[StructuredOutputsParams, str]] = [
+    (StructuredOutputsParams(regex=r"[a-f]{3}-[0-9]{2,4}(x|yz)"), r"[a-f]{3}-[0-9]{2,4}(x|yz)"),
+    (StructuredOutputsParams(regex="^ünï/code{2}$"), "ünï/codee"),
+    (
+        StructuredOutputsParams(choice=["yes", "no", "ye", "<|im_end|>", "a\nb", '"q" \\']),
+        '(yes|no|ye|<.im_end.>|a\nb|"q" .)',
+    ),
+    (StructuredOutputsParams(grammar='start: "(" start ")" | "x"'), r"\(*x\)*"),
+    (StructuredOutputsParams(grammar='root ::= "a" b{2,3}\nb ::= [0-9] | "-"'), "a[0-9-]{2,3}"),
+    (StructuredOutputsParams(json={"const": {"a": [1, None]}}, disable_any_whitespace=True), r'\{"a":\[1,null\]\}'),
+    (StructuredOutputsParams(json={"enum": [[1, 2]]}, whitespace_pattern="_"), r"\[_?1_?,_?2_?\]"),
+]
+
+
+@pytest.mark.parametrize(("structured", "pattern"), TEXTS)
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_texts_match(llm: LLM, structured: StructuredOutputsParams, pattern: str, logprobs: int | None) -> None:
+    params = [
+        SamplingParams(seed=i, max_tokens=200, logprobs=logprobs, structured_outputs=structured) for i in range(20)
+    ]
+    for result in llm.generate(["x"] * 20, params):
+        output = result.outputs[0]
+        assert output.finish_reason == "stop" and re.fullmatch(pattern, output.text, re.S), output.text
+        if logprobs is not None:
+            assert output.logprobs is not None and len(output.logprobs) == len(output.token_ids)
+
+
+def test_text_with_tags_is_free_but_for_the_tags(llm: LLM) -> None:
+    tag = {"structures": [{"begin": "e=", "schema": {"const": 12}, "end": "!"}], "triggers": ["e"]}
+    params = [
+        SamplingParams(seed=i, max_tokens=400, structured_outputs=StructuredOutputsParams(structural_tag=tag))
+        for i in range(20)
+    ]
+    texts = [result.outputs[0].text for result in llm.generate(["x"] * 20, params)]
+    assert sum("e" in text for text in texts) > 5
+    for text in texts:
+        for rest in text.split("e")[1:-1]:
+            assert rest.startswith("=12!"), text
+
+
+BOOLEANS = {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}
+GUIDES = (
+    Guide(Grammar("regex", "[a-z]{3,30}(-a forced text-)[0-9]{2}")),
+    Guide(Grammar("json_schema", json.dumps(prepare(BOOLEANS, {})))),
+    Guide(Grammar("regex", "[0-9]{4}"), Reasoning((), (10, 11)), 6),
+    Guide(Grammar("lark", 'start: "(" start? ")"'), Reasoning((40,), (41, 42)), 9),
+)
+
+
+def streams() -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = random.Random(1)
+    prompts = [rng.choices(range(250), k=rng.randrange(4, 90)) for _ in range(24)]
+    params = [
+        SamplingParams(
+            temperature=i % 2, seed=i, max_tokens=60, logprobs=0 if i % 5 == 0 else None, guide=GUIDES[i % len(GUIDES)]
+        )
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+def test_guided_answers_depend_on_no_schedule(model: Path) -> None:
+    """Alone, together, in chunks, preempted and over killed workers: the same tokens."""
+    prompts, params = streams()
+
+    def run(**options: Any) -> list[list[int]]:
+        changes = options.pop("changes", None)
+        config = engine_config(model, changes, **options)
+        return run_engine(config, lambda engine: answers(engine, prompts, params, eos_token_ids=(END,)))
+
+    together = run()
+    assert sum(END in answer for answer in together) > 12
+    assert run(max_num_seqs=1) == together
+    assert run(max_num_batched_tokens=32, prefix_caching=False) == together
+
+    async def preempted(engine: AsyncEngine) -> list[list[int]]:
+        found = await answers(engine, prompts, params, eos_token_ids=(END,))
+        assert engine.stats.num_preemptions > 0
+        return found
+
+    (blocks,) = engine_config(model).longest_blocks
+    assert run_engine(engine_config(model, {"num_blocks": (blocks + 2,)}), preempted) == together
+
+    async def killed(engine: AsyncEngine) -> list[list[int]]:
+        killer = Killer(engine, 3, seed=2)
+        found = await answers(engine, prompts, params, killer, eos_token_ids=(END,))
+        assert engine.stats.num_respawns == killer.killed > 0
+        return found
+
+    assert run_engine(engine_config(model, {"faults": QUICK_FAULTS}), killed) == together
+
+
+class City(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=12)
+    size: Literal["small", "large"]
+    founded: int = pydantic.Field(ge=0, le=2030)
+
+
+def has_llguidance(process: psutil.Process) -> bool:
+    return any("llguidance" in each.path for each in process.memory_maps())
+
+
+def test_a_server_answers_with_models(model: Path) -> None:
+    """Whole and streamed; llguidance is loaded when the first request needs it, and never by the API process."""
+    with Server(model, "--max-model-len", "512", "--kv-memory", "64MiB") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        assert not any(map(has_llguidance, server.family()))
+        messages: Any = [{"role": "user", "content": "Name a city."}]
+        asked: dict[str, Any] = {"model": server.ready["model"][0], "messages": messages, "seed": 1, "max_tokens": 300}
+        parsed = client.chat.completions.parse(**asked, response_format=City).choices[0]
+        assert parsed.finish_reason == "stop" and isinstance(parsed.message.parsed, City)
+        with client.chat.completions.stream(**asked, response_format=City) as stream:
+            streamed = stream.get_final_completion().choices[0].message
+        assert (streamed.content, streamed.parsed) == (parsed.message.content, parsed.message.parsed)
+        loaded = [process for process in server.family() if has_llguidance(process)]
+        assert server.worker() in loaded and server.family()[0] not in loaded

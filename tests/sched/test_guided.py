@@ -1,0 +1,184 @@
+"""Rows with a guide under random schedules of the null backend: each answer is the oracle's, token by token."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pypto_serving.backend.null.pages import next_digest
+from pypto_serving.backend.null.sampler import SAMPLER, logits_of
+from pypto_serving.backend.philox import uniforms
+from pypto_serving.guidance import Compiler
+from pypto_serving.types.draws import DRAW
+from pypto_serving.types.guide import Grammar, Guide, Reasoning
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.step import BackendTraits
+from pypto_serving.worker import guides
+from pypto_serving.worker.row_guide import RowGuide
+from tests.checkpoints import NUM_BYTES, write_tokenizer
+from tests.simulation import Simulation, null_config
+
+VOCAB_SIZE = 300
+END = NUM_BYTES + 2
+JSON = '{"type": "object", "properties": {"name": {"enum": ["some long text", "short"]}}, "required": ["name"]}'
+GUIDES = (
+    Guide(Grammar("json_schema", JSON.replace("}}, ", '}}, "additionalProperties": false, '))),
+    Guide(Grammar("regex", "[a-z]{3,30}(-forced-)[0-9]{2}")),
+    Guide(Grammar("lark", 'start: "(" start? ")"')),
+    Guide(Grammar("regex", "[0-9]{4}"), Reasoning((), (10, 11)), 6),
+    Guide(None, Reasoning((), (10, 11, 12)), 4),
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "host": {"traits": BackendTraits()},
+    "split steps": {"traits": BackendTraits(mixed_steps=False, padded_rows=(2, 8)), "depth": 2},
+    "drafts of the host": {"traits": BackendTraits(max_drafts=2), "num_drafts": 2},
+    "device": {"traits": BackendTraits(samples_on_device=True)},
+    "device ahead": {"traits": BackendTraits(samples_on_device=True, mixed_steps=False, chunk_tokens=8), "depth": 3},
+    "device drafts": {"traits": BackendTraits(samples_on_device=True, max_drafts=3), "num_drafts": 3, "depth": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compiler(model: Path) -> Compiler:
+    return Compiler.of(str(model), VOCAB_SIZE, [END])
+
+
+def expected(simulation: Simulation, request_id: str, compiler: Compiler) -> list[int]:
+    """What a correct engine answers: alone, computing every token in order."""
+    request, prompt = simulation.requests[request_id], simulation.prompts[request_id]
+    params, history = request.params, list(prompt)
+    assert params.guide is not None and params.max_tokens is not None
+    guide = RowGuide(params.guide, (END,), jumps=params.logprobs is None)
+    grammar = params.guide.grammar
+    guide.open(None if grammar is None else compiler.compile(grammar), -(-VOCAB_SIZE // 32))
+    guide.advance([])
+    while END not in history[len(prompt) :] and len(history) < len(prompt) + params.max_tokens:
+        assert guide.fault is None
+        tokens = list(guide.forced)
+        if not tokens:
+            logits = logits_of(next_digest(simulation.config.groups, history), VOCAB_SIZE, -1).copy()
+            if guide.mask is not None:
+                bits = np.unpackbits(guide.mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+                logits[bits == 0] = -np.inf
+            draw = np.array([(0.0, 1.0, 0.0, params.temperature, 0)], DRAW)
+            numbers = (np.array([v], np.uint64) for v in (request.seed, request.choice, len(history)))
+            draw["random"] = uniforms(*numbers)
+            tokens = [int(SAMPLER.choose(logits[None], draw)[0])]
+        history += tokens
+        guide.advance(tokens)
+    return history[len(prompt) :][: params.max_tokens]
+
+
+def guided_params(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=rng.randrange(5, 60),
+        temperature=rng.choice((0.0, 1.0)),
+        logprobs=rng.choice((None, None, 0)),
+        guide=rng.choice(GUIDES),
+    )
+
+
+def churn(simulation: Simulation, rng: random.Random, compiler: Compiler, count: int) -> Counter[str]:
+    """Guided and plain requests, deaths and aborts; then every answer must be the oracle's."""
+    executor, found = simulation.executor, Counter[str]()
+    executor.die_if = lambda plan: rng.random() < 0.02 and executor.num_deaths < 2
+    plain = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for _ in range(count):
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 60))]
+        params = guided_params(rng) if rng.random() < 0.7 else plain
+        request_id = simulation.add(prompt, params=params, seed=rng.getrandbits(60), eos_token_ids=(END,))
+        for _ in range(rng.randrange(0, 15)):
+            simulation.turn()
+        simulation.core.check()
+        if rng.random() < 0.1:
+            simulation.abort(request_id)
+    executor.die_if = lambda plan: False
+    simulation.run()
+    for request_id, last in simulation.last.items():
+        assert last.fault is None, last.fault
+        answer = simulation.tokens[request_id]
+        params = simulation.requests[request_id].params
+        right = simulation.expected(request_id, len(answer))
+        if params.guide is not None:
+            right = expected(simulation, request_id, compiler)
+            found["guided"] += 1
+            found["stopped"] += last.finish_reason == "stop"
+            if params.logprobs is not None:
+                assert len(simulation.logprobs[request_id]) == len(answer)
+        assert answer == (right[: len(answer)] if last.finish_reason == "abort" else right), request_id
+    found["preempted"] = simulation.counters.num_preemptions
+    found["deaths"] = executor.num_deaths
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_guided_answers_depend_on_no_schedule(model: Path, compiler: Compiler, shape: str) -> None:
+    found: Counter[str] = Counter()
+    for seed in range(2):
+        config = null_config(
+            num_blocks=14, model=str(model), vocab_size=VOCAB_SIZE, max_num_seqs=6, max_model_len=160, **SHAPES[shape]
+        )
+        found += churn(Simulation(config), random.Random(seed), compiler, 40)
+    assert min(found[name] for name in ("guided", "stopped", "preempted", "deaths")) > 0, found
+
+
+@pytest.mark.parametrize("shape", ["host", "device ahead"])
+def test_a_row_that_waits_is_computed_again(
+    model: Path, compiler: Compiler, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step waits for a guide, so rows are withheld whenever a thread is slower than a step."""
+    monkeypatch.setattr(guides, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(guides, "IDLE_PATIENCE_S", 0.0)
+    withheld = 0
+    tell = guides.RowGuides.tell
+
+    def counting(self: guides.RowGuides, rows: Any) -> guides.Told | None:
+        nonlocal withheld
+        told = tell(self, rows)
+        withheld += 0 if told is None else len(told.withheld)
+        return told
+
+    monkeypatch.setattr(guides.RowGuides, "tell", counting)
+    config = null_config(num_blocks=40, model=str(model), vocab_size=VOCAB_SIZE, max_model_len=160, **SHAPES[shape])
+    churn(Simulation(config), random.Random(5), compiler, 20)
+    assert withheld > 0
+
+
+def test_forced_tokens_take_no_steps_of_their_own(model: Path) -> None:
+    steps = {}
+    for logprobs in (None, 0):
+        config = null_config(model=str(model), vocab_size=VOCAB_SIZE, traits=BackendTraits())
+        simulation = Simulation(config)
+        text = "a text that leaves no choice"
+        params = SamplingParams(
+            temperature=0, max_tokens=60, logprobs=logprobs, guide=Guide(Grammar("regex", f"[ab]{text}"))
+        )
+        request_id = simulation.add([1, 2, 3], params=params, eos_token_ids=(END,))
+        simulation.run()
+        assert len(simulation.tokens[request_id]) == len(text) + 2
+        steps[logprobs] = simulation.counters.num_steps
+    assert steps[None] < 8 < len(text) < steps[0]
+
+
+def test_a_guide_that_cannot_be_followed_ends_its_request_only(model: Path) -> None:
+    simulation = Simulation(null_config(model=str(model), vocab_size=VOCAB_SIZE))
+    broken = SamplingParams(max_tokens=5, guide=Guide(Grammar("lark", "start: <unheard_of>")))
+    bad = simulation.add([1], params=broken, eos_token_ids=(END,))
+    good = simulation.add([2])
+    simulation.run()
+    fault = simulation.last[bad].fault
+    assert fault is not None and (fault.status, fault.code) == (400, "invalid_grammar")
+    simulation.assert_correct(good)
+    assert simulation.executor.num_deaths == 0
