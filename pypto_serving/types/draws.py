@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.types.adjustments import LogitAdjustments
 from pypto_serving.types.arrays import Float32Array, Int32Array
+from pypto_serving.types.prompt_logprobs import PromptLogprobs
 
 DRAW = np.dtype(
     [("random", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("temperature", "f4"), ("top_k", "i4")],
@@ -39,6 +40,14 @@ class Logprobs:
         return cls(
             np.empty(one, np.float32), np.empty(one, np.int32), np.empty(best, np.int32), np.empty(best, np.float32)
         )
+
+    @classmethod
+    def unpack(cls, packed: PromptLogprobs) -> Logprobs:
+        """Decode to read-only arrays."""
+        values: Float32Array = np.frombuffer(packed.values, "<f4")
+        ids: Int32Array = np.frombuffer(packed.top_ids, "<i4").reshape(len(values), -1)
+        best: Float32Array = np.frombuffer(packed.top_values, "<f4").reshape(len(values), -1)
+        return cls(values, np.frombuffer(packed.ranks, "<i4"), ids, best)
 
 
 class Sampler(Protocol):

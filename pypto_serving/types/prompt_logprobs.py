@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-import numpy as np
+from typing import TYPE_CHECKING
 
-from pypto_serving.types.arrays import Float32Array, Int32Array
-from pypto_serving.types.draws import Logprobs
+import msgspec
+
+if TYPE_CHECKING:  # the command line starts without numpy
+    from pypto_serving.types.draws import Logprobs
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -34,10 +35,3 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def num_tokens(self) -> int:
         return len(self.values) // 4
-
-    def unpack(self) -> Logprobs:
-        """Decode to read-only arrays."""
-        values: Float32Array = np.frombuffer(self.values, "<f4")
-        ids: Int32Array = np.frombuffer(self.top_ids, "<i4").reshape(len(values), -1)
-        best: Float32Array = np.frombuffer(self.top_values, "<f4").reshape(len(values), -1)
-        return Logprobs(values, np.frombuffer(self.ranks, "<i4"), ids, best)

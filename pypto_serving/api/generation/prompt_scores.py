@@ -10,6 +10,7 @@ from pypto_serving.api.generation.logprobs import ScoredToken, TokenEntry
 from pypto_serving.api.text.detokenizer import Detokenizer
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
+from pypto_serving.types.draws import Logprobs
 from pypto_serving.types.prompt_logprobs import PromptLogprobs
 
 MAX_SCORES = 2**18
@@ -57,7 +58,7 @@ class PromptScores:
         yield TokenEntry(score(ids[0], 0.0, 0), [], at[0], scored=False)
         i = 1
         for part in self._parts:
-            found = part.unpack()
+            found = Logprobs.unpack(part)
             best = zip(found.best_ids[:, :width].tolist(), found.best_values[:, :width].tolist(), strict=True)
             for value, rank, tops in zip(found.values.tolist(), found.ranks.tolist(), best, strict=True):
                 top = [score(*each, place) for place, each in enumerate(zip(*tops, strict=True), 1)]
