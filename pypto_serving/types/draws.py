@@ -41,6 +41,15 @@ class Logprobs:
             np.empty(one, np.float32), np.empty(one, np.int32), np.empty(best, np.int32), np.empty(best, np.float32)
         )
 
+    def pack(self) -> PromptLogprobs:
+        """Encode for messages."""
+        return PromptLogprobs(
+            self.values.astype("<f4", copy=False).tobytes(),
+            self.ranks.astype("<i4", copy=False).tobytes(),
+            self.best_ids.astype("<i4", copy=False).tobytes(),
+            self.best_values.astype("<f4", copy=False).tobytes(),
+        )
+
     @classmethod
     def unpack(cls, packed: PromptLogprobs) -> Logprobs:
         """Decode to read-only arrays."""

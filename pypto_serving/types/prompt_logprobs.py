@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
-
-if TYPE_CHECKING:  # the command line starts without numpy
-    from pypto_serving.types.draws import Logprobs
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -21,16 +16,6 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     ranks: bytes
     top_ids: bytes = b""
     top_values: bytes = b""
-
-    @classmethod
-    def pack(cls, found: Logprobs) -> PromptLogprobs:
-        """Encode what a sampler returned."""
-        return cls(
-            found.values.astype("<f4", copy=False).tobytes(),
-            found.ranks.astype("<i4", copy=False).tobytes(),
-            found.best_ids.astype("<i4", copy=False).tobytes(),
-            found.best_values.astype("<f4", copy=False).tobytes(),
-        )
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.draws import DRAW, Sampler
-from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import NOT_FINITE, RowFault, RowPromptLogprobs
 
@@ -96,7 +95,7 @@ def score(
             faults.append(RowFault(row, NOT_FINITE, BAD_PROMPT))
             continue
         every = np.arange(len(targets), dtype=np.int32)
-        found.append(RowPromptLogprobs(row, PromptLogprobs.pack(sampler.logprobs(own, every, targets, width))))
+        found.append(RowPromptLogprobs(row, sampler.logprobs(own, every, targets, width).pack()))
     return found, faults
 
 

@@ -15,7 +15,6 @@ from pypto_serving.engine.stream import OutputStream
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import Logprobs
 from pypto_serving.types.kv import FullSpec
-from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from pypto_serving.types.request import EngineRequest, RequestFault, RequestOutput, Timeline, TokenLogprobs
 from pypto_serving.types.stats import StepStats
 from pypto_serving.types.tier import Tier
@@ -231,7 +230,7 @@ def scored_prompt(request: EngineRequest, rng: random.Random) -> Iterator[Reques
             np.array([[ids[i] + 1 + k for k in range(width or 0)] for i in places], np.int32),
             np.array([[-i / 8 + 1 / 16 - k for k in range(width or 0)] for i in places], np.float32),
         )
-        yield RequestOutput(request_id=request.request_id, prompt_logprobs=PromptLogprobs.pack(found))
+        yield RequestOutput(request_id=request.request_id, prompt_logprobs=found.pack())
 
 
 def logprobs_of(token_id: int, count: int, logprob: float = -0.5) -> TokenLogprobs:

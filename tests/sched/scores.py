@@ -7,7 +7,6 @@ import numpy as np
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.types.arrays import Float32Array
-from pypto_serving.types.prompt_logprobs import PromptLogprobs
 from tests.simulation import VOCAB_SIZE, Simulation
 
 
@@ -39,6 +38,6 @@ def assert_prompt_logprobs(simulation: Simulation, request_id: str) -> None:
     count = sum(part.num_tokens for part in parts)
     assert count == len(targets) or simulation.last[request_id].finish_reason in ("abort", "error")
     every = np.arange(count, dtype=np.int32)
-    right = PromptLogprobs.pack(SAMPLER.logprobs(logits[:count], every, targets[:count], width))
+    right = SAMPLER.logprobs(logits[:count], every, targets[:count], width).pack()
     for name in ("values", "ranks", "top_ids", "top_values"):
         assert b"".join(getattr(part, name) for part in parts) == getattr(right, name)
