@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pypto_serving.guidance import Compiler, Matcher
 from pypto_serving.types.guide import Grammar
 
-MAX_GRAMMARS, MAX_CHARS = 64, 4 << 20
+MAX_GRAMMARS, MAX_CHARS = 32, 4 << 20
 """Most compiled grammars that are kept, and most characters of all of them. The last one is kept whatever its size."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from pypto_serving import guidance
@@ -236,6 +237,15 @@ def told_ready(guides: RowGuides, rows: Sequence[int]) -> Told:
         assert told is not None
         if not told.withheld:
             return told
+
+
+def test_counted_repetitions_take_little_memory(model: Path) -> None:
+    """They unfold while a mask is computed; what was unfolded stays with a grammar that is kept."""
+    found, before = Grammars(str(model), VOCAB_SIZE), psutil.Process().memory_info().rss
+    for letter in "abcdefgh":
+        matcher = found.compile(Grammar("regex", f"((({letter}{{100}}){{100}}){{100}})"), (END,))
+        matcher.copy().fill(np.zeros(found.num_words, np.uint32))
+    assert psutil.Process().memory_info().rss - before < 400 << 20
 
 
 def test_rows_wait_for_their_grammar_and_hold_up_nobody(model: Path, code: Bytes) -> None:
