@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 20_000,
-    "max_items_in_row": 20_000,
+    "step_max_items": 5_000,
+    "max_items_in_row": 2_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
