@@ -81,7 +81,7 @@ def test_the_groups_of_a_release_are_those_of_the_scheduler_tests() -> None:
     groups = kv_groups(config_of(), "bfloat16")
     assert groups == deepseek_v4_groups()
     assert [group.name for group in groups] == ["ori", "cmp", "idx", "hca_state", "csa_state", "csa_inner_state"]
-    assert [group.block_size for group in groups] == [128, 128, 128, 8, 4, 4]
+    assert [group.block_size for group in groups] == [128, 128, 128, 16, 4, 4]
     assert (groups[2].tensors[0].row_shape, groups[2].tensors[0].ratio) == ((128,), 4)
     assert groups[0].tensors[0].layers == tuple(range(43))
     assert [t.layers[:2] for t in groups[1].tensors] == [(2, 4), (3, 5)]
@@ -111,7 +111,7 @@ def test_a_model_without_some_kinds(kinds: tuple[str, ...], names: list[str], bl
     assert groups[0].block_size == block_size
 
 
-@pytest.mark.parametrize(("ratio", "state_block"), [(4, 4), (6, 6), (12, 6), (16, 8), (11, 1), (128, 8)])
+@pytest.mark.parametrize(("ratio", "state_block"), [(4, 4), (6, 6), (16, 16), (24, 12), (17, 1), (128, 16)])
 def test_state_blocks_divide_the_ratio(ratio: int, state_block: int) -> None:
     model = config_of(compress_ratios=[0, ratio], compress_rate_hca=ratio, compress_rate_csa=3, num_hidden_layers=2)
     state = kv_groups(model, "bfloat16")[-1]
