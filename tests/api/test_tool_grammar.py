@@ -188,9 +188,30 @@ def test_what_cannot_be_enforced_is_refused_by_name() -> None:
     bad = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string", "not": {}}}}}
     with pytest.raises(RequestError, match="parameters of f: #/properties/x/not"):
         forced_calls(FAMILIES["hermes"].form, [bad], True, no_special, json_options())
-    dashed = {"name": "f", "parameters": {"type": "object", "properties": {"a-b": {}}}}
-    with pytest.raises(RequestError, match="names of Python"):
-        forced_calls(FAMILIES["pythonic"].form, [dashed], True, no_special, json_options())
     text = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"type": "string", "pattern": "a"}}}}
     with pytest.raises(RequestError, match="pattern of a text"):
         forced_calls(FAMILIES["qwen3_coder"].form, [text], True, no_special, json_options())
+
+
+@pytest.mark.parametrize(
+    ("family", "function", "parameter"),
+    [
+        ("pythonic", "get-weather", "a"),
+        ("pythonic", "2d", "a"),
+        ("pythonic", "f", "a-b"),
+        ("pythonic", "f", "from"),
+        ("qwen3_coder", "f", "a>b"),
+        ("deepseek_v4", "f", 'a"b'),
+    ],
+)
+def test_names_that_a_form_cannot_write_are_refused(family: str, function: str, parameter: str) -> None:
+    """The parser of the form would not read them back."""
+    tool = {"name": function, "parameters": {"type": "object", "properties": {parameter: {"type": "string"}}}}
+    with pytest.raises(RequestError, match="cannot write the name"):
+        forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options())
+
+
+def test_a_text_that_ends_its_parameter_is_refused() -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"enum": ["a</parameter>b"]}}}}
+    with pytest.raises(RequestError, match="a text with </parameter>"):
+        forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import keyword
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ from pypto_serving.api.chat.parsers.families import CallForm
 from pypto_serving.api.chat.tools import refuse, types_of
 from pypto_serving.api.generation.json_schema import SchemaError, prepare
 from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Grammar
+from pypto_serving.util import brief
 
 Function = Mapping[str, Any]
 SpecialId = Callable[[str], int | None]
@@ -89,6 +92,7 @@ class _Writer:
 
     def _add_call(self, i: int, function: Function) -> None:
         form, schema = self._form, function.get("parameters") or {"type": "object", "additionalProperties": False}
+        _check_names(form, [function["name"], *(name for name, *_ in _properties(schema))])
         arguments = _ARGUMENTS[form.arguments](self, i, schema, bool(function.get("strict")))
         named = f"named_{i}: {self._text(function['name'] + form.middle)} {arguments} {self._text(form.tail)}"
         self._rules += [f"call_{i}: {self._text(form.head)} named_{i}", named]
@@ -98,8 +102,6 @@ class _Writer:
 
     def python_arguments(self, i: int, schema: Mapping[str, Any], strict: bool) -> str:
         """Write `a=1, b="x"`: required ones first, and any of the others behind them."""
-        if not all(name.isidentifier() for name, *_ in _properties(schema)):
-            raise SchemaError("their names must be names of Python in this model's form of calls")
         parts = [(self._text(f"{name}=") + " " + self._json(one), needed) for name, one, needed in _properties(schema)]
         needed, others = [part for part, must in parts if must], [part for part, must in parts if not must]
         comma = self._text(", ")
@@ -119,6 +121,8 @@ class _Writer:
         end = self._text("\n</parameter>\n")
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
+            if any("</parameter>" in value for value in values):
+                raise SchemaError("a text with </parameter> cannot stand in this model's form of calls")
             return f"{self._text(chr(10))} ({' | '.join(map(self._text, values))}) {end}"
         kinds = types_of(schema, schema)
         if kinds and "string" not in kinds:
@@ -156,6 +160,21 @@ _ARGUMENTS: Mapping[str, Callable[[_Writer, int, Mapping[str, Any], bool], str]]
     "xml": _Writer.xml_arguments,
     "dsml": _Writer.dsml_arguments,
 }
+
+
+_CAN_WRITE: Mapping[str, Callable[[str], bool]] = {
+    "json": lambda name: True,
+    "python": lambda name: name.isidentifier() and not keyword.iskeyword(name),
+    "xml": lambda name: re.fullmatch(r"[^<>\n]+", name) is not None,
+    "dsml": lambda name: re.fullmatch(r'[^"<\n]+', name) is not None,
+}
+"""Which names of functions and parameters each form of arguments can write so that its parser reads them."""
+
+
+def _check_names(form: CallForm, names: Sequence[str]) -> None:
+    for name in names:
+        if not _CAN_WRITE[form.arguments](name):
+            raise SchemaError(f"this model's form of calls cannot write the name {brief(name)}")
 
 
 def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
