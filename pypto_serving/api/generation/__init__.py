@@ -5,7 +5,8 @@ JSON.
 
 - `request`: describe prompts and a request; make engine requests of them
 - `prompts`: turn text and chats into token ids
-- `structured`, `json_schema`, `structural_tag`: make the grammar that an output must match
+- `structured`, `json_schema`, `structural_tag`, `tag_format`: make the grammar that an output must match
+- `ecma`, `formats`, `gbnf`: read what llguidance reads in another way: regular expressions, formats of texts, GBNF
 - `chat_guide`, `tool_grammar`: make outputs of chats be tool calls, and end their reasoning
 - `bad_words`: turn bad words into token ids
 - `truncation`, `max_tokens`: cut prompts, fit max_tokens to the context window
