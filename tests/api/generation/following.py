@@ -37,7 +37,7 @@ def accepts(matcher: Matcher, text: str | Sequence[int]) -> bool:
             matcher.consume(token_id)
     except GrammarError:
         return False
-    return END in allowed(matcher)
+    return bool(matcher._raw.is_accepting())
 
 
 def walk(matcher: Matcher, rng: random.Random, liked: bytes, most: int = 2000) -> str | None:
