@@ -16,6 +16,7 @@ _CLASSES: Mapping[str, str] = {
 }
 """What stands between brackets for a class of characters."""
 _CONTROLS: Mapping[str, str] = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "0": "\0"}
+_SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~")
 _ESCAPE = (
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]{1,6}\}"
     r"|\\x[0-9a-fA-F]{2}|\\c[A-Za-z]|\\[pP]\{[\w=]+\}|\\."
@@ -100,4 +101,6 @@ def _char(part: str) -> str:
 
 
 def _literal(char: str) -> str:
-    return char if char.isascii() and (char.isalnum() or char in " _") else f"\\x{{{ord(char):X}}}"
+    if char in _SPECIAL:
+        return "\\" + char
+    return char if char.isprintable() else f"\\x{{{ord(char):X}}}"

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from pypto_serving.api.generation.ecma import to_rust
 from pypto_serving.api.generation.formats import narrowed
+from pypto_serving.api.generation.one_of import OneOf
 from pypto_serving.util import brief
 
 WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,20}"
@@ -39,6 +40,8 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 """Keywords that cannot be enforced, with the values that change nothing. Annotations and unknown ones are left out."""
 
+MAX_HOPS = 16
+"""References that lead to references."""
 _EXACT = 2**53
 """Whole numbers beyond this are not exact in llguidance."""
 _UNWRITABLE = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\\ud800-\\udfff]")
@@ -75,6 +78,7 @@ class _Copier:
         self._keep_free = keep_free
         self.definitions: dict[str, Any] = {}
         self._names: dict[int, str] = {}
+        self._one_of = OneOf()
 
     def copy(self, schema: Any, place: str, base: Mapping[str, Any]) -> Any:
         """Return a checked copy of the schema at `place`."""
@@ -83,7 +87,7 @@ class _Copier:
         if schema is not self._root and _is_base(schema):
             base = schema
         made: dict[str, Any] = {}
-        for name, value in _normal(schema).items():
+        for name, value in self._without_one_of(_normal(schema), base).items():
             where = f"{place}/{name}"
             if name in _UNSUPPORTED:
                 if any(value == neutral and type(value) is type(neutral) for neutral in _UNSUPPORTED[name]):
@@ -107,8 +111,34 @@ class _Copier:
             made["additionalProperties"] = False
         return narrowed(made)
 
-    def _refer(self, ref: Any, where: str, base: Mapping[str, Any]) -> str:
-        """Return a reference to the copy of what `ref` refers to."""
+    def _without_one_of(self, schema: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a schema whose `oneOf` is an `anyOf`, if no two of its cases can hold at once."""
+        cases = schema.get("oneOf")
+        if not isinstance(cases, list):
+            return schema
+        found = self._one_of.as_any_of(cases, lambda each: self._target(each, base))
+        if found is None:
+            return schema
+        if "anyOf" not in schema:
+            return {
+                ("anyOf" if name == "oneOf" else name): value for name, value in (*schema.items(), ("oneOf", found))
+            }
+        others = schema.get("allOf", [])
+        rest = {name: value for name, value in schema.items() if name not in ("oneOf", "allOf")}
+        return {**rest, "allOf": [*others, {"anyOf": found}]} if isinstance(others, list) else schema
+
+    def _target(self, schema: Any, base: Mapping[str, Any]) -> Any:
+        """Return what a reference refers to, other schemas as they are, and True where that is not clear."""
+        for _ in range(MAX_HOPS):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            schema, _, found = self._find(schema["$ref"], "$ref", base)
+            if found is not base:
+                return True
+        return True
+
+    def _find(self, ref: Any, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
+        """Return what `ref` refers to, the last part of its path, and its base."""
         root_id = self._root.get("$id", self._root.get("id"))
         if isinstance(ref, str) and isinstance(root_id, str) and ref.startswith(f"{root_id.removesuffix('#')}#"):
             ref, base = ref[len(root_id.removesuffix("#")) :], self._root
@@ -123,13 +153,18 @@ class _Copier:
                 raise SchemaError(f"{where} cannot be enforced: {brief(ref)} is not in this schema")
             if isinstance(target, Mapping) and _is_base(target):
                 base = target
+        return target, last, base
+
+    def _refer(self, ref: Any, where: str, base: Mapping[str, Any]) -> str:
+        """Return a reference to the copy of what `ref` refers to."""
+        target, last, base = self._find(ref, where, base)
         if target is self._root:
             return "#"
         if id(target) not in self._names:
             name = re.sub(r"[^A-Za-z0-9_.-]", "_", last)
             self._names[id(target)] = name = name if name not in self.definitions else f"{name}_{len(self.definitions)}"
             self.definitions[name] = True
-            self.definitions[name] = self.copy(target, ref, base)
+            self.definitions[name] = self.copy(target, str(ref), base)
         return f"#/$defs/{self._names[id(target)]}"
 
 

@@ -16,6 +16,16 @@ from tests.api.generation.following import accepts, matcher_of, walk
 Schema = dict[str, Any]
 NUMBER: Schema = {"type": "integer"}
 ODD = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
+PETS: Schema = {
+    "cat": {"type": "object", "properties": {"kind": {"const": "cat"}, "n": NUMBER}, "required": ["kind"]},
+    "dog": {
+        "type": "object",
+        "properties": {"kind": {"$ref": "#/$defs/name"}, "of": {"$ref": "#/$defs/pet"}, "n": NUMBER},
+        "required": ["kind"],
+    },
+    "pet": {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}]},
+    "name": {"enum": ["dog"]},
+}
 CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
     "type": ({"type": ["integer", "null"]}, [3, -1, None], [1.5, "3", [], {}, True]),
     "enum": ({"enum": [1, "a", None, [2], {"b": 3}]}, [1, "a", None, [2], {"b": 3}], [2, "b", [], [2, 2], {"b": 4}]),
@@ -50,6 +60,26 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
     "allOf": ({"allOf": [ODD, {"required": ["b"]}]}, [{"a": 1, "b": 2}], [{"a": 1}]),
     "anyOf": ({"anyOf": [{"type": "string", "maxLength": 1}, {"const": 12}]}, ["a", 12], ["ab", 13]),
     "oneOf": ({"oneOf": [{"type": "string"}, {"type": "null"}]}, ["a", None], [1]),
+    "oneOf of references": (
+        {"oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}], "$defs": PETS},
+        [{"kind": "cat", "n": 1}, {"kind": "dog", "of": {"kind": "cat"}}],
+        [{"kind": "dog", "n": "x"}, {"kind": "cow"}, {}],
+    ),
+    "oneOf beside anyOf": (
+        {"anyOf": [{"type": "string"}, {"const": 1}], "oneOf": [{"const": 1}, {"enum": ["a", 2]}]},
+        ["a", 1],
+        [2, "b"],
+    ),
+    "oneOf of closed objects": (
+        {"oneOf": [{**ODD, "additionalProperties": False}, {"type": "object", "required": ["b"]}, {"type": "null"}]},
+        [{"a": 1}, {"b": 1}, None],
+        [{"a": 1, "b": 1}, {"a": "x"}, {}, 1],
+    ),
+    "oneOf of some properties": (
+        {"properties": {"x": NUMBER}, "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}]},
+        [{"a": 1}, {"x": 1, "b": 1, "d": 2}],
+        [{}, {"a": 1, "b": 2}, {"x": "y", "a": 1}, 5],
+    ),
     "anyOf beside others": (
         {"anyOf": [{"required": ["b"]}, {"maxProperties": 1}], **ODD},
         [{"a": 1, "b": 1}, {"a": 1}],
@@ -107,6 +137,10 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"enum": ["a", "b\x00"]}, "a text with U+0000"),
     ({"pattern": "a(?!b)"}, "a regex with look-around"),
     ({"patternProperties": {"[": {}}}, "a bracket that does not close"),
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+    ({"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}, "oneOf"),
+    ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, "oneOf"),
+    ({"oneOf": [{"required": ["a"]}, ODD]}, "oneOf"),
     ({"minProperties": 2}, "more than one above the required"),
     ({"minimum": 2**60}, "beyond 2**53"),
 ]
