@@ -26,7 +26,10 @@ from tests.api.running import CHAT, COMPLETIONS, RunningServer, is_served_until
 from tests.schemas import UNSUPPORTED
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}, "required": ["b"]}
-RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+RESPONSE_FORMAT: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+}
 BOUNDED = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
 GBNF = 'root ::= "a" [0-9]+'
 TAG = {"structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
@@ -100,8 +103,16 @@ def test_gbnf_and_tags_reach_the_engine_as_lark(server: RunningServer) -> None:
     for fields in ({"guided_grammar": GBNF}, {"structured_outputs": {"structural_tag": TAG}}, {"structural_tag": TAG}):
         guide = guide_of(server, CHAT, **fields)
         assert guide is not None and guide.grammar is not None and guide.grammar.syntax == "lark"
+    guide = guide_of(server, CHAT, response_format={"type": "structural_tag", "format": {"type": "any_text"}})
+    assert guide is not None and guide.grammar is not None and guide.grammar.text.startswith("start: TEXT")
     guide = guide_of(server, CHAT, response_format={"type": "structural_tag", **TAG})
     assert guide is not None and guide.grammar is not None and '"=a>" ' in guide.grammar.text
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_schema_is_enforced_whatever_strict_says(server: RunningServer, strict: bool | None) -> None:
+    wanted = {"type": "json_schema", "json_schema": {**RESPONSE_FORMAT["json_schema"], "strict": strict}}
+    assert guide_of(server, CHAT, response_format=wanted) == guide_of(server, CHAT, response_format=RESPONSE_FORMAT)
 
 
 def test_what_asks_for_no_structure_has_no_guide(server: RunningServer) -> None:
