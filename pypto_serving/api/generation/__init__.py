@@ -7,7 +7,7 @@ JSON.
 - `prompts`: turn text and chats into token ids
 - `structured`, `json_schema`, `structural_tag`, `tag_format`: make the grammar that an output must match
 - `ecma`, `formats`, `gbnf`: read regular expressions, formats and GBNF as others do, and not as llguidance does
-- `one_of`: tell that no two cases of a `oneOf` hold at once
+- `one_of`, `numbers`: tell that no two cases of a `oneOf` hold at once, and which numbers are read exactly
 - `chat_guide`, `tool_grammar`: make outputs of chats be tool calls, and end their reasoning
 - `bad_words`: turn bad words into token ids
 - `truncation`, `max_tokens`: cut prompts, fit max_tokens to the context window

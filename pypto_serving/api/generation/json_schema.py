@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from pypto_serving.api.generation.ecma import to_rust
 from pypto_serving.api.generation.formats import narrowed
+from pypto_serving.api.generation.numbers import Bounds, Multiples, is_exact
 from pypto_serving.api.generation.one_of import OneOf
 from pypto_serving.util import brief
 
@@ -42,8 +43,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 MAX_HOPS = 16
 """References that lead to references."""
-_EXACT = 2**53
-"""Whole numbers beyond this are not exact in llguidance."""
 _UNWRITABLE = re.compile("[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f\\ud800-\\udfff]")
 """Characters that JSON writes as \\u, or should."""
 
@@ -61,7 +60,7 @@ def prepare(
     have any. Raises SchemaError.
     """
     copier = _Copier(schema, close_objects, keep_free)
-    made = copier.copy(schema, "#", schema)
+    made = copier.whole()
     definitions = {"$defs": copier.definitions} if copier.definitions else {}
     return {"x-guidance": {**options, "json_allowed_escapes": ESCAPES}, **made, **definitions}
 
@@ -79,6 +78,14 @@ class _Copier:
         self.definitions: dict[str, Any] = {}
         self._names: dict[int, str] = {}
         self._one_of = OneOf()
+        self._multiples = Multiples()
+        self._bounds = Bounds()
+
+    def whole(self) -> dict[str, Any]:
+        """Return a copy of all of the schema."""
+        made: dict[str, Any] = self.copy(self._root, "#", self._root)
+        self._bounds.settle()
+        return made
 
     def copy(self, schema: Any, place: str, base: Mapping[str, Any]) -> Any:
         """Return a checked copy of the schema at `place`."""
@@ -106,10 +113,14 @@ class _Copier:
                 made[name] = self.copy(value, where, base)
             elif name in _ASSERTIONS or name in _MAPS or name in _LISTS:
                 made[name] = _checked(name, value, where)
+                if name == "multipleOf" and not self._multiples.add(value):
+                    raise SchemaError(
+                        f"{where} cannot be enforced: {brief(value)} and another one are too large together"
+                    )
         _check_count(made, place)
         if self._close_objects and _is_open_object(made) and ("properties" in made or not self._keep_free):
             made["additionalProperties"] = False
-        return narrowed(made)
+        return self._bounds.add(narrowed(made))
 
     def _without_one_of(self, schema: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a schema whose `oneOf` is an `anyOf`, if no two of its cases can hold at once."""
@@ -230,17 +241,17 @@ def _checked(name: str, value: Any, where: str) -> Any:
         return int(value)
     if name in _NUMBERS:
         _check_exact(value, where)
-    return value
+    return 0 if isinstance(value, float) and value == 0 else value  # llguidance takes -0.0 for less
 
 
 def _check_exact(value: Any, where: str) -> None:
-    """Refuse whole numbers that are not exact as floats, and texts that cannot be written without `\\u`."""
+    """Refuse numbers that llguidance does not read exactly, and texts that cannot be written without `\\u`."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
         for each in value:
             _check_exact(each, where)
-    elif isinstance(value, int) and abs(value) > _EXACT:
-        raise SchemaError(f"{where} cannot be enforced: {brief(value)} is beyond 2**53")
+    elif isinstance(value, int | float) and not is_exact(value):
+        raise SchemaError(f"{where} cannot be enforced: {brief(value)} is not below 2**53, or has more than 15 digits")
     elif isinstance(value, str) and (found := _UNWRITABLE.search(value)):
         raise SchemaError(f"{where} cannot be enforced: a text with U+{ord(found[0]):04X} is not supported")

@@ -33,6 +33,14 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
     "const of a float": ({"const": 2.0}, [2], [3, "2"]),
     "bounds": ({"type": "number", "minimum": -1.5, "exclusiveMaximum": 10}, [-1.5, 0, 9.99], [-1.51, 10, 11, 1e2]),
     "bounds of draft 4": ({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, [4], [3, 2]),
+    "two of multipleOf": ({"type": "integer", "allOf": [{"multipleOf": 0.6}, {"multipleOf": 4}]}, [12, -24], [3, 4, 6]),
+    "minus zero": ({"type": "number", "exclusiveMinimum": -0.0, "maximum": 0.25}, [0.25, 0.1], [0, -0.1, -0.0]),
+    "bounds in one unit": (
+        {"type": "number", "anyOf": [{"exclusiveMinimum": 2}, {"exclusiveMaximum": 0, "minimum": -5}], "maximum": 2.5},
+        [2.1, 2.5, -0.1, -5],
+        [2, 2.6, 0, -0.0, -5.1],
+    ),
+    "bounds on both sides of a unit": ({"minimum": -0.5, "exclusiveMaximum": 0}, [-0.5, -0.1], [0, -0.0, -1]),
     "multipleOf": ({"type": "number", "multipleOf": 0.25}, [0.75, -0.25, 3], [0.3, 1.1]),
     "lengths": ({"type": "string", "minLength": 2.0, "maxLength": 3}, ["ab", "äöü", "😀😀"], ["a", "abcd", 5]),
     "pattern": ({"type": "string", "pattern": "^a|b$"}, ["ax", "xb"], ["xax", ""]),
@@ -142,7 +150,11 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, "oneOf"),
     ({"oneOf": [{"required": ["a"]}, ODD]}, "oneOf"),
     ({"minProperties": 2}, "more than one above the required"),
-    ({"minimum": 2**60}, "beyond 2**53"),
+    ({"minimum": 2**60}, "is not below 2**53"),
+    ({"minimum": 1e300}, "is not below 2**53"),
+    ({"const": [9.065662071724665]}, "more than 15 digits"),
+    ({"maximum": 1.5e-300}, "more than 15 digits"),
+    ({"allOf": [{"multipleOf": 65536}, {"multipleOf": 65537}]}, "65537 and another one are too large together"),
 ]
 
 
