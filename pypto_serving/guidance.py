@@ -179,6 +179,8 @@ def _to_lark(text: str) -> str:
 
     try:
         return gbnf_to_lark(text)
+    except RecursionError:
+        raise GrammarError("the GBNF grammar nests too deeply") from None
     except Exception as error:  # its own error class, and whatever its parser meets
         raise GrammarError(f"the GBNF grammar cannot be read: {_brief(str(error))}") from None
 

@@ -20,7 +20,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     - `choice`: the output is one of these texts.
     - `grammar`: Lark, in llguidance's dialect, or GBNF, whose rules have `::=`.
     - `json_object`: any JSON object.
-    - `structural_tag`: free text with structured parts: `structures` and `triggers`.
+    - `structural_tag`: text whose parts follow formats: `format`, or the older `structures` and `triggers`.
 
     Of JSON: `whitespace_pattern` is a regular expression for each run of white space, by default one space, or a line
     break and at most 20 spaces or tabs; `disable_any_whitespace` allows none. `disable_additional_properties` closes
@@ -81,6 +81,13 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     def _require(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise self.refusal(f"has {name} = {brief(getattr(self, name))}, but it must be {allowed}")
+
+    @property
+    def place(self) -> str:
+        """Where the structure itself was sent, for messages."""
+        if self.field != "structured_outputs":
+            return self.field
+        return f"{self.field}.{next(name for name in KINDS if getattr(self, name) not in (None, False))}"
 
     def refusal(self, problem: str, code: str | None = None) -> RequestError:
         """Make the error for these parameters; `problem` goes on after the name of their field."""

@@ -9,22 +9,25 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
 from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.openai.schemas import MAX_MESSAGES
-from pypto_serving.api.reading import process
+from pypto_serving.api.reading import bodies
 from pypto_serving.api.reading.__main__ import answer
-from pypto_serving.api.reading.process import ReaderProcess
+from pypto_serving.api.reading.bodies import BodyProcess
+from pypto_serving.api.reading.loop import guarded
 from pypto_serving.api.reading.reading import QUICK_BYTES, SMALL_BYTES, is_small
 from pypto_serving.api.reading.turns import OLDEST_EVERY, Turns
-from pypto_serving.api.reading.wire import ANSWERS, Fault
+from pypto_serving.api.reading.wire import Fault
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
@@ -63,7 +66,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
     yield server
     with ThreadPoolExecutor(1) as other:
         last = other.submit(server.post, CHAT, chat("loops"))
-        server.wait_for(lambda: server.app.state.reading._quick._turns.taken)
+        server.wait_for(lambda: server.app.state.reading._quick.turns.taken)
         server.stop()
         last.cancel()
         assert isinstance(last.exception(WAIT_S), httpx.HTTPError) or last.result().status_code >= 400
@@ -74,14 +77,14 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 def test_a_template_that_does_not_end_costs_its_own_chat_only(
     hostile: RunningServer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "READ_S", 1.0)
+    monkeypatch.setattr(bodies, "READ_S", 1.0)
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(hostile.post, CHAT, chat(name))
         assert is_served_until(hostile, slow)
         response = slow.result()
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] in ("messages", None)
-    monkeypatch.setattr(process, "READ_S", 20.0)
+    monkeypatch.setattr(bodies, "READ_S", 20.0)
     assert hostile.post(CHAT, chat("hello")).status_code == 200
 
 
@@ -137,7 +140,7 @@ def test_an_error_of_ours_reaches_the_log_of_the_api_process() -> None:
         def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
             raise ZeroDivisionError(raw)
 
-    fault = ANSWERS.decode(answer(Broken.__new__(Broken), "chat", b"x"))
+    fault = guarded(partial(answer, Broken.__new__(Broken)), 1, b"x")
     assert isinstance(fault, Fault)
     assert "ZeroDivisionError: b'x'" in fault.traceback
 
@@ -148,11 +151,11 @@ def test_parameters_come_from_a_reader_once(roomy: RunningServer) -> None:
     raw = json.dumps({"prompt": [[1]] * 200, "stop": stops, "stop_token_ids": list(range(1000))}).encode()
     service = roomy.service
     reader = BodyReader(service.prompter, service.serving)
-    assert len(answer(reader, "completions", raw)) < 2 * len(raw)
+    assert len(msgspec.msgpack.encode(answer(reader, 0, raw))) < 2 * len(raw)
 
 
-def new_reader(checkpoint: Path, tokenizer: Tokenizer) -> ReaderProcess:
-    return ReaderProcess(engine_config(tokenizer.raw.get_vocab_size()), load_serving_config(checkpoint))
+def new_reader(checkpoint: Path, tokenizer: Tokenizer) -> BodyProcess:
+    return BodyProcess(engine_config(tokenizer.raw.get_vocab_size()), load_serving_config(checkpoint))
 
 
 def completion(prompt: list[int], size: int = 0) -> bytes:
@@ -167,7 +170,7 @@ def test_a_client_that_leaves_takes_no_turn_and_gets_nobody_elses_answer(
         await reader.start()
         begun = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000)))
         waits = asyncio.ensure_future(reader.read("completions", completion([2])))
-        while not reader._turns.taken:
+        while not reader.turns.taken:
             await asyncio.sleep(0)
         begun.cancel()
         waits.cancel()
@@ -188,18 +191,20 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
     async def scenario() -> None:
         reader = new_reader(checkpoint, tokenizer)
         await reader.start()
-        assert reader._child is not None
-        assert Path(f"/proc/{reader._child.pid}/oom_score_adj").read_text() == "1000\n", "it must be the first to go"
+        assert reader.process._child is not None
+        assert Path(f"/proc/{reader.process._child.pid}/oom_score_adj").read_text() == "1000\n", (
+            "it must be the first to go"
+        )
         reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000)))
-        assert reader._output is not None
-        while not reader._output.transport.get_write_buffer_size():
+        assert reader.process._output is not None
+        while not reader.process._output.transport.get_write_buffer_size():
             await asyncio.sleep(0)
-        os.kill(reader._child.pid, number)
+        os.kill(reader.process._child.pid, number)
         with pytest.raises(RequestError, match=words):
             await reading
         assert list((await reader.read("completions", completion([2]))).prompts[0].token_ids) == [2]
-        os.kill(reader._child.pid, number)  # idle: this costs nobody anything
-        os.waitid(os.P_PID, reader._child.pid, os.WEXITED | os.WNOWAIT)
+        os.kill(reader.process._child.pid, number)  # idle: this costs nobody anything
+        os.waitid(os.P_PID, reader.process._child.pid, os.WEXITED | os.WNOWAIT)
         assert list((await reader.read("completions", completion([3]))).prompts[0].token_ids) == [3]
         await reader.close()
         with pytest.raises(UnavailableError):
@@ -214,7 +219,7 @@ def test_a_reader_that_is_still_starting_when_the_server_ends_is_no_error(
     async def scenario() -> None:
         reader = new_reader(checkpoint, tokenizer)
         starting = asyncio.ensure_future(reader.start())
-        while reader._child is None:
+        while reader.process._child is None:
             await asyncio.sleep(0)
         await reader.close()
         with pytest.raises(UnavailableError, match="shutting down"):
@@ -238,7 +243,7 @@ def test_a_full_server_reads_no_body(start: Callable[..., RunningServer]) -> Non
     server.app.state.reading._here = None
     for size in (0, SMALL_BYTES, QUICK_BYTES):
         assert server.http.post(COMPLETIONS, content=completion([1], size)).status_code == 429
-    assert server.app.state.reading._slow._child is None
+    assert server.app.state.reading._slow.process._child is None
 
 
 MAX_WAITING = 8
@@ -246,7 +251,7 @@ MAX_WAITING = 8
 
 async def turns_taken(sizes: list[int], leaving: tuple[int, ...] = ()) -> list[int | str]:
     """The sizes in the order of their turns, after one that came before; the errors of those that were refused."""
-    turns, order = Turns(MAX_WAITING), list[int | str]()
+    turns, order = Turns[int](MAX_WAITING, int, "wait"), list[int | str]()
 
     async def read(size: int) -> None:
         try:
@@ -276,7 +281,7 @@ def test_the_shortest_body_is_next_whatever_came_before() -> None:
 
 def test_a_long_body_is_not_held_up_by_shorter_ones_for_good() -> None:
     async def turns_before_it() -> int:
-        turns = Turns(MAX_WAITING)
+        turns = Turns[int](MAX_WAITING, int, "wait")
         await turns.take(0)
         long = asyncio.create_task(turns.take(1000))
         for count in range(100):
@@ -308,7 +313,7 @@ def test_clients_that_keep_a_reader_busy_do_not_hold_up_a_longer_body(roomy: Run
 
     with ThreadPoolExecutor(8) as others:
         counts = others.map(keep_busy, range(8))
-        roomy.wait_for(lambda: len(roomy.app.state.reading._quick._turns._waiting) >= 4)
+        roomy.wait_for(lambda: len(roomy.app.state.reading._quick.turns._waiting) >= 4)
         assert roomy.post(COMPLETIONS, long).status_code == 200
         answered.set()
         assert sum(counts) < 8 * 20
@@ -322,7 +327,7 @@ def test_the_longest_body_is_refused_when_too_many_wait() -> None:
 
 def test_a_turn_that_comes_while_its_client_leaves_is_passed_on() -> None:
     async def scenario() -> None:
-        turns = Turns(MAX_WAITING)
+        turns = Turns[int](MAX_WAITING, int, "wait")
         await turns.take(0)
         first, second = (asyncio.create_task(turns.take(size)) for size in (1, 2))
         await asyncio.sleep(0)

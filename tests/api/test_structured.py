@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from pypto_serving import SamplingParams, StructuredOutputsParams
-from pypto_serving.api.generation.json_schema import WHITESPACE
+from pypto_serving.api.generation.json_schema import ESCAPES, WHITESPACE
 from pypto_serving.api.generation.structured import literal, without_anchors
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -26,8 +26,11 @@ from tests.api.running import CHAT, COMPLETIONS, RunningServer, is_served_until
 from tests.schemas import UNSUPPORTED
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}, "required": ["b"]}
-RESPONSE_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-BOUNDED = {"whitespace_pattern": WHITESPACE}
+RESPONSE_FORMAT: dict[str, Any] = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+}
+BOUNDED = {"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
 GBNF = 'root ::= "a" [0-9]+'
 TAG = {"structures": [{"begin": "<f=a>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 
@@ -60,7 +63,7 @@ FORMS: list[tuple[dict[str, Any], str, Any]] = [
     (
         {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
         "json_schema",
-        {"x-guidance": {"whitespace_flexible": False}, **SCHEMA},
+        {"x-guidance": {"whitespace_flexible": False, "json_allowed_escapes": ESCAPES}, **SCHEMA},
     ),
     (
         {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
@@ -70,7 +73,7 @@ FORMS: list[tuple[dict[str, Any], str, Any]] = [
     (
         {"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"},
         "json_schema",
-        {"x-guidance": {"whitespace_pattern": "[ ]?"}, **SCHEMA},
+        {"x-guidance": {**BOUNDED, "whitespace_pattern": "[ ]?"}, **SCHEMA},
     ),
     ({"structured_outputs": {"regex": "^a+$"}}, "regex", "a+"),
     ({"guided_regex": "a+"}, "regex", "a+"),
@@ -78,6 +81,7 @@ FORMS: list[tuple[dict[str, Any], str, Any]] = [
     ({"guided_choice": ["yes"]}, "regex", "yes"),
     ({"structured_outputs": {"grammar": 'start: "a"'}}, "lark", 'start: "a"'),
     ({"guided_grammar": 'start: "a"'}, "lark", 'start: "a"'),
+    ({"guided_grammar": 'start: "::="  // a ::= b'}, "lark", 'start: "::="  // a ::= b'),
 ]
 
 
@@ -99,8 +103,16 @@ def test_gbnf_and_tags_reach_the_engine_as_lark(server: RunningServer) -> None:
     for fields in ({"guided_grammar": GBNF}, {"structured_outputs": {"structural_tag": TAG}}, {"structural_tag": TAG}):
         guide = guide_of(server, CHAT, **fields)
         assert guide is not None and guide.grammar is not None and guide.grammar.syntax == "lark"
+    guide = guide_of(server, CHAT, response_format={"type": "structural_tag", "format": {"type": "any_text"}})
+    assert guide is not None and guide.grammar is not None and guide.grammar.text.startswith("start: TEXT")
     guide = guide_of(server, CHAT, response_format={"type": "structural_tag", **TAG})
-    assert guide is not None and guide.grammar is not None and '"=a>" %json' in guide.grammar.text
+    assert guide is not None and guide.grammar is not None and '"=a>" ' in guide.grammar.text
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_schema_is_enforced_whatever_strict_says(server: RunningServer, strict: bool | None) -> None:
+    wanted = {"type": "json_schema", "json_schema": {**RESPONSE_FORMAT["json_schema"], "strict": strict}}
+    assert guide_of(server, CHAT, response_format=wanted) == guide_of(server, CHAT, response_format=RESPONSE_FORMAT)
 
 
 def test_what_asks_for_no_structure_has_no_guide(server: RunningServer) -> None:
@@ -122,10 +134,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": 5}}, "structured_outputs", "regex = 5"),
     ({"structured_outputs": {"choice": "yes"}}, "structured_outputs", "choice = 'yes'"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "a list of texts"),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "cannot be read"),
-    ({"structured_outputs": {"json": "[]"}}, "structured_outputs", "must be a JSON object"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "cannot be read"),
+    ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json", "must be a JSON object"),
     ({"structured_outputs": {"json": {}, "whitespace_pattern": 5}}, "structured_outputs", "whitespace_pattern = 5"),
-    ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs", "unclosed group"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "structured_outputs.json", "unclosed group"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex and guided_choice"),
     ({"response_format": RESPONSE_FORMAT, "guided_regex": "a"}, "guided_regex", "an output has one structure"),
     ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_regex", "whitespace_pattern, which is for JSON"),
@@ -134,12 +146,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": "a(?=b)"}, "guided_regex", "look-around"),
     ({"guided_grammar": "start: x"}, "guided_grammar", 'unknown name: "x"'),
     ({"guided_grammar": "root ::= ("}, "guided_grammar", "GBNF"),
+    ({"guided_grammar": "root ::= " + "(" * 2000 + '"a"' + ")" * 2000}, "guided_grammar", "nests too deeply"),
+    ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs.json", "U+D800"),
+    ({"guided_json": {"const": "a\x01"}}, "guided_json", "#/const cannot be enforced: a text with U+0001"),
     ({"guided_json": {"$ref": "#"}}, "guided_json", "nothing can match it"),
     ({"guided_json": {"type": "strin"}}, "guided_json", "Invalid type: strin"),
     ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", "x-guidance"),
     ({"guided_json": {"properties": {"not": {"anyOf": [{"not": {}}]}}}}, "guided_json", "#/properties/not/anyOf/0/not"),
     ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag", "structures and triggers"),
-    ({"structural_tag": {"type": "structural_tag", "format": {}}}, "structural_tag", "`format` is not supported"),
+    ({"structural_tag": {"type": "structural_tag", "format": {}}}, "structural_tag", "format is {}, but must be"),
     (
         {"structural_tag": {**TAG, "triggers": ["x"]}},
         "structural_tag",

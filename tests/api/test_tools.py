@@ -224,7 +224,10 @@ def test_a_grammar_of_calls_is_bounded(says: Callable[..., RunningServer]) -> No
     cyclic = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert says("x").post(PATH, request(tools=[cyclic])).status_code == 200
     names = [f"p{i}" for i in range(400)]
-    schema = {"properties": {name: {"type": "integer"} for name in names}, "$defs": {n: {} for n in names}}
+    schema = {
+        "properties": {name: {"$ref": "#/$defs/n", "type": "number"} for name in names},
+        "$defs": {"n": {"enum": [*range(400)]}},
+    }
     large = {"type": "function", "function": {"name": "f", "parameters": schema}}
     coder = "{# <tool_call> <function= #}{{ tools | length }}"
     error = says("x").post(PATH, request(coder, tools=[large], tool_choice="required")).json()["error"]

@@ -5,7 +5,9 @@ JSON.
 
 - `request`: describe prompts and a request; make engine requests of them
 - `prompts`: turn text and chats into token ids
-- `structured`, `json_schema`, `structural_tag`: make the grammar that an output must match
+- `structured`, `json_schema`, `structural_tag`, `tag_format`: make the grammar that an output must match
+- `ecma`, `formats`, `gbnf`: read regular expressions, formats and GBNF as others do, and not as llguidance does
+- `one_of`, `numbers`: tell that no two cases of a `oneOf` hold at once, and which numbers are read exactly
 - `chat_guide`, `tool_grammar`: make outputs of chats be tool calls, and end their reasoning
 - `bad_words`: turn bad words into token ids
 - `truncation`, `max_tokens`: cut prompts, fit max_tokens to the context window

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pypto_serving import guidance
+from pypto_serving.api.generation.gbnf import is_gbnf
 from pypto_serving.api.generation.json_schema import WHITESPACE, SchemaError, prepare
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.structural_tag import lark_of
@@ -33,23 +34,32 @@ def with_guide(params: SamplingParams, prompter: Prompter) -> SamplingParams:
     if structured is None:
         is_idle = guide is not None and guide.grammar is None and guide.max_reasoning_tokens is None
         return replace(params, guide=None) if is_idle else params
-    field = structured.field
+    field = structured.place
     if guide is not None and guide.grammar is not None:
-        raise structured.refusal("cannot stand beside a choice of tools that is enforced; send one of them")
+        raise _refusal(field, "cannot stand beside a choice of tools that is enforced; send one of them")
     if prompter.tokenizer is None:
-        raise structured.refusal("needs a tokenizer, but this model has no tokenizer.json", "unsupported_field")
+        raise _refusal(field, "needs a tokenizer, but this model has no tokenizer.json", "unsupported_field")
     if not prompter.eos_token_ids:
-        raise structured.refusal("needs an end-of-sequence token, but this model names none", "unsupported_field")
+        raise _refusal(field, "needs an end-of-sequence token, but this model names none", "unsupported_field")
     try:
         grammar = grammar_of(structured, prompter.tokenizer)
+        grammar.text.encode()
     except SchemaError as error:
         raise RequestError(f"{field}: {error}", param=field, code="unsupported_schema") from None
-    except (ValueError, RecursionError) as error:
-        raise structured.refusal(f"cannot be read: {error}") from None
+    except UnicodeEncodeError:
+        raise _refusal(field, "holds a lone surrogate, which is not valid Unicode; remove it") from None
+    except ValueError as error:
+        raise _refusal(field, f"cannot be read: {error}") from None
+    except RecursionError:
+        raise _refusal(field, "cannot be read: it nests too deeply") from None
     if len(grammar.text) > MAX_GRAMMAR_CHARS:
-        raise structured.refusal(f"has {len(grammar.text)} characters, but may have {MAX_GRAMMAR_CHARS}")
+        raise _refusal(field, f"has {len(grammar.text)} characters, but may have {MAX_GRAMMAR_CHARS}")
     guide = replace(guide or Guide(), grammar=grammar, field=field)
     return replace(params, structured_outputs=None, guide=guide)
+
+
+def _refusal(field: str, problem: str, code: str | None = None) -> RequestError:
+    return RequestError(f"{field} {problem}", param=field, code=code)
 
 
 def grammar_of(structured: StructuredOutputsParams, tokenizer: Tokenizer) -> Grammar:
@@ -59,7 +69,7 @@ def grammar_of(structured: StructuredOutputsParams, tokenizer: Tokenizer) -> Gra
     if structured.choice is not None:
         return Grammar("regex", "|".join(map(literal, structured.choice)))
     if structured.grammar is not None:
-        return Grammar("gbnf" if "::=" in structured.grammar else "lark", structured.grammar)
+        return Grammar("gbnf" if is_gbnf(structured.grammar) else "lark", structured.grammar)
     options = json_options(structured)
     if structured.structural_tag is not None:
         return Grammar("lark", lark_of(read_object(structured.structural_tag), options, tokenizer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import ValidationError
 from starlette.requests import Request
 
@@ -17,6 +18,7 @@ from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
+from pypto_serving.types.guide import Grammar
 from pypto_serving.types.sampling import SamplingParams
 
 MAX_VALUES = 2_000_000
@@ -62,6 +64,13 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
         """Return the response headers that say what was ignored or cut off."""
         cut = {TRUNCATED_HEADER: str(sum(p.num_cut for p in self.prompts))} if self.shown.truncation else {}
         return self.ignored.header() | cut
+
+
+def with_grammar(read: ReadBody, grammar: Grammar) -> ReadBody:
+    """Return a body whose outputs follow `grammar`, which is that of its guide, but compiles."""
+    params = read.params
+    guide = None if params.guide is None else replace(params.guide, grammar=grammar)
+    return replace(read, params=replace(params, guide=guide))
 
 
 class BodySource(Protocol):

@@ -1,8 +1,12 @@
-"""Read the bodies of requests without holding up the event loop.
+"""Read the bodies of requests, and compile their grammars, without holding up the event loop.
 
+- `reading`: which bodies are read here, and which by a reader; what becomes of their grammars.
+- `bodies`: a reader of bodies, as seen from here.
+- `grammars`: the reader of grammars, as seen from here.
+- `process`: a reader's process, watched from here.
+- `turns`: what a reader reads next.
 - `wire`: the messages between this process and its readers.
-- `process`: one reader process, watched from here.
-- `turns`: which body a reader reads next.
-- `reading`: which bodies are read here, and which by a reader.
-- `__main__`: the reader itself.
+- `loop`: what all readers do.
+- `__main__`: the reader of bodies itself.
+- `grammar_reader`: the reader of grammars itself.
 """

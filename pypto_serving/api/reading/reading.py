@@ -1,4 +1,4 @@
-"""Decide where a body is read: small ones here, others by a reader."""
+"""Decide where a body is read: small ones here, others by a reader. Grammars have a reader of their own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from starlette.requests import Request
 
 from pypto_serving.api.disconnect import until_disconnect
 from pypto_serving.api.middleware import BODY_PARSED
-from pypto_serving.api.openai.body import Endpoint, ReadBody, read_body, require_json
+from pypto_serving.api.openai.body import Endpoint, ReadBody, read_body, require_json, with_grammar
 from pypto_serving.api.openai.reader import BodyReader
-from pypto_serving.api.reading.process import ReaderProcess
+from pypto_serving.api.reading.bodies import BodyProcess
+from pypto_serving.api.reading.grammars import Grammars
 
 SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
 """A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""
@@ -21,8 +22,8 @@ QUICK_BYTES = 256 << 10
 class Reading:
     """Read bodies so that none holds up the event loop. Owned by the application; used in its event loop only.
 
-    Chats that run a template of the checkpoint, and bodies with a grammar, always go to a reader, since only a process
-    can be stopped.
+    Chats that run a template of the checkpoint always go to a reader, and grammars to theirs, since only a process can
+    be stopped. No body waits for a grammar of another one.
     """
 
     def __init__(self, reader: BodyReader, require_admission: Callable[[int], None]) -> None:
@@ -30,8 +31,9 @@ class Reading:
         self._here = reader
         self._require_admission = require_admission
         config, serving = reader.prompter.config, reader.serving
-        self._quick = ReaderProcess(config, serving)
-        self._slow = ReaderProcess(config, serving)
+        self._quick = BodyProcess(config, serving)
+        self._slow = BodyProcess(config, serving)
+        self._grammars = Grammars(config.max_unfinished)
 
     async def read(self, request: Request, endpoint: Endpoint) -> ReadBody:
         """Return what the body says. Raises RequestError, and ClientDisconnect if the client leaves before."""
@@ -46,11 +48,16 @@ class Reading:
         templates = endpoint == "chat" and self._here.prompter.chat_encoder.runs_templates
         if is_small(raw) and not templates:
             read = self._here.read(endpoint, raw)
-            if read.params.guide is None or read.params.guide.grammar is None:
-                return read
+        else:
+            self._require_admission(1)
+            bodies = self._quick if len(raw) <= QUICK_BYTES else self._slow
+            read = await until_disconnect(request.receive, bodies.read(endpoint, raw))
+        guide = read.params.guide
+        if guide is None or guide.grammar is None:
+            return read
         self._require_admission(1)
-        reader = self._quick if len(raw) <= QUICK_BYTES else self._slow
-        return await until_disconnect(request.receive, reader.read(endpoint, raw))
+        check = self._grammars.check(guide.grammar, guide.field, request.scope.get("client"))
+        return with_grammar(read, await until_disconnect(request.receive, check))
 
     async def start(self) -> None:
         """Start the reader of usual bodies before the first one comes. Raises UnavailableError."""
@@ -60,6 +67,7 @@ class Reading:
         """End the readers."""
         await self._quick.close()
         await self._slow.close()
+        await self._grammars.close()
 
 
 def is_small(raw: bytes | bytearray) -> bool:

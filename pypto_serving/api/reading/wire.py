@@ -1,26 +1,26 @@
-"""Messages between the API process and its readers."""
+"""Messages between the API process and its readers. Imports little, since a reader may have to start again soon."""
 
 from __future__ import annotations
 
 import struct
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from pypto_serving.api.errors import ApiError
-from pypto_serving.api.openai.body import Endpoint, ReadBody
-from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
-from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.guide import Grammar
 
-ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat")
+if TYPE_CHECKING:
+    from pypto_serving.api.errors import ApiError
+
 HEAD = struct.Struct("<BQd")
-"""What comes before a body: its index in ENDPOINTS, its bytes, and the CPU time to read it, in seconds."""
+"""What comes before a task: its kind, its bytes, and the CPU time to read it, in seconds."""
 SIZE_BYTES = 8
 """Bytes of the size before each answer."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """The error that a body is answered with."""
+    """The error that a request is answered with."""
 
     status: int
     message: str
@@ -33,25 +33,31 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """A body made a reader fail in a way that nobody foresaw."""
+    """A task made a reader fail in a way that nobody foresaw."""
 
     traceback: str
 
 
 class RefusedError(RequestError):
-    """A reader refused the body."""
+    """A reader refused a task."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message, param=refusal.param, code=refusal.code)
         self.status = refusal.status
 
 
-class ReaderStart(msgspec.Struct, frozen=True):
-    """What a reader needs to start. `channel` is the inherited file descriptor to the API process."""
+class GrammarStart(msgspec.Struct, frozen=True):
+    """What the reader of grammars needs to start: the inherited file descriptor of its channel."""
 
-    config: EngineConfig
-    serving: ServingConfig
     channel: int
 
 
-ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal | Fault] = msgspec.msgpack.Decoder(ReadBody | Refusal | Fault)
+class Compiles(msgspec.Struct, frozen=True, tag="compiles"):
+    """A grammar compiles: `grammar` in the syntax that workers read, or None as it is."""
+
+    grammar: Grammar | None
+
+
+GRAMMAR_ANSWERS: msgspec.msgpack.Decoder[Compiles | Refusal | Fault] = msgspec.msgpack.Decoder(
+    Compiles | Refusal | Fault
+)

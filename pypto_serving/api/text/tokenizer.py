@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,23 @@ class Tokenizer:
         """Return the id of the special token `text`; None if it is none."""
         token_id = self.raw.token_to_id(text)
         return token_id if token_id in self.special_ids else None
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self.raw.get_vocab_size()
+
+    def split_special(self, text: str) -> tuple[str, int | None, str]:
+        """Split a text at its first special token: the text before, its id, the text after. Without one, id is None."""
+        found = self._special_texts.search(text)
+        if found is None:
+            return text, None, ""
+        return text[: found.start()], self.special_id(found[0]), text[found.end() :]
+
+    @functools.cached_property
+    def _special_texts(self) -> re.Pattern[str]:
+        texts = [token.content for token in self.raw.get_added_tokens_decoder().values() if token.special]
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""

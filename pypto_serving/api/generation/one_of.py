@@ -1,0 +1,111 @@
+"""Tell that no two cases of a `oneOf` hold at once, so that it says the same as `anyOf`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+MAX_CASES, MAX_VALUES = 64, 64
+MAX_COMPARISONS = 8192
+"""In a schema; beyond them nothing more is found out."""
+_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+Resolve = Callable[[Any], Any]
+"""Returns what a schema that is only a reference refers to; others as they are."""
+
+
+class OneOf:
+    """Finds out for one schema which cases exclude each other."""
+
+    def __init__(self) -> None:
+        self._left = MAX_COMPARISONS
+
+    def as_any_of(self, cases: Sequence[Any], resolve: Resolve) -> list[Any] | None:
+        """Return cases of `anyOf` that say the same as these of `oneOf`; None if that is not known."""
+        if len(cases) > MAX_CASES:
+            return None
+        names = [_only_required(case) for case in cases]
+        if len(set(names)) == len(cases) and None not in names:
+            return [_with_one_of(name, names) for name in names]
+        whole = [resolve(case) for case in cases]
+        if all(self._apart(one, other, resolve) for one, other in itertools.combinations(whole, 2)):
+            return list(cases)
+        return None
+
+    def _apart(self, one: Any, other: Any, resolve: Resolve) -> bool:
+        """Whether no value is valid under both, by its type, its value, or a property that one of them requires."""
+        if self._unlike(one, other):
+            return True
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping) or _types(one) & _types(other) != {"object"}:
+            return False
+        names = [*_required(one), *_required(other)]
+        return any(self._unlike(_property(one, name, resolve), _property(other, name, resolve)) for name in names)
+
+    def _unlike(self, one: Any, other: Any) -> bool:
+        """Whether no value has the type of both, or is among those of both."""
+        self._left -= 1
+        if self._left < 0:
+            return False
+        if one is False or other is False:
+            return True
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+            return False
+        values, others = _values(one), _values(other)
+        if values is not None and others is not None:
+            return values.isdisjoint(others)
+        return _types(one).isdisjoint(_types(other))
+
+
+def _only_required(case: Any) -> str | None:
+    """Return the property that a case requires if it says nothing else."""
+    match case:
+        case {"required": [str(name)], **rest} if not rest.keys() - {"title", "description", "type"}:
+            return name if rest.get("type", "object") == "object" else None
+    return None
+
+
+def _with_one_of(name: str | None, names: Sequence[str | None]) -> dict[str, Any]:
+    """Write objects that have one of some properties, and none of the others."""
+    others = {str(other): False for other in names if other != name}
+    return {"type": "object", "properties": others, "required": [name], "additionalProperties": True}
+
+
+def _types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that values may have; integers are numbers."""
+    kinds = schema.get("type")
+    if kinds is None and (values := _values(schema)) is not None:
+        return frozenset(kind for kind, _ in values)
+    given = [kinds] if isinstance(kinds, str) else kinds
+    if not isinstance(given, list):
+        return _TYPES
+    return frozenset("number" if kind == "integer" else str(kind) for kind in given)
+
+
+def _values(schema: Mapping[str, Any]) -> frozenset[tuple[str, Any]] | None:
+    """Return the values that are allowed, with their types, if they are listed. All arrays are one, and all objects."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or len(values) > MAX_VALUES:
+        return None
+    return frozenset((_type_of(value), None if isinstance(value, list | Mapping) else value) for value in values)
+
+
+def _type_of(value: Any) -> str:
+    for kind, python in (("boolean", bool), ("number", (int, float)), ("string", str), ("array", list)):
+        if isinstance(value, python):
+            return kind
+    return "null" if value is None else "object"
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    names = schema.get("required")
+    return [name for name in names[:MAX_CASES] if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def _property(schema: Mapping[str, Any], name: str, resolve: Resolve) -> Any:
+    """Return what the value of a property must be; True for anything."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and name in properties:
+        return resolve(properties[name])
+    if "patternProperties" in schema:
+        return True
+    return schema.get("additionalProperties", True) is not False

@@ -1,0 +1,80 @@
+"""A reader of bodies, as seen from the API process."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from pypto_serving.api.openai.body import Endpoint, ReadBody
+from pypto_serving.api.reading.process import ReaderProcess, TooSlowError
+from pypto_serving.api.reading.turns import Turns
+from pypto_serving.api.reading.wire import Fault, Refusal, RefusedError
+from pypto_serving.api.settings import ServingConfig
+from pypto_serving.errors import RequestError
+from pypto_serving.types.config import EngineConfig
+
+logger = logging.getLogger("pypto_serving.api")
+
+READ_S = 10.0
+"""CPU time to read a body; each MiB of it may take one second more."""
+MIB = 1 << 20
+ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat")
+
+
+class BodyStart(msgspec.Struct, frozen=True):
+    """What a reader of bodies needs to start. `channel` is the inherited file descriptor to the API process."""
+
+    config: EngineConfig
+    serving: ServingConfig
+    channel: int
+
+
+BODY_ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal | Fault] = msgspec.msgpack.Decoder(ReadBody | Refusal | Fault)
+
+
+class BodyProcess:
+    """Owns a reader of bodies, which has the shortest one read next, so that long ones delay none but their like."""
+
+    def __init__(self, config: EngineConfig, serving: ServingConfig) -> None:
+        serving = msgspec.structs.replace(serving, api_key=None)
+        self.process = ReaderProcess(
+            "pypto_serving.api.reading", lambda channel: BodyStart(config, serving, channel), BODY_ANSWERS
+        )
+        self.turns = Turns[int](config.max_unfinished, int, "bodies that are not longer wait to be read")
+
+    async def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
+        """Read one body. Raises RequestError, and RuntimeError if the reader fails on it.
+
+        A call that is cancelled before its turn costs nothing; a body that is being read is read to the end.
+        """
+        return await self.turns.run(len(raw), lambda: self._read(endpoint, raw))
+
+    async def _read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
+        allowed_s = READ_S + len(raw) / MIB
+        try:
+            answer = await self.process.ask(ENDPOINTS.index(endpoint), raw, allowed_s)
+        except TooSlowError:
+            raise _too_slow(endpoint, allowed_s) from None
+        if isinstance(answer, ReadBody):
+            return answer
+        if isinstance(answer, Fault):
+            raise RuntimeError(f"a reader failed on a body:\n{answer.traceback}")
+        raise RefusedError(answer)
+
+    async def start(self) -> None:
+        """Start the process if there is none, and wait until it can read. Raises UnavailableError."""
+        await self.turns.run(0, self.process.ensure)
+
+    async def close(self) -> None:
+        """End the process, whatever it does, for good."""
+        await self.process.close()
+
+
+def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
+    advice = "send less text or fewer prompts"
+    if endpoint == "chat":
+        advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
+    message = f"reading this request took more than {allowed_s:.0f} s of CPU time, so it was given up; {advice}"
+    logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, allowed_s)
+    return RequestError(message, param="messages" if endpoint == "chat" else "prompt", code="reading_timeout")

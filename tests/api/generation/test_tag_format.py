@@ -1,0 +1,174 @@
+"""Structural tags: which texts each format of XGrammar allows, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pypto_serving.api.generation.structural_tag import MAX_STRUCTURES, lark_of
+from pypto_serving.api.generation.structured import json_options
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.guidance import Compiler, checked
+from pypto_serving.types.guide import Grammar
+from tests.api.generation.following import COMPILER, accepts
+
+Format = dict[str, Any]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+JSON = {"type": "json_schema", "json_schema": SCHEMA}
+ANY = {"type": "any_text"}
+DIGIT = {"type": "regex", "pattern": "[0-9]"}
+
+
+def const(value: str) -> Format:
+    return {"type": "const_string", "value": value}
+
+
+def tag(begin: str, content: Format, end: Any) -> Format:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def parts(*elements: Format, kind: str = "sequence") -> Format:
+    return {"type": kind, "elements": list(elements)}
+
+
+CALLS = {
+    "type": "triggered_tags",
+    "triggers": ["<f="],
+    "tags": [tag("<f=x>", JSON, "</f>"), tag("<f=y>", const("!"), ["</f>", "</g>"])],
+}
+LIST = {"type": "tags_with_separator", "tags": CALLS["tags"], "separator": ", "}
+GBNF = """root ::= item+  # "x" ::= [
+item ::= [^/[\\]] |
+  ("[" root
+  "]")"""
+XML = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["s"]}
+FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
+    "const_string": (const('a"\\\n/'), ['a"\\\n/'], ["a", ""]),
+    "json_schema": (JSON, ['{"a": 1}'], ['{"a": "x"}', "{}", '{"a": 1, "b": 2}']),
+    "white space": ({**JSON, "max_whitespace_cnt": 2}, ['{"a":  1}', '{"a":1}'], ['{"a":   1}']),
+    "any_text": (ANY, ["", "a\nb"], []),
+    "excludes": ({**ANY, "excludes": ["no", "ne"]}, ["n", "nan"], ["a no", "ne"]),
+    "regex": ({"type": "regex", "pattern": "[0-9]+/x"}, ["12/x"], ["/x"]),
+    "grammar": ({"type": "grammar", "grammar": GBNF}, ["a", "[b]", "[a[b]]c"], ["/", "[]", ""]),
+    "sequence": (parts(const("a"), JSON, const("b")), ['a{"a": 1}b'], ["ab"]),
+    "text before a const": (parts(ANY, const("END"), JSON), ['x EN END{"a": 1}'], ["END", "x"]),
+    "text at last": (parts(const("a"), ANY), ["a", "axy"], ["b"]),
+    "or": (parts(const("a"), tag("<", ANY, ">"), kind="or"), ["a", "<x y>"], ["<x", "b", "<x>>"]),
+    "optional": ({"type": "optional", "content": const("a")}, ["", "a"], ["aa"]),
+    "star": ({"type": "star", "content": const("a")}, ["", "aaa"], ["b"]),
+    "plus": ({"type": "plus", "content": const("a")}, ["a", "aaa"], [""]),
+    "repeat": ({"type": "repeat", "content": const("a"), "min": 1, "max": 2}, ["a", "aa"], ["", "aaa"]),
+    "repeat for ever": ({"type": "repeat", "content": const("a"), "min": 2, "max": -1}, ["aaaa"], ["a"]),
+    "tag": (tag("<t>", ANY, "</t>"), ["<t></t>", "<t>a<b</t>"], ["<t>", "<t></t> "]),
+    "tag with ends": (tag("<", ANY, ["/>", "]"]), ["<a/>", "<a]"], ["<a>", "<a]]"]),
+    "regex in a tag": (tag("<", {"type": "regex", "pattern": ".*"}, ">"), ["<a>", "<>"], ["<a"]),
+    "tag without an end": (parts(tag("t:", ANY, ""), const(".")), ["t:abc."], ["t:"]),
+    "triggered_tags": (
+        CALLS,
+        ["", "a <f", '<f=x>{"a": 1}</f>', 'a<f=y>!</g> b <f=x>{"a": 2}</f>'],
+        ["<f=z>", "<f=x>", "<f=y>?</f>"],
+    ),
+    "at least one": ({**CALLS, "at_least_one": True}, ["<f=y>!</f>", "<f=y>!</f> text"], ["", "text", "a<f=y>!</f>"]),
+    "stop after first": ({**CALLS, "stop_after_first": True}, ["", "a<f=y>!</f>"], ["<f=y>!</f> "]),
+    "just one": ({**CALLS, "stop_after_first": True, "at_least_one": True}, ["<f=y>!</f>"], ["", "a", "<f=y>!</f>b"]),
+    "calls without": ({**CALLS, "excludes": ["<g"]}, ["a<f=y>!</f>b"], ["<g", "<f=y>!</f><g"]),
+    "calls in a tag": (tag("[", CALLS, "]"), ["[]", "[a<f=y>!</f>b]"], ["[", "[<f=z>]", "[a]b"]),
+    "tags_with_separator": (LIST, ["", "<f=y>!</f>", "<f=y>!</f>, <f=y>!</g>"], ["<f=y>!</f>, ", "a"]),
+    "one of a list": (
+        {**LIST, "at_least_one": True, "stop_after_first": True},
+        ["<f=y>!</f>"],
+        ["", "<f=y>!</f>, <f=y>!</f>"],
+    ),
+    "dispatch": ({"type": "dispatch", "rules": [["n=", DIGIT]]}, ["a", "n=1 n=2"], ["n=x"]),
+    "dispatch once": ({"type": "dispatch", "rules": [["n=", const("1")]], "loop": False}, ["a", "a n=1"], ["n=1 "]),
+    "qwen_xml_parameter": (
+        {"type": "qwen_xml_parameter", "json_schema": XML},
+        ["<parameter=n>1</parameter>\n<parameter=s>a <b\n</parameter>\n", "<parameter=s></parameter>"],
+        ["<parameter=n>1</parameter>", "<parameter=n>x</parameter><parameter=s></parameter>"],
+    ),
+    "qwen_xml": ({**JSON, "style": "qwen_xml"}, ["<parameter=a>\n1\n</parameter>\n"], ["<parameter=a>x</parameter>"]),
+    "structures": (
+        {"structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]},
+        ["a", 'a <f=x>{"a": 1}</f> b'],
+        ["<f>", "<f=x>1</f>"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def special(checkpoint: Path) -> Compiler:
+    """The compiler of a checkpoint with special tokens."""
+    size = Tokenizer.load(checkpoint).size
+    return Compiler.of(str(checkpoint), size, (2,))
+
+
+def grammar_of(given: Any, tokenizer: Tokenizer) -> Grammar:
+    tag = given if isinstance(given, dict) and "structures" in given else {"format": given}
+    return Grammar("lark", lark_of(tag, json_options(), tokenizer))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_texts_of_formats(name: str, tokenizer: Tokenizer) -> None:
+    given, right, wrong = FORMATS[name]
+    matcher = COMPILER.compile(checked(grammar_of(given, tokenizer)))
+    for text in right:
+        assert accepts(matcher, text), text
+    for text in wrong:
+        assert not accepts(matcher, text), text
+
+
+START, STOP = "<|im_start|>", "<|end|>"
+SPECIAL: dict[str, tuple[Format, list[str], list[str]]] = {
+    "const": (const(f"a{START}b"), [f"a{START}b"], ["ab", "a"]),
+    "tag": (tag(START, ANY, f".{STOP}!"), [f"{START}a.{STOP}!"], [f"{START}a{STOP}!", f"{START}a.{STOP}"]),
+    "token": (tag(START, ANY, {"type": "token", "token": STOP}), [f"{START}a{STOP}"], [f"{START}a"]),
+    "alone": ({"type": "token", "token": 1}, [START], [STOP, "a"]),
+    "trigger": (
+        {"type": "triggered_tags", "triggers": [START], "tags": [tag(f"{START}x", const("y"), STOP)]},
+        ["a", f"a{START}xy{STOP}b"],
+        [f"{START}y{STOP}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_tokens_stand_for_themselves(name: str, tokenizer: Tokenizer, special: Compiler) -> None:
+    given, right, wrong = SPECIAL[name]
+    matcher = special.compile(checked(grammar_of(given, tokenizer)))
+    for text in right:
+        assert accepts(matcher, tokenizer.encode(text)), text
+    for text in wrong:
+        assert not accepts(matcher, tokenizer.encode(text)), text
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (5, "format is 5, but must be an object with one of the types const_string"),
+    ({"type": "any_tokens"}, "format is of type 'any_tokens'"),
+    (
+        parts(parts(const("a"), {"type": "exclude_token"})),
+        r"format.elements\[0\].elements\[1\] is of type 'exclude_token'",
+    ),
+    ({**ANY, "max_tokens": 5}, "format.max_tokens is not supported"),
+    ({**ANY, "end": "x"}, "format has 'end', but any_text knows only excludes"),
+    ({**JSON, "style": "glm_xml"}, "only json and qwen_xml"),
+    ({**JSON, "any_order": True}, "any_order is not"),
+    (parts(ANY, JSON), "free text must be the content of a tag"),
+    ({"type": "plus", "content": CALLS}, "free text must be"),
+    (tag("a", ANY, 5), "format.end is 5"),
+    ({"type": "tag", "begin": {"type": "token", "token": 10**6}, "content": ANY, "end": ""}, "a token of this model"),
+    ({"type": "repeat", "min": 2, "max": 1, "content": ANY}, "max must not be below min"),
+    ({"type": "grammar", "grammar": 'start: "a"'}, "must be GBNF with a rule root"),
+    ({"type": "dispatch", "rules": [["a"]]}, r"format.rules\[0\] is \['a'\]"),
+    ({**CALLS, "triggers": ["x"]}, "must begin with one of the triggers"),
+    ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a>": {}}}}, "cannot stand in <parameter"),
+    ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": {"pattern": "b"}}}}, "pattern of the text"),
+    ({"structures": [{"begin": "", "schema": {}, "end": ""}] * (MAX_STRUCTURES + 1), "triggers": []}, "may have 128"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_written_is_named(given: Any, words: str, tokenizer: Tokenizer) -> None:
+    with pytest.raises(Exception, match=words):
+        grammar_of(given, tokenizer)
