@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from pypto_serving.api.chat.formats import OutputFormat
-from pypto_serving.api.chat.guide import reasoning_ids
+from pypto_serving.api.chat.guide import reasoning_of
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.tools import ToolUse, refuse
 from pypto_serving.api.generation.prompts import Prompter
@@ -34,7 +34,7 @@ def with_chat_guide(
     if calls is None and structured is None and budget is None:
         return params
     tokenizer = prompter.tokenizer
-    reasoning = None if thinking is None or tokenizer is None else reasoning_ids(thinking, tokenizer)
+    reasoning = None if thinking is None or tokenizer is None else reasoning_of(thinking, tokenizer)
     guide = Guide(None if structured is not None and not tools.forced else calls, reasoning, budget, "tools")
     made = with_guide(replace(params, guide=guide), prompter)
     grammar = None if made.guide is None else made.guide.grammar
