@@ -6,7 +6,8 @@ JSON.
 - `request`: describe prompts and a request; make engine requests of them
 - `prompts`: turn text and chats into token ids
 - `structured`, `json_schema`, `structural_tag`: make the grammar that an output must match
-- `chat_guide`, `tool_grammar`: make outputs of chats be tool calls, and end their reasoning
+- `chat_guide`: make outputs of chats be tool calls, and end their reasoning
+- `tool_grammar`, `tool_arguments`, `tool_schema`, `grammar_text`: write the grammar of calls
 - `bad_words`: turn bad words into token ids
 - `truncation`, `max_tokens`: cut prompts, fit max_tokens to the context window
 - `seeds`: choose the seed of a prompt
