@@ -114,6 +114,12 @@ class ReasoningState:
         return end
 
     def beyond(self) -> list[int]:
-        """Return the tokens that would end the reasoning and go on: the content would begin within a token."""
-        read, end, ids = b"".join(piece for _, piece in self._tail), self._end, self._texts.beyond(self._end)
-        return [i for n in range(len(end)) if ids[n] and read.endswith(end[:n]) for i in ids[n]]
+        """Return the tokens that would end a mark and go on, in which no grammar would have a say."""
+        read = b"".join(piece for _, piece in self._tail)
+        return [
+            token_id
+            for mark in self._marks
+            for n, ids in enumerate(self._texts.beyond(mark))
+            if ids and read.endswith(mark[:n])
+            for token_id in ids
+        ]

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pypto_serving.api.chat.parsers.families import FAMILIES
+from pypto_serving.api.generation.structured import json_options
+from pypto_serving.api.generation.tool_grammar import forced_calls, strict_calls
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.philox import uniforms
@@ -27,11 +30,25 @@ from tests.simulation import Simulation, null_config
 VOCAB_SIZE = 300
 END = NUM_BYTES + 2
 JSON = '{"type": "object", "properties": {"name": {"enum": ["some long text", "short"]}}, "required": ["name"]}'
+TOOL = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "maxLength": 9}}, "required": ["x"]}}
+
+
+def forced(family: str) -> Grammar:
+    return forced_calls(FAMILIES[family].form, [TOOL], False, lambda text: None, json_options())
+
+
+def strict(family: str) -> Grammar:
+    return strict_calls(FAMILIES[family].form, [{**TOOL, "strict": True}], False, lambda text: None, json_options())
+
+
 GUIDES = (
     Guide(Grammar("json_schema", JSON.replace("}}, ", '}}, "additionalProperties": false, '))),
     Guide(Grammar("regex", "[a-z]{3,30}(-forced-)[0-9]{2}")),
     Guide(Grammar("lark", 'start: "(" start? ")"')),
     Guide(Grammar("regex", "[0-9]{4}"), Reasoning("", "+,", (), (), byte_ids("+,")), 6),
+    Guide(forced("hermes")),
+    Guide(forced("qwen3_coder"), Reasoning("", "+,", ("<",), (), byte_ids("+,")), 20),
+    Guide(strict("pythonic")),
     Guide(None, Reasoning("", "+,-", (), (), byte_ids("+,-")), 4),
 )
 SHAPES: dict[str, dict[str, Any]] = {

@@ -113,8 +113,10 @@ def test_an_opening_is_offered_behind_white_space() -> None:
 
 def test_tokens_that_go_beyond_the_end_are_known() -> None:
     tokens = [b"x", b"</think>", b"</think>\n", b"a</think>b", b"</", b"think", b">", b">\n", b"k>", b"k>>", b"think>!"]
+    tokens += [CALL.encode()[:-1], b"=", b"=get"]
     state = ReasoningState(reasoning(""), None, TokenTexts(tokens))
     for pushed, beyond in ((0, {2, 3}), (4, {2, 3, 10}), (5, {2, 3, 7}), (0, {2, 3})):
         state.push(pushed)
         assert set(state.beyond()) == beyond
-    assert state.stage == "reasoning"
+    state.push(11)
+    assert set(state.beyond()) == {2, 3, 13} and state.stage == "reasoning"
