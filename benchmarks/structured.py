@@ -21,6 +21,7 @@ from pypto_serving.api.generation.json_schema import prepare
 from pypto_serving.api.generation.structured import json_options
 from pypto_serving.guidance import Compiler
 from pypto_serving.types.guide import Grammar, Guide
+from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import RowGuide
 
 PERSON = {
@@ -92,7 +93,7 @@ def masks(model: Path, vocab_size: int, rounds: int) -> None:
         for _ in range(rounds):
             matcher = start.copy()
             guide = RowGuide(Guide(grammar), (0,), jumps=False)
-            guide.open(start, compiler.num_words)
+            guide.open(start, compiler.num_words, TokenTexts(compiler.tokens))
             guide.advance([])
             for token_id in ids:
                 started_s = time.perf_counter()

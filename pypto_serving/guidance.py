@@ -110,11 +110,12 @@ class Vocabulary:
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer. Any thread may use it."""
+    """Compiles grammars for one tokenizer. Any thread may use it. `tokens` has the bytes of each of its tokens."""
 
-    def __init__(self, tokenizer: llguidance.LLTokenizer) -> None:
+    def __init__(self, tokenizer: llguidance.LLTokenizer, tokens: Sequence[bytes]) -> None:
         from llguidance import LLParserLimits
 
+        self.tokens = tokens
         self._tokenizer = tokenizer
         self._limits = LLParserLimits(**LIMITS, verbose_errors=False)
 
@@ -125,14 +126,14 @@ class Compiler:
 
         vocabulary = Vocabulary(model_dir, vocab_size, eos_token_ids[0])
         vocabulary.greedy = LLTokenizer(vocabulary, eos_token=list(eos_token_ids))  # type: ignore[arg-type]
-        return cls(vocabulary.greedy)
+        return cls(vocabulary.greedy, vocabulary.tokens)
 
     @classmethod
     def of_bytes(cls) -> Compiler:
         """Prepare a tokenizer with one token for each byte, which costs nothing."""
         from llguidance import LLTokenizer
 
-        return cls(LLTokenizer("byte"))
+        return cls(LLTokenizer("byte"), [bytes([byte]) for byte in range(256)])
 
     @property
     def num_words(self) -> int:

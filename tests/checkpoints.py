@@ -112,6 +112,11 @@ def with_dtype(model: transformers.PreTrainedModel, dtype: torch.dtype) -> trans
     return model
 
 
+def byte_ids(text: str) -> tuple[int, ...]:
+    """The ids of printable ASCII text, without spaces, in the tokenizer of `write_tokenizer`."""
+    return tuple(ord(char) - ord("!") for char in text)
+
+
 def write_tokenizer(path: Path) -> None:
     """A tokenizer with one token per byte and ChatML's special tokens behind them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

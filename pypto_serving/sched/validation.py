@@ -5,7 +5,7 @@ from __future__ import annotations
 from pypto_serving.errors import ConfigError, RequestError
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest, RequestFault
-from pypto_serving.types.sampling import SamplingParams, adjusting, check_named_ids
+from pypto_serving.types.sampling import SamplingParams, adjusting, check_named_ids, guiding
 
 
 def require_blocks(config: EngineConfig, num_blocks: tuple[int, ...]) -> None:
@@ -47,7 +47,7 @@ def _beyond_program(params: SamplingParams, config: EngineConfig) -> RequestFaul
     if params.prompt_logprobs is not None and not config.limits.max_scored_tokens:
         message = "prompt_logprobs, or echo with logprobs, is asked for, but this device gives none; leave it out"
         return RequestFault(400, "unsupported_prompt_logprobs", message)
-    if not config.traits.adjusts_logits and (names := adjusting(params)):
+    if not config.traits.adjusts_logits and (names := adjusting(params) + guiding(params)):
         message = f"this device cannot change logits, so it cannot do what {names[0]} asks for; leave it out"
         return RequestFault(400, "unsupported_adjustment", message)
     try:

@@ -8,8 +8,6 @@ import msgspec
 
 MAX_GRAMMAR_CHARS = 1 << 18
 """Characters of a grammar, which travels with each row that follows it."""
-MAX_MARKER_IDS = 64
-"""Token ids of a marker of reasoning."""
 
 GrammarSyntax = Literal["json_schema", "regex", "lark", "gbnf"]
 
@@ -29,12 +27,18 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Reasoning(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How an output begins with reasoning, as token ids: up to the first `end_ids`, which are never empty.
+    """How an output begins with reasoning. Where it ends is told by the text, however its tokens cut it.
 
-    `begin_ids` () says that the prompt opened it, so every output begins with reasoning. Otherwise an output has
-    reasoning only if it begins with `begin_ids`.
+    - `begin`: "" if the prompt opened it, so every output begins with reasoning. Otherwise an output has reasoning only
+      if it begins with this text, maybe behind white space.
+    - `end`: ends it; what follows is content. Never empty.
+    - `calls`: texts that end it too, but belong to the content.
+    - `begin_ids`, `end_ids`: the tokens that `begin` and `end` are written with where a guide writes them.
     """
 
+    begin: str
+    end: str
+    calls: tuple[str, ...]
     begin_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
 
@@ -45,7 +49,7 @@ class Guide(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - `grammar`: of the content, which is what follows the reasoning; None allows anything.
     - `reasoning`: None if the output has none. No grammar holds there, and no end-of-sequence token ends it before
       a grammar began.
-    - `max_reasoning_tokens`: after so many tokens of reasoning, `begin_ids` not counted, the next tokens are what is
+    - `max_reasoning_tokens`: after so many tokens of reasoning, its beginning not counted, the next tokens are what is
       missing of `end_ids`; None for no limit.
     - `field`: the request field that the grammar comes from, for messages.
     """

@@ -211,6 +211,14 @@ def adjusting(params: SamplingParams) -> list[str]:
     return [name for name, neutral in _ADJUSTING.items() if getattr(params, name) != neutral]
 
 
+def guiding(params: SamplingParams) -> list[str]:
+    """Name the fields that a guide comes from, which needs masks."""
+    guide = params.guide
+    if guide is None:
+        return []
+    return ["thinking_token_budget" if guide.grammar is None else guide.field]
+
+
 def check_max_tokens(value: int | None, name: str = "max_tokens", least: int = 0) -> None:
     """Raise RequestError that names the field `name` unless `value` is None or a number of output tokens."""
     _require(value is None or least <= value <= INT32_MAX, name, value, f"between {least} and {INT32_MAX}")

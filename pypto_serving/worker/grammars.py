@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pypto_serving.guidance import Compiler, Matcher
 from pypto_serving.types.guide import Grammar
+from pypto_serving.worker.reasoning import TokenTexts
 
 MAX_GRAMMARS, MAX_CHARS = 32, 4 << 20
 """Most compiled grammars that are kept, and most characters of all of them. The last one is kept whatever its size."""
@@ -22,6 +23,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._preparing = threading.Lock()
         self._compilers: dict[Sequence[int], Compiler] = {}
+        self._texts: TokenTexts | None = None
         self._kept: OrderedDict[tuple[Grammar, Sequence[int]], Matcher] = OrderedDict()
 
     def __len__(self) -> int:
@@ -31,6 +33,18 @@ class Grammars:
     def num_words(self) -> int:
         """Words of a mask: one for each 32 tokens of the model or of its tokenizer, whichever has more."""
         return max([-(-self._vocab_size // 32), *(compiler.num_words for compiler in self._compilers.values())])
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the tokenizer is."""
+        return self._texts is not None
+
+    def texts(self, eos_ids: Sequence[int]) -> TokenTexts:
+        """Return the texts of all tokens. Takes time, once."""
+        if self._texts is None:
+            self._compiler(eos_ids)
+        assert self._texts is not None
+        return self._texts
 
     def find(self, grammar: Grammar, eos_ids: Sequence[int]) -> Matcher | None:
         """Return the matcher of a compiled grammar, to be copied; None if it must be compiled first."""
@@ -63,5 +77,6 @@ class Grammars:
     def _compiler(self, eos_ids: Sequence[int]) -> Compiler:
         with self._preparing:
             if eos_ids not in self._compilers:
-                self._compilers = {eos_ids: Compiler.of(self._model_dir, self._vocab_size, eos_ids)}
+                self._compilers = {eos_ids: (made := Compiler.of(self._model_dir, self._vocab_size, eos_ids))}
+                self._texts = self._texts or TokenTexts(made.tokens)
             return self._compilers[eos_ids]

@@ -72,8 +72,8 @@ class RowGuides:
         self._rows[row] = guide
         self._busy.add(guide)
         start = None if grammar is None else self._grammars.find(grammar, eos_ids)
-        if grammar is None or start is not None:
-            guide.open(start, self._grammars.num_words)
+        if start is not None or (grammar is None and self._grammars.is_prepared):
+            guide.open(start, self._grammars.num_words, self._grammars.texts(eos_ids))
             self._todo.append((guide, output))
             self._start_followers(1)
         else:
@@ -152,9 +152,11 @@ class RowGuides:
                 return
             self._advance(guide, token_ids)
 
-    def _compile(self, guide: RowGuide, grammar: Grammar, output: Sequence[int]) -> None:
+    def _compile(self, guide: RowGuide, grammar: Grammar | None, output: Sequence[int]) -> None:
         try:
-            guide.open(self._grammars.compile(grammar, guide.eos_ids), self._grammars.num_words)
+            start = None if grammar is None else self._grammars.compile(grammar, guide.eos_ids)
+            texts = self._grammars.texts(guide.eos_ids)
+            guide.open(start, self._grammars.num_words, texts)
         except BaseException as error:
             guide.fault = _fault(error)
             self._ready.put(guide)
@@ -173,7 +175,8 @@ class RowGuides:
 
     def _start_over(self, guide: RowGuide, grammar: Grammar, before: Sequence[int], token_ids: Sequence[int]) -> None:
         """Let a guide that failed try the same step without what others learned of its grammar."""
-        guide.open(self._grammars.renew(grammar, guide.eos_ids), self._grammars.num_words)
+        texts = self._grammars.texts(guide.eos_ids)
+        guide.open(self._grammars.renew(grammar, guide.eos_ids), self._grammars.num_words, texts)
         guide.advance(before)
         guide.advance(token_ids)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 from pypto_serving.types.guide import Reasoning
@@ -9,48 +11,115 @@ from pypto_serving.types.guide import Reasoning
 Stage = Literal["opening", "reasoning", "content"]
 
 
-class ReasoningState:
-    """Where an output stands, from its tokens alone; see Reasoning. Owned by a RowGuide.
+class TokenTexts:
+    """The bytes of each token of a vocabulary. Owns what it found out about them; see `beyond`."""
 
-    opening      all tokens so far are the beginning of `begin_ids`
-    reasoning    `end_ids` are still to come
-    content      the rest
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self._texts = texts
+        self._beyond: dict[bytes, list[list[int]]] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        return self._texts[token_id]
+
+    def beyond(self, mark: bytes) -> list[list[int]]:
+        """Return for each n the tokens that end `mark` behind its first n bytes, and go on. Takes time, once."""
+        if mark not in self._beyond:
+            ends = [(i, text) for i, text in enumerate(self._texts) if mark[-1:] in text[:-1]]
+            self._beyond[mark] = [
+                [i for i, text in ends if text.startswith(mark[n:]) and len(text) > len(mark) - n]
+                for n in range(1, len(mark))
+            ]
+            self._beyond[mark].insert(0, [i for i, text in ends if mark in text[:-1]])
+        return self._beyond[mark]
+
+
+class ReasoningState:
+    """Where an output stands, from the text of its tokens alone, however it is cut; see Reasoning. Owned by a RowGuide.
+
+    opening      all text so far is white space, or the beginning of `begin`
+    reasoning    neither `end` nor one of `calls` has come
+    content      the rest. `content_ids` are the last tokens if they are content already: those of a call
+
+    `texts` are those of all tokens.
     """
 
-    def __init__(self, reasoning: Reasoning, max_tokens: int | None) -> None:
-        self.stage: Stage = "opening" if reasoning.begin_ids else "reasoning"
-        self._begin = reasoning.begin_ids
-        self._end = reasoning.end_ids
+    def __init__(self, reasoning: Reasoning, max_tokens: int | None, texts: TokenTexts) -> None:
+        self.stage: Stage = "opening" if reasoning.begin else "reasoning"
+        self.content_ids: tuple[int, ...] = ()
+        self._reasoning = reasoning
         self._max_tokens = max_tokens
-        self._opened = 0
+        self._texts = texts
+        self._end = reasoning.end.encode()
+        self._marks = [self._end, *(call.encode() for call in reasoning.calls)]
+        self._opening = b""
+        self._num_opened = 0
         self._num_tokens = 0
-        self._tail: tuple[int, ...] = ()
+        self._tail: deque[tuple[int, bytes]] = deque(maxlen=max(map(len, self._marks)))
+        """The last tokens of the reasoning; as many as a mark has bytes hold all of it."""
 
     def push(self, token_id: int) -> None:
         """Append a token."""
         if self.stage == "opening":
-            if token_id != self.opening_id:
-                self.stage = "content"
-                return
-            self._opened += 1
-            if self._opened == len(self._begin):
-                self.stage = "reasoning"
+            self._open(token_id)
         elif self.stage == "reasoning":
             self._num_tokens += 1
-            self._tail = (*self._tail, token_id)[-len(self._end) :]
-            if self._tail == self._end:
-                self.stage = "content"
+            self._think(token_id, self._texts[token_id])
+
+    def _open(self, token_id: int) -> None:
+        begin, ids = self._reasoning.begin, self._reasoning.begin_ids
+        self._opening += self._texts[token_id]
+        text = self._opening.decode(errors="ignore").lstrip()
+        if text.startswith(begin):
+            self.stage = "reasoning"
+            self._think(token_id, text[len(begin) :].encode())
+        elif not begin.startswith(text):
+            self.stage = "content"
+        elif text:
+            self._num_opened = self._num_opened + 1 if token_id == self.opening_id else len(ids)
+
+    def _think(self, token_id: int, text: bytes) -> None:
+        self._tail.append((token_id, text))
+        read = b"".join(piece for _, piece in self._tail)
+        places = [(at, mark) for mark in self._marks if (at := read.find(mark)) >= 0]
+        if not places:
+            return
+        at, mark = min(places)
+        self.stage = "content"
+        if mark != self._end:
+            missing, begun = len(read) - at, 0
+            while missing > 0:
+                begun += 1
+                missing -= len(self._tail[-begun][1])
+            self.content_ids = tuple(token_id for token_id, _ in list(self._tail)[-begun:])
 
     @property
-    def opening_id(self) -> int:
-        """Return the next token of `begin_ids`, while the stage is `opening`."""
-        return self._begin[self._opened]
+    def has_reasoned(self) -> bool:
+        """Return whether the output has reasoning."""
+        return self.stage == "reasoning" or bool(self._tail)
+
+    @property
+    def opening_id(self) -> int | None:
+        """Return the next token of `begin_ids`, while the stage is `opening`; None if another way was taken."""
+        ids = self._reasoning.begin_ids
+        return ids[self._num_opened] if self._num_opened < len(ids) else None
 
     def forced(self) -> tuple[int, ...]:
         """Return what must follow: what is missing of `end_ids` once the reasoning has its most tokens."""
         if self.stage != "reasoning" or self._max_tokens is None or self._num_tokens < self._max_tokens:
             return ()
-        for length in range(min(len(self._tail), len(self._end) - 1), 0, -1):
-            if self._tail[-length:] == self._end[:length]:
-                return self._end[length:]
-        return self._end
+        end, last = self._reasoning.end_ids, tuple(token_id for token_id, _ in self._tail)
+        for length in range(min(len(last), len(end) - 1), 0, -1):
+            if last[-length:] == end[:length]:
+                return end[length:]
+        return end
+
+    def beyond(self) -> list[int]:
+        """Return the tokens that would end a mark and go on, in which no grammar would have a say."""
+        read = b"".join(piece for _, piece in self._tail)
+        return [
+            token_id
+            for mark in self._marks
+            for n, ids in enumerate(self._texts.beyond(mark))
+            if ids and read.endswith(mark[:n])
+            for token_id in ids
+        ]

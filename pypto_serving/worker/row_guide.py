@@ -10,7 +10,7 @@ from pypto_serving.errors import RequestError
 from pypto_serving.guidance import Matcher
 from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import Guide
-from pypto_serving.worker.reasoning import ReasoningState
+from pypto_serving.worker.reasoning import ReasoningState, TokenTexts
 
 MAX_FORCED = 128
 """Tokens that a row appends at once."""
@@ -45,7 +45,7 @@ class RowGuide:
         self._ended = False
         self._bits: MaskArray = np.empty(0, np.uint32)
 
-    def open(self, start: Matcher | None, num_words: int) -> None:
+    def open(self, start: Matcher | None, num_words: int, texts: TokenTexts) -> None:
         """Stand before the first token. `start` is copied where the content begins; None for no grammar."""
         self.fault = None
         self.output.clear()
@@ -53,7 +53,7 @@ class RowGuide:
         self._ended = False
         self._bits = np.zeros(num_words, np.uint32)
         if self.guide.reasoning is not None:
-            self._state = ReasoningState(self.guide.reasoning, self.guide.max_reasoning_tokens)
+            self._state = ReasoningState(self.guide.reasoning, self.guide.max_reasoning_tokens, texts)
         if self._stage != "reasoning":
             self._begin_content()
 
@@ -67,8 +67,8 @@ class RowGuide:
     def advance(self, token_ids: Sequence[int]) -> None:
         """Append tokens of the output, and find out what may follow. Takes time."""
         try:
-            self.output += token_ids
             for token_id in token_ids:
+                self.output.append(token_id)
                 self._push(token_id)
             self._prepare()
         except RequestError as error:
@@ -76,20 +76,26 @@ class RowGuide:
 
     def _push(self, token_id: int) -> None:
         """Append one token. An output that may open with reasoning is followed as content too, while it matches."""
-        before = self._stage
-        opens = self._state is not None and before == "opening" and token_id == self._state.opening_id
+        before, added = self._stage, [token_id]
         if self._state is not None:
             self._state.push(token_id)
-        if before == "reasoning":
-            if self._stage == "content":
+            if before != "content" and self._state.has_reasoned:
+                if self._stage != "content":
+                    return
                 self._begin_content()
-        elif token_id in self.eos_ids:
+                added = list(self._state.content_ids)
+        for each in added:
+            self._append(each)
+
+    def _append(self, token_id: int) -> None:
+        """Append a token of the content, or of an opening that may yet be content."""
+        if token_id in self.eos_ids:
             self._ended = True
         elif self._matcher is not None:
             try:
                 self._matcher.consume(token_id)
             except RequestError:
-                if not opens:
+                if self._stage != "opening":
                     raise
                 self._matcher = None
 
@@ -117,15 +123,15 @@ class RowGuide:
         """Return what the grammar allows: in reasoning all but the end of the sequence, behind its end only that."""
         if self._stage == "reasoning":
             self._bits.fill(0xFFFFFFFF)
-            self._flip(self.eos_ids)
+            self._flip({*self.eos_ids, *self._state.beyond()} if self._state is not None else self.eos_ids)
         elif self._matcher is None:
             self._bits.fill(0)
         elif self._ended or self._matcher.is_complete:
             self._only(self.eos_ids)
         else:
             self._matcher.fill(self._bits)
-        if self._stage == "opening" and self._state is not None:
-            token_id = self._state.opening_id
+        token_id = None if self._stage != "opening" or self._state is None else self._state.opening_id
+        if token_id is not None:
             self._bits[token_id // 32] |= np.uint32(1 << token_id % 32)
         return self._bits
 

@@ -67,6 +67,8 @@ def test_without_thinking_the_mark_is_content() -> None:
     assert read("why</think>because") == AssistantMessage("", "why</think>because")
 
 
+VALUE_END = "</｜DSML｜parameter>\\n</｜DSML｜invoke>"
+MARKS = f'[{{"k": "{VALUE_END}"}}, 1]'
 CALLS = [
     (f"Let me see.{START}{WEATHER}{END}", "Let me see.", [WEATHER_CALL]),
     (f"{START}{WEATHER}{NOW}{END}", "", [WEATHER_CALL, NOW_CALL]),
@@ -77,6 +79,13 @@ CALLS = [
     (f"{START}{invoke(parameter('1'))}{END}", "", [ToolCall("f", '{"x": "1"}')]),
     (f"{START}{invoke(parameter('1', 'false'))}{END}", "", [ToolCall("f", '{"x": 1}')]),
     (f"{START}{invoke(parameter('{bad', 'false'))}{END}", "", [ToolCall("f", '{"x": "{bad"}')]),
+    (START + invoke(parameter(MARKS, "false")) + END, "", [ToolCall("f", f'{{"x": {MARKS}}}')]),
+    (START + invoke(parameter(f'"{VALUE_END}"', "false")) + END, "", [ToolCall("f", f'{{"x": "{VALUE_END}"}}')]),
+    (
+        START + invoke(parameter('"a', "false", "y"), parameter("NaN", "false")) + END,
+        "",
+        [ToolCall("f", '{"y": "\\"a", "x": "NaN"}')],
+    ),
     (f"{START}{invoke(parameter('1'), parameter('2'))}{END}", "", [ToolCall("f", '{"x": "2"}')]),
     (f"{START}{invoke(parameter(f'<p>{NOW}{END}{START}'))}{END}", "", None),
     (START + invoke(parameter('ü\n"')) + END, "", [ToolCall("f", '{"x": "ü\\n\\""}')]),

@@ -110,14 +110,19 @@ def test_a_budget_and_a_structure_know_where_reasoning_ends(says: Says, tokenize
 
     found = guide(thinking_token_budget=5)
     assert (found.grammar, found.max_reasoning_tokens) == (None, 5)
-    assert (found.reasoning.begin_ids, found.reasoning.end_ids) == (begin, end)
+    marks = found.reasoning
+    assert (marks.begin, marks.end, marks.begin_ids, marks.end_ids) == ("<think>", "</think>", begin, end)
     found = guide(chat_template=OPENED, response_format={"type": "json_object"})
-    assert (found.reasoning.begin_ids, found.reasoning.end_ids) == ((), end)
+    marks = found.reasoning
+    assert (marks.begin, marks.end, marks.begin_ids, marks.end_ids) == ("", "</think>", (), end)
     assert found.grammar.syntax == "json_schema"
     closed = {"chat_template": SWITCHED, "reasoning_effort": "none"}
     assert guide(**closed, thinking_token_budget=5) is None
     assert guide(**closed, response_format={"type": "json_object"}).reasoning is None
     assert guide() is None
+    coder = with_tools("<tool_call> <function= <think> </think>")
+    found = guide(chat_template=coder, tools=[WEATHER], thinking_token_budget=5)
+    assert found.reasoning.calls == ("<tool_call>\n<function=",)
 
 
 def test_a_continued_answer_may_be_within_its_reasoning() -> None:

@@ -1,12 +1,13 @@
-"""Grammars of forced calls: whatever they allow is read back as calls that match their schemas."""
+"""Grammars of calls: whatever they allow is read back as calls that match their schemas."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+import jsonschema
 import pytest
 
 from pypto_serving.api.chat.formats import Calls, OutputFormat
@@ -16,44 +17,51 @@ from pypto_serving.api.chat.tools import parameter_types
 from pypto_serving.api.generation.structured import json_options
 from pypto_serving.api.generation.tool_grammar import either, forced_calls, strict_calls
 from pypto_serving.errors import RequestError
-from pypto_serving.guidance import Compiler, Matcher
-from pypto_serving.types.guide import Grammar
+from pypto_serving.guidance import Compiler, GrammarError
+from tests.api.walking import TEMPTING, after, allowed, walk
+from tests.schemas import NAMES, SchemaMaker
 
-WEATHER: dict[str, Any] = {
-    "name": "get_weather",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string"},
-            "unit": {"type": "string", "enum": ["celsius", "kelvin"]},
-            "days": {"type": "integer", "minimum": 1, "maximum": 14},
-            "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-            "where": {"$ref": "#/$defs/Place"},
-        },
-        "required": ["city", "days", "where"],
-        "additionalProperties": False,
-        "$defs": {
-            "Place": {
-                "type": "object",
-                "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
-                "required": ["x"],
-                "additionalProperties": False,
-            }
-        },
-    },
-}
-NOW: dict[str, Any] = {"name": "now"}
-OPTIONAL: dict[str, Any] = {
+Function = dict[str, Any]
+
+TEXTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"type": "string"},
+    {"type": ["string", "null"]},
+    {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    {"type": ["string", "integer"]},
+    {"type": ["string", "object"]},
+    {"enum": ["a", "b c", "null"]},
+    {"enum": ["5 ", True, "t", "\nx\n"]},
+    {"type": "string", "minLength": 2, "maxLength": 6},
+    {"type": "string", "pattern": "^[a-c/]{1,4}$"},
+    {"type": "string", "pattern": "a|b$"},
+    {"type": "string", "format": "date"},
+    {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer", "minimum": 5, "maximum": 9}]},
+    {"type": "integer"},
+    {"type": "object"},
+    {"type": "array", "items": {"type": "string", "maxLength": 25}, "minItems": 1, "maxItems": 2},
+    {"type": "object", "properties": {"k": {"type": "string"}}, "required": ["k"], "additionalProperties": False},
+)
+"""Schemas of parameters that are texts, or that hold some."""
+NOW: Function = {"name": "now"}
+FIND: Function = {
     "name": "find",
+    "strict": True,
     "parameters": {
         "type": "object",
-        "properties": {"a": {"type": "integer", "enum": [1, 2]}, "b": {"type": "boolean"}},
+        "properties": {"a": {"type": "integer", "minimum": 1, "maximum": 2}, "s": {"type": "string"}},
+        "required": ["a"],
         "additionalProperties": False,
     },
 }
-FUNCTIONS = [WEATHER, NOW, OPTIONAL]
-TYPES = {f["name"]: parameter_types(f.get("parameters", {})) for f in FUNCTIONS}
-END = 256
+LOOSE: Function = {"name": "look", "parameters": {"type": "object", "properties": {"z": {"type": "string"}}}}
+BEGINNINGS = (
+    *('{"name"', '{"name": "find", "', '{ "parameters": {', '{"n\\u0061me": "find"', '{"id": "3", "name": "look", '),
+    *('[{"name": "find', "```json\n{", "[find(", '[look(z="x")', "[1, 2", '{"x": 1}', "<|python_tag|>"),
+    *("<tool_call>\n", "<tool_call>\n<function=find>\n", "[TOOL_CALLS]", "<｜tool▁calls▁begin｜>"),
+    *('<｜DSML｜tool_calls>\n<｜DSML｜invoke name="find">\n', *TEMPTING),
+)
+"""How calls begin in some form, and what looks like it."""
 
 
 @pytest.fixture(scope="module")
@@ -65,106 +73,74 @@ def no_special(text: str) -> int | None:
     return None
 
 
-def allowed(matcher: Matcher, compiler: Compiler) -> list[int]:
-    mask = np.zeros(compiler.num_words, np.uint32)
-    matcher.fill(mask)
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    return [int(i) for i in np.flatnonzero(bits)]
+def read(family: str, functions: Sequence[Function], text: str, one: bool = False) -> AssistantMessage:
+    types = {function["name"]: parameter_types(function.get("parameters", {})) for function in functions}
+    return read_output(OutputFormat(None, Calls(family, types, one))(), [text])
 
 
-def printable(ids: list[int]) -> list[int]:
-    """Ids of printable bytes and ends; of other bytes only if there is nothing else."""
-    return [i for i in ids if i >= END or 32 <= i < 127 or i == 10] or ids
+def random_tool(rng: random.Random, number: int) -> Function:
+    maker = SchemaMaker(rng.getrandbits(32))
+    names = NAMES if rng.random() < 0.1 else ("id", "a", "größe", "日本", "from", "c1")
+    chosen = rng.sample(names, rng.randrange(4))
+    properties = {name: rng.choice(TEXTS) if rng.random() < 0.6 else maker.schema(2) for name in chosen}
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    schema["required"] = [name for name in chosen if rng.random() < 0.6]
+    if rng.random() < 0.5:
+        schema["additionalProperties"] = False
+    if maker.defs:
+        schema["$defs"] = maker.defs
+    return {"name": rng.choice(["f", "get_weather", "a.b"]) + str(number), "parameters": schema}
 
 
-def walk(compiler: Compiler, grammar: Grammar, rng: random.Random, most: int = 3000) -> str:
-    """A random text of the language: printable characters, and soon an end of each string."""
-    matcher, text = compiler.compile(grammar), bytearray()
-    while not matcher.is_complete and len(text) < most:
-        choices = printable(allowed(matcher, compiler))
-        ends = [i for i in choices if i >= END]
-        if ends and rng.random() < 0.6:
-            break
-        choices = [i for i in choices if i < END]
-        if len(choices) > 90 and rng.random() < 0.05 and grammar.text.count("</parameter>"):
-            for byte in b"</parameter>":  # nothing else ends free text
-                matcher.consume(byte)
-                text.append(byte)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_forced_calls_are_read_back(compiler: Compiler, family: str) -> None:
+    """Random calls of random tools; some tools a form cannot write."""
+    num_read = 0
+    for seed in range(40):
+        rng = random.Random(f"{family} {seed}")
+        functions, one = [random_tool(rng, i) for i in range(rng.randrange(1, 3))], rng.random() < 0.5
+        try:
+            grammar = forced_calls(FAMILIES[family].form, functions, one, no_special, json_options())
+            text = walk(compiler, grammar, rng)
+        except GrammarError as error:
+            assert "nsatisfiable" in str(error)
             continue
-        closing = [i for i in choices if chr(i) in '"}<]\n)/']
-        token = rng.choice(closing if closing and rng.random() < 0.5 else choices)
-        matcher.consume(token)
-        text.append(token)
-    return text.decode()
-
-
-def read(family: str, text: str) -> AssistantMessage:
-    return read_output(OutputFormat(None, Calls(family, TYPES))(), [text])
-
-
-def check(name: str, arguments: dict[str, Any]) -> None:
-    function = next(f for f in FUNCTIONS if f["name"] == name)
-    schema = function.get("parameters", {})
-    assert set(schema.get("required", ())) <= set(arguments) <= set(schema.get("properties", ()))
-    if name == "get_weather":
-        assert isinstance(arguments["city"], str)
-        assert 1 <= arguments["days"] <= 14
-        assert arguments.get("unit") in (None, "celsius", "kelvin")
-        assert arguments.get("exact") in (None, True, False)
-        assert set(arguments["where"]) == {"x"}
-    if name == "find":
-        assert arguments.get("a", 1) in (1, 2)
+        except RequestError as error:
+            assert error.param == "tools"
+            continue
+        if text is None:
+            continue
+        message = read(family, functions, text)
+        assert (message.reasoning, message.content) == ("", ""), text
+        assert len(message.tool_calls) == 1 or (message.tool_calls and not one), text
+        for call in message.tool_calls:
+            schema = next(f["parameters"] for f in functions if f["name"] == call.name)
+            jsonschema.Draft202012Validator(schema).validate(json.loads(call.arguments))
+            num_read += 1
+    assert num_read > 20
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("one", [False, True])
-def test_what_the_grammar_allows_is_read_as_calls(compiler: Compiler, family: str, one: bool) -> None:
-    grammar = forced_calls(FAMILIES[family].form, FUNCTIONS, one, no_special, json_options())
-    names: set[str] = set()
-    for seed in range(12):
-        text = walk(compiler, grammar, random.Random(seed))
-        message = read(family, text)
-        assert (message.reasoning, message.content) == ("", ""), text
-        assert len(message.tool_calls) == 1 or (message.tool_calls and not one), text
-        for call in message.tool_calls:
-            check(call.name, json.loads(call.arguments))
-            names.add(call.name)
-    assert len(names) > 1
+def test_calls_of_strict_functions_match_in_free_text(compiler: Compiler, family: str, one: bool) -> None:
+    """Wherever the parser reads a call of one, in texts full of beginnings of calls."""
+    functions, found = [FIND, LOOSE], 0
+    grammar = strict_calls(FAMILIES[family].form, functions, one, no_special, json_options())
+    for seed in range(150):
+        text = walk(compiler, grammar, random.Random(seed), BEGINNINGS, 500)
+        for call in [] if text is None else read(family, functions, text, one).tool_calls:
+            if call.name == "find":
+                jsonschema.validate(json.loads(call.arguments), FIND["parameters"])
+                found += 1
+    assert found > 0
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_named_function_is_the_only_one(compiler: Compiler, family: str) -> None:
     grammar = forced_calls(FAMILIES[family].form, [NOW], True, no_special, json_options())
     text = walk(compiler, grammar, random.Random(0))
-    assert [(call.name, json.loads(call.arguments)) for call in read(family, text).tool_calls] == [("now", {})]
-
-
-@pytest.mark.parametrize("family", sorted(name for name, family in FAMILIES.items() if family.form.mark))
-def test_strict_functions_are_enforced_in_free_text(compiler: Compiler, family: str) -> None:
-    form = FAMILIES[family].form
-    grammar = strict_calls(form, [{**OPTIONAL, "strict": True}, WEATHER], False, no_special, json_options())
-    assert grammar is not None
-    begin = (form.begin + form.head).encode() if form.mark in form.begin + form.head else b""
-    matcher = compiler.compile(grammar)
-    for byte in b"Let me see. " + begin + b"find":
-        matcher.consume(byte)
-    text = bytearray(b"Let me see. " + begin + b"find")
-    rng = random.Random(1)
-    while not _closed(family, text.decode(errors="replace")):
-        token = rng.choice([i for i in printable(allowed(matcher, compiler)) if i < END])
-        matcher.consume(token)
-        text.append(token)
-        assert len(text) < 2000, text
-    (call,) = read(family, text.decode()).tool_calls
-    check(call.name, json.loads(call.arguments))
-
-
-def _closed(family: str, text: str) -> bool:
-    calls = read(family, text).tool_calls
-    try:
-        return bool(calls) and isinstance(json.loads(calls[0].arguments), dict)
-    except ValueError:
-        return False
+    assert text is not None
+    assert [(call.name, json.loads(call.arguments)) for call in read(family, [NOW], text).tool_calls] == [("now", {})]
 
 
 def test_calls_or_structured_content(compiler: Compiler) -> None:
@@ -173,45 +149,106 @@ def test_calls_or_structured_content(compiler: Compiler) -> None:
     assert {chr(i) for i in allowed(matcher, compiler) if i < 128} == {"{", "<"}
 
 
-def test_special_tokens_stand_for_themselves() -> None:
+def test_special_tokens_stand_for_themselves(compiler: Compiler) -> None:
     ids = {"<tool_call>": 7}
     grammar = forced_calls(FAMILIES["hermes"].form, [NOW], True, ids.get, json_options())
-    assert "call_0: <[7]> " in grammar.text
+    assert grammar.text.startswith("start: (<[7]> ")
     assert '"</tool_call>' not in grammar.text.replace("}\\n</tool_call>", "")
     strict = strict_calls(FAMILIES["hermes"].form, [{**NOW, "strict": True}], False, ids.get, json_options())
-    assert strict is not None
     assert "TEXT <[7]>" in strict.text
-    assert strict_calls(FAMILIES["deepseek_v4"].form, [NOW], False, {"｜DSML｜": 5}.get, {}) is None
+    for family, mark in (
+        ("deepseek_v4", "｜DSML｜"),
+        ("pythonic", "<|python_start|>"),
+        ("llama3_json", "<|python_tag|>"),
+    ):
+        for one in (False, True):
+            special = {mark: 7}.get
+            strict = strict_calls(FAMILIES[family].form, [FIND, LOOSE], one, special, json_options())
+            assert "<[7]>" in strict.text and mark not in strict.text
+            compiler.compile(strict)
 
 
-def test_what_cannot_be_enforced_is_refused_by_name() -> None:
-    bad = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "string", "not": {}}}}}
-    with pytest.raises(RequestError, match="parameters of f: #/properties/x/not"):
-        forced_calls(FAMILIES["hermes"].form, [bad], True, no_special, json_options())
-    text = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"type": "string", "pattern": "a"}}}}
-    with pytest.raises(RequestError, match="pattern of a text"):
-        forced_calls(FAMILIES["qwen3_coder"].form, [text], True, no_special, json_options())
+MARK = 1
+"""A byte that stands for a special token."""
+
+
+def test_a_text_before_a_special_token_may_hold_what_begins_the_mark(compiler: Compiler) -> None:
+    form = FAMILIES["deepseek_v4"].form
+    tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string"}}, "required": ["x"]}}
+    matcher = compiler.compile(forced_calls(form, [tool], True, {"｜DSML｜": MARK}.get, json_options()))
+    begun = '<\x01tool_calls>\n<\x01invoke name="f">\n<\x01parameter name="x" string="true">'
+    for text, fits in (
+        ("a</b></\x01parameter>\n</\x01invoke>\n</\x01tool_calls>", True),
+        ("</</\x01parameter>\n", True),
+        ("a</\x01invoke", False),
+        ("</｜DSML｜", False),
+    ):
+        assert (after(matcher, begun + text) is not None) is fits, text
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("hermes", "f", {"x": {"type": "string", "not": {}}}, "parameters of f: #/properties/x/not"),
+    ("qwen3_coder", "f", {"x": {"type": "string", "not": {}}}, "parameters of f: #/properties/x/not"),
+    ("qwen3_coder", "f", {"x": {"enum": ["a</parameter>b"]}}, "x: a text with </parameter>"),
+    ("qwen3_coder", "f", {"x": {"enum": ["5", 7]}}, "'5' is read as another type"),
+    ("qwen3_coder", "f", {"x": {"type": "string", "format": "date"}}, "x: format of a text"),
+    ("qwen3_coder", "f", {"x": {"$ref": "#/properties/y"}}, "may refer to [$]defs"),
+    ("deepseek_v4", "f", {"x": {"$ref": "#"}}, "may refer to [$]defs"),
+    ("pythonic", "f", {"x": {"$ref": "#/$defs/A"}}, "not defined"),
+    ("pythonic", "get-weather", {}, "cannot write the name"),
+    ("pythonic", "2d", {}, "cannot write the name"),
+    ("pythonic", "f", {"a-b": {}}, "cannot write the name"),
+    ("qwen3_coder", "f", {"a>b": {}}, "cannot write the name"),
+    ("qwen3_coder", "f", {"a\nb": {}}, "cannot write the name"),
+    ("qwen3_coder", "f", {" a": {}}, "cannot write the name"),
+    ("qwen3_coder", "f", {"a" * 300: {}}, "cannot write the name"),
+    ("deepseek_v4", "f", {'a"b': {}}, "cannot write the name"),
+    ("deepseek_v4", "f", {"": {}}, "cannot write the name"),
+]
+
+
+@pytest.mark.parametrize(("family", "function", "properties", "message"), REFUSED)
+def test_what_cannot_be_enforced_is_refused_by_name(
+    family: str, function: str, properties: dict[str, Any], message: str
+) -> None:
+    """The parser of the form would not read it back."""
+    tool = {"name": function, "strict": True, "parameters": {"type": "object", "properties": properties}}
+    for write in (forced_calls, strict_calls):
+        with pytest.raises(RequestError, match=message) as caught:
+            write(FAMILIES[family].form, [tool], True, no_special, json_options())
+        assert caught.value.param == "tools"
 
 
 @pytest.mark.parametrize(
-    ("family", "function", "parameter"),
+    ("family", "schema", "message"),
     [
-        ("pythonic", "get-weather", "a"),
-        ("pythonic", "2d", "a"),
-        ("pythonic", "f", "a-b"),
-        ("pythonic", "f", "from"),
-        ("qwen3_coder", "f", "a>b"),
-        ("deepseek_v4", "f", 'a"b'),
+        ("hermes", {"type": "string"}, "arguments are an object"),
+        ("qwen3_coder", {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, "anyOf of all parameters"),
+        ("deepseek_v4", {"required": ["a"], "additionalProperties": False}, "'a' is required"),
     ],
 )
-def test_names_that_a_form_cannot_write_are_refused(family: str, function: str, parameter: str) -> None:
-    """The parser of the form would not read them back."""
-    tool = {"name": function, "parameters": {"type": "object", "properties": {parameter: {"type": "string"}}}}
-    with pytest.raises(RequestError, match="cannot write the name"):
-        forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options())
+def test_parameters_that_are_no_plain_object_are_refused(family: str, schema: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        forced_calls(FAMILIES[family].form, [{"name": "f", "parameters": schema}], True, no_special, json_options())
 
 
-def test_a_text_that_ends_its_parameter_is_refused() -> None:
-    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"enum": ["a</parameter>b"]}}}}
-    with pytest.raises(RequestError, match="a text with </parameter>"):
-        forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options())
+@pytest.mark.parametrize("family", ["qwen3_coder", "pythonic", "deepseek_v4"])
+def test_definitions_stand_with_those_who_refer_to_them(family: str) -> None:
+    shared = {f"d{i}": {"const": i} for i in range(1000)} | {"B": {"$ref": "#/$defs/C"}, "C": {"type": "integer"}}
+    properties: dict[str, Any] = {f"p{i}": {"type": "integer"} for i in range(300)}
+    properties["ref"] = {"$ref": "#/$defs/B"}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties, "$defs": shared}}
+    text = forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options()).text
+    assert len(text) < 100_000 and '"d7"' not in text
+    assert '"B": {' in text and '"C": {' in text
+
+
+def test_the_root_may_be_a_definition(compiler: Compiler) -> None:
+    schema = {"$ref": "#/$defs/F", "$defs": {"F": FIND["parameters"]}}
+    for family in sorted(FAMILIES):
+        tool = {"name": "find", "parameters": schema}
+        grammar = forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options())
+        text = walk(compiler, grammar, random.Random(1))
+        assert text is not None
+        (call,) = read(family, [FIND], text).tool_calls
+        jsonschema.validate(json.loads(call.arguments), FIND["parameters"])

@@ -34,6 +34,8 @@ from tests.api.tool_samples import (
     WEATHER,
 )
 
+BIG = "9" * 4400
+"""More digits than Python converts."""
 CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
     ("hermes", HERMES, "", [WEATHER]),
     ("hermes", f"\n\n{HERMES}", "", [WEATHER]),
@@ -55,6 +57,15 @@ CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
         "",
         [ToolCall("get_weather", '{"days": "three", "where": null}')],
     ),
+    (
+        "qwen3_coder",
+        '<function=get_weather><parameter=where>\n{"a": "</parameter></function>"}\n</parameter></function>',
+        "",
+        [ToolCall("get_weather", '{"where": {"a": "</parameter></function>"}}')],
+    ),
+    ("qwen3_coder", f"<function=get_weather><parameter=days>{BIG}</parameter></function>", "", [
+        ToolCall("get_weather", f'{{"days": {BIG}}}')
+    ]),
     ("llama3_json", PARAMETERS, "", [WEATHER]),
     ("llama3_json", f"<|python_tag|>{PARAMETERS}; {PARAMETERS}", "", [WEATHER, WEATHER]),
     ("llama3_json", f"Sure.\n<|python_tag|>{ARGUMENTS}", "Sure.", [WEATHER]),
@@ -63,6 +74,9 @@ CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [NOW]),
     ("pythonic", "Sure.\n<|python_start|>[ now( ) ]", "Sure.", [NOW]),
     ("pythonic", "[a.b(x=-1, y=[True, null], z={'k': (1.5,)})]", "", [ToolCall("a.b", LITERALS)]),
+    ("pythonic", f"[f(a={BIG}, from=[true,1e999]),]", "", [ToolCall("f", f'{{"a": {BIG}, "from": [true,1e999]}}')]),
+    ("pythonic", '[f(a="\\/", b={"\\"": "\\n"})]', "", [ToolCall("f", '{"a": "\\/", "b": {"\\"": "\\n"}}')]),
+    ("pythonic", "[f(a='1', b=True,)]", "", [ToolCall("f", '{"a": "1", "b": true}')]),
     ("mistral", f"[TOOL_CALLS][{ARGUMENTS}]", "", [WEATHER]),
     ("mistral", f'[TOOL_CALLS] [{ARGUMENTS}, {{"name": "now", "arguments": {{}}, "id": "A3"}}]', "", [WEATHER, NOW]),
     ("mistral", f"Sure.[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}", "Sure.", [WEATHER, NOW]),
@@ -98,6 +112,9 @@ NO_CALLS: list[tuple[str, str]] = [
     ("pythonic", "[now(**x), f(a=b)]"),
     ("pythonic", "[now(a=1)"),
     ("pythonic", "[1, 2]"),
+    ("pythonic", "[now(a=1 b=2)]"),
+    ("pythonic", "[now(a=NaN)]"),
+    ("pythonic", "[now(a=1) now()]"),
     ("pythonic", "[now(a=" + "(" * 300 + "1" + ")" * 300 + ")]"),
     ("mistral", "[TOOL_CALLS] and so on"),
     ("mistral", "[TOOL_CALLS][1]"),
@@ -109,6 +126,11 @@ NO_CALLS: list[tuple[str, str]] = [
 ]
 
 BROKEN: list[tuple[str, str, AssistantMessage]] = [
+    (
+        "qwen3_coder",
+        '<function=get_weather><parameter=where>{"a": "b</parameter><parameter=days>1</parameter></function>',
+        AssistantMessage("", "", [ToolCall("get_weather", '{"where": "{\\"a\\": \\"b", "days": 1}')]),
+    ),
     (
         "hermes",
         HERMES[: HERMES.index('\\" {')],
@@ -154,7 +176,7 @@ def read(family: str, *pieces: str, **options: Any) -> AssistantMessage:
 def test_calls(family: str, text: str, content: str, calls: list[ToolCall]) -> None:
     message = read(family, text)
     assert message == AssistantMessage("", content, calls)
-    assert all(isinstance(json.loads(call.arguments), dict) for call in message.tool_calls)
+    assert all(isinstance(json.loads(call.arguments, parse_int=float), dict) for call in message.tool_calls)
 
 
 @pytest.mark.parametrize(("family", "text"), NO_CALLS)

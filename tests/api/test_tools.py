@@ -13,11 +13,16 @@ from msgspec.structs import replace
 
 from pypto_serving.api.chat.parsers.choose import choose_family
 from pypto_serving.api.chat.template import TemplateEncoder
+from pypto_serving.api.chat.tools import read_tool_use
+from pypto_serving.api.generation.chat_guide import with_chat_guide
+from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.settings import serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli.serve import with_chat
+from pypto_serving.errors import RequestError
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.prepare import model_spec, prepare
+from pypto_serving.types.sampling import SamplingParams
 from tests.api.chat_events import PATH, calls_of, join_events, prompt_of
 from tests.api.checkpoint import write_checkpoint
 from tests.api.running import RunningServer
@@ -26,6 +31,7 @@ from tests.api.templates import HERMES, with_tools
 from tests.api.tool_samples import CODER, HELLO, HERMES_NOW, V3, V31
 from tests.api.tool_samples import NOW_TOOL as NOW
 from tests.api.tool_samples import WEATHER_TOOL as WEATHER
+from tests.simulation import null_config
 
 ARGUMENTS = '{"city": "Paris é", "days": 3}'
 CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
@@ -166,7 +172,8 @@ FORCED: list[tuple[dict[str, Any], list[str], bool]] = [
     ({"tool_choice": "required"}, ["get_weather", "now"], True),
     ({"tool_choice": "required", "parallel_tool_calls": False}, ["get_weather", "now"], False),
     ({"tool_choice": NAMED}, ["now"], False),
-    ({"tool_choice": ALLOWED}, ["now"], False),
+    ({"tool_choice": ALLOWED}, ["now"], True),
+    ({"tool_choice": ALLOWED, "parallel_tool_calls": False}, ["now"], False),
     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, ["get_weather", "now"], True),
 ]
 
@@ -180,8 +187,9 @@ def test_forced_calls_have_a_grammar(
     guide = server.engine.requests[-1].params.guide
     assert guide is not None
     assert guide.grammar is not None
-    assert re.findall(r'named_\d+: "(\w+)', guide.grammar.text) == names
-    assert (")*" in guide.grammar.text.splitlines()[0]) is several
+    start = guide.grammar.text.splitlines()[0]
+    assert list(dict.fromkeys(re.findall(r'\\"name\\": \\"(\w+)', start))) == names
+    assert (")*" in start) is several
 
 
 def test_tools_that_are_not_allowed_are_not_shown(says: Callable[..., RunningServer], tokenizer: Tokenizer) -> None:
@@ -199,7 +207,7 @@ def test_strict_functions_and_formats_beside_tools(says: Callable[..., RunningSe
     guide = server.engine.requests[-1].params.guide
     assert guide is not None
     assert guide.grammar is not None
-    assert 'head[lazy]: TEXT "<tool_call>"' in guide.grammar.text
+    assert '[lazy]: TEXT "<tool_call>"' in guide.grammar.text
     server.post(PATH, request(response_format={"type": "json_object"}))
     guide = server.engine.requests[-1].params.guide
     assert guide is not None
@@ -217,6 +225,38 @@ def test_what_cannot_be_enforced_is_refused(says: Callable[..., RunningServer]) 
     assert "cannot stand beside a choice of tools" in error["message"]
 
 
+def test_structures_that_leave_no_room_for_calls_are_refused(says: Callable[..., RunningServer]) -> None:
+    server = says("x")
+    for structure in (
+        {"guided_regex": "a"},
+        {"guided_choice": ["a"]},
+        {"structured_outputs": {"grammar": 'start: "a"'}},
+    ):
+        error = server.post(PATH, request(**structure)).json()["error"]
+        assert error["param"] in structure and "leaves no room for calls" in error["message"]
+        assert server.post(PATH, request(**structure, tool_choice="none")).status_code == 200
+    tag = {"structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}], "triggers": ["<a>"]}
+    assert server.post(PATH, request(structured_outputs={"structural_tag": tag})).status_code == 200
+    strict = {"type": "function", "function": {**NOW["function"], "strict": True}}  # type: ignore[dict-item]
+    error = server.post(PATH, request(structured_outputs={"structural_tag": tag}, tools=[strict])).json()["error"]
+    assert "in place of strict of now" in error["message"]
+
+
+@pytest.mark.parametrize("template", [template for _, template, _, _ in FAMILIES])
+def test_strict_functions_are_enforced_in_every_form(says: Callable[..., RunningServer], template: str) -> None:
+    server = says("x")
+    strict = {"type": "function", "function": {**NOW["function"], "strict": True}}  # type: ignore[dict-item]
+    assert server.post(PATH, request(template, tools=[strict])).status_code == 200
+    guide = server.engine.requests[-1].params.guide
+    assert guide is not None and guide.grammar is not None
+
+
+def test_strict_functions_without_a_known_form_are_refused() -> None:
+    tools = read_tool_use([{"type": "function", "function": {"name": "now", "strict": True}}], None, None)
+    with pytest.raises(RequestError, match="now is strict, but the form"):
+        with_chat_guide(SamplingParams(), Prompter(null_config(), None, TemplateEncoder(HERMES, {})), None, tools)
+
+
 def test_a_grammar_of_calls_is_bounded(says: Callable[..., RunningServer]) -> None:
     """Definitions that refer to themselves are followed once."""
     refers = {"anyOf": [{"$ref": "#/$defs/A"}] * 60}
@@ -224,10 +264,8 @@ def test_a_grammar_of_calls_is_bounded(says: Callable[..., RunningServer]) -> No
     cyclic = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert says("x").post(PATH, request(tools=[cyclic])).status_code == 200
     names = [f"p{i}" for i in range(400)]
-    schema = {
-        "properties": {name: {"$ref": "#/$defs/n", "type": "number"} for name in names},
-        "$defs": {"n": {"enum": [*range(400)]}},
-    }
+    many = {name: {"$ref": "#/$defs/B"} for name in names}
+    schema = {"properties": many, "$defs": {"A": {}, "B": {"enum": list(range(500))}}}
     large = {"type": "function", "function": {"name": "f", "parameters": schema}}
     coder = "{# <tool_call> <function= #}{{ tools | length }}"
     error = says("x").post(PATH, request(coder, tools=[large], tool_choice="required")).json()["error"]

@@ -22,7 +22,7 @@ from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import checked
 from pypto_serving.types.guide import Grammar, Guide, Reasoning
-from tests.checkpoints import NUM_BYTES, make_checkpoint
+from tests.checkpoints import NUM_BYTES, byte_ids, make_checkpoint
 from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, run_engine
 from tests.e2e.server import Server
 from tests.schemas import SchemaMaker
@@ -130,8 +130,8 @@ BOOLEANS = {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}
 GUIDES = (
     Guide(Grammar("regex", "[a-z]{3,30}(-a forced text-)[0-9]{2}")),
     Guide(Grammar("json_schema", json.dumps(prepare(BOOLEANS, {})))),
-    Guide(Grammar("regex", "[0-9]{4}"), Reasoning((), (10, 11)), 6),
-    Guide(Grammar("lark", 'start: "(" start? ")"'), Reasoning((40,), (41, 42)), 9),
+    Guide(Grammar("regex", "[0-9]{4}"), Reasoning("", "+,", (), (), byte_ids("+,")), 6),
+    Guide(Grammar("lark", 'start: "(" start? ")"'), Reasoning("I", "JK", (), byte_ids("I"), byte_ids("JK")), 9),
 )
 
 

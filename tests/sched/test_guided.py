@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pypto_serving.api.chat.parsers.families import FAMILIES
+from pypto_serving.api.generation.structured import json_options
+from pypto_serving.api.generation.tool_grammar import forced_calls, strict_calls
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.backend.philox import uniforms
@@ -19,19 +22,34 @@ from pypto_serving.types.guide import Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.worker import guides
+from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import RowGuide
-from tests.checkpoints import NUM_BYTES, write_tokenizer
+from tests.checkpoints import NUM_BYTES, byte_ids, write_tokenizer
 from tests.simulation import Simulation, null_config
 
 VOCAB_SIZE = 300
 END = NUM_BYTES + 2
 JSON = '{"type": "object", "properties": {"name": {"enum": ["some long text", "short"]}}, "required": ["name"]}'
+TOOL = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "maxLength": 9}}, "required": ["x"]}}
+
+
+def forced(family: str) -> Grammar:
+    return forced_calls(FAMILIES[family].form, [TOOL], False, lambda text: None, json_options())
+
+
+def strict(family: str) -> Grammar:
+    return strict_calls(FAMILIES[family].form, [{**TOOL, "strict": True}], False, lambda text: None, json_options())
+
+
 GUIDES = (
     Guide(Grammar("json_schema", JSON.replace("}}, ", '}}, "additionalProperties": false, '))),
     Guide(Grammar("regex", "[a-z]{3,30}(-forced-)[0-9]{2}")),
     Guide(Grammar("lark", 'start: "(" start? ")"')),
-    Guide(Grammar("regex", "[0-9]{4}"), Reasoning((), (10, 11)), 6),
-    Guide(None, Reasoning((), (10, 11, 12)), 4),
+    Guide(Grammar("regex", "[0-9]{4}"), Reasoning("", "+,", (), (), byte_ids("+,")), 6),
+    Guide(forced("hermes")),
+    Guide(forced("qwen3_coder"), Reasoning("", "+,", ("<",), (), byte_ids("+,")), 20),
+    Guide(strict("pythonic")),
+    Guide(None, Reasoning("", "+,-", (), (), byte_ids("+,-")), 4),
 )
 SHAPES: dict[str, dict[str, Any]] = {
     "host": {"traits": BackendTraits()},
@@ -62,7 +80,8 @@ def expected(simulation: Simulation, request_id: str, compiler: Compiler) -> lis
     assert params.guide is not None and params.max_tokens is not None
     guide = RowGuide(params.guide, (END,), jumps=params.logprobs is None)
     grammar = params.guide.grammar
-    guide.open(None if grammar is None else compiler.compile(grammar), -(-VOCAB_SIZE // 32))
+    start = None if grammar is None else compiler.compile(grammar)
+    guide.open(start, -(-VOCAB_SIZE // 32), TokenTexts(compiler.tokens))
     guide.advance([])
     while END not in history[len(prompt) :] and len(history) < len(prompt) + params.max_tokens:
         assert guide.fault is None

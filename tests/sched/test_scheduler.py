@@ -14,6 +14,7 @@ from pypto_serving.backend.null.program import NullProgram
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.guide import Grammar, Guide
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tokens import unpack_ids
@@ -392,6 +393,7 @@ def test_log_probabilities_that_the_program_cannot_return_are_refused() -> None:
         {"allowed_token_ids": (3,)},
         {"bad_word_ids": ((3,),)},
         {"min_tokens": 1},
+        {"guide": Guide(Grammar("regex", "a"), field="guide")},
     ],
 )
 def test_changes_of_logits_that_a_device_cannot_make_are_refused(wanted: dict[str, Any]) -> None:

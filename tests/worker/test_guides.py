@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -23,9 +22,9 @@ from pypto_serving.worker import grammars as kept
 from pypto_serving.worker.grammars import Grammars
 from pypto_serving.worker.guides import RowGuides, Told
 from pypto_serving.worker.masks import RowMasks
-from pypto_serving.worker.reasoning import ReasoningState
+from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import RowGuide
-from tests.checkpoints import NUM_BYTES, SPECIAL_TOKENS, write_tokenizer
+from tests.checkpoints import NUM_BYTES, SPECIAL_TOKENS, byte_ids, write_tokenizer
 
 VOCAB_SIZE = 320
 END = NUM_BYTES + 2
@@ -73,8 +72,8 @@ def allowed(guide: RowGuide) -> set[int]:
 
 
 def opened(compiler: Compiler, guide: Guide, jumps: bool = False, output: Sequence[int] = ()) -> RowGuide:
-    made = RowGuide(guide, (END,), jumps)
-    made.open(None if guide.grammar is None else compiler.compile(guide.grammar), compiler.num_words)
+    made, texts = RowGuide(guide, (END,), jumps), TokenTexts(compiler.tokens)
+    made.open(None if guide.grammar is None else compiler.compile(guide.grammar), compiler.num_words, texts)
     made.advance(output)
     return made
 
@@ -90,44 +89,8 @@ def walk(guide: RowGuide, rng: random.Random, most: int = 200) -> list[int]:
     return output
 
 
-def test_reasoning_ends_with_its_first_end() -> None:
-    state = ReasoningState(Reasoning((1, 2), (3, 3, 4)), None)
-    stages = []
-    for token in (1, 2, 1, 3, 3, 3, 4, 3):
-        stages.append(state.stage)
-        state.push(token)
-    assert stages == ["opening"] * 2 + ["reasoning"] * 5 + ["content"]
-
-
-def test_an_output_that_does_not_open_is_content() -> None:
-    for output in ((5,), (1, 5)):
-        state = ReasoningState(Reasoning((1, 2), (3,)), 0)
-        for token in output:
-            assert state.forced() == ()
-            state.push(token)
-        assert state.stage == "content" and state.forced() == ()
-
-
-@pytest.mark.parametrize("end", [(7,), (7, 8), (7, 7, 8), (7, 8, 7, 9), (7, 8, 9, 7, 8, 7)])
-@pytest.mark.parametrize("most", [0, 1, 4])
-def test_a_budget_forces_what_is_missing_of_the_end(end: tuple[int, ...], most: int) -> None:
-    """One token at a time or all at once, for every way to reason."""
-    for thoughts in itertools.product((5, 7, 8), repeat=most):
-        one, all_at_once = (ReasoningState(Reasoning((), end), most) for _ in range(2))
-        output: list[int] = []
-        for token in thoughts:
-            if one.stage == "reasoning":
-                assert one.forced() == ()
-                one.push(token)
-                all_at_once.push(token)
-                output.append(token)
-        for token in all_at_once.forced():
-            all_at_once.push(token)
-        while one.stage == "reasoning":
-            output.append(one.forced()[0])
-            one.push(output[-1])
-        assert all_at_once.stage == "content"
-        assert tuple(output[-len(end) :]) == end and len(output) <= most + len(end)
+def reasoning(begin: str, end: str, *calls: str) -> Reasoning:
+    return Reasoning(begin, end, calls, byte_ids(begin), byte_ids(end))
 
 
 GUIDES = {
@@ -135,9 +98,9 @@ GUIDES = {
     "regex": Guide(Grammar("regex", "[ab]{2,5}(xyz|xyw)")),
     "lark": Guide(Grammar("lark", 'start: "a" start? "b"')),
     "token": Guide(Grammar("lark", f'start: "a" <[{NUM_BYTES}]> "b" {SPECIAL_TOKENS[0]}')),
-    "after": Guide(Grammar("regex", "[0-9]{2}"), Reasoning((), (65, 66)), 5),
-    "maybe after": Guide(Grammar("regex", "[0-9a]{3}"), Reasoning((65, 65), (66,)), 5),
-    "budget": Guide(None, Reasoning((), (65, 66)), 3),
+    "after": Guide(Grammar("regex", "[0-9]{2}"), reasoning("", "bc"), 5),
+    "maybe after": Guide(Grammar("regex", "[0-9a]{3}"), reasoning("bb", "c"), 5),
+    "budget": Guide(None, reasoning("", "bc"), 3),
 }
 
 
@@ -201,9 +164,25 @@ def test_an_output_may_open_with_reasoning_or_begin_at_once(compiler: Compiler, 
     assert allowed(guide) == digits
 
 
+def test_a_call_ends_the_reasoning_and_begins_the_content(compiler: Compiler, code: Bytes) -> None:
+    marks = reasoning("", "bc", "<c>")
+    guide = opened(compiler, Guide(Grammar("lark", 'start: "<c>" "fg"? "x"'), marks), output=code.ids("zz<c>"))
+    assert guide.fault is None and allowed(guide) == set(code.ids("fx"))
+    guide = opened(compiler, Guide(Grammar("lark", 'start: "(c)"'), marks), output=code.ids("zz<c>"))
+    assert guide.fault is not None and guide.fault.status == 400
+
+
+def test_content_begins_with_a_token(compiler: Compiler, code: Bytes) -> None:
+    guide, texts = RowGuide(GUIDES["after"], (END,), False), TokenTexts([*compiler.tokens[:-1], b"c\n"])
+    assert guide.guide.grammar is not None
+    guide.open(compiler.compile(guide.guide.grammar), compiler.num_words, texts)
+    guide.advance(code.ids("b"))
+    assert allowed(guide) == set(range(VOCAB_SIZE - 1)) - {END}
+
+
 def test_a_guide_without_a_grammar_ends(compiler: Compiler) -> None:
     guide = opened(compiler, GUIDES["budget"], jumps=True, output=[5, 5, 65])
-    assert guide.forced == (66,) and not guide.is_done
+    assert guide.forced == byte_ids("c") and not guide.is_done
     guide.advance(guide.forced)
     assert guide.is_done and guide.mask is None and guide.forced == ()
 
@@ -252,8 +231,9 @@ def test_rows_wait_for_their_grammar_and_hold_up_nobody(model: Path, code: Bytes
     masks = RowMasks(4, VOCAB_SIZE)
     guides = RowGuides(Grammars(str(model), VOCAB_SIZE), masks)
     assert guides.tell(np.array([0, 1], np.int32)) is None
+    guides._grammars.texts((END,))
     held = guides._grammars._preparing
-    with held:  # the tokenizer is being prepared
+    with held:  # a tokenizer is being prepared
         guides.start(1, row_sampling(GUIDES["regex"]), [])
         guides.start(2, row_sampling(GUIDES["budget"]), [])
         told = guides.tell(np.array([0, 1], np.int32))

@@ -40,7 +40,7 @@ def read_tool_use(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolUs
     """Read OpenAI's `tools` and `tool_choice`. Raises RequestError that names the place."""
     functions = read_tools(tools, "tools")
     names = check_names(functions, "tools")
-    mode, allowed = _read_choice(tool_choice)
+    mode, allowed, is_named = _read_choice(tool_choice)
     for place, name in allowed.items():
         if name not in names:
             refuse(place, f"is {brief(name)}, but the names in tools are {brief(names) if names else 'none'}")
@@ -51,17 +51,17 @@ def read_tool_use(tools: Any, tool_choice: Any, parallel: bool | None) -> ToolUs
     chosen = tuple(dict.fromkeys(allowed.values()))
     if mode == "auto":
         return ToolUse([f for f in functions if not chosen or f["name"] in chosen], (), parallel is not False)
-    return ToolUse(functions, chosen or tuple(names), parallel is not False and isinstance(tool_choice, str))
+    return ToolUse(functions, chosen or tuple(names), parallel is not False and not is_named)
 
 
-def _read_choice(choice: Any) -> tuple[str, dict[str, str]]:
-    """Return the mode, and the names that the choice lists, by their place."""
+def _read_choice(choice: Any) -> tuple[str, dict[str, str], bool]:
+    """Return the mode, the names that the choice lists, by their place, and whether it is one function's name."""
     if choice is None or (isinstance(choice, str) and choice in MODES):
-        return choice or "auto", {}
+        return choice or "auto", {}, False
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "function":
         where = "tool_choice.function"
-        return "required", {f"{where}.name": _name(choice.get("function"), where)}
+        return "required", {f"{where}.name": _name(choice.get("function"), where)}, True
     listed = choice.get("allowed_tools") if kind == "allowed_tools" else None
     if (
         isinstance(listed, dict)
@@ -76,7 +76,7 @@ def _read_choice(choice: Any) -> tuple[str, dict[str, str]]:
         }
         if not 0 < len(names) <= MAX_TOOLS:
             refuse(where, f"has {len(listed['tools'])} tools, but must have between 1 and {MAX_TOOLS}")
-        return str(listed["mode"]), names
+        return str(listed["mode"]), names, False
     forms = f"{', '.join(map(repr, MODES))}, {_FORM}, or an object of type 'allowed_tools' with mode and tools"
     refuse("tool_choice", f"is {brief(choice)}, but must be one of {forms}")
 

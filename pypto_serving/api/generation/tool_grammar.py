@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import keyword
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pypto_serving.api.chat.parsers.families import CallForm
 from pypto_serving.api.chat.tools import refuse, types_of
-from pypto_serving.api.generation.json_schema import SchemaError, prepare
-from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Grammar
+from pypto_serving.api.generation.grammar_text import GrammarText, SpecialId, regex, without
+from pypto_serving.api.generation.json_schema import SchemaError
+from pypto_serving.api.generation.tool_arguments import ARGUMENTS, FUNCTION_NAME
+from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
 
 Function = Mapping[str, Any]
-SpecialId = Callable[[str], int | None]
-"""Returns the id of a text that is a special token; None for others."""
-_ANY_TEXT = "TEXT: /(.|\\n)*/"
-_ASSERTIONS = ("pattern", "minLength", "maxLength")
 
 
 def forced_calls(
@@ -28,29 +23,20 @@ def forced_calls(
 
     `options` are llguidance's for JSON. Raises RequestError that names the tool whose schema cannot be enforced.
     """
-    writer = _Writer(form, special_id, options)
-    return Grammar("lark", writer.write(functions, [f"start: {writer.block(functions, one)}"]))
+    writer = _Writer(form, functions, special_id, options)
+    return writer.grammar(f"start: {writer.calls(one)}")
 
 
 def strict_calls(
     form: CallForm, functions: Sequence[Function], one: bool, special_id: SpecialId, options: Mapping[str, Any]
-) -> Grammar | None:
+) -> Grammar:
     """Return the grammar of free text in which calls follow the schemas of strict functions.
 
-    None if the family has no mark that tells calls from text. Raises like `forced_calls`.
+    Wherever the parser of the form would begin to read a call, one must follow. Raises like `forced_calls`.
     """
-    hidden = [mark for mark in form.marks if mark in form.mark and mark != form.mark and special_id(mark) is not None]
-    if not form.mark or hidden:
-        return None
-    writer = _Writer(form, special_id, options)
-    rest = writer.block(functions, one, without_mark=True)
-    token_id = special_id(form.mark)
-    beginning = f"TEXT <[{token_id}]>" if token_id is not None else "head"
-    rules = [f"start: (block){'?' if one else '*'} TEXT\nblock: {beginning} {rest}"]
-    if token_id is None:
-        rules.append(f"head[lazy]: TEXT {json.dumps(form.mark)}")
     loose = [f if f.get("strict") else {"name": f["name"], "parameters": {"type": "object"}} for f in functions]
-    return Grammar("lark", writer.write(loose, rules))
+    writer = _Writer(form, loose, special_id, options)
+    return writer.grammar(*(writer.opened(one) if form.opens else writer.marked(one)))
 
 
 def either(calls: Grammar, content_schema: str) -> Grammar:
@@ -59,130 +45,78 @@ def either(calls: Grammar, content_schema: str) -> Grammar:
 
 
 class _Writer:
-    """Write rules for the calls of one request."""
+    """Write rules for the calls of one request. Raises RequestError that names the tool at fault."""
 
-    def __init__(self, form: CallForm, special_id: SpecialId, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, form: CallForm, functions: Sequence[Function], special_id: SpecialId, options: Mapping[str, Any]
+    ) -> None:
         self._form = form
-        self._special_id = special_id
-        self._options = options
-        self._rules: list[str] = []
-
-    def write(self, functions: Sequence[Function], rules: Sequence[str]) -> str:
-        for i, function in enumerate(functions):
+        self._rules = GrammarText(form.marks, special_id, options)
+        self._calls: list[tuple[str, str]] = []
+        for function in functions:
             try:
-                self._add_call(i, function)
-                if (size := sum(map(len, self._rules))) > MAX_GRAMMAR_CHARS:
-                    raise SchemaError(f"they make {size} characters of grammar, but may make {MAX_GRAMMAR_CHARS}")
+                self._calls.append(self._call(function))
             except (SchemaError, RecursionError) as error:
                 refuse("tools", f"cannot be enforced: the parameters of {function['name']}: {error}")
-        return "\n".join([*rules, _ANY_TEXT, *self._rules])
 
-    def block(self, functions: Sequence[Function], one: bool, without_mark: bool = False) -> str:
-        """Return what stands for all calls of an output, with what is around and between them."""
+    def grammar(self, *rules: str) -> Grammar:
+        """Return the grammar that begins with `rules`."""
+        return Grammar("lark", "\n".join([*rules, str(self._rules)]))
+
+    def calls(self, one: bool) -> str:
+        """Write all calls of an output, with what is around and between them."""
         form = self._form
-        calls = "(" + " | ".join(f"call_{i}" for i in range(len(functions))) + ")"
         begin, end = ("", "") if one and form.alone else (form.begin, form.end)
-        first = [self._text(begin), calls] if not without_mark else [self._after_mark(functions)]
-        more = [] if one or without_mark else [f"({self._text(form.between)} {calls})*"]
-        return " ".join(filter(None, [*first, *more, self._text(end)]))
+        return _joined(self._behind(begin + form.head, one), self._rules.text(end))
 
-    def _after_mark(self, functions: Sequence[Function]) -> str:
-        rest = self._text((self._form.begin + self._form.head).removeprefix(self._form.mark))
-        return f"{rest} (" + " | ".join(f"named_{i}" for i in range(len(functions))) + ")"
+    def marked(self, one: bool) -> list[str]:
+        """Write free text in which a mark begins calls."""
+        form, rules = self._form, self._rules
+        head = (form.begin + form.head).removeprefix(form.mark)
+        block = _joined(rules.until(form.mark), self._behind(head, one or not form.end), rules.text(form.end))
+        return [f"start: block{'?' if one else '*'} TEXT", f"block: {block}"]
 
-    def _add_call(self, i: int, function: Function) -> None:
-        form, schema = self._form, function.get("parameters") or {"type": "object", "additionalProperties": False}
-        _check_names(form, [function["name"], *(name for name, *_ in _properties(schema))])
-        arguments = _ARGUMENTS[form.arguments](self, i, schema, bool(function.get("strict")))
-        named = f"named_{i}: {self._text(function['name'] + form.middle)} {arguments} {self._text(form.tail)}"
-        self._rules += [f"call_{i}: {self._text(form.head)} named_{i}", named]
+    def opened(self, one: bool) -> list[str]:
+        """Write calls at the beginning, or free text that does not begin like one; behind marks there are calls, too.
 
-    def json_arguments(self, i: int, schema: Mapping[str, Any], strict: bool) -> str:
-        return self._json(schema if "type" in schema or "$ref" in schema else {"type": "object", **schema})
+        A mark that is no special token cannot be followed to its calls, so it does not stand in the text.
+        """
+        form, rules = self._form, self._rules
+        first = [self.calls(one), *(_joined(rules.text(a), self.calls(one), rules.text(b)) for a, b in form.fences)]
+        _, token_id, _ = rules.split(form.mark)
+        unmarked = without(form.mark) if form.mark and token_id is None else ""
+        rest = rules.terminal(" & ".join(filter(None, ["TEXT", unmarked])))
+        free = rules.terminal(f"{rest} & ~{regex(form.opens + '(?s:.*)')}")
+        marked = ""
+        if token_id is not None:
+            close = rules.text(form.close)
+            block = _joined(f"<[{token_id}]>", self.calls(one), f"({close})?" if close else "", rest)
+            marked = f"({block}){'?' if one else '*'}"
+        calls = rules.new(f"({' | '.join(first)}) {rest}")
+        if one:
+            return [f"start: {calls} | {_joined(free, marked)}"]
+        return [f"start: {_joined(f'({calls} | {free})', marked)}"]
 
-    def python_arguments(self, i: int, schema: Mapping[str, Any], strict: bool) -> str:
-        """Write `a=1, b="x"`: required ones first, and any of the others behind them."""
-        parts = [(self._text(f"{name}=") + " " + self._json(one), needed) for name, one, needed in _properties(schema)]
-        needed, others = [part for part, must in parts if must], [part for part, must in parts if not must]
-        comma = self._text(", ")
-        if needed or not others:
-            return f" {comma} ".join(needed) + "".join(f" ({comma} {part})?" for part in others)
-        tails = ["".join(f" ({comma} {part})?" for part in others[k + 1 :]) for k in range(len(others))]
-        return "(" + " | ".join(part + tail for part, tail in zip(others, tails, strict=True)) + ")?"
+    def _behind(self, head: str, one: bool) -> str:
+        """Write a call behind `head`, and maybe more calls."""
+        first, form = self._any_call(head), self._form
+        return first if one else f"{first} ({self._any_call(form.between + form.head)})*"
 
-    def xml_arguments(self, i: int, schema: Mapping[str, Any], strict: bool) -> str:
-        parts = []
-        for name, one, needed in _properties(schema):
-            part = f"{self._text(f'<parameter={name}>')} {self._xml_value(i, one, strict)}"
-            parts.append(part if needed else f"({part})?")
-        return " ".join(parts)
+    def _any_call(self, head: str) -> str:
+        """Write a call of any function. What tells it from text is one terminal: a shorter one would lose to text."""
+        return "(" + " | ".join(_joined(self._rules.text(head + name), rest) for name, rest in self._calls) + ")"
 
-    def _xml_value(self, i: int, schema: Mapping[str, Any], strict: bool) -> str:
-        end = self._text("\n</parameter>\n")
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-            if any("</parameter>" in value for value in values):
-                raise SchemaError("a text with </parameter> cannot stand in this model's form of calls")
-            return f"{self._text(chr(10))} ({' | '.join(map(self._text, values))}) {end}"
-        kinds = types_of(schema, schema)
-        if kinds and "string" not in kinds:
-            return f"{self._text(chr(10))} {self._json(schema)} {end}"
-        if strict and (lost := [word for word in _ASSERTIONS if word in schema]):
-            raise SchemaError(f"{lost[0]} of a text is not supported in this model's form of calls")
-        rule = f"text_{len(self._rules)}"
-        self._rules.append(f'{rule}[lazy]: TEXT "</parameter>"')
-        return f"{rule} {self._text(chr(10))}"
-
-    def dsml_arguments(self, i: int, schema: Mapping[str, Any], strict: bool) -> str:
-        parts = []
-        for name, one, needed in _properties(schema):
-            opening = self._text(f'<｜DSML｜parameter name="{name}" string="false">')
-            part = f"{opening} {self._json(one)} {self._text('</｜DSML｜parameter>' + chr(10))}"
-            parts.append(part if needed else f"({part})?")
-        return " ".join(parts)
-
-    def _json(self, schema: Mapping[str, Any]) -> str:
-        """Write JSON of a schema, without properties that it does not name, which models would add without end."""
-        return "%json " + json.dumps(prepare(schema, self._options, close_objects=True, keep_free=True))
-
-    def _text(self, text: str) -> str:
-        """Write a text, in which special tokens stand for themselves."""
-        for mark in self._form.marks:
-            if mark in text and (token_id := self._special_id(mark)) is not None:
-                before, _, after = text.partition(mark)
-                return " ".join(filter(None, [self._text(before), f"<[{token_id}]>", self._text(after)]))
-        return json.dumps(text) if text else ""
-
-
-_ARGUMENTS: Mapping[str, Callable[[_Writer, int, Mapping[str, Any], bool], str]] = {
-    "json": _Writer.json_arguments,
-    "python": _Writer.python_arguments,
-    "xml": _Writer.xml_arguments,
-    "dsml": _Writer.dsml_arguments,
-}
-
-
-_CAN_WRITE: Mapping[str, Callable[[str], bool]] = {
-    "json": lambda name: True,
-    "python": lambda name: name.isidentifier() and not keyword.iskeyword(name),
-    "xml": lambda name: re.fullmatch(r"[^<>\n]+", name) is not None,
-    "dsml": lambda name: re.fullmatch(r'[^"<\n]+', name) is not None,
-}
-"""Which names of functions and parameters each form of arguments can write so that its parser reads them."""
-
-
-def _check_names(form: CallForm, names: Sequence[str]) -> None:
-    for name in names:
-        if not _CAN_WRITE[form.arguments](name):
+    def _call(self, function: Function) -> tuple[str, str]:
+        """Return the name of a call with what follows it, and the rule of the rest."""
+        form, name = self._form, function["name"]
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        if not FUNCTION_NAME[form.arguments](name):
             raise SchemaError(f"this model's form of calls cannot write the name {brief(name)}")
+        if (kinds := types_of(schema, schema)) and "object" not in kinds:
+            raise SchemaError(f"#/type is {kinds[0]}, but arguments are an object")
+        arguments = ARGUMENTS[form.arguments](self._rules, schema, bool(function.get("strict")))
+        return name + form.middle, self._rules.new(_joined(arguments, self._rules.text(form.tail)) or '""')
 
 
-def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """Return name, schema and whether it is required of each property; shared definitions stay with each."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    properties, required = schema.get("properties"), schema.get("required")
-    found = properties if isinstance(properties, Mapping) else {}
-    needed = required if isinstance(required, list) else []
-    return [
-        (name, {**shared, **one} if isinstance(one, Mapping) else {}, name in needed) for name, one in found.items()
-    ]
+def _joined(*parts: str) -> str:
+    return " ".join(filter(None, parts))

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from pypto_serving.api.chat.dsml import CALLS_END, CALLS_START, INVOKE_END, MARK, PARAMETER_END, to_json
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, seek
+from pypto_serving.api.chat.parsers.json_calls import end_of_value, is_json, read_head
+from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, find, meets, past_space, seek
 
-_PARAMETER = re.compile(
-    rf'<{MARK}parameter name="([^"]*)" string="(true|false)">(.*?){PARAMETER_END}',
-    re.DOTALL,
-)
-_INVOKE = re.compile(
-    rf'\s*<{MARK}invoke name="([^"]*)">\s*+'
-    rf'((?:<{MARK}parameter name="[^"]*" string="(?:true|false)">(?>.*?{PARAMETER_END})\s*+)*+)'
-    rf"{INVOKE_END}",
-    re.DOTALL,
-)
-"""Possessive quantifiers, so that no text makes it backtrack."""
-_BLOCK_END = re.compile(rf"\s*{CALLS_END}")
-_ANY_END = re.compile(rf"{INVOKE_END}|{CALLS_END}")
+MAX_HEAD = 512
+"""Characters of a tag with a name."""
+NAME = re.compile(r'[^"<>]+')
+_INVOKE = re.compile(rf'<{MARK}invoke name="({NAME.pattern})">')
+_PARAMETER = re.compile(rf'<{MARK}parameter name="({NAME.pattern})" string="(true|false)">')
 _STARTS = (f"\n\n{CALLS_START}", CALLS_START)
 """A gap before a block of calls belongs to it."""
-_OVERLAP = max(len(INVOKE_END), len(CALLS_END)) - 1
 
 
 def read(tape: Tape, tools: Tools) -> Steps[None]:
@@ -38,38 +29,48 @@ def read(tape: Tape, tools: Tools) -> Steps[None]:
 
 
 def _read_block(tape: Tape, at: int) -> Steps[bool]:
-    """Read the calls at `at` up to the end of their block; tell whether the output has gone so far."""
-    searched = at
+    """Read the calls at `at` up to the end of their block; tell whether there was an end."""
+    while call := (yield from _read_call(tape, at)):
+        name, arguments, end = call
+        tape.call(name)
+        tape.arguments(arguments)
+        tape.drop(end)
+        at = 0
+    at_end = yield from past_space(tape, at)
+    if (yield from meets(tape, at_end, CALLS_END)):
+        tape.drop(at_end + len(CALLS_END))
+        return True
+    if at == 0 and at_end == len(tape.text):
+        tape.drop(at_end)
+    return False
+
+
+def _read_call(tape: Tape, at: int) -> Steps[tuple[str, str, int] | None]:
+    """Return name, arguments and end of the call at `at`; None if there is none. Consume nothing.
+
+    Of a repeated parameter the last counts.
+    """
+    at = yield from past_space(tape, at)
+    call = yield from read_head(tape, at, _INVOKE, ">", MAX_HEAD)
+    if call is None:
+        return None
+    at, values = call.end(), {}
     while True:
-        if (end := _ANY_END.search(tape.text, searched)) is None:
-            if tape.ended:
-                tape.drop(0 if at or tape.text.strip() else len(tape.text))
-                return False
-            searched = max(searched, len(tape.text) - _OVERLAP)
-            yield
-        elif call := _INVOKE.match(tape.text, at):
-            tape.call(call[1])
-            tape.arguments(_read_arguments(call[2]))
-            tape.drop(call.end())
-            at = searched = 0
-        elif block := _BLOCK_END.match(tape.text, at):
-            tape.drop(block.end())
-            return True
+        at = yield from past_space(tape, at)
+        head = yield from read_head(tape, at, _PARAMETER, ">", MAX_HEAD)
+        if head is None:
+            break
+        begin, is_text = head.end(), head[2] == "true"
+        if is_text:
+            end = yield from find(tape, PARAMETER_END, begin)
         else:
-            searched = end.end()
-
-
-def _read_arguments(parameters: str) -> str:
-    """Make the JSON object of a call's parameters; of a repeated one the last counts."""
-    values = {}
-    for name, is_string, value in _PARAMETER.findall(parameters):
-        values[name] = to_json(value) if is_string == "true" or not _is_json(value) else value
-    return "{" + ", ".join(f"{to_json(name)}: {value}" for name, value in values.items()) + "}"
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+            end = yield from end_of_value(tape, PARAMETER_END, begin, '{["')
+        if end < 0:
+            return None
+        value = tape.text[begin:end]
+        values[head[1]] = to_json(value) if is_text or not is_json(value) else value
+        at = end + len(PARAMETER_END)
+    if not (yield from meets(tape, at, INVOKE_END)):
+        return None
+    arguments = ", ".join(f"{to_json(name)}: {value}" for name, value in values.items())
+    return call[1], f"{{{arguments}}}", at + len(INVOKE_END)

@@ -17,6 +17,7 @@ from pypto_serving.api.chat.parsers import (
     pythonic,
     qwen3_coder,
 )
+from pypto_serving.api.chat.parsers.json_calls import FIRST_KEY
 from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools
 
 Read = Callable[[Tape, Tools], Steps[None]]
@@ -28,7 +29,9 @@ class CallForm:
 
     - A call is `head`, the name, `middle`, the arguments, `tail`.
     - `alone`: a single call needs neither `begin` nor `end`.
-    - `mark`: begins calls that stand in text; "" if nothing does.
+    - `mark`: begins calls that stand in text; "" if nothing does. `close` may stand behind them.
+    - `opens`: what an output begins with that is read as a call without a mark, as a regular expression; "" if there
+      is no such thing. `fences` may stand around calls there.
     - `marks`: the parts of all these texts that are special tokens in some tokenizers.
     """
 
@@ -41,6 +44,9 @@ class CallForm:
     arguments: Literal["json", "python", "xml", "dsml"] = "json"
     alone: bool = False
     mark: str = ""
+    close: str = ""
+    opens: str = ""
+    fences: tuple[tuple[str, str], ...] = ()
     marks: tuple[str, ...] = ()
 
 
@@ -83,10 +89,13 @@ _QWEN3_CODER = CallForm(
     mark=qwen3_coder.START,
     marks=(qwen3_coder.START, qwen3_coder.END),
 )
-_LLAMA3_JSON = CallForm(head=_NAME, middle='", "parameters": ', tail="}", between="; ", marks=(llama3_json.TAG,))
+_LLAMA3_JSON = CallForm(
+    head=_NAME, middle='", "parameters": ', tail="}", between="; ",
+    mark=llama3_json.TAG, opens=rf"\s*{FIRST_KEY}", marks=(llama3_json.TAG,),
+)  # fmt: skip
 _PYTHONIC = CallForm(
     head="", middle="(", tail=")", begin="[", between=", ", end="]", arguments="python",
-    marks=(pythonic.START, pythonic.END),
+    mark=pythonic.START, close=pythonic.END, opens=rf"\s*{pythonic.OPENING}", marks=(pythonic.START, pythonic.END),
 )  # fmt: skip
 _MISTRAL_MARKS = (mistral.MARK, mistral.ARGS, mistral.CALL_ID)
 _MISTRAL = CallForm(
@@ -130,7 +139,11 @@ _DEEPSEEK_V4 = CallForm(
     mark=CALLS_START,
     marks=(MARK,),
 )
-_JSON = CallForm(head=_NAME, middle=_ARGUMENTS, tail="}", begin="[", between=", ", end="]", alone=True)
+_JSON = CallForm(
+    head=_NAME, middle=_ARGUMENTS, tail="}", begin="[", between=", ", end="]", alone=True,
+    opens=rf"\s*(?:{json_text.FENCE}\s*)?(?:\[\s*)?{FIRST_KEY}",
+    fences=((f"{json_text.FENCE}\n", f"\n{json_text.FENCE_END}"),),
+)  # fmt: skip
 
 FAMILIES: Mapping[str, Family] = {
     "hermes": Family(hermes.read, _HERMES),

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 from pypto_serving.api.chat.parsers.scan import BracketScan
-from pypto_serving.api.chat.parsers.tape import Steps, Tape, past_space, to_json
+from pypto_serving.api.chat.parsers.tape import Steps, Tape, find, meets, past_space, to_json
 
 MAX_HEAD, MAX_TAIL = 4096, 256
 """Characters of a call before and after its arguments."""
@@ -21,6 +21,8 @@ _HEAD = re.compile(
 _TAIL = re.compile(rf"(?:\s*,\s*{_BESIDE})*\s*\}}")
 _FIRST_KEY = re.compile(rf"\{{\s*(?:{_STRING}|[^\s\"])")
 _KEYS = {"name", "id", "type", *_ARGUMENTS}
+FIRST_KEY = rf'\{{\s*"(?:(?:{"|".join(sorted(_KEYS))})"|[^"]*\\)'
+"""What a call begins with; a key with an escape may be any."""
 
 Names = Collection[str] | None
 """The tools that a call may name; None for any."""
@@ -93,16 +95,50 @@ def read_head(tape: Tape, at: int, pattern: re.Pattern[str], until: str, most: i
     return pattern.match(tape.text, at, at + most)
 
 
-def load_json(text: str) -> Any:
-    """Return the value of a JSON text; None if it is none."""
+def end_of_value(tape: Tape, mark: str, at: int, opens: str) -> Steps[int]:
+    """Return where `mark` ends the value at `at`; -1 if nowhere.
+
+    JSON that begins with one of the characters `opens` may hold the mark in its strings; other text may not.
+    """
+    begin = yield from past_space(tape, at)
+    if begin < len(tape.text) and tape.text[begin] in opens:
+        scan = BracketScan(begin)
+        while not scan.advance(tape.text) and not tape.ended:
+            yield
+        if scan.done and is_json(tape.text[begin : scan.at]):
+            end = yield from past_space(tape, scan.at)
+            if (yield from meets(tape, end, mark)):
+                return end
+    return (yield from find(tape, mark, at))
+
+
+def is_json(text: str) -> bool:
+    """Tell whether a text is JSON."""
+    return json_type(text) is not None
+
+
+def json_type(text: str) -> type | None:
+    """Return the type of a JSON text's value; None if it is none. Numbers may have any number of digits."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return type(_TYPES.decode(text))
     except (ValueError, RecursionError):
         return None
 
 
-def _refuse(constant: str) -> NoReturn:
+def load_json(text: str) -> Any:
+    """Return the value of a JSON text; None if it is none."""
+    try:
+        return json.loads(text, parse_constant=refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+
+
+def refuse_constant(constant: str) -> NoReturn:
+    """Raise ValueError for what Python takes for a number, but JSON does not."""
     raise ValueError(f"{constant} is not JSON")
+
+
+_TYPES = json.JSONDecoder(parse_int=lambda digits: 0, parse_constant=refuse_constant)
 
 
 def _may_begin(text: str, at: int) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from typing import Any
 
+from pypto_serving.api.chat.parsers.json_calls import refuse_constant
 from pypto_serving.api.chat.parsers.scan import BracketScan
 from pypto_serving.api.chat.parsers.tape import (
     Steps,
@@ -21,9 +23,14 @@ from pypto_serving.api.chat.parsers.tape import (
 
 START, END = "<|python_start|>", "<|python_end|>"
 _STARTS = with_gaps(START)
-_OPENING = re.compile(r"\[\s*[^\W\d][\w.]*\(")
+OPENING = r"\[\s*[^\W\d][\w.]*\("
+_OPENING = re.compile(OPENING)
 _BEGINNING = re.compile(r"\[\s*(?:[^\W\d][\w.]*)?")
 _MAX_NAME = 256
+_CALL = re.compile(r"\s*([^\W\d][\w.]*)\(\s*")
+_KEY = re.compile(r"([^\W\d]\w*)\s*=\s*")
+_NEXT = {end: re.compile(rf"\s*(?:,\s*|(?={re.escape(end)}))") for end in ")]"}
+_DECODER = json.JSONDecoder(parse_int=lambda digits: 0, parse_constant=refuse_constant)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -53,7 +60,8 @@ def _read_list(tape: Tape, at: int) -> Steps[bool]:
         if tape.ended:
             return False
         yield
-    calls = _parse(tape.text[at : scan.at])
+    text = tape.text[at : scan.at]
+    calls = _parse_json(text) or _parse_python(text)
     for name, arguments in calls:
         tape.call(name)
         tape.arguments(arguments)
@@ -62,7 +70,34 @@ def _read_list(tape: Tape, at: int) -> Steps[bool]:
     return bool(calls)
 
 
-def _parse(text: str) -> list[tuple[str, str]]:
+def _parse_json(text: str) -> list[tuple[str, str]]:
+    """Return like `_parse_python` the calls of a text whose values are all JSON, which stay as they are."""
+    calls, at = [], 1
+    while not text.startswith("]", at):
+        call = _CALL.match(text, at)
+        if call is None:
+            return []
+        at, values = call.end(), {}
+        while not text.startswith(")", at):
+            key = _KEY.match(text, at)
+            if key is None:
+                return []
+            try:
+                end = _DECODER.raw_decode(text, key.end())[1]
+            except (ValueError, RecursionError):
+                return []
+            values[key[1]] = text[key.end() : end]
+            if (after := _NEXT[")"].match(text, end)) is None:
+                return []
+            at = after.end()
+        calls.append((call[1], "{" + ", ".join(f"{to_json(key)}: {value}" for key, value in values.items()) + "}"))
+        if (after := _NEXT["]"].match(text, at + 1)) is None:
+            return []
+        at = after.end()
+    return calls
+
+
+def _parse_python(text: str) -> list[tuple[str, str]]:
     """Return the name and the JSON arguments of each call; [] if the text is no list of calls with literal values."""
     try:
         listed = ast.parse(text, mode="eval").body

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from pypto_serving.api.chat.parsers.json_calls import load_json, read_head
+from pypto_serving.api.chat.parsers.json_calls import end_of_value, json_type, read_head
 from pypto_serving.api.chat.parsers.tape import (
     Steps,
     Tape,
@@ -29,7 +29,8 @@ BEGINNING = f"{START}\n{FUNCTION}"
 """Ends the reasoning, too: some models call from within it."""
 _STARTS = (*with_gaps(START), *with_gaps(FUNCTION))
 _VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END)
-_NAME = re.compile(r"([^\s<>][^<>\n]*)>")
+NAME = re.compile(r"[^\s<>][^<>\n]{0,250}")
+_NAME = re.compile(rf"({NAME.pattern})>")
 _MAX_NAME = 256
 
 
@@ -79,24 +80,25 @@ def _read_value(tape: Tape, types: Sequence[str]) -> Steps[None]:
             tape.drop(len(mark))
             tape.arguments('"')
         return
-    while (end := tape.text.find(PARAMETER_END)) < 0 and not tape.ended:
-        yield
+    opens = "{" * ("object" in types) + "[" * ("array" in types)
+    end = yield from end_of_value(tape, PARAMETER_END, 0, opens)
     if end < 0:
         tape.argue(len(tape.text))
         return
-    tape.arguments(_as_json(tape.text[:end].removesuffix("\n"), types))
+    tape.arguments(as_json(tape.text[:end].removesuffix("\n"), types))
     tape.drop(end + len(PARAMETER_END))
 
 
-def _as_json(text: str, types: Sequence[str]) -> str:
+def as_json(text: str, types: Sequence[str]) -> str:
     """Write the value of a parameter that may have any of `types`; text if it has none of them."""
     word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())
-    kinds = _KINDS.get(type(load_json(word)), ()) if word != "null" else ("null",)
+    kinds = _KINDS.get(json_type(word), ())
     fits = any(kind in types for kind in kinds) or (word == "null" and "string" not in types)
     return word if fits else to_json(text)
 
 
-_KINDS: Mapping[type, tuple[str, ...]] = {
+_KINDS: Mapping[type | None, tuple[str, ...]] = {
+    type(None): ("null",),
     bool: ("boolean",),
     int: ("integer", "number"),
     float: ("number", "integer"),

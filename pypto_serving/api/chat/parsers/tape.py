@@ -166,6 +166,14 @@ def meets(tape: Tape, at: int, mark: str) -> Steps[bool]:
     return tape.text.startswith(mark, at)
 
 
+def find(tape: Tape, mark: str, at: int = 0) -> Steps[int]:
+    """Return where `mark` begins, from `at` on; -1 if nowhere."""
+    while (found := tape.text.find(mark, at)) < 0 and not tape.ended:
+        at = max(at, len(tape.text) - len(mark) + 1)
+        yield
+    return found
+
+
 def drop_if(tape: Tape, mark: str) -> Steps[bool]:
     """Consume white space and `mark` if they come next; tell whether they did."""
     at = yield from past_space(tape)

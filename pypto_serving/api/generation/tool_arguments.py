@@ -1,0 +1,242 @@
+"""Write the arguments of a call as each form of calls has them, so that its parser reads back valid ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pypto_serving.api.chat.dsml import MARK, PARAMETER_END
+from pypto_serving.api.chat.parsers import deepseek_v4, qwen3_coder
+from pypto_serving.api.chat.tools import types_of
+from pypto_serving.api.generation.grammar_text import ANY, GrammarText, TooLongError, regex, without
+from pypto_serving.api.generation.json_schema import SchemaError, prepare
+from pypto_serving.api.generation.tool_schema import (
+    Property,
+    Schema,
+    Text,
+    is_any_object,
+    properties_of,
+    read_texts,
+)
+from pypto_serving.util import brief
+
+XML_END, DSML_END = qwen3_coder.PARAMETER_END, PARAMETER_END
+_SPACE = r"[\s\x1c-\x1f]*"
+_WORDS = {"null": "null|None", "boolean": "true|false|True|False"}
+_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
+_LOOKS = {**_WORDS, "integer": _NUMBER, "number": _NUMBER, "array": r"\[(?s:.*)", "object": r"\{(?s:.*)"}
+"""What texts look like that the parser of Qwen3-Coder reads as another type."""
+
+
+def json_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+    """Write a JSON object."""
+    if {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        own = {key: value for key, value in schema.items() if key not in shared}
+        return rules.json({"allOf": [own, {"type": "object"}], **shared})
+    return rules.json({**schema, "type": "object"})
+
+
+def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+    """Write `a=1, b="x"`: required ones first, and any of the others behind them."""
+    if is_any_object(schema):
+        one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
+        return f'({one} (", " {one})*)?'
+    needed: list[str] = []
+    tail = alone = ""
+    for each in reversed(properties_of(schema)):
+        part = _placed(each, lambda one: _python_parameter(rules, one))
+        if each.required:
+            needed.insert(0, part)
+            continue
+        alone = rules.new(" | ".join(filter(None, [f"{part} {tail}".strip(), alone])))
+        tail = rules.new(f'(", " {part})? {tail}'.strip())
+    if needed:
+        return ' ", " '.join(needed) + f" {tail}"
+    return f"{alone}?" if alone else ""
+
+
+def xml_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+    """Write `<parameter=a>`, a line with the value, and `</parameter>` for each."""
+    if is_any_object(schema):
+        name = regex(qwen3_coder.NAME.pattern)
+        return f'("<parameter=" {name} ">" {_free(rules)})*'
+    return _each(schema, lambda one: _xml_parameter(rules, one, strict))
+
+
+def dsml_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+    """Write texts as they are with `string="true"`, other values as JSON."""
+    if is_any_object(schema):
+        name, value = regex(r'[^"<>]{1,60}'), _dsml_any(rules)
+        return f"({rules.text(_dsml_head())} {name} {value})*"
+    return _each(schema, lambda one: _dsml_parameter(rules, one))
+
+
+def _each(schema: Schema, write: Callable[[Property], str]) -> str:
+    parts = [(_placed(one, write), one.required) for one in properties_of(schema)]
+    return " ".join(part if needed else f"({part})?" for part, needed in parts)
+
+
+def _placed(one: Property, write: Callable[[Property], str]) -> str:
+    """Write a property; errors name its place."""
+    try:
+        return write(one)
+    except TooLongError:
+        raise
+    except SchemaError as error:
+        message = str(error)
+        within = message[1:] if message.startswith("#/") else f": {message}"
+        raise SchemaError(f"#/properties/{one.name}{within}") from None
+
+
+def _python_parameter(rules: GrammarText, one: Property) -> str:
+    _check_name(one, str.isidentifier)
+    return rules.new(f"{rules.text(one.name + '=')} {rules.json(one.schema)}")
+
+
+def _check_name(one: Property, can_write: Callable[[str], Any]) -> None:
+    if not can_write(one.name):
+        raise SchemaError(f"this model's form of calls cannot write the name {brief(one.name)}")
+
+
+def _free(rules: GrammarText) -> str:
+    """Write any text as the value of a parameter of Qwen3-Coder."""
+    return rules.new(f'{rules.until(XML_END)} "\\n"')
+
+
+def _xml_parameter(rules: GrammarText, one: Property, strict: bool) -> str:
+    _check_name(one, qwen3_coder.NAME.fullmatch)
+    kinds = types_of(one.schema, one.schema)
+    others = [kind for kind in kinds if kind != "string"]
+    head = rules.text(f"<parameter={one.name}>")
+    values = []
+    if others:
+        schema = _only(one.schema, others) if "string" in kinds else one.schema
+        values.append(f'"\\n" {rules.json(schema)} "\\n{XML_END}\\n"')
+    if not others or "string" in kinds:
+        prepare(one.schema, {})  # refuses what is not supported
+        if strict and "format" in one.schema:
+            raise SchemaError("format of a text is not supported in this model's form of calls")
+        values += [_xml_text(rules, text, kinds) for text in read_texts(one.schema, one.schema)]
+    if not values:
+        raise SchemaError(f"no value is allowed for {brief(one.name)}")
+    return rules.new(f"{head} ({' | '.join(values)})")
+
+
+def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
+    """Write a text, which must not look like another of the `kinds` that the parameter may have."""
+    if text.values is not None:
+        for value in text.values:
+            if XML_END in value:
+                raise SchemaError(f"a text with {XML_END} cannot stand in this model's form of calls")
+            if set(kinds) != {"string"} and not qwen3_coder.as_json(value, kinds).startswith('"'):
+                raise SchemaError(f"the text {brief(value)} is read as another type in this model's form of calls")
+        return " | ".join(rules.text(f"\n{value}\n{XML_END}\n") for value in text.values)
+    looks = "|".join(_LOOKS[kind] for kind in kinds if kind in _LOOKS)
+    if text.is_free and not looks:
+        return _free(rules)
+    parts = [without(XML_END)]
+    if looks:
+        parts.append(f"~{regex(f'{_SPACE}({looks}){_SPACE}')}")
+    if text.least or text.most is not None:
+        parts.append(regex(f"(?s:.{{{text.least},{'' if text.most is None else text.most}}})"))
+    if text.pattern is not None:
+        parts.append(regex(_whole(text.pattern)))
+    value = rules.terminal(" & ".join(["TEXT", *parts]))
+    return f'"\\n" {rules.until(chr(10) + XML_END, value)} "\\n"'
+
+
+def _whole(pattern: str) -> str:
+    """Return a pattern that matches all of a text in which `pattern` is found."""
+    found = []
+    for branch in _branches(pattern):
+        begins, bare = branch.startswith("^"), branch.removesuffix("$")
+        ends = bare != branch and not (len(bare) - len(bare.rstrip("\\"))) & 1
+        inner = (bare if ends else branch).removeprefix("^")
+        found.append(f"{'' if begins else ANY}({inner}){'' if ends else ANY}")
+    return "|".join(found)
+
+
+def _branches(pattern: str) -> list[str]:
+    """Split a pattern at each `|` that stands in no group."""
+    found, depth = [""], 0
+    for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+        depth += (part == "(") - (part == ")")
+        if part == "|" and not depth:
+            found.append("")
+        else:
+            found[-1] += part
+    return found
+
+
+def _only(schema: Schema, kinds: list[str]) -> Schema:
+    """Return a schema of the values of `schema` that have one of the types `kinds`."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    own = {key: value for key, value in schema.items() if key not in shared}
+    return {"allOf": [own, {"type": kinds}], **shared}
+
+
+def _dsml_head(name: str = "") -> str:
+    return f'<{MARK}parameter name="{name}' + ('" string=' if name else "")
+
+
+def _dsml_text(rules: GrammarText) -> str:
+    return rules.new(f'"\\"true\\">" {rules.until(DSML_END, spelled=MARK)} "\\n"')
+
+
+def _dsml_json(rules: GrammarText, schema: Schema) -> str:
+    return f'"\\"false\\">" {rules.json(schema)} {rules.text(DSML_END + chr(10))}'
+
+
+def _dsml_any(rules: GrammarText) -> str:
+    return f'"\\" string=" ({_dsml_text(rules)} | {_dsml_json(rules, {})})'
+
+
+def _dsml_parameter(rules: GrammarText, one: Property) -> str:
+    _check_name(one, deepseek_v4.NAME.fullmatch)
+    if len(one.name) > deepseek_v4.MAX_HEAD // 2:
+        raise SchemaError(f"this model's form of calls cannot write the name {brief(one.name)}")
+    kinds = types_of(one.schema, one.schema)
+    others = [kind for kind in kinds if kind != "string"]
+    texts = _dsml_texts(one.schema) if not others or "string" in kinds else None
+    if texts is None:
+        values = [_dsml_json(rules, one.schema)]
+    else:
+        prepare(one.schema, {})  # refuses what is not supported
+        values = [_dsml_value(rules, text) for text in texts]
+        if others:
+            values.append(_dsml_json(rules, _only(one.schema, others)))
+    return rules.new(f"{rules.text(_dsml_head(one.name))} ({' | '.join(values)})")
+
+
+def _dsml_texts(schema: Schema) -> list[Text] | None:
+    """Return the texts that can stand as they are; None if they must be written as JSON, with all it can enforce."""
+    try:
+        texts = read_texts(schema, schema)
+    except SchemaError:
+        return None
+    plain = all(text.is_free or (text.values and not any(DSML_END in value for value in text.values)) for text in texts)
+    return texts if plain and texts and "format" not in schema else None
+
+
+def _dsml_value(rules: GrammarText, text: Text) -> str:
+    if text.values is None:
+        return _dsml_text(rules)
+    end = DSML_END + "\n"
+    return " | ".join(f'"\\"true\\">" {rules.text(value + end)}' for value in text.values)
+
+
+ARGUMENTS: Mapping[str, Callable[[GrammarText, Schema, bool], str]] = {
+    "json": json_arguments,
+    "python": python_arguments,
+    "xml": xml_arguments,
+    "dsml": dsml_arguments,
+}
+FUNCTION_NAME: Mapping[str, Callable[[str], Any]] = {
+    "json": lambda name: True,
+    "python": lambda name: all(part.isidentifier() for part in name.split(".")),
+    "xml": lambda name: True,
+    "dsml": lambda name: True,
+}
+"""Which names of functions each form can write so that its parser reads them: of those that requests may have."""

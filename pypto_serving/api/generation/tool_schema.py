@@ -1,0 +1,157 @@
+"""Read the schema of a function's parameters, for forms of calls that write each parameter by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from pypto_serving.api.generation.json_schema import SchemaError
+from pypto_serving.util import brief
+
+Schema = Mapping[str, Any]
+_DEFINED = ("$defs", "definitions")
+_UNREADABLE = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties")
+_ASSERTIONS = ("pattern", "minLength", "maxLength")
+_BOTH = {"anyOf", "oneOf", "allOf", "enum", "const", *_ASSERTIONS}
+
+
+class Property(NamedTuple):
+    """One parameter; `schema` has the definitions that it refers to."""
+
+    name: str
+    schema: Schema
+    required: bool
+
+
+class Text(NamedTuple):
+    """Texts that a parameter may be: one of `values`, or any that the assertions hold for."""
+
+    values: tuple[str, ...] | None = None
+    pattern: str | None = None
+    least: int = 0
+    most: int | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether it may be any text."""
+        return self == Text()
+
+
+def is_any_object(schema: Schema) -> bool:
+    """Tell whether a schema names no properties and forbids none."""
+    named = "properties" in schema or schema.get("required") or "$ref" in schema
+    return not named and schema.get("additionalProperties", True) in (True, {}) and not set(_UNREADABLE) & set(schema)
+
+
+def properties_of(schema: Schema) -> list[Property]:
+    """Return the properties of an object. Raises SchemaError for what says more of them than each by itself."""
+    whole = schema
+    for _ in range(8):
+        if not isinstance(whole.get("$ref"), str):
+            break
+        whole = {**_defined(whole["$ref"], schema), **{key: whole[key] for key in whole if key != "$ref"}}
+    for word in (*_UNREADABLE, "$ref"):
+        if word in whole:
+            raise SchemaError(f"{word} of all parameters together is not supported in this model's form of calls")
+    properties, required = whole.get("properties"), whole.get("required")
+    found = dict(properties) if isinstance(properties, Mapping) else {}
+    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    if whole.get("additionalProperties", True) is not False:
+        found |= {name: {} for name in needed if name not in found}
+    if missing := [name for name in needed if found.get(name, False) is False]:
+        raise SchemaError(f"{brief(missing[0])} is required, but no value is allowed for it")
+    shared = {**schema, **whole}
+    return [
+        Property(name, _with_definitions(one, shared) if isinstance(one, Mapping) else {}, name in needed)
+        for name, one in found.items()
+        if one is not False
+    ]
+
+
+def read_texts(schema: Any, root: Schema, depth: int = 0) -> list[Text]:
+    """Return the texts that a schema allows, [] for none. Raises SchemaError if its keywords are too entangled."""
+    if not isinstance(schema, Mapping):
+        return [Text()] if schema is not False else []
+    kinds = schema.get("type")
+    if kinds is not None and kinds != "string" and not (isinstance(kinds, list) and "string" in kinds):
+        return []
+    if depth > 16:
+        raise SchemaError("a text whose schema refers to itself is not supported in this model's form of calls")
+    if isinstance(schema.get("$ref"), str):
+        own = {key: value for key, value in schema.items() if key != "$ref"}
+        return read_texts(_merged([_defined(schema["$ref"], root), own]), root, depth + 1)
+    branches = [word for word in ("anyOf", "oneOf", "allOf", "enum", "const") if word in schema]
+    if not branches:
+        return [Text(None, *_assertions(schema))]
+    if len(_BOTH & schema.keys()) > 1:
+        words = " beside ".join(sorted(_BOTH & schema.keys()))
+        raise SchemaError(f"{words} for a text is not supported in this model's form of calls")
+    value = schema[branches[0]]
+    if branches[0] in ("enum", "const"):
+        values = value if branches[0] == "enum" and isinstance(value, list) else [value]
+        texts = tuple(each for each in values if isinstance(each, str))
+        return [Text(texts)] if texts else []
+    inner = value if isinstance(value, list) else []
+    if branches[0] == "allOf":
+        own = {key: each for key, each in schema.items() if key != "allOf"}
+        return read_texts(_merged([own, *inner]), root, depth + 1)
+    return [text for one in inner for text in read_texts(one, root, depth + 1)]
+
+
+def _assertions(schema: Schema) -> tuple[str | None, int, int | None]:
+    pattern, least, most = (schema.get(word) for word in _ASSERTIONS)
+    if not (isinstance(pattern, str | None) and isinstance(least, int | None) and isinstance(most, int | None)):
+        raise SchemaError("pattern must be a text, minLength and maxLength must be whole numbers")
+    return pattern, least or 0, most
+
+
+def _merged(schemas: list[Any]) -> Schema:
+    """Join schemas that must all hold. Raises SchemaError if they say different things of the same."""
+    made: dict[str, Any] = {}
+    for schema in schemas:
+        for word, value in schema.items() if isinstance(schema, Mapping) else ():
+            if word in made and made[word] != value and word in {"type", "$ref", *_BOTH}:
+                raise SchemaError(f"{word} twice for a text is not supported in this model's form of calls")
+            made[word] = value
+    return made
+
+
+def _with_definitions(schema: Schema, root: Schema) -> Schema:
+    """Add the definitions of `root` that `schema` refers to, by whatever way."""
+    found: dict[str, dict[str, Any]] = {}
+    todo: list[Any] = [schema]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, list):
+            todo += one
+        if not isinstance(one, Mapping):
+            continue
+        todo += one.values()
+        reference = one.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            kind, name = _place(reference)
+            if name not in found.setdefault(kind, {}):
+                found[kind][name] = target = _defined(reference, root, whole=True)
+                todo.append(target)
+    return {**schema, **found}
+
+
+def _defined(reference: str, root: Schema, whole: bool = False) -> Any:
+    """Return the schema that `reference` names; with `whole` the definition that it lies in."""
+    kind, name = _place(reference)
+    found = root.get(kind)
+    if not isinstance(found, Mapping) or name not in found:
+        raise SchemaError(f"$ref is {brief(reference)}, which is not defined")
+    target = found[name]
+    if not whole and (reference.count("/") > 2 or not isinstance(target, Mapping)):
+        raise SchemaError(f"$ref is {brief(reference)}, which is not supported in this model's form of calls")
+    return target
+
+
+def _place(reference: str) -> tuple[str, str]:
+    parts = reference.split("/")
+    if len(parts) < 3 or parts[0] != "#" or parts[1] not in _DEFINED:
+        problem = "but may refer to $defs and definitions only in this model's form of calls"
+        raise SchemaError(f"$ref is {brief(reference)}, {problem}")
+    return parts[1], unquote(parts[2]).replace("~1", "/").replace("~0", "~")
