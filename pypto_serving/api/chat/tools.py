@@ -12,7 +12,7 @@ from pypto_serving.util import brief
 
 MAX_TOOLS, MAX_NAME_CHARS, MAX_DEPTH = 1024, 128, 64
 """Tools of a request, characters of a name, and levels of a schema."""
-_NAME = re.compile(r"[\w.:/-]+")
+NAME = re.compile(r"[\w.:/-]+")
 _FORM = "{'type': 'function', 'function': {'name': ...}}"
 MODES = ("none", "auto", "required")
 
@@ -97,7 +97,7 @@ def check_names(functions: Sequence[Mapping[str, Any]], where: str) -> list[str]
     places: dict[str, str] = {}
     for i, function in enumerate(functions):
         name, place = function["name"], f"{where}[{i}].function.name"
-        if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        if len(name) > MAX_NAME_CHARS or not NAME.fullmatch(name):
             allowed = f"at most {MAX_NAME_CHARS} letters, digits and characters of _-.:/"
             refuse(place, f"is {brief(name)}, but must have {allowed}")
         if name in places:
