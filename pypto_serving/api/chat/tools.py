@@ -133,7 +133,9 @@ def _name(function: Any, where: str) -> str:
 def _tool(entry: Any, where: str) -> Mapping[str, Any]:
     """Return the function object of a tool, its parameters checked."""
     function = read_function(entry, where)
-    parameters, strict = function.get("parameters"), function.get("strict")
+    description, parameters, strict = (function.get(name) for name in ("description", "parameters", "strict"))
+    if not isinstance(description, str | None):
+        refuse(f"{where}.function.description", f"is {brief(description)}, but must be a string")
     if not isinstance(parameters, dict | None):
         complaint = f"is {brief(parameters)}, but must be a JSON schema, which is an object"
         refuse(f"{where}.function.parameters", complaint)
