@@ -28,9 +28,27 @@ def value(rng: Random, depth: int = 0) -> Any:
         return [value(rng, depth + 1) for _ in range(rng.choice([0, 1, 2, 30]))]
     if depth < 3 and rng.random() < 0.2:
         return {rng.choice([*FIELDS, "type", "text", "role", "content"]): value(rng, depth + 1) for _ in range(3)}
-    text = rng.choice(["", "a", "user", "system", "\ud800", "\0", "\u2028", "é" * 100, "<|im_end|>", "x" * 50_000])
+    text = rng.choice(
+        [
+            "",
+            "a",
+            "user",
+            "system",
+            rng.choice(["\ud800", *"bcdefgh"]),
+            "\0",
+            "\u2028",
+            "é" * 100,
+            "<|im_end|>",
+            "x" * 50_000,
+        ]
+    )
     number = rng.choice([0, 1, -1, 2, 16, 128, 129, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e308])
     return rng.choice([text, number, True, False, None, text, number, rng.randrange(-5, 700)])
+
+
+def any_value(name: str, rng: Random) -> Any:
+    """A value of any shape for the field `name`."""
+    return value(rng)
 
 
 def likely(name: str, rng: Random) -> Any:
@@ -263,15 +281,15 @@ LIKELY: dict[str, Callable[[Random], Any]] = {
     "documents": lambda rng: [{"title": "t", "text": "x" * 999}] * rng.choice([0, 1, 1024, 1025]),
     "reasoning_effort": lambda rng: rng.choice(["none", "minimal", "low", "high", "max", "more"]),
     "thinking_token_budget": counted_to(0, 1, 5, 2**31 - 1, 2**31, -1),
-    "logprobs": counted_to(True, False, 0, 5, 20, 21),
+    "logprobs": counted_to(True, True, False, 0, 5, 20, 21),
     "top_logprobs": counted_to(0, 5, 20, 21),
     "prompt_logprobs": counted_to(0, 1, 20, 21, -1),
     "best_of": counted_to(1, 2, 128, 129),
     "n": counted_to(1, 2, 8, 128, 129),
     "max_tokens": counted_to(0, 1, 16, 300, 10**9),
     "truncate_prompt_tokens": counted_to(-1, 0, 1, 3, 10**9),
-    "logit_bias": lambda rng: {str(rng.randrange(700)): rng.choice([-100, 0.5, 100]) for _ in range(1024)},
-    "allowed_token_ids": lambda rng: [rng.randrange(700) for _ in range(rng.choice([1, 100, 1024]))],
+    "logit_bias": lambda rng: {str(rng.randrange(640)): rng.choice([-100, 0.5, 100]) for _ in range(1024)},
+    "allowed_token_ids": lambda rng: [rng.randrange(640) for _ in range(rng.choice([1, 100, 1024]))],
     "bad_words": lambda rng: ["é" * rng.choice([1, 40]), " a"] * rng.choice([1, 64, 65]),
     "stream_options": lambda rng: {"include_usage": True, "continuous_usage_stats": switch(rng)},
     "prompt": lambda rng: rng.choice(["Hi", [1, 2, 3], ["a", "b"], [[1], [2, 3]], "x" * 10**5, [10**9], []]),
@@ -285,6 +303,8 @@ COMPANIONS = {
     "thinking_token_budget": ("chat_template",),
     "best_of": ("n",),
     "top_logprobs": ("logprobs",),
+    "stream_options": ("stream",),
+    "guided_whitespace_pattern": ("guided_json",),
     "echo": ("logprobs",),
 }
 """Fields that have an effect together with others only."""
