@@ -23,6 +23,7 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
 GROWTH_BYTES = 500 << 20
+EXPENDABLE = ("pypto_serving.api.reading", "pypto_serving.worker.guiding")
 NUM_MUTATED = 20_000
 ANSWER_S = 2.0
 GUIDED_ANSWER_S = 10.0
@@ -94,12 +95,12 @@ def besieged(server: Server, kind: str, seconds: float, seed: int) -> Siege:
 
 
 def lasting(server: Server) -> dict[str, psutil.Process]:
-    """The processes that no request may end; readers are started again."""
+    """The processes that no request may end. Those that read bodies and follow grammars are started again."""
     found: dict[str, psutil.Process] = {}
     for process in server.family():
-        with suppress(psutil.NoSuchProcess):  # a reader that ends just now
+        with suppress(psutil.NoSuchProcess):  # one that ends just now
             found[role_of(process)] = process
-    return {role: process for role, process in found.items() if role != "pypto_serving.api.reading"}
+    return {role: process for role, process in found.items() if role not in EXPENDABLE}
 
 
 def withstand(kind: str, seconds: float, seed: int) -> Siege:
