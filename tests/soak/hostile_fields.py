@@ -182,7 +182,42 @@ def choices(rng: Random) -> Any:
 def structural_tag(rng: Random) -> Any:
     mark = rng.choice(["<f>", "<tool=", "", "{", "a"])
     structures = [{"begin": mark + "x", "schema": schema(rng), "end": rng.choice(["</f>", "", "}"])}]
+    if rng.random() < 0.5:
+        return {"format": tag_format(rng, rng.choice([0, 1, 3, 30]))}
     return {"structures": structures * rng.choice([0, 1, 1, 1, 9]), "triggers": [mark] * rng.choice([0, 1, 1, 3])}
+
+
+def tag_format(rng: Random, levels: int) -> Any:
+    """A format of XGrammar's structural tags, with so many levels."""
+    if levels <= 0:
+        return rng.choice(
+            [
+                {"type": "const_string", "value": "a" * rng.choice([0, 1, 10**4])},
+                {"type": "json_schema", "json_schema": schema(rng), "style": rng.choice(["json", "qwen_xml", "x"])},
+                {"type": "regex", "pattern": regex(rng)},
+                {"type": "grammar", "grammar": grammar(rng)},
+                {"type": "any_text", "excludes": choices(rng)},
+                {"type": "token", "token": rng.choice([0, 10**9, "<|im_end|>"])},
+                {"type": "unheard_of"},
+            ]
+        )
+    inner = tag_format(rng, levels - 1)
+    tag = {
+        "type": "tag",
+        "begin": rng.choice(["<f>", ""]),
+        "content": inner,
+        "end": rng.choice(["</f>", ["a", "b"], ""]),
+    }
+    return rng.choice(
+        [
+            tag,
+            {"type": rng.choice(["sequence", "or"]), "elements": [inner, tag] if levels < 5 else [inner]},
+            {"type": rng.choice(["optional", "star", "plus"]), "content": inner},
+            {"type": "repeat", "content": inner, "min": rng.choice([0, 10**6]), "max": rng.choice([-1, 3, 10**9])},
+            {"type": "triggered_tags", "triggers": ["<"], "tags": [tag], "at_least_one": switch(rng)},
+            {"type": "tags_with_separator", "tags": [tag] * 3, "separator": rng.choice([",", ""])},
+        ]
+    )
 
 
 def structured(rng: Random) -> Any:

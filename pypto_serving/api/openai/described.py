@@ -118,7 +118,7 @@ RESPONSE_FORMAT = _or_null(
     _typed("text"),
     _typed("json_object"),
     _typed("json_schema", json_schema=_object(schema=_OBJECT) | {"required": ["schema"]}),
-    _typed("structural_tag", **_TAG),
+    _typed("structural_tag") | {"anyOf": [{"required": ["format"]}, {"properties": _TAG, "required": list(_TAG)}]},
 )
 JSON = _or_null(_OBJECT, _TEXT)
 STRUCTURED = _or_null(_OBJECT)
