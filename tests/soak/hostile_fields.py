@@ -183,7 +183,7 @@ def structural_tag(rng: Random) -> Any:
     mark = rng.choice(["<f>", "<tool=", "", "{", "a"])
     structures = [{"begin": mark + "x", "schema": schema(rng), "end": rng.choice(["</f>", "", "}"])}]
     if rng.random() < 0.5:
-        return {"format": tag_format(rng, rng.choice([0, 1, 3, 30]))}
+        return {"format": tag_format(rng, rng.choice([0, 1, 3, 40]))}
     return {"structures": structures * rng.choice([0, 1, 1, 1, 9]), "triggers": [mark] * rng.choice([0, 1, 1, 3])}
 
 
@@ -215,7 +215,11 @@ def tag_format(rng: Random, levels: int) -> Any:
             {"type": rng.choice(["optional", "star", "plus"]), "content": inner},
             {"type": "repeat", "content": inner, "min": rng.choice([0, 10**6]), "max": rng.choice([-1, 3, 10**9])},
             {"type": "triggered_tags", "triggers": ["<"], "tags": [tag], "at_least_one": switch(rng)},
-            {"type": "tags_with_separator", "tags": [tag] * 3, "separator": rng.choice([",", ""])},
+            {
+                "type": "tags_with_separator",
+                "tags": [tag] * (3 if levels < 4 else 1),
+                "separator": rng.choice([",", ""]),
+            },
         ]
     )
 

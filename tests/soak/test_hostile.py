@@ -100,7 +100,7 @@ def lasting(server: Server) -> dict[str, psutil.Process]:
     for process in server.family():
         with suppress(psutil.NoSuchProcess):  # one that ends just now
             found[role_of(process)] = process
-    return {role: process for role, process in found.items() if role not in EXPENDABLE}
+    return {role: process for role, process in found.items() if not role.startswith(EXPENDABLE)}
 
 
 def withstand(kind: str, seconds: float, seed: int) -> Siege:
