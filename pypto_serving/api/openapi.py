@@ -7,11 +7,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from pypto_serving.api.openai.answers import Answer, Error, schemas
+from pypto_serving.api.openai.fields import CHAT_RULES, COMPLETION_RULES, FieldRules
 from pypto_serving.api.openai.schemas import ChatBody, CompletionBody
 from pypto_serving.types.tier import TIERS
 
 REFERENCE = "#/components/schemas/{name}"
-BODIES: tuple[type[BaseModel], ...] = (CompletionBody, ChatBody)
+BODIES: dict[type[BaseModel], FieldRules] = {CompletionBody: COMPLETION_RULES, ChatBody: CHAT_RULES}
 _ERRORS = {
     400: "The request cannot be served as sent; the message says why.",
     401: "The API key is missing or wrong.",
@@ -61,8 +62,7 @@ def responses(
     """
     good: dict[str, Any] = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else _json(answer)
     if event is not None:
-        text = "Server-sent events; each but the last, `[DONE]`, holds this, or an Error at the end."
-        good["text/event-stream"] = {"schema": {"description": text, "anyOf": [reference(event), reference(Error)]}}
+        good["text/event-stream"] = {"schema": _event(event)}
     described: dict[int | str, dict[str, Any]] = {status: _error(status) for status in sorted({*ALWAYS, *errors})}
     described[503]["content"] = _json(busy)
     return {200: {"description": "The answer.", "content": good}, **described}
@@ -72,8 +72,13 @@ def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
     """Add the schemas that the document refers to, and the API key if there is one."""
     components = document.setdefault("components", {})
     components["schemas"] = schemas(REFERENCE)
-    for kind in BODIES:
+    for kind, rules in BODIES.items():
         schema = kind.model_json_schema(ref_template=REFERENCE.replace("{name}", "{model}"))
+        for name, values in rules.neutral.items():
+            schema["properties"][name] = {
+                "description": "Not supported; these change nothing.",
+                "enum": [*values, None],
+            }
         components["schemas"] |= schema.pop("$defs", {}) | {kind.__name__: schema}
     for schema in components["schemas"].values():
         for field in schema.get("properties", {}).values():
@@ -84,6 +89,14 @@ def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
         document["security"] = [{"key": []}]
         document["paths"]["/health"]["get"]["security"] = []
     return document
+
+
+def _event(kind: type[Answer]) -> dict[str, Any]:
+    """Describe each event of a stream."""
+    parts = {"contentMediaType": "application/json", "contentSchema": {"anyOf": [reference(kind), reference(Error)]}}
+    data = {"type": "string", "anyOf": [parts, {"const": "[DONE]"}]}
+    text = "A server-sent event; an Error may be the last one before [DONE]."
+    return {"description": text, "type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
 def _error(status: int) -> dict[str, Any]:

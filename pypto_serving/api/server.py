@@ -127,7 +127,7 @@ async def reset_prefix_cache(request: Request) -> Response:
         if name not in TIERS:
             raise RequestError(f"the tier is {name[:200]!r}, but must be one of {', '.join(TIERS)}", param="tier")
     service.engine.clear_cache([tier for tier in TIERS if not names or tier in names])
-    return Response()
+    return Response(media_type="text/plain")
 
 
 async def show_version(request: Request) -> Response:

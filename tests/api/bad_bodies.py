@@ -98,6 +98,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [HELLO], "tools": [NOW] * 1025}, "tools", "at most 1024"),
     ({"messages": [HELLO], "tools": [_function(name="a b")]}, "tools[0].function.name", "letters, digits"),
     ({"messages": [HELLO], "tools": [_function(name="a" * 129)]}, "tools[0].function.name", "at most 128 letters"),
+    ({"messages": [HELLO], "tools": [_function(description={})]}, "tools[0].function.description", "must be a string"),
     ({"messages": [HELLO], "tools": [_function(parameters=[])]}, "tools[0].function.parameters", "a JSON schema"),
     ({"messages": [HELLO], "tools": [_function(parameters=_deep(65))]}, "tools[0].function.parameters", "64 levels"),
     ({"messages": [HELLO], "tools": [_function(strict=1)]}, "tools[0].function.strict", "true or false"),

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from jsonschema import Draft202012Validator
 
 from pypto_serving.api.openai.answers import Error, HealthState, Model, ModelList, Version
+from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.running import RunningServer
 
 
@@ -73,6 +75,78 @@ def test_generating_endpoints_name_bodies_events_and_errors(document: dict[str, 
         assert content["application/json"]["schema"] == {"$ref": f"#/components/schemas/{answer}"}
         assert "text/event-stream" in content
         assert {"400", "404", "413", "415", "429", "500"} <= set(operation["responses"])
+
+
+DEPENDS = [
+    *("1000000", "512 tokens", "600 tokens", "1000", "640 sequences", "max_tokens", "tokens long", "stream = true"),
+    *(
+        "between n, which",
+        "logprobs = true",
+        "describes no tools",
+        "like tools[0]",
+        "64 levels",
+        "no tools",
+        "are ['now']",
+    ),
+    *("last message", "both true", "without the option"),
+]
+"""Words of refusals that depend on the model, on options, on other fields or on the depth of a schema."""
+
+
+def schema_of(document: dict[str, Any], name: str) -> Draft202012Validator:
+    return Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": document["components"]})
+
+
+@pytest.mark.parametrize(("name", "bad"), [("CompletionBody", BAD_COMPLETIONS), ("ChatBody", BAD_CHATS)])
+def test_bodies_that_are_refused_are_not_as_described(
+    document: dict[str, Any], name: str, bad: list[tuple[dict[str, Any], str, str]]
+) -> None:
+    schema = schema_of(document, name)
+    for body, field, words in bad:
+        is_described = any(word in words for word in DEPENDS) or field == "chat_template_kwargs"
+        assert schema.is_valid(body) == is_described, (field, words)
+
+
+def test_bodies_that_are_served_are_as_described(server: RunningServer, document: dict[str, Any]) -> None:
+    bodies: list[tuple[str, str, dict[str, Any]]] = [
+        ("/v1/completions", "CompletionBody", {"prompt": [[1, 2], [3]], "stop": [], "logit_bias": {"5": -100}}),
+        ("/v1/completions", "CompletionBody", {"prompt": "a", "suffix": "", "length_penalty": 1.0, "echo": None}),
+        ("/v1/chat/completions", "ChatBody", {"messages": [HELLO, {"role": "assistant"}], "verbosity": "medium"}),
+        (
+            "/v1/chat/completions",
+            "ChatBody",
+            {"messages": [HELLO], "response_format": {"type": "text"}, "store": False},
+        ),
+    ]
+    for path, name, body in bodies:
+        schema_of(document, name).validate(body)
+        assert server.post(path, body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"length_penalty": True}, {"store": 0}, {"guided_choice": {}}, {"guided_json": []}, {"structured_outputs": []}],
+)
+def test_values_that_only_look_neutral_are_refused(
+    server: RunningServer, document: dict[str, Any], body: dict[str, Any]
+) -> None:
+    given = {"prompt": "a", **body}
+    assert not schema_of(document, "CompletionBody").is_valid(given)
+    answer = server.post("/v1/completions", given)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, next(iter(body)))
+
+
+def test_forgetting_the_cache_answers_as_described(server: RunningServer) -> None:
+    answer = server.http.post("/reset_prefix_cache")
+    assert (answer.status_code, answer.text) == (200, "")
+    assert answer.headers["content-type"].startswith("text/plain")
+
+
+def test_events_are_described_with_their_end(document: dict[str, Any]) -> None:
+    content = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    parts, end = content["schema"]["properties"]["data"]["anyOf"]
+    assert parts["contentSchema"]["anyOf"][0] == {"$ref": "#/components/schemas/Completion"}
+    assert end == {"const": "[DONE]"}
 
 
 @pytest.mark.parametrize(

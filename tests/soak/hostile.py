@@ -1,4 +1,6 @@
-"""A program of clients that send what no client should: raw bytes, or JSON of every shape. It prints what it was told.
+"""A program of clients that send what no client should: raw bytes, or JSON of every shape.
+
+It prints how many requests it sent, and how often each status was told.
 
 python -m tests.soak.hostile URL bytes|requests SECONDS SEED
 """
@@ -19,6 +21,8 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.soak.hostile_fields import COMPANIONS, FIELDS, LIKELY, any_value, likely
+
 CLIENTS = 64
 PATIENCE_S = 1.0
 """How long a client reads an answer before it leaves."""
@@ -31,15 +35,6 @@ GOOD = {
     "/v1/completions": {"prompt": [1, 2, 3], "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is 1+1?"}], "max_tokens": 8},
 }
-# fmt: off
-FIELDS = [
-    "model", "prompt", "messages", "stream", "stream_options", "n", "temperature", "top_p", "top_k", "min_p",
-    "max_tokens", "max_completion_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "seed",
-    "skip_special_tokens", "add_special_tokens", "priority", "cache_salt", "logprobs", "top_logprobs",
-    "add_generation_prompt", "chat_template_kwargs", "tools", "tool_choice", "response_format", "logit_bias",
-    "frequency_penalty", "presence_penalty", "repetition_penalty", "allowed_token_ids", "bad_words", "echo", "user",
-]
-# fmt: on
 
 
 def head(rng: random.Random, length: int) -> bytes:
@@ -109,55 +104,52 @@ def raw_bytes(rng: random.Random) -> bytes:
     return mutated(rng, data) if rng.random() < 0.4 else data
 
 
-def value(rng: random.Random, depth: int = 0) -> Any:
-    """A JSON value of any shape."""
-    if depth < 3 and rng.random() < 0.25:
-        return [value(rng, depth + 1) for _ in range(rng.choice([0, 1, 2, 30]))]
-    if depth < 3 and rng.random() < 0.2:
-        return {rng.choice([*FIELDS, "type", "text", "role", "content"]): value(rng, depth + 1) for _ in range(3)}
-    text = rng.choice(["", "a", "user", "system", "\ud800", "\0", "\u2028", "é" * 100, "<|im_end|>", "x" * 50_000])
-    number = rng.choice([0, 1, -1, 2, 16, 128, 129, 2**31, 2**63, -(2**63), 10**30, 0.5, -0.0, 1e308])
-    return rng.choice([text, number, True, False, None, text, number, rng.randrange(-5, 700)])
-
-
-def json_body(rng: random.Random) -> bytes:
-    """A body with a few fields of any value, or one whose size or depth is the attack."""
-    path_body = dict(rng.choice(list(GOOD.values())))
+def json_body(rng: random.Random, good: dict[str, Any]) -> bytes:
+    """`good` with a few fields of any value, or with one whose size or depth is the attack."""
+    path_body = dict(good)
     kind = rng.random()
-    if kind < 0.85:
-        for name in rng.sample(FIELDS, rng.choice([0, 1, 1, 2, 3, 5])):
-            path_body[name] = value(rng)
+    if kind < 0.9:
+        make, names = rng.choice([(likely, list(LIKELY)), (likely, list(LIKELY)), (any_value, FIELDS)])
+        names = rng.sample(names, rng.choice([0, 1, 1, 2, 3, 5]))
+        for name in names + [other for each in names for other in COMPANIONS.get(each, ())]:
+            path_body[name] = make(name, rng)
         if rng.random() < 0.3:
             path_body["stream"] = True
-    elif kind < 0.9:
+    elif kind < 0.94:
         path_body[rng.choice(FIELDS)] = [
             rng.choice([0, "a", None, {"role": "user", "content": "a"}, [1]])
         ] * rng.choice([10_000, 200_000])
-    elif kind < 0.95:
+    elif kind < 0.97:
         path_body[rng.choice(FIELDS)] = rng.choice(["a", "\u20ac", "\n", " "]) * rng.choice([10**5, 10**6, 5 * 10**6])
     else:
         opening = rng.choice([b"[", b'{"a":'])
         return b'{"prompt":' + opening * NEST
     body = json.dumps(path_body).encode()
-    return mutated(rng, body) if rng.random() < 0.15 else body
+    return mutated(rng, body) if rng.random() < 0.08 else body
 
 
 def json_request(rng: random.Random) -> bytes:
-    body = json_body(rng)
-    path = rng.choice([*GOOD, *GOOD, *GOOD, "/reset_prefix_cache", "/tokenize", "/v1//completions/"])
+    made_for = rng.choice(list(GOOD))
+    body = json_body(rng, GOOD[made_for])
+    path = rng.choice([made_for] * 30 + [*GOOD, "/reset_prefix_cache", "/tokenize", "/v1//completions/"])
     lines = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close"
     return f"{lines}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def one_connection(address: tuple[str, int], rng: random.Random, data: bytes, told: Counter[int]) -> None:
-    """Send `data`, at once or in pieces with pauses, read some of the answer and leave politely or not."""
+async def one_connection(address: tuple[str, int], rng: random.Random, data: bytes, told: Counter[int]) -> bool:
+    """Send `data`, at once or in pieces with pauses, read some of the answer and leave politely or not.
+
+    Returns whether all was sent.
+    """
     reader, writer = await asyncio.open_connection(*address)
     if rng.random() < 0.2:
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    sent = False
     try:
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(PATIENCE_S * 9):
                 await _send(writer, rng, data)
+                sent = True
                 if rng.random() < 0.1:
                     writer.write_eof()
                 if rng.random() < 0.85:
@@ -166,6 +158,7 @@ async def one_connection(address: tuple[str, int], rng: random.Random, data: byt
         writer.close()
         with suppress(OSError):
             await writer.wait_closed()
+    return sent
 
 
 async def _send(writer: asyncio.StreamWriter, rng: random.Random, data: bytes) -> None:
@@ -188,22 +181,27 @@ async def _read(reader: asyncio.StreamReader, limit: int, told: Counter[int]) ->
                 tail = part[-11:]
 
 
-async def assault(url: str, make: Callable[[random.Random], bytes], seconds: float, seed: int) -> Counter[int]:
-    """CLIENTS of them until the time is over; how often each status was told."""
-    address, told = urlsplit(url), Counter[int]()
+async def assault(
+    url: str, make: Callable[[random.Random], bytes], seconds: float, seed: int
+) -> tuple[int, Counter[int]]:
+    """CLIENTS of them until the time is over; how many requests were sent, and how often each status was told."""
+    address, told, num_sent = urlsplit(url), Counter[int](), 0
     assert address.hostname and address.port
     until_s = time.monotonic() + seconds
 
     async def client(rng: random.Random) -> None:
+        nonlocal num_sent
         while time.monotonic() < until_s:
             with suppress(OSError):
-                await one_connection((address.hostname or "", address.port or 0), rng, make(rng), told)
+                sent = await one_connection((address.hostname or "", address.port or 0), rng, make(rng), told)
+                num_sent += sent  # not with the await, during which others count
 
     await asyncio.gather(*(client(random.Random(seed * 1000 + i)) for i in range(CLIENTS)))
-    return told
+    return num_sent, told
 
 
 if __name__ == "__main__":
     _, url, kind, seconds, seed = sys.argv
     make = {"bytes": raw_bytes, "requests": json_request}[kind]
-    print(json.dumps(asyncio.run(assault(url, make, float(seconds), int(seed)))))
+    num_sent, told = asyncio.run(assault(url, make, float(seconds), int(seed)))
+    print(json.dumps({"sent": num_sent, "told": told}))

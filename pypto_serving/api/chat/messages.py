@@ -8,7 +8,7 @@ from typing import Any
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
-_MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
+MAY_LACK_CONTENT = frozenset({"assistant", "tool", "function"})
 
 
 def read_message(message: Any, where: str) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(where, message, "a message with role and content, such as {'role': 'user', 'content': 'Hello'}")
     role, content = message.get("role"), message.get("content")
-    if role is None or (content is None and role not in _MAY_LACK_CONTENT):
+    if role is None or (content is None and role not in MAY_LACK_CONTENT):
         missing = f"{where}.{'role' if role is None else 'content'}"
         raise RequestError(f"{missing} is missing; send a string", param=missing, code="missing_field")
     if not isinstance(role, str):

@@ -12,7 +12,7 @@ from pypto_serving.util import brief
 
 MAX_TOOLS, MAX_NAME_CHARS, MAX_DEPTH = 1024, 128, 64
 """Tools of a request, characters of a name, and levels of a schema."""
-_NAME = re.compile(r"[\w.:/-]+")
+NAME = re.compile(r"[\w.:/-]+")
 _FORM = "{'type': 'function', 'function': {'name': ...}}"
 MODES = ("none", "auto", "required")
 
@@ -97,7 +97,7 @@ def check_names(functions: Sequence[Mapping[str, Any]], where: str) -> list[str]
     places: dict[str, str] = {}
     for i, function in enumerate(functions):
         name, place = function["name"], f"{where}[{i}].function.name"
-        if len(name) > MAX_NAME_CHARS or not _NAME.fullmatch(name):
+        if len(name) > MAX_NAME_CHARS or not NAME.fullmatch(name):
             allowed = f"at most {MAX_NAME_CHARS} letters, digits and characters of _-.:/"
             refuse(place, f"is {brief(name)}, but must have {allowed}")
         if name in places:
@@ -133,7 +133,9 @@ def _name(function: Any, where: str) -> str:
 def _tool(entry: Any, where: str) -> Mapping[str, Any]:
     """Return the function object of a tool, its parameters checked."""
     function = read_function(entry, where)
-    parameters, strict = function.get("parameters"), function.get("strict")
+    description, parameters, strict = (function.get(name) for name in ("description", "parameters", "strict"))
+    if not isinstance(description, str | None):
+        refuse(f"{where}.function.description", f"is {brief(description)}, but must be a string")
     if not isinstance(parameters, dict | None):
         complaint = f"is {brief(parameters)}, but must be a JSON schema, which is an object"
         refuse(f"{where}.function.parameters", complaint)

@@ -6,7 +6,7 @@
   the answer shows
 - `chat_body`, `completion_body`, `reader`: read a whole body, in whichever process
 - `respond`: answer at once or stream
-- `answers`: describe what they answer
+- `described`, `answers`: describe bodies and answers
 - `sse`, `chat_format`, `completion_format`, `echo_format`, `logprobs`, `usage`: write events and objects
 - `best_of`: choose the best of several choices
 """

@@ -61,7 +61,7 @@ class FieldRules:
 
 
 def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    if value is None or any(value == allowed for allowed in neutral):
+    if value is None or any(value == allowed and _is_truth(value) == _is_truth(allowed) for allowed in neutral):
         return
     if name in _SUCCESSORS:
         message = f"{name} is not supported by this server: it is the old form of {_SUCCESSORS[name]}; send that"
@@ -72,6 +72,11 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
         param=name,
         code="unsupported_field",
     )
+
+
+def _is_truth(value: Any) -> bool:
+    """Return whether `value` is true or false, which Python takes for 1 and 0."""
+    return isinstance(value, bool)
 
 
 _SUCCESSORS = {"functions": "tools", "function_call": "tool_choice"}

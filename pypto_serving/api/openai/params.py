@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from pypto_serving.api.openai.schemas import GenerationBody
+from pypto_serving.api.openai.schemas import MAX_SALT_CHARS, GenerationBody
 from pypto_serving.api.openai.structured import structured_outputs
 from pypto_serving.api.settings import DefaultSampling
 from pypto_serving.errors import RequestError
@@ -13,7 +13,6 @@ from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.util import brief
 
 MAX_PRIORITY = 2**31 - 1
-MAX_SALT_CHARS = 1024
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _PLAIN = (
     "n",

@@ -4,54 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field
 
-from pypto_serving.api.chat.tools import MAX_NAME_CHARS, MAX_TOOLS, MODES
-from pypto_serving.types.sampling import INT32_MAX, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_IDS
+from pypto_serving.api.openai import described
+from pypto_serving.api.openai.described import MAX_DOCUMENTS, number, text, whole
+from pypto_serving.types.sampling import (
+    HIGHEST_REPETITION,
+    INT32_MAX,
+    LOWEST_REPETITION,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_IDS,
+)
 
 MAX_MESSAGES = 16_384
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "array", "items": {"type": "integer"}},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-    ]
-}
-_STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
-_TOOLS_SCHEMA = {
-    "anyOf": [
-        {
-            "type": "array",
-            "maxItems": MAX_TOOLS,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "properties": {
-                            "name": {"type": "string", "maxLength": MAX_NAME_CHARS},
-                            "description": {"type": "string"},
-                            "parameters": {"type": "object"},
-                            "strict": {"type": "boolean"},
-                        },
-                        "required": ["name"],
-                    },
-                },
-                "required": ["function"],
-            },
-        },
-        {"type": "null"},
-    ]
-}
-_TOOL_CHOICE_SCHEMA = {"anyOf": [{"enum": list(MODES)}, {"type": "object"}, {"type": "null"}]}
-MAX_DOCUMENTS = 1024
-_OBJECT_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "null"}]}
-_JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}
-_CHOICE_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-MAX_PING_S = 3600
+MAX_PING_S, MAX_SALT_CHARS = 3600, 1024
 
 
 class _Body(BaseModel):
@@ -75,41 +44,45 @@ class GenerationBody(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     sse_ping_interval: int | None = Field(None, ge=-1, le=MAX_PING_S)
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Annotated[Any, WithJsonSchema(_STOP_SCHEMA)] = None
-    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
+    n: Annotated[int | None, whole(1, MAX_N)] = None
+    temperature: Annotated[float | None, number(0, 100)] = None
+    top_p: Annotated[float | None, described.ABOVE_0_TO_1] = None
+    top_k: Annotated[int | None, whole(-1)] = None
+    min_p: Annotated[float | None, number(0, 1)] = None
+    max_tokens: Annotated[int | None, whole(0)] = None
+    min_tokens: Annotated[int | None, whole(0)] = None
+    stop: Annotated[Any, described.STOP] = None
+    stop_token_ids: Annotated[list[int] | None, described.STOP_IDS] = Field(
+        None, fail_fast=True, max_length=MAX_STOP_IDS
+    )
     ignore_eos: bool | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=MAX_BIASES)
-    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_BIASES)
-    bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
-    prompt_logprobs: int | None = None
+    seed: Annotated[int | None, whole(-(2**63), 2**64 - 1)] = None
+    frequency_penalty: Annotated[float | None, number(-2, 2)] = None
+    presence_penalty: Annotated[float | None, number(-2, 2)] = None
+    repetition_penalty: Annotated[float | None, number(LOWEST_REPETITION, HIGHEST_REPETITION)] = None
+    logit_bias: Annotated[dict[str, float] | None, described.BIASES] = Field(None, max_length=MAX_BIASES)
+    allowed_token_ids: Annotated[list[int] | None, described.ALLOWED_IDS] = Field(
+        None, fail_fast=True, max_length=MAX_BIASES
+    )
+    bad_words: Annotated[list[str] | None, described.BAD_WORDS] = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
+    prompt_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int | None, described.TRUNCATION] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
-    structured_outputs: Annotated[Any, WithJsonSchema(_OBJECT_SCHEMA)] = None
-    guided_json: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
+    response_format: Annotated[Any, described.RESPONSE_FORMAT] = None
+    structured_outputs: Annotated[Any, described.STRUCTURED] = None
+    guided_json: Annotated[Any, described.JSON] = None
     guided_regex: str | None = None
-    guided_choice: Annotated[Any, WithJsonSchema(_CHOICE_SCHEMA)] = None
+    guided_choice: list[str] | None = Field(None, fail_fast=True)
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
-    structural_tag: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
+    structural_tag: Annotated[Any, described.JSON] = None
     add_special_tokens: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    priority: Annotated[int | None, whole(-INT32_MAX)] = None
+    cache_salt: Annotated[str | None, text(1, MAX_SALT_CHARS)] = None
 
     @property
     def ping_s(self) -> float | None:
@@ -122,32 +95,35 @@ class CompletionBody(GenerationBody):
 
     model_config = ConfigDict(json_schema_extra={"required": ["prompt"]})
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
-    logprobs: int | None = None
+    prompt: Annotated[Any, described.PROMPT] = None
+    logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
     echo: bool | None = None
-    best_of: int | None = None
+    best_of: Annotated[int | None, whole(1, MAX_N)] = None
 
 
 class ChatMessage(_Body):
+    model_config = ConfigDict(json_schema_extra=described.complete_message)
+
     role: str
-    content: Annotated[Any, WithJsonSchema(_CONTENT_SCHEMA)] = None
+    content: Annotated[Any, described.CONTENT] = None
 
 
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = None
+    messages: list[ChatMessage] = Field(fail_fast=True, max_length=MAX_MESSAGES, json_schema_extra={"minItems": 1})
+    max_tokens: Annotated[int | None, whole(1)] = None
+    max_completion_tokens: Annotated[int | None, whole(1)] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = Field(None, fail_fast=True, max_length=MAX_DOCUMENTS)
-    tools: Annotated[Any, WithJsonSchema(_TOOLS_SCHEMA)] = None
-    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = None
+    tools: Annotated[Any, described.TOOLS] = None
+    tool_choice: Annotated[Any, described.TOOL_CHOICE] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Annotated[str | None, described.EFFORT] = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=INT32_MAX)

@@ -9,15 +9,14 @@ from pypto_serving.errors import RequestError
 from pypto_serving.types.structured import StructuredOutputsParams
 from pypto_serving.util import brief
 
-_GUIDED = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-    "structural_tag": "structural_tag",
+_GUIDED: dict[str, tuple[str, Any]] = {
+    "guided_json": ("json", {}),
+    "guided_regex": ("regex", ""),
+    "guided_choice": ("choice", []),
+    "guided_grammar": ("grammar", ""),
+    "structural_tag": ("structural_tag", {}),
 }
-"""Older names of vLLM, with those in structured_outputs."""
-_NEUTRAL: tuple[Any, ...] = (None, "", [], {})
+"""Older names of vLLM, with those in structured_outputs and with values that ask for nothing."""
 
 
 def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
@@ -25,13 +24,13 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     given: list[tuple[str, dict[str, Any]]] = []
     if (found := _of_response_format(body.response_format)) is not None:
         given.append(("response_format", found))
-    if body.structured_outputs not in _NEUTRAL:
+    if body.structured_outputs not in (None, {}):
         if not isinstance(body.structured_outputs, dict):
             raise _refusal("structured_outputs", body.structured_outputs, "an object", "invalid_type")
         given.append(("structured_outputs", body.structured_outputs))
-    given += [
-        (field, {name: value}) for field, name in _GUIDED.items() if (value := getattr(body, field)) not in _NEUTRAL
-    ]
+    for field, (name, nothing) in _GUIDED.items():
+        if (value := getattr(body, field)) not in (None, "", nothing):
+            given.append((field, {name: value}))
     if len(given) > 1:
         names = " and ".join(field for field, _ in given)
         raise RequestError(f"{names} are given, but an output has one structure; send one", param=given[1][0])
