@@ -20,7 +20,7 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def lark_rules(grammar: str, prefix: str) -> str:
-    """Return the rules as Lark, with `prefix` before their names. Raises ValueError unless there is a rule `root`."""
+    """Return the rules as Lark, with `prefix` before their names. Raises ValueError."""
     starts = list(_RULE.finditer(grammar))
     if not any(start[1] == "root" for start in starts):
         raise ValueError("a grammar must be GBNF with a rule root, as in: root ::= ...")
@@ -32,11 +32,13 @@ def lark_rules(grammar: str, prefix: str) -> str:
 
 
 def _body(text: str, prefix: str) -> str:
-    return "".join(_written(token, prefix) for token in _TOKEN.findall(text)).strip()
+    return "".join(_written(found[0], prefix) for found in _TOKEN.finditer(text)).strip()
 
 
 def _written(token: str, prefix: str) -> str:
-    if token[0] == "[" and len(token) > 1:
+    if token in ('"', "["):
+        raise ValueError(f"a grammar has a {token} that nothing closes")
+    if token[0] == "[":
         return f"/{_class(token)}/"
     if token[0] in "#\n":
         return " "

@@ -103,10 +103,9 @@ class _Copier:
             if name == "$ref":
                 made[name] = self._refer(value, where, base)
             elif name in _MAPS and isinstance(value, Mapping):
-                rename = _pattern if name == "patternProperties" else _same
-                made[name] = {
-                    rename(key, where): self.copy(each, f"{where}/{key}", base) for key, each in value.items()
-                }
+                names = value if name == "properties" else _patterns(value, where)
+                copies = [self.copy(each, f"{where}/{key}", base) for key, each in value.items()]
+                made[name] = dict(zip(names, copies, strict=True))
             elif name in _LISTS and isinstance(value, list):
                 made[name] = [self.copy(each, f"{where}/{i}", base) for i, each in enumerate(value)]
             elif name in _SCHEMAS:
@@ -216,8 +215,12 @@ def _pattern(value: str, where: str) -> str:
         raise SchemaError(f"{where} cannot be enforced: {brief(value)} is {error}") from None
 
 
-def _same(value: str, where: str) -> str:
-    return value
+def _patterns(given: Mapping[str, Any], where: str) -> list[str]:
+    """Return the patterns of properties; two that are the same overlap."""
+    made = [_pattern(each, where) for each in given]
+    if len(set(made)) < len(made):
+        raise SchemaError(f"{where} cannot be enforced: two of the patterns are the same")
+    return made
 
 
 def _is_open_object(schema: Mapping[str, Any]) -> bool:

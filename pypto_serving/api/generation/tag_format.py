@@ -90,12 +90,8 @@ class FormatWriter:
     def regex(self, given: Format, place: str, ends: Ends) -> str:
         """Write a regular expression as one terminal with plain ends, so that it stops where they begin."""
         pattern = _slashed(_str(given, "pattern", place))
-        if ends and not any(self._special(end) for end in ends):
-            return (
-                self._terminal(f"/{pattern}/ ({' | '.join(map(json.dumps, ends))})")
-                if all(ends)
-                else self._terminal(f"/{pattern}/")
-            )
+        if ends and all(map(self._is_plain, ends)):
+            return self._terminal(f"/{pattern}/ ({' | '.join(map(json.dumps, ends))})")
         return self._ended(self._terminal(f"/{pattern}/"), ends)
 
     def gbnf(self, given: Format, place: str, ends: Ends) -> str:
@@ -225,18 +221,19 @@ class FormatWriter:
 
     def _ended(self, written: str, ends: Ends) -> str:
         """Append the ends to what is written."""
-        return f"{written} {_any_of([self._text(end) for end in ends])}" if ends and all(ends) else written
+        return f"{written} {_any_of([self._text(end) for end in ends])}" if ends else written
 
     def _until(self, ends: Sequence[str], text: str) -> str:
         """Return what stands for free text up to one of the ends, and for that end."""
         found, plain = [], []
         for end in ends:
-            before, special, after = self._tokenizer.split_special(end)
-            if special is None:
-                plain.append(json.dumps(end))
+            before, *rest = self._tokenizer.split_special(end)
+            if isinstance(before, int):
+                found.append(f"{text} {self._joined([before, *rest])}")
+            elif rest:
+                found.append(f"{self._terminal(f'{text} {json.dumps(before)}')} {self._joined(rest)}")
             else:
-                free = self._terminal(f"{text} {json.dumps(before)}") if before else text
-                found.append(f"{free} <[{special}]> {self._text(after)}")
+                plain.append(json.dumps(end))
         if plain:
             found.append(self._rule(f"{text} ({' | '.join(plain)})", "[lazy]"))
         return _any_of(found) if found else text
@@ -278,13 +275,14 @@ class FormatWriter:
 
     def _text(self, text: str) -> str:
         """Write a text, in which special tokens stand for themselves."""
-        before, special, after = self._tokenizer.split_special(text)
-        if special is None:
-            return json.dumps(text) if text else ""
-        return " ".join(filter(None, [json.dumps(before) if before else "", f"<[{special}]>", self._text(after)]))
+        return self._joined(self._tokenizer.split_special(text))
 
-    def _special(self, text: str) -> bool:
-        return self._tokenizer.split_special(text)[1] is not None
+    def _joined(self, parts: Sequence[str | int]) -> str:
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
+
+    def _is_plain(self, text: str) -> bool:
+        """Whether no special token is in a text."""
+        return self._tokenizer.split_special(text) in ([text], [])
 
     def _rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"

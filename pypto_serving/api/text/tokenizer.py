@@ -81,17 +81,18 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return self.raw.get_vocab_size()
 
-    def split_special(self, text: str) -> tuple[str, int | None, str]:
-        """Split a text at its first special token: the text before, its id, the text after. Without one, id is None."""
-        found = self._special_texts.search(text)
-        if found is None:
-            return text, None, ""
-        return text[: found.start()], self.special_id(found[0]), text[found.end() :]
+    def split_special(self, text: str) -> list[str | int]:
+        """Split a text into the ids of its special tokens and the texts between them."""
+        parts: list[str | int] = []
+        for i, part in enumerate(self._special_texts.split(text)):
+            token_id = self.special_id(part) if i % 2 else None
+            parts.append(part if token_id is None else token_id)
+        return [part for part in parts if part != ""]
 
     @functools.cached_property
     def _special_texts(self) -> re.Pattern[str]:
         texts = [token.content for token in self.raw.get_added_tokens_decoder().values() if token.special]
-        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+        return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""

@@ -149,6 +149,8 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}, "oneOf"),
     ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, "oneOf"),
     ({"oneOf": [{"required": ["a"]}, ODD]}, "oneOf"),
+    ({"patternProperties": {r"^\d": {}, "^[0-9]": {"type": "null"}}}, "two of the patterns are the same"),
+    ({"patternProperties": {"^a": {}, "b$": {}}}, "not disjoint"),
     ({"minProperties": 2}, "more than one above the required"),
     ({"minimum": 2**60}, "is not below 2**53"),
     ({"minimum": 1e300}, "is not below 2**53"),

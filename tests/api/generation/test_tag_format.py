@@ -121,7 +121,9 @@ def test_texts_of_formats(name: str, tokenizer: Tokenizer) -> None:
 
 START, STOP = "<|im_start|>", "<|end|>"
 SPECIAL: dict[str, tuple[Format, list[str], list[str]]] = {
-    "const": (const(f"a{START}b"), [f"a{START}b"], ["ab", "a"]),
+    "const": (const(f"a{START}b{STOP}"), [f"a{START}b{STOP}"], ["ab", "a", f"a{START}b"]),
+    "many": (const(START * 2000), [START * 2000], [START]),
+    "ends": (tag("<", ANY, [f"{STOP}x", ">"]), [f"<a{STOP}x", "<a>"], [f"<a{STOP}", "<a"]),
     "tag": (tag(START, ANY, f".{STOP}!"), [f"{START}a.{STOP}!"], [f"{START}a{STOP}!", f"{START}a.{STOP}"]),
     "token": (tag(START, ANY, {"type": "token", "token": STOP}), [f"{START}a{STOP}"], [f"{START}a"]),
     "alone": ({"type": "token", "token": 1}, [START], [STOP, "a"]),
@@ -160,6 +162,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "tag", "begin": {"type": "token", "token": 10**6}, "content": ANY, "end": ""}, "a token of this model"),
     ({"type": "repeat", "min": 2, "max": 1, "content": ANY}, "max must not be below min"),
     ({"type": "grammar", "grammar": 'start: "a"'}, "must be GBNF with a rule root"),
+    ({"type": "grammar", "grammar": "root ::= " + "[" * 30_000}, "that nothing closes"),
+    ({"type": "grammar", "grammar": "root ::= " + '"\\' * 30_000}, "that nothing closes"),
     ({"type": "dispatch", "rules": [["a"]]}, r"format.rules\[0\] is \['a'\]"),
     ({**CALLS, "triggers": ["x"]}, "must begin with one of the triggers"),
     ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a>": {}}}}, "cannot stand in <parameter"),
