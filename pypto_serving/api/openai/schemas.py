@@ -107,6 +107,7 @@ class GenerationBody(_Body):
     guided_whitespace_pattern: str | None = None
     structural_tag: Annotated[Any, WithJsonSchema(_JSON_SCHEMA)] = None
     add_special_tokens: bool | None = None
+    request_id: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     priority: int | None = None
     cache_salt: str | None = None
