@@ -168,6 +168,36 @@ def test_prompt_logprobs_have_bounds(server: RunningServer, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("path", [PATH, CHAT])
+def test_logprobs_of_an_answer_have_a_bound(server: RunningServer, path: str) -> None:
+    """For whole answers only; a stream holds none of them."""
+    own = (
+        {"prompt": "hello", "logprobs": 20}
+        if path == PATH
+        else {"messages": HELLO, "logprobs": True, "top_logprobs": 20}
+    )
+    body = {**own, "n": 128, "max_tokens": 2**20 // 128 // 21}
+    assert server.post(path, body).status_code == 200
+    body["max_tokens"] += 1
+    param, message = refusal(server, path, **body)
+    assert param == "logprobs" and "of 128 choices of up to 391 tokens" in message
+    assert server.events(path, body)
+
+
+@pytest.mark.parametrize(("path", "kind"), [(PATH, "cmpl"), (CHAT, "chatcmpl")])
+def test_the_id_of_an_answer_is_the_client_s(server: RunningServer, path: str, kind: str) -> None:
+    body = {"prompt": "hello"} if path == PATH else {"messages": HELLO}
+    for _ in range(2):  # the server's own stay unique
+        assert server.post(path, {**body, "request_id": "my/req-1"}).json()["id"] == f"{kind}-my/req-1"
+    assert {event["id"] for event in server.events(path, {**body, "request_id": "x"})} == {f"{kind}-x"}
+    assert len({made.request_id for made in server.engine.requests}) == len(server.engine.requests)
+    assert server.post(path, {**body, "request_id": None}).json()["id"].startswith(f"{kind}-")
+    for bad in ("", "a b", "\u00e9", "x" * 129, "a\n"):
+        param, message = refusal(server, path, **body, request_id=bad)
+        assert param == "request_id" and "1 to 128 visible characters" in message
+    assert refusal(server, path, **body, request_id=5)[0] == "request_id"
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT])
 def test_token_ids_of_prompt_and_output(server: RunningServer, tokenizer: Tokenizer, path: str) -> None:
     stop = tokenizer.encode(TEXT)[6]
     server.engine.script = lambda request: Script(tokenizer.encode(TEXT)[:7], finish="stop", stop_token_id=stop)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pypto_serving.api.generation.bad_words import encode_bad_words
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.types.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
@@ -19,21 +21,18 @@ NUM_STREAMS = 32
 FOR_KERNELS = {"deepseek_v4_fast": {"o_lora_rank": 32}}
 
 
-def streams(max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
+def streams(model: Path, max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Half of the streams are greedy, half are sampled with their own seed; most change their logits."""
-    rng = random.Random(3)
+    rng, tokenizer = random.Random(3), Tokenizer.load(model)
     prompts = [rng.choices(range(250), k=rng.randrange(4, 90)) for _ in range(NUM_STREAMS)]
-    params = [
-        SamplingParams(
-            temperature=i % 2, top_p=0.95, seed=i, max_tokens=max_tokens, ignore_eos=True, **CHANGES[i % len(CHANGES)]
-        )
-        for i in range(NUM_STREAMS)
-    ]
+    common = {"top_p": 0.95, "max_tokens": max_tokens, "ignore_eos": True}
+    given = [common | {"temperature": i % 2, "seed": i} | CHANGES[i % len(CHANGES)] for i in range(NUM_STREAMS)]
+    params = [encode_bad_words(SamplingParams(**each), tokenizer) for each in given]
     return prompts, params
 
 
 def survive(model: Path, kills: int, max_tokens: int, points: dict[str, list[object]]) -> None:
-    prompts, params = streams(max_tokens)
+    prompts, params = streams(model, max_tokens)
     undisturbed = run_engine(engine_config(model), lambda engine: answers(engine, prompts, params))
 
     async def scenario(engine: AsyncEngine) -> list[list[int]]:

@@ -10,6 +10,7 @@ import msgspec
 from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.chat.parsers.thinking import Thinking
 from pypto_serving.api.generation.bad_words import encode_bad_words
+from pypto_serving.api.generation.logprobs import MAX_LOGPROBS_OF_ANSWER
 from pypto_serving.api.generation.max_tokens import fit_max_tokens
 from pypto_serving.api.generation.prompt_scores import PromptScores, check_num_scores
 from pypto_serving.api.generation.prompts import Prompter
@@ -118,6 +119,18 @@ def check_scores(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Non
     if params.prompt_logprobs is not None:
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         check_num_scores(num_tokens, params.n, params.prompt_logprobs)
+
+
+def check_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams) -> None:
+    """Raise RequestError if the log-probabilities of all output tokens may be too many for one answer."""
+    if params.logprobs is None:
+        return
+    num_choices, most = params.n * len(prompts), max(prompt.max_tokens for prompt in prompts)
+    if num_choices * most * (1 + params.logprobs) > MAX_LOGPROBS_OF_ANSWER:
+        each = f"up to {most} tokens each with the {params.logprobs} most likely ones"
+        message = f"log-probabilities of {num_choices} choices of {each} may be more than {MAX_LOGPROBS_OF_ANSWER}"
+        advice = "send a lower max_tokens, ask for fewer of them, or stream"
+        raise RequestError(f"{message}; {advice}", param="logprobs")
 
 
 def new_scores(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Sequence[PromptScores]:

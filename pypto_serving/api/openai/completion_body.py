@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.request import check_scores, fit_params, fit_prompt
+from pypto_serving.api.generation.request import check_num_logprobs, check_scores, fit_params, fit_prompt
 from pypto_serving.api.openai.best_of import check_best_of
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import COMPLETION_RULES
@@ -41,6 +41,8 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
         for ids, text in encode_prompts(prompter, body.prompt, params.n, body.add_special_tokens is not False)
     ]
     check_scores(prompts, params)
+    if not body.stream:
+        check_num_logprobs(prompts, params)
     return ReadBody(prompts=prompts, params=params, shown=shown, **common)
 
 

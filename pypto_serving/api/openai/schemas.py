@@ -80,6 +80,7 @@ class GenerationBody(_Body):
     guided_whitespace_pattern: str | None = None
     structural_tag: Annotated[Any, described.JSON] = None
     add_special_tokens: bool | None = None
+    request_id: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     priority: Annotated[int | None, whole(-INT32_MAX)] = None
     cache_salt: Annotated[str | None, text(1, MAX_SALT_CHARS)] = None

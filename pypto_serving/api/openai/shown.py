@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -9,11 +10,15 @@ import msgspec
 from pypto_serving.api.openai.schemas import CompletionBody, GenerationBody
 from pypto_serving.errors import RequestError
 from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.util import brief
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer shows, as the body asks.
 
+    - `request_id`: what the id of the answer ends with; None for the server's own.
     - `n`: choices of each prompt, the best ones if more are made.
     - `usage`, `usage_so_far`: the last event of a stream has the usage; each event has the usage so far.
     - `logprobs`: so many most likely tokens beside each token of the text; None for no log-probabilities.
@@ -24,6 +29,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     - `service_tier`: the only one that there is, if the body names any.
     """
 
+    request_id: str | None = None
     n: int = 1
     usage: bool = False
     usage_so_far: bool = False
@@ -41,9 +47,13 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
         if body.stream and body.prompt_logprobs is not None:
             message = "prompt_logprobs is not available together with stream = true; leave one of them out"
             raise RequestError(message, param="prompt_logprobs")
+        if body.request_id is not None and not _REQUEST_ID.fullmatch(body.request_id):
+            message = f"request_id is {brief(body.request_id)}, but must have 1 to 128 visible characters of ASCII"
+            raise RequestError(message, param="request_id")
         options = body.stream_options
         usage = bool(options and options.include_usage)
         return cls(
+            request_id=body.request_id,
             n=params.n,
             usage=usage,
             usage_so_far=usage and bool(options and options.continuous_usage_stats),

@@ -53,7 +53,9 @@ class Head:
 
     @classmethod
     def of(cls, service: Service, wanted: GenerationRequest, model: str, shown: Shown) -> Self:
-        return cls(wanted.id, int(time.time()), model, shown, wanted.prompts, wanted.scores, service.tokenizer)
+        kind, _, own = wanted.id.partition("-")
+        shown_id = f"{kind}-{shown.request_id or own}"
+        return cls(shown_id, int(time.time()), model, shown, wanted.prompts, wanted.scores, service.tokenizer)
 
     @property
     def num_choices(self) -> int:
