@@ -278,7 +278,7 @@ VALUES = st.recursive(
 VALID = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(NAMES, VALUES, max_size=5), path=st.sampled_from(PATHS), valid=st.booleans())
 def test_no_json_object_makes_the_server_fail(
     server: RunningServer, body: dict[str, Any], path: str, valid: bool
@@ -291,7 +291,7 @@ def test_no_json_object_makes_the_server_fail(
         error_of(response, response.status_code)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
 def test_no_bytes_make_the_server_fail(server: RunningServer, raw: bytes) -> None:
     error_of(server.http.post(PATH, content=raw), 400)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.api.chat.parsers.families import FAMILIES
@@ -54,7 +54,6 @@ def test_tools_and_choices(tools: Any, choice: Any) -> None:
     read(tools, choice)
 
 
-@settings(deadline=None)
 @given(st.lists(TOOL, min_size=1, max_size=3), st.sampled_from(sorted(FAMILIES)), st.booleans())
 def test_schemas(tools: Any, family: str, strict: bool) -> None:
     use = read(tools, "required")
@@ -69,7 +68,6 @@ def test_schemas(tools: Any, family: str, strict: bool) -> None:
         pass
 
 
-@settings(deadline=None)
 @pytest.mark.parametrize("template", [HERMES, with_tools("<tool_call> <function= <think> </think>")])
 @given(st.lists(st.dictionaries(st.sampled_from(["tool_calls", "reasoning", "tool_call_id"]), JSON), max_size=3), JSON)
 def test_history(template: str, fields: list[dict[str, Any]], documents: Any) -> None:

@@ -76,7 +76,7 @@ def test_numpy_changes_logits_as_transformers_does(vocab: int) -> None:
 
 
 @needs_kernels
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(vocab=st.sampled_from(VOCABS[:-1]), seed=st.integers(0, 2**32 - 1), threads=st.sampled_from([1, 3]))
 def test_kernels_choose_from_the_logits_that_numpy_changes(vocab: int, seed: int, threads: int) -> None:
     check_kernels(vocab, np.random.default_rng(seed), 12, threads)

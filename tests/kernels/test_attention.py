@@ -48,7 +48,7 @@ def test_query_heads_that_share_a_key(engine: Engine, shared: int) -> None:
     assert_attends(attend(engine, [row])[0], row)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=12),
     size=st.sampled_from([32, 64, 96, 128]),

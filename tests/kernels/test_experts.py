@@ -134,7 +134,7 @@ def test_a_layer_of_experts(engine: Engine, tokens: int, normalize: bool) -> Non
         run(engine, layer, *random_step(layer, tokens, seed=tokens))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     tokens=st.integers(1, 50),
     experts=st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n))),

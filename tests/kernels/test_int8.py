@@ -190,7 +190,7 @@ def test_the_largest_sums(engine: Engine) -> None:
     assert np.abs(weights.product(x)).max() > 12288 * 126
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rows=st.integers(1, 50), n=st.integers(1, 100), quads=st.integers(1, 300), seed=st.integers(0))
 def test_biased_product_on_top(rows: int, n: int, quads: int, seed: int, engine: Engine) -> None:
     rng = np.random.default_rng(seed)

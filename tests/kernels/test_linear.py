@@ -41,7 +41,7 @@ def test_product(engine: Engine, rows: int) -> None:
         assert_close(linear(engine, x, weights), product(x, weights), product_error(x, weights))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rows=st.integers(1, 50), n=st.integers(1, 100), pairs=st.integers(1, 300), seed=st.integers(0))
 def test_biased_product_on_top(rows: int, n: int, pairs: int, seed: int, engine: Engine) -> None:
     rng = np.random.default_rng(seed)

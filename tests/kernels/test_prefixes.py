@@ -139,7 +139,7 @@ def forests(draw: st.DrawFn) -> list[Branch]:
     return [Branch(draw(st.integers(0, i)), draw(common), draw(own), draw(queries)) for i in range(count)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     branches=forests(),
     size=st.sampled_from([32, 64, 96, 128]),

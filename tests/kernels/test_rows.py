@@ -40,7 +40,7 @@ def test_embedding(engine: Engine, tokens: int, width: int) -> None:
     assert np.array_equal(packed, table[ids])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rows=st.integers(1, 50), pairs=st.integers(1, 70), scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0))
 def test_norm(rows: int, pairs: int, scale: float, seed: int, engine: Engine) -> None:
     rng = np.random.default_rng(seed)

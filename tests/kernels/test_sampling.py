@@ -98,7 +98,7 @@ def test_choices_are_those_of_sorting(vocab: int, kind: str) -> None:
 
 
 @every_set
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     vocab=st.integers(1, 3000),
     seed=st.integers(0, 2**32 - 1),

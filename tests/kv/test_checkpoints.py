@@ -43,7 +43,7 @@ GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(GROUPS, st.integers(0, 60), st.integers(0, 60))
 def test_useful_blocks_are_those_that_some_position_needs(
     groups: tuple[KVCacheGroupSpec, ...], start: int, length: int
@@ -57,7 +57,7 @@ def test_useful_blocks_are_those_that_some_position_needs(
         assert list(one.useful(start, end)) == [i for i in ended if i in needed]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(GROUPS, st.integers(0, 100))
 def test_a_block_is_passed_once_it_is_not_needed(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
     for one in make_groups(groups, ResumePoints(groups), None):
@@ -93,7 +93,7 @@ def stored(kv: KVCacheManager, request_id: str) -> list[set[int]]:
     return [{i for i, key in enumerate(part.keys) if tier.find(part.group, key) is not None} for part in parts]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(GROUP_SETS)), st.data())
 def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, data: st.DataObject) -> None:
     """Also with steps in flight, and where keys are known later than their blocks are computed. Nothing is evicted."""
@@ -134,7 +134,7 @@ def test_of_window_and_state_groups_the_tails_at_checkpoints_go_down(kind: str, 
     assert blocks_in_use(kv) == (0,) * len(groups)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(sorted(GROUP_SETS)),
     lookahead=st.sampled_from([0, 1, 150]),

@@ -137,7 +137,7 @@ def _accepts(kv: KVCacheManager, g: int, request_id: str, n: int) -> bool:
     return all(kv.groups[g].pool.find(keys[position // spec.block_size]) is not None for position in needed)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(GROUPS, st.data())
 def test_match_equals_the_brute_force_oracle(groups: tuple[KVCacheGroupSpec, ...], data: st.DataObject) -> None:
     kv = KVCacheManager(groups, tuple(data.draw(st.integers(12, 40), label="blocks") for _ in groups))

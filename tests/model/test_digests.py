@@ -68,7 +68,7 @@ def digest_of(content: bytes, folder: Path) -> bytes:
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, len(CONTENT) - 1), flip=st.integers(1, 255))
 def test_every_byte_counts(tmp_path: Path, place: int, flip: int) -> None:
     changed = bytearray(CONTENT)

@@ -105,7 +105,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_flipped_bit_anywhere_is_found(kept: Kept, data: st.DataObject) -> None:
     size = len(kept.content)
     place = data.draw(st.integers(0, size - 1) | st.integers(0, 5000) | st.integers(size - 100, size - 1))
@@ -115,7 +115,7 @@ def test_a_flipped_bit_anywhere_is_found(kept: Kept, data: st.DataObject) -> Non
 
 
 @given(st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_another_length_is_found(kept: Kept, data: st.DataObject) -> None:
     size = data.draw(st.integers(0, len(kept.content) - 1) | st.integers(0, 5000))
     kept.heals(kept.content[:size])

@@ -74,7 +74,7 @@ def test_with_fairness_only_the_first_requests_of_salts_are_compared() -> None:
     assert shares.compared <= 3 * 3001 and not queue._lanes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 10**6), fair=st.booleans())
 def test_the_queue_agrees_with_a_sorted_list(seed: int, fair: bool) -> None:
     """Pushes, removals in any order, pushes of what was removed, tokens of salts, and deadlines."""

@@ -89,4 +89,4 @@ class Sequences(RuleBasedStateMachine):
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestSequences.settings = settings(max_examples=40, stateful_step_count=30)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pypto_serving.types.kv import KVTensorSpec, StateSpec, WindowSpec, max_live_blocks
@@ -60,14 +60,12 @@ def test_rows_are_needed_from_their_position_to_their_last_reader(spec: Tail, po
     assert readers == list(range(position, spec.last_reader(position) + 1))
 
 
-@settings(deadline=None)
 @given(st.one_of(WINDOWS, STATES), st.integers(1, 200))
 def test_a_step_reads_at_most_these_blocks(spec: Tail, step_tokens: int) -> None:
     counted = (num_blocks(spec, first_read(spec, n), n + step_tokens) for n in far(spec))
     assert spec.read_blocks(step_tokens) == max(counted)
 
 
-@settings(deadline=None)
 @given(st.one_of(WINDOWS, STATES), st.integers(1, 12))
 def test_a_tail_is_at_most_these_blocks(spec: Tail, factor: int) -> None:
     step = spec.block_size * factor
@@ -76,7 +74,6 @@ def test_a_tail_is_at_most_these_blocks(spec: Tail, factor: int) -> None:
     assert spec.tail_blocks(step) == max(counted)
 
 
-@settings(deadline=None)
 @given(st.one_of(WINDOWS, STATES), st.integers(1, 300))
 def test_a_sequence_that_grows_by_one_needs_at_most_these_blocks(spec: Tail, num_tokens: int) -> None:
     counted = (num_blocks(spec, first_read(spec, n), n + 1) for n in range(num_tokens))

@@ -217,7 +217,7 @@ TRAITS = {
 
 
 @pytest.mark.parametrize("traits", TRAITS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(depth=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_differences_lead_to_what_the_rows_hold(traits: str, depth: int, seed: int) -> None:
     limits = BackendLimits(

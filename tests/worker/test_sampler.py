@@ -154,7 +154,7 @@ def test_frequencies_follow_the_definition(chooser: Sampler, row: RowSampling) -
     assert chi_square < degrees + 4 * np.sqrt(2 * degrees) + 4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.sampled_from([7, 900, 1500, 5000]),
     seed=st.integers(0, 1000),
