@@ -115,7 +115,7 @@ def unread(start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gate, "MIN_HELD_BYTES", 0)
     monkeypatch.setattr(run, "CLOSE_TIMEOUT_S", 0.1)
     server = start(max_body_bytes=100_000)
-    turns = [reader._turns for reader in (server.app.state.reading._quick, server.app.state.reading._slow)]
+    turns = [reader.turns for reader in (server.app.state.reading._quick, server.app.state.reading._slow)]
     for turn in turns:
         asyncio.run_coroutine_threadsafe(turn.take(0), server.loop).result(WAIT_S)
     yield server

@@ -28,8 +28,9 @@ def narrowed(schema: dict[str, Any]) -> dict[str, Any]:
     pattern = _NARROWER.get(str(schema.get("format")))
     if pattern is None:
         return schema
-    if schema["format"] == "hostname" and schema.get("maxLength", _HOST_CHARS) >= _HOST_CHARS:
-        schema = {**schema, "maxLength": _HOST_CHARS}
+    if schema["format"] == "hostname":
+        longest = schema.get("maxLength", _HOST_CHARS)
+        schema = {**schema, "maxLength": min(longest, _HOST_CHARS) if isinstance(longest, int) else longest}
     if "pattern" not in schema:
         return {**schema, "pattern": pattern}
     others = schema.get("allOf", [])

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 from pypto_serving.api.generation.ecma import to_rust
 from pypto_serving.api.generation.formats import narrowed
-from pypto_serving.api.generation.numbers import Bounds, Multiples, is_exact
+from pypto_serving.api.generation.numbers import BOUNDS, Bounds, Multiples, inward, is_exact
 from pypto_serving.api.generation.one_of import OneOf
 from pypto_serving.util import brief
 
@@ -19,7 +19,7 @@ ESCAPES = 'nrbtf\\"'
 """Escapes in texts. Without `u` each text has one spelling, so no key can be another one's in disguise."""
 
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
-_NUMBERS = frozenset({"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_NUMBERS = frozenset({"const", "enum", "multipleOf", *BOUNDS})
 _ASSERTIONS = frozenset({"type", "pattern", "format", "required"}) | _COUNTS | _NUMBERS
 _SCHEMAS = frozenset({"additionalProperties", "items"})
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -242,6 +242,8 @@ def _checked(name: str, value: Any, where: str) -> Any:
         return _pattern(value, where)
     if name in _COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)
+    if name in BOUNDS:
+        value = inward(name, value)
     if name in _NUMBERS:
         _check_exact(value, where)
     return 0 if isinstance(value, float) and value == 0 else value  # llguidance takes -0.0 for less

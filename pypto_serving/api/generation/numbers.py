@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 from decimal import Decimal
 from typing import Any
 
 _EXACT = 2**53
 _WORD = 2**32
+MAX_DIGITS = 15
 MAX_MULTIPLES = 64
 """Different values of `multipleOf` in a schema."""
 
 
 def is_exact(value: float) -> bool:
     """Whether a number is read exactly: whole ones, and fractions that are one division of two of them."""
+    if not abs(value) < _EXACT:
+        return False
     mantissa, _, exponent = repr(value).partition("e")
     digits = mantissa.replace(".", "").strip("-0")
-    is_short = isinstance(value, int) or (len(digits) <= 15 and len(digits) - int(exponent or 0) <= 22)
-    return abs(value) < _EXACT and is_short
+    return isinstance(value, int) or (len(digits) <= MAX_DIGITS and len(digits) - int(exponent or 0) <= 22)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def inward(name: str, value: Any) -> Any:
+    """Return the nearest bound within the one called `name` that is short enough to be read exactly."""
+    if not _is_number(value):
+        return value
+    is_lower = name in ("minimum", "exclusiveMinimum")
+    if value < 1 - _EXACT if is_lower else value > _EXACT - 1:
+        return 1 - _EXACT if is_lower else _EXACT - 1
+    if isinstance(value, int) or not math.isfinite(value):
+        return value
+    rounding = decimal.ROUND_CEILING if is_lower else decimal.ROUND_FLOOR
+    return float(decimal.Context(prec=MAX_DIGITS, rounding=rounding).create_decimal(repr(value)))
 
 
 class Multiples:
@@ -28,7 +48,7 @@ class Multiples:
 
     def add(self, value: Any) -> bool:
         """Return whether any two values can be joined. Others than numbers are not looked at."""
-        if not isinstance(value, int | float):
+        if not _is_number(value):
             return True
         _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
         coefficient, places = int("".join(map(str, digits))), -int(exponent)
@@ -66,7 +86,7 @@ class Bounds:
                 schema[exclusive] = schema.pop(name)
             elif isinstance(schema[exclusive], bool):
                 del schema[exclusive]
-        bounds = [schema[name] for name in _BOUNDS if name in schema]
+        bounds = [schema[name] for name in BOUNDS if name in schema]
         self._units |= {math.floor(bound) for bound in bounds if isinstance(bound, float) and not bound.is_integer()}
         if any(name in schema for name in _BESIDE):
             self._excluding.append(schema)
@@ -84,6 +104,6 @@ class Bounds:
                 schema[name] = max(schema.get(name, beside) * sign, beside * sign) * sign
 
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _BESIDE = {"exclusiveMinimum": ("minimum", 0, 1), "exclusiveMaximum": ("maximum", -1, -1)}
 """The bound that can stand for an excluded one, where its unit begins, and to which side it moves."""

@@ -23,6 +23,11 @@ def matcher_of(schema: Mapping[str, Any]) -> Matcher:
     return COMPILER.compile(checked(Grammar("json_schema", json.dumps(prepare(schema, json_options())))))
 
 
+def copied(matcher: Matcher) -> Matcher:
+    """A matcher in the same state."""
+    return Matcher(matcher._raw.deep_copy())
+
+
 def allowed(matcher: Matcher) -> list[int]:
     mask = np.zeros(COMPILER.num_words, np.uint32)
     matcher.fill(mask)
@@ -31,7 +36,7 @@ def allowed(matcher: Matcher) -> list[int]:
 
 def accepts(matcher: Matcher, text: str | Sequence[int]) -> bool:
     """Whether an output may be `text`, and end."""
-    matcher = matcher.copy()
+    matcher = copied(matcher)
     try:
         for token_id in text.encode() if isinstance(text, str) else text:
             matcher.consume(token_id)
@@ -42,7 +47,7 @@ def accepts(matcher: Matcher, text: str | Sequence[int]) -> bool:
 
 def walk(matcher: Matcher, rng: random.Random, liked: bytes, most: int = 2000) -> str | None:
     """Return an output that likes some bytes, and closes after a while what it opened; None if it does not end."""
-    matcher, text = matcher.copy(), bytearray()
+    matcher, text = copied(matcher), bytearray()
     for i in range(most):
         ids = allowed(matcher)
         if END in ids and (len(ids) == 1 or rng.random() < 0.3):

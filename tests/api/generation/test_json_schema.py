@@ -41,6 +41,16 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
         [2, 2.6, 0, -0.0, -5.1],
     ),
     "bounds on both sides of a unit": ({"minimum": -0.5, "exclusiveMaximum": 0}, [-0.5, -0.1], [0, -0.0, -1]),
+    "bounds of many digits": (
+        {"minimum": 1.0000000000000002, "exclusiveMaximum": 184.27100000000002},
+        [1.1, 184.1],
+        [1, 184.27100000000002],
+    ),
+    "bounds of 64 bits": (
+        {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+        [2**53 - 1, 1 - 2**53],
+        [2**63, -(2**63) - 1],
+    ),
     "multipleOf": ({"type": "number", "multipleOf": 0.25}, [0.75, -0.25, 3], [0.3, 1.1]),
     "lengths": ({"type": "string", "minLength": 2.0, "maxLength": 3}, ["ab", "äöü", "😀😀"], ["a", "abcd", 5]),
     "pattern": ({"type": "string", "pattern": "^a|b$"}, ["ax", "xb"], ["xax", ""]),

@@ -47,6 +47,11 @@ XML = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": 
 FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
     "const_string": (const('a"\\\n/'), ['a"\\\n/'], ["a", ""]),
     "json_schema": (JSON, ['{"a": 1}'], ['{"a": "x"}', "{}", '{"a": 1, "b": 2}']),
+    "open objects": (
+        {"type": "json_schema", "json_schema": {**SCHEMA, "additionalProperties": True}},
+        ['{"a": 1, "b": "x"}'],
+        [r'{"a": 1, "\u0061": "x"}', '{"a": 1, "a": "x"}'],
+    ),
     "white space": ({**JSON, "max_whitespace_cnt": 2}, ['{"a":  1}', '{"a":1}'], ['{"a":   1}']),
     "any_text": (ANY, ["", "a\nb"], []),
     "excludes": ({**ANY, "excludes": ["no", "ne"]}, ["n", "nan"], ["a no", "ne"]),
