@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -13,6 +14,7 @@ Schema = Mapping[str, Any]
 _DEFINED = ("$defs", "definitions")
 _UNREADABLE = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties")
 _ASSERTIONS = ("pattern", "minLength", "maxLength")
+_WORDS = {"null": "null", "true": "boolean", "false": "boolean"}
 _BOTH = {"anyOf", "oneOf", "allOf", "enum", "const", *_ASSERTIONS}
 
 
@@ -44,6 +46,13 @@ def is_any_object(schema: Schema) -> bool:
     return not named and schema.get("additionalProperties", True) in (True, {}) and not set(_UNREADABLE) & set(schema)
 
 
+def as_object(schema: Schema) -> Schema:
+    """Return the schema of those values of `schema` that are objects."""
+    if {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
+        return {"allOf": [schema, {"type": "object"}]}
+    return {**schema, "type": "object"}
+
+
 def properties_of(schema: Schema) -> list[Property]:
     """Return the properties of an object. Raises SchemaError for what says more of them than each by itself."""
     whole = schema
@@ -63,7 +72,7 @@ def properties_of(schema: Schema) -> list[Property]:
         raise SchemaError(f"{brief(missing[0])} is required, but no value is allowed for it")
     shared = {**schema, **whole}
     return [
-        Property(name, _with_definitions(one, shared) if isinstance(one, Mapping) else {}, name in needed)
+        Property(name, with_definitions(one, shared) if isinstance(one, Mapping) else {}, name in needed)
         for name, one in found.items()
         if one is not False
     ]
@@ -99,6 +108,28 @@ def read_texts(schema: Any, root: Schema, depth: int = 0) -> list[Text]:
     return [text for one in inner for text in read_texts(one, root, depth + 1)]
 
 
+def read_words(schema: Any, root: Schema, depth: int = 0) -> list[str]:
+    """Return which of null, true and false a schema allows, as JSON."""
+    if not isinstance(schema, Mapping) or depth > 16:
+        return list(_WORDS) if schema is not False else []
+    found = set(_WORDS)
+    if isinstance(schema.get("$ref"), str):
+        found &= set(read_words(_defined(schema["$ref"], root), root, depth + 1))
+    if (kinds := schema.get("type")) is not None:
+        found &= {word for word, kind in _WORDS.items() if kind == kinds or (isinstance(kinds, list) and kind in kinds)}
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        found &= {json.dumps(value) for value in values if value is None or isinstance(value, bool)}
+    for word in ("anyOf", "oneOf", "allOf"):
+        inner = schema.get(word)
+        branches = [set(read_words(one, root, depth + 1)) for one in inner] if isinstance(inner, list) else []
+        for branch in branches if word == "allOf" else []:
+            found &= branch
+        if branches and word != "allOf":
+            found &= {each for branch in branches for each in branch}
+    return [word for word in _WORDS if word in found]
+
+
 def _assertions(schema: Schema) -> tuple[str | None, int, int | None]:
     pattern, least, most = (schema.get(word) for word in _ASSERTIONS)
     if not (isinstance(pattern, str | None) and isinstance(least, int | None) and isinstance(most, int | None)):
@@ -117,7 +148,7 @@ def _merged(schemas: list[Any]) -> Schema:
     return made
 
 
-def _with_definitions(schema: Schema, root: Schema) -> Schema:
+def with_definitions(schema: Schema, root: Schema) -> Schema:
     """Add the definitions of `root` that `schema` refers to, by whatever way."""
     found: dict[str, dict[str, Any]] = {}
     todo: list[Any] = [schema]
