@@ -279,6 +279,17 @@ def test_definitions_stand_with_those_who_refer_to_them(family: str) -> None:
     assert '"B": {' in text and '"C": {' in text
 
 
+@pytest.mark.parametrize("kinds", [["string"], ["string", "null"]])
+def test_definitions_that_refer_to_each_other_end(kinds: list[str]) -> None:
+    shared = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(12)} | {"d12": {"type": kinds}}
+    for name in ("d0", "loop"):
+        loop = {"type": kinds, "anyOf": [{"$ref": "#/$defs/loop"}]}
+        properties = {"x": {"$ref": f"#/$defs/{name}", "type": kinds}}
+        tool = {"name": "f", "parameters": {"properties": properties, "$defs": {**shared, "loop": loop}}}
+        with pytest.raises(RequestError, match="more than 256 schemas"):
+            forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options())
+
+
 def test_the_root_may_be_a_definition(compiler: Compiler) -> None:
     schema = {"$ref": "#/$defs/F", "$defs": {"F": FIND["parameters"]}}
     for family in sorted(FAMILIES):

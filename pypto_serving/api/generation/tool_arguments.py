@@ -50,13 +50,10 @@ def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
     if is_any_object(schema):
         one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
         return f'({one} (", " {one})*)?'
-    needed: list[str] = []
+    parts = [(_placed(one, lambda each: _python_parameter(rules, each)), one.required) for one in properties_of(schema)]
+    needed = [part for part, required in parts if required]
     tail = alone = ""
-    for each in reversed(properties_of(schema)):
-        part = _placed(each, lambda one: _python_parameter(rules, one))
-        if each.required:
-            needed.insert(0, part)
-            continue
+    for part in [part for part, required in reversed(parts) if not required]:
         alone = rules.new(" | ".join(filter(None, [f"{part} {tail}".strip(), alone])))
         tail = rules.new(f'(", " {part})? {tail}'.strip())
     if needed:

@@ -141,7 +141,8 @@ def _named(function: Function) -> Iterator[None]:
     try:
         yield
     except (SchemaError, RecursionError) as error:
-        refuse("tools", f"cannot be enforced: the parameters of {function['name']}: {error}")
+        problem = str(error) if isinstance(error, SchemaError) else "their schemas are nested too deeply"
+        refuse("tools", f"cannot be enforced: the parameters of {function['name']}: {problem}")
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
