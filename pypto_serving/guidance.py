@@ -29,8 +29,9 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-"""The fuel also bounds what counted repetitions unfold to: the first mask of `(((a{100}){100}){100})` takes 30 ms and
-11 MB. The time of a step is not bounded: ambiguous rules may take seconds before they meet a limit."""
+"""For each call. The fuel also bounds what counted repetitions unfold to: the first mask of `(((a{100}){100}){100})` takes
+30 ms and 11 MB. They bound no time: ambiguous rules may take seconds before they meet one. For that, processes that
+compile grammars or follow outputs have walls of their own, see `api/reading` and `worker/guiding`."""
 MAX_MESSAGE_CHARS = 300
 
 
@@ -41,14 +42,13 @@ class GrammarError(RequestError):
 
 
 class Matcher:
-    """Follows one output token by token. Used by one thread at a time; copies share what the lexer learned."""
+    """Follows one output token by token. Used by one thread at a time.
+
+    There are no copies: those of llguidance share what their lexer learned, and with it the limits.
+    """
 
     def __init__(self, raw: llguidance.LLMatcher) -> None:
         self._raw = raw
-
-    def copy(self) -> Matcher:
-        """Return a matcher in the same state."""
-        return Matcher(self._raw.deep_copy())
 
     def consume(self, token_id: int) -> None:
         """Append a token. Raises GrammarError if it does not match."""
