@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 5_000,
-    "max_items_in_row": 2_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 20_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-"""For each call. The fuel also bounds what counted repetitions unfold to: the first mask of `(((a{100}){100}){100})` takes
-30 ms and 11 MB. They bound no time: ambiguous rules may take seconds before they meet one. For that, processes that
-compile grammars or follow outputs have walls of their own, see `api/reading` and `worker/guiding`."""
+"""Of each call. The fuel also bounds what counted repetitions unfold to: the first mask of `(((a{100}){100}){100})`
+takes 30 ms and 11 MB. A row of items is as long as an object has optional properties, a few for each.
+
+None of them bounds time: ambiguous rules may take seconds before they meet one. So grammars are compiled and followed
+in processes that have walls of time and memory: `api/reading` and `worker/guiding`.
+"""
 MAX_MESSAGE_CHARS = 300
 
 

@@ -245,6 +245,22 @@ def test_a_grammar_beyond_the_limits_is_refused(compiler: Compiler, grammar: Gra
             guide.append(rng.choice(sorted(allowed(guide) - {END})))
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("lark", "start: s\ns: s s | w\nw: /[a-z]/"),
+        Grammar("lark", 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/'),
+        Grammar(
+            "json_schema", json.dumps({"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(600)}})
+        ),
+    ],
+)
+def test_an_honest_grammar_has_room(compiler: Compiler, grammar: Grammar) -> None:
+    guide, rng = opened(compiler, Guide(grammar)), random.Random(0)
+    for _ in range(30):
+        guide.append(rng.choice(sorted(allowed(guide) - {END})))
+
+
 def test_near_the_limits_a_row_that_starts_anew_goes_on_as_before() -> None:
     """What a matcher may cost depends on the grammar and the tokens alone, not on how often the row started anew."""
     compiler, rng, output = Compiler.of(str(BUNDLED), 640, [0]), random.Random(1), list[int]()
