@@ -116,8 +116,10 @@ class RowGuides:
         """Let the process follow a row from its first token on."""
         if self._process is None:
             self._process = self._make_process()
-        output = pack_ids(guided.output)
-        self._process.send(OpenRow(guided.life, guided.row, guided.guide, guided.eos_ids, guided.jumps, output))
+        output, is_quick = pack_ids(guided.output), not guided.is_late
+        self._process.send(
+            OpenRow(guided.life, guided.row, guided.guide, guided.eos_ids, guided.jumps, output, is_quick)
+        )
 
     def clear(self, row: int) -> None:
         """Forget the guide of `row`; what it has yet to do is dropped."""

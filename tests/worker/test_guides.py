@@ -239,7 +239,7 @@ def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -
 
     def row(text: str) -> GuidedRow:
         grammar = Grammar("regex", text)
-        source = OpenRow(1, 0, Guide(grammar), b"", True, b"")
+        source = OpenRow(1, 0, Guide(grammar), b"", True, b"", False)
         return GuidedRow(source, grammar, turns.cost(grammar), deque())
 
     slow, slower, quick, late, new, long = map(row, ("slow", "slower", "quick", "late", "new", "a long one"))
@@ -257,6 +257,19 @@ def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -
     while (each := turns.next()) is not None:
         order.append(each)
     assert order == [quick, late, new, long, slow, slower] and not turns
+
+
+def test_rows_that_were_in_time_come_first_in_a_new_process(rows: Rows) -> None:
+    rows.start(1, REGEX)
+    rows.append(rows.ready(1), [1], ids("a"))
+    rows.ready(1)
+    rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
+    rows.start(2, Guide(Grammar("regex", "a")))
+    assert rows.tell(1, 2).withheld == {0, 1}
+    following = rows.process.following
+    following.turn(0.0)
+    following.turn(0.0)
+    assert [(row.num_tokens, row.guide is None) for row in following._rows.values()] == [(1, False), (0, True)]
 
 
 def test_work_of_rows_that_left_is_dropped(rows: Rows) -> None:

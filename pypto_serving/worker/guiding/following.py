@@ -84,8 +84,10 @@ class Following:
         elif isinstance(message, OpenRow):
             grammar = message.guide.grammar
             assert grammar is not None, "a guide without a grammar needs no process"
-            output = deque(unpack_ids(message.output).tolist())
-            row = self._rows[message.life] = GuidedRow(message, grammar, self._turns.cost(grammar), output)
+            cost, output = self._turns.cost(grammar), deque(unpack_ids(message.output).tolist())
+            if message.is_quick and cost.is_quick is None:
+                cost.is_quick = True
+            row = self._rows[message.life] = GuidedRow(message, grammar, cost, output)
             self._turns.add(row)
         elif (row := self._rows.get(message.life)) is not None:
             self._forget(row)

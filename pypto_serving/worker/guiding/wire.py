@@ -29,7 +29,10 @@ class GuideStart(msgspec.Struct, frozen=True):
 
 
 class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask."""
+    """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask.
+
+    `is_quick`: whether its guide came in time before another process died.
+    """
 
     life: int
     row: int
@@ -37,6 +40,7 @@ class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     eos_ids: bytes
     jumps: bool
     output: bytes
+    is_quick: bool
 
 
 class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag="append", gc=False):
