@@ -44,6 +44,7 @@ class GuidedRow:
 
     - `choice`: what the row may append next; None while that is found out.
     - `fault`: why it cannot go on, or None.
+    - `is_quick`: whether its grammar took little time so far.
     - `is_late`: whether its guide came too late for a step. No step waits for it until it comes in time.
     - `own`: its guide, if it needs no grammar.
     """
@@ -59,6 +60,7 @@ class GuidedRow:
         self.own: RowGuide | None = None
         self.choice: Choice | None = None
         self.fault: RequestError | None = None
+        self.is_quick = False
         self.is_late = True
         self.num_strikes = 0
 
@@ -116,10 +118,8 @@ class RowGuides:
         """Let the process follow a row from its first token on."""
         if self._process is None:
             self._process = self._make_process()
-        output, is_quick = pack_ids(guided.output), not guided.is_late
-        self._process.send(
-            OpenRow(guided.life, guided.row, guided.guide, guided.eos_ids, guided.jumps, output, is_quick)
-        )
+        row, guide, output = guided.row, guided.guide, pack_ids(guided.output)
+        self._process.send(OpenRow(guided.life, row, guide, guided.eos_ids, guided.jumps, output, guided.is_quick))
 
     def clear(self, row: int) -> None:
         """Forget the guide of `row`; what it has yet to do is dropped."""
@@ -193,7 +193,7 @@ class RowGuides:
                 guided = self._followed.get(choice.life)
                 if guided is not None and choice.num_tokens == len(guided.output):
                     mask = self._process.shared.masks[guided.row] if choice.is_masked else None
-                    guided.choice = Choice(choice.forced, mask)
+                    guided.choice, guided.is_quick = Choice(choice.forced, mask), choice.is_quick
             for refusal in answers.refusals:
                 if (guided := self._followed.pop(refusal.life, None)) is not None:
                     guided.fault = _refused(refusal)

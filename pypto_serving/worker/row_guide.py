@@ -59,6 +59,11 @@ class RowGuide:
     def _stage(self) -> str:
         return "content" if self._state is None else self._state.stage
 
+    @property
+    def may_compile(self) -> bool:
+        """Return whether the next token may end with a new matcher, for content behind reasoning."""
+        return self._stage == "opening" and self._compile is not None
+
     def open(self) -> None:
         """Stand before the first token. Takes time. Raises RequestError."""
         self._matcher = None if self._compile is None else self._compile()

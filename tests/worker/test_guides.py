@@ -21,6 +21,7 @@ from pypto_serving.worker.guiding.process import Death
 from pypto_serving.worker.guiding.turns import SLOW_S, GuidedRow, Turns
 from pypto_serving.worker.guiding.wire import GuideAnswers, OpenRow
 from pypto_serving.worker.masks import RowMasks
+from pypto_serving.worker.row_guide import RowGuide
 from tests.checkpoints import NUM_BYTES, write_tokenizer
 from tests.inline_guides import InlineGuideProcess
 
@@ -246,25 +247,27 @@ def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -
     slow.cost.add(2 * SLOW_S, is_token=True)
     slow.cost.add(0.0, is_token=True)
     slower.cost.add(3 * SLOW_S, is_token=True)
-    quick.cost.add(10.0, is_token=False)  # to compile
+    quick.cost.add(2 * SLOW_S, is_token=False)
+    quick.guide = RowGuide(BUDGET, (), None, np.zeros(1, np.uint32), jumps=True)
     quick.cost.add(SLOW_S / 2, is_token=True)
     late.cost.add(SLOW_S / 2, is_token=True)
-    gone = row("quick")
-    for each in (slower, slow, long, new, gone, quick, late, quick):
+    gone, again = row("late"), row("quick")
+    for each in (slower, slow, again, long, new, gone, quick, late, quick):
         turns.add(each)
     gone.is_gone = True
     order = []
     while (each := turns.next()) is not None:
         order.append(each)
-    assert order == [quick, late, new, long, slow, slower] and not turns
+    assert order == [quick, late, new, long, slow, again, slower] and not turns
 
 
-def test_rows_that_were_in_time_come_first_in_a_new_process(rows: Rows) -> None:
+def test_rows_that_were_quick_come_first_in_a_new_process(rows: Rows) -> None:
     rows.start(1, REGEX)
-    rows.append(rows.ready(1), [1], ids("a"))
-    rows.ready(1)
+    for _ in "aa":
+        rows.append(rows.ready(1), [1], ids("a"))
     rows.process.deaths.append(Death(0, signal.SIGKILL, 1))
     rows.start(2, Guide(Grammar("regex", "a")))
+    rows.process.is_stuck = True
     assert rows.tell(1, 2).withheld == {0, 1}
     following = rows.process.following
     following.turn(0.0)

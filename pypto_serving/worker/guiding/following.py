@@ -16,7 +16,7 @@ from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.tokens import id_list, unpack_ids
 from pypto_serving.util import format_size
-from pypto_serving.worker.guiding.turns import GuidedRow, Turns
+from pypto_serving.worker.guiding.turns import Cost, GuidedRow, Turns
 from pypto_serving.worker.guiding.walls import OPEN_S, TOKEN_S, TRIM_BYTES, Walls
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
@@ -117,21 +117,22 @@ class Following:
             compiler, bits = self._prepare(row.source.eos_ids)
             grammar, eos_ids = row.grammar, id_list(row.source.eos_ids)
             guide = RowGuide(row.source.guide, eos_ids, lambda: compiler.compile(grammar), bits, row.source.jumps)
-            self._within(OPEN_S, row, guide.open)
+            self._within(row.cost, guide.open, compiles=True)
             row.guide = guide
         elif row.todo:
             row.num_tokens += 1
-            self._within(TOKEN_S, row, partial(row.guide.append, row.todo.popleft()))
+            append = partial(row.guide.append, row.todo.popleft())
+            self._within(row.cost, append, compiles=row.guide.may_compile)
 
-    def _within(self, allowed_s: float, row: GuidedRow, work: Callable[[], None]) -> None:
-        """Do `work` for `row`; more than `allowed_s` of CPU time ends the process."""
-        is_token, started_s = row.guide is not None, time.process_time()
-        self._walls.allow(allowed_s)
+    def _within(self, cost: Cost, work: Callable[[], None], compiles: bool) -> None:
+        """Do `work`, and add to `cost`; more than its CPU time ends the process."""
+        started_s = time.process_time()
+        self._walls.allow(OPEN_S if compiles else TOKEN_S)
         try:
             work()
         finally:
             self._walls.allow(0.0)
-            row.cost.add(time.process_time() - started_s, is_token)
+            cost.add(time.process_time() - started_s, is_token=not compiles)
 
     def _prepare(self, eos_ids: bytes) -> tuple[Compiler, MaskArray]:
         """Return the compiler for outputs that end with one of `eos_ids`, and where masks are written."""
@@ -150,7 +151,8 @@ class Following:
         if choice.mask is not None:
             mask = self._shared.masks[row.source.row]
             mask[:] = choice.mask[: len(mask)]
-        said = RowChoice(row.source.life, row.num_tokens, choice.forced, choice.mask is not None)
+        is_masked, is_quick = choice.mask is not None, bool(row.cost.is_quick)
+        said = RowChoice(row.source.life, row.num_tokens, choice.forced, is_masked, is_quick)
         self._answers.choices.append(said)
 
     def _refuse(self, row: GuidedRow, error: RequestError) -> None:

@@ -103,7 +103,7 @@ class GuideProcess:
         life = int(self.shared.at_work[0])
         code = self._end()
         self._num_mute += 1
-        self._restart_s = time.monotonic() + min(MAX_WAIT_S, FIRST_WAIT_S * 2**self._num_mute)
+        self._restart_s = time.monotonic() + min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (self._num_mute - 1))
         if life == 0:
             logger.error("the process that follows grammars ended with code %d", code)
         return Death(life, max(0, -code), self._num_mute)

@@ -12,16 +12,20 @@ from pypto_serving.worker.guiding.wire import OpenRow
 from pypto_serving.worker.row_guide import RowGuide
 
 SLOW_S = 0.05
-"""CPU time to follow a token from which on a grammar is slow."""
+"""CPU time to compile a grammar, or to follow a token, from which on that is slow."""
 MAX_COSTS = 4096
 """Grammars whose cost is remembered."""
 
 
 @dataclass
 class Cost:
-    """What following a grammar has cost so far. `is_quick` is None until a token was followed."""
+    """What a grammar has cost so far: all together, and when it was compiled last.
+
+    `is_quick`: whether following each token was quick; None until one was followed.
+    """
 
     used_s: float = 0.0
+    compile_s: float = 0.0
     is_quick: bool | None = None
 
     def add(self, used_s: float, is_token: bool) -> None:
@@ -29,6 +33,8 @@ class Cost:
         self.used_s += used_s
         if is_token:
             self.is_quick = self.is_quick is not False and used_s < SLOW_S
+        else:
+            self.compile_s = used_s
 
 
 @dataclass(eq=False)
@@ -56,8 +62,8 @@ class GuidedRow:
 class Turns:
     """Owns the order of rows that have something to do.
 
-    First come rows whose grammar has proven quick, in order of arrival. Behind them the others: the grammar that used
-    the least CPU time first, so that one that is slow to follow holds up the others for one token at most.
+    First come rows whose next token, or grammar, has proven quick, in order of arrival. Behind them the others: the
+    grammar that used the least CPU time first, so that one that is slow holds up the others for one token at most.
     """
 
     def __init__(self) -> None:
@@ -88,7 +94,7 @@ class Turns:
         if row.is_busy:
             return
         row.is_busy = True
-        if row.cost.is_quick:
+        if row.cost.is_quick and (row.guide is not None or row.cost.compile_s < SLOW_S):
             self._quick.append(row)
         else:
             entry = (row.cost.used_s, len(row.grammar.text), next(self._arrivals), row)

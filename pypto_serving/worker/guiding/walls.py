@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 
-OPEN_S, TOKEN_S = 4.0, 1.5
+OPEN_S, TOKEN_S = 4.0, 1.0
 """CPU time to compile a grammar with its first mask, and to follow a token. More of it ends the process.
 
 The API's readers compile within 2 s, without the tokenizer.

@@ -31,7 +31,7 @@ class GuideStart(msgspec.Struct, frozen=True):
 class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask.
 
-    `is_quick`: whether its guide came in time before another process died.
+    `is_quick` is what another process said of it before it died.
     """
 
     life: int
@@ -58,12 +58,16 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False
 
 
 class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a row of `num_tokens` output tokens may append next: see Choice. If `is_masked`, its mask is shared."""
+    """What a row of `num_tokens` output tokens may append next: see Choice.
+
+    `is_masked`: whether its mask is in the shared memory; `is_quick`: whether it took little time so far.
+    """
 
     life: int
     num_tokens: int
     forced: tuple[int, ...]
     is_masked: bool
+    is_quick: bool
 
 
 class RowRefusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
