@@ -27,8 +27,8 @@ IDLE_PATIENCE_S = 0.05
 """How long a step waits that can sample no row at all."""
 MAX_STRIKES = 3
 """How many processes may end while they work for a row, for reasons that may not be its own."""
-MAX_MUTE = 5
-"""How many processes may end one after the other without an answer."""
+MAX_MUTE = 8
+"""How many processes may end one after the other for no row and without an answer."""
 MAX_REFUSED = 1024
 """Grammars that ended a process, and are remembered."""
 OWN_FAULTS: dict[int, str] = {

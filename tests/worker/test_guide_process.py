@@ -17,6 +17,7 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.guides import RowGuides, Told
 from pypto_serving.worker.guiding.process import GuideProcess
+from pypto_serving.worker.guiding.wire import DropRow
 from pypto_serving.worker.masks import RowMasks
 from tests.checkpoints import NUM_BYTES, write_tokenizer
 from tests.schemas import ambiguous_grammar
@@ -87,11 +88,11 @@ def test_deaths_cost_nothing_and_no_process_is_left(rows: Rows) -> None:
     rows.start(5, GOOD, output=[64] * 30)
     while min(map(len, rows.outputs.values())) < 60:
         assert not rows.step(rng)
-        if kills < 5 and rows.process.pid is not None and rng.random() < 0.1:
+        if kills < 4 and rows.process.pid is not None and rng.random() < 0.1:
             seen.add(rows.process.pid)
             os.kill(rows.process.pid, signal.SIGKILL)
             kills += 1
-    assert kills == 5
+    assert kills == 4
     letters = set(range(64, 64 + 13))
     assert all(letters.issuperset(output) for output in rows.outputs.values())
     seen.add(rows.child().pid)
@@ -135,3 +136,17 @@ def test_memory_is_bounded_whatever_grammars_take(rows: Rows) -> None:
         for row in [row for row, output in rows.outputs.items() if END in output or len(output) == 3]:
             rows.clear(row)
     assert first is not None and 100 << 20 < most - first < MAX_MATCHER_BYTES
+
+
+def test_only_deaths_for_no_row_are_held_against_the_process(rows: Rows) -> None:
+    process, waited_s = rows.process, 0.001
+    for life, mute in ((7, 0), (0, 1), (0, 2), (7, 2)):
+        process.send(DropRow(1))
+        while process.pid is None:
+            assert process.receive(waited_s) is None
+        process.shared.at_work[0] = life
+        os.kill(process.pid, signal.SIGKILL)
+        while (death := process.death()) is None:
+            assert process.receive(waited_s) is None
+        assert death == (life, signal.SIGKILL, mute)
+        assert process.death() is None and process.shared.at_work[0] == 0

@@ -29,7 +29,7 @@ class Death(NamedTuple):
 
     - `life`: of the row that it worked for, 0 for none.
     - `signal`: that ended it, 0 for none.
-    - `num_mute`: how many processes, this one included, ended one after the other without an answer.
+    - `num_mute`: how many processes, this one included, ended one after the other for no row and without an answer.
     """
 
     life: int
@@ -41,7 +41,7 @@ class GuideProcess:
     """Owns the guide process of a worker, its channel and the shared masks.
 
     It is started with the first message. After a death it has forgotten all rows, and the next message starts another,
-    later and later while none of them answers.
+    later and later while they end for no row and without an answer.
     """
 
     def __init__(self, model_dir: str, vocab_size: int, max_rows: int) -> None:
@@ -102,10 +102,10 @@ class GuideProcess:
             return None
         life = int(self.shared.at_work[0])
         code = self._end()
-        self._num_mute += 1
-        self._restart_s = time.monotonic() + min(MAX_WAIT_S, FIRST_WAIT_S * 2 ** (self._num_mute - 1))
         if life == 0:
             logger.error("the process that follows grammars ended with code %d", code)
+            self._restart_s = time.monotonic() + min(MAX_WAIT_S, FIRST_WAIT_S * 2**self._num_mute)
+            self._num_mute += 1
         return Death(life, max(0, -code), self._num_mute)
 
     def _end(self) -> int:

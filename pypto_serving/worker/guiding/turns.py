@@ -63,7 +63,8 @@ class Turns:
     """Owns the order of rows that have something to do.
 
     First come rows whose next token, or grammar, has proven quick, in order of arrival. Behind them the others: the
-    grammar that used the least CPU time first, so that one that is slow holds up the others for one token at most.
+    grammar that used the least CPU time first, so that one that is slow holds up the others for one token at most; of
+    those that hardly used any, the shortest.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class Turns:
         if row.cost.is_quick and (row.guide is not None or row.cost.compile_s < SLOW_S):
             self._quick.append(row)
         else:
-            entry = (row.cost.used_s, len(row.grammar.text), next(self._arrivals), row)
+            entry = (row.cost.used_s // SLOW_S, len(row.grammar.text), next(self._arrivals), row)
             heapq.heappush(self._others, entry)
 
     def next(self) -> GuidedRow | None:
