@@ -25,6 +25,8 @@ PATIENCE_S = 0.01
 """How long a step waits at its end for the guides of its rows. A row without what it needs is computed again."""
 IDLE_PATIENCE_S = 0.05
 """How long a step waits that can sample no row at all."""
+MAX_UNWAITED = 64
+"""For how many tokens at most no step waits for a row whose guide came too late. They double each time."""
 MAX_STRIKES = 3
 """How many processes may end while they work for a row, for reasons that may not be its own."""
 MAX_MUTE = 8
@@ -45,7 +47,7 @@ class GuidedRow:
     - `choice`: what the row may append next; None while that is found out.
     - `fault`: why it cannot go on, or None.
     - `is_quick`: whether its grammar took little time so far.
-    - `is_late`: whether its guide came too late for a step. No step waits for it until it comes in time.
+    - `unwaited`: for how many tokens no step waits, the next one included; `lateness`: for how many the last time.
     - `own`: its guide, if it needs no grammar.
     """
 
@@ -61,7 +63,8 @@ class GuidedRow:
         self.choice: Choice | None = None
         self.fault: RequestError | None = None
         self.is_quick = False
-        self.is_late = True
+        self.unwaited = 1
+        self.lateness = 0
         self.num_strikes = 0
 
     @property
@@ -164,21 +167,21 @@ class RowGuides:
     def _wait(self, wanted: set[GuidedRow], num_rows: int) -> None:
         """Take in what the process found out, and wait for `wanted`: longer if the step has no other row to sample.
 
-        Rows that are late are not waited for.
+        Rows that came too late before are not waited for.
         """
         self._receive(0.0)
-        for guided in wanted:
-            guided.is_late = guided.is_late and guided.is_busy
         idle = len(wanted) == num_rows
         until_s = time.monotonic() + (IDLE_PATIENCE_S if idle else PATIENCE_S)
-        while left := [guided for guided in wanted if guided.is_busy and (idle or not guided.is_late)]:
+        while any(guided.is_busy and (idle or not guided.unwaited) for guided in wanted):
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not self._receive(left_s):
-                for guided in left:
-                    guided.is_late = True
-                return
+                break
             if idle and not all(guided.is_busy for guided in wanted):
                 idle, until_s = False, min(until_s, time.monotonic() + PATIENCE_S)
+        for guided in wanted:
+            if not guided.unwaited:
+                guided.lateness = min(MAX_UNWAITED, 2 * guided.lateness or 1) if guided.is_busy else 0
+                guided.unwaited = guided.lateness and 1 + guided.lateness
 
     def _receive(self, timeout_s: float) -> bool:
         """Take in what the process found out so far; return False for nothing. If it died, start over."""
@@ -241,6 +244,7 @@ class RowGuides:
                 self._follow_here(guided, guided.own, new.tolist())
                 continue
             guided.choice = None
+            guided.unwaited = max(0, guided.unwaited - 1)
             guided.output += new.tolist()
             lives.append(guided.life)
             appended.append(new)
