@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,8 +77,7 @@ def _none() -> Int32Array:
     return np.empty(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs:
+class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     """The inputs of one dispatch over r rows and t tokens, row after row. All arrays are int32 views.
 
     token_ids, positions [t]: the tokens to compute and their absolute positions.
@@ -114,13 +114,12 @@ class StepInputs:
     fresh_blocks: tuple[Int32Array, ...]
     kind: DispatchKind = "mixed"
     num_rows: int = 0
-    rows: Int32Array = field(default_factory=_none)
-    num_drafts: Int32Array = field(default_factory=_none)
-    pending: Int32Array = field(default_factory=_none)
+    rows: Int32Array = msgspec.field(default_factory=_none)
+    num_drafts: Int32Array = msgspec.field(default_factory=_none)
+    pending: Int32Array = msgspec.field(default_factory=_none)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingInputs:
+class SamplingInputs(msgspec.Struct, frozen=True, kw_only=True):
     """How a device samples: one entry for each of the n rows of a dispatch that sample, in row order.
 
     Log-probabilities are those of the logits before any adjustment.
@@ -142,8 +141,7 @@ class SamplingInputs:
     adjustments: LogitAdjustments | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledTokens:
+class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that a device sampled: `counts[i]` >= 1 of `token_ids` for the i-th sampling row, row after row.
 
     A token is -1 if the row's logits are not finite. If any row asks for log-probabilities, `logprobs` covers all of
@@ -155,8 +153,7 @@ class SampledTokens:
     logprobs: Logprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """The output of a dispatch: float32 `logits` [s, vocab], or `sampled` if the device samples.
 
     `logits` are valid until the next `submit`. `virtual_s` is the step's time on a simulated device.

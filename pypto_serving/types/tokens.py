@@ -9,11 +9,13 @@ import numpy as np
 
 from pypto_serving.types.arrays import Int32Array
 
+_ID = np.dtype("<i4")
+
 
 def pack_ids(ids: Iterable[int] | Int32Array) -> bytes:
     """Encode ids as little-endian int32, 4 bytes each."""
     array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
-    return array.astype("<i4", copy=False).tobytes()
+    return array.astype(_ID, copy=False).tobytes()
 
 
 def id_list(data: bytes) -> tuple[int, ...]:
@@ -23,7 +25,7 @@ def id_list(data: bytes) -> tuple[int, ...]:
 
 def unpack_ids(data: bytes) -> Int32Array:
     """Decode bytes of `pack_ids` to a read-only int32 view."""
-    return np.frombuffer(data, dtype="<i4")
+    return np.frombuffer(data, _ID)
 
 
 def view_ids(data: bytes) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +12,9 @@ from pypto_serving.backend.base import DispatchKind, Drafter, StepBuffers, StepI
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
-from pypto_serving.types.tokens import pack_ids, unpack_ids
-from pypto_serving.worker.grammars import Grammars
+from pypto_serving.types.tokens import id_list, pack_ids, unpack_ids
 from pypto_serving.worker.guides import RowGuides
+from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.layout import NONE, Layout, Part
 from pypto_serving.worker.sampler import RowSamplers
 from pypto_serving.worker.scoring import PromptScoring, Scored
@@ -62,6 +63,7 @@ class RowBatch:
         vocab_size: int,
         drafter: Drafter | None = None,
         model_dir: str = "",
+        guide_process: MakeGuideProcess = GuideProcess,
     ) -> None:
         rows, traits = limits.max_num_seqs, limits.traits
         self._groups = groups
@@ -75,9 +77,10 @@ class RowBatch:
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
         self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
         self.scoring = PromptScoring()
-        self.guides = RowGuides(Grammars(model_dir, vocab_size), self.samplers.masks)
+        self.guides = RowGuides(partial(guide_process, model_dir, vocab_size, rows), self.samplers.masks)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)
+        self._every: Int32Array = np.arange(rows, dtype=np.int32)
         self._layouts = [Layout(groups, each, traits.padded_rows) for each in buffers]
         self._next_layout = 0
         copies = zip(*(layout.copies for layout in self._layouts), strict=True)
@@ -85,7 +88,7 @@ class RowBatch:
 
     def pack(self, plan: StepPlan) -> list[Dispatch]:
         """Apply a plan's differences and lay out its tokens: in one dispatch, or in two if steps are split."""
-        for row in unpack_ids(plan.drops).tolist():
+        for row in id_list(plan.drops):
             self.num_tokens[row] = 0
             self._lives[row] += 1
             self.samplers.clear(row)
@@ -155,7 +158,10 @@ class RowBatch:
             ahead = self.ahead[rows]
             pending = ahead.nonzero()[0].astype(np.int32)
             known += ahead
-        samples = (computed + counts == known).nonzero()[0].astype(np.int32)
+        ends = computed + counts
+        samples = self._every[: len(rows)]
+        if ends.tobytes() != known.tobytes():
+            samples = (ends == known).nonzero()[0].astype(np.int32)
         scored = self.scoring.take(rows, computed, counts, self.tokens) if self.scoring else ()
         if drafts is not None:
             drafts = self._draft(rows, known, drafts)
@@ -193,7 +199,7 @@ class RowBatch:
         """
         rows = dispatch.rows
         if counts is None and dispatch.lives is None:
-            self._append(rows, token_ids)
+            self._append(rows, dispatch.positions, token_ids)
             return
         if counts is None:
             counts = np.ones(len(rows), dtype=np.int32)
@@ -213,12 +219,11 @@ class RowBatch:
         self.tokens[owner[fits], places[fits]] = token_ids[fits]
         self.num_tokens[rows] = starts + counts
 
-    def _append(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """Append one token to each row."""
-        ends = self.num_tokens[rows]
-        if len(rows) and ends.max() >= self.tokens.shape[1]:
+    def _append(self, rows: Int32Array, ends: Int32Array, token_ids: Int32Array) -> None:
+        """Append one token to each row, which has `ends` tokens."""
+        try:
+            self.tokens[rows, ends] = token_ids
+        except IndexError:
             fits = ends < self.tokens.shape[1]
             self.tokens[rows[fits], ends[fits]] = token_ids[fits]
-        else:
-            self.tokens[rows, ends] = token_ids
         self.num_tokens[rows] = ends + 1

@@ -86,11 +86,12 @@ class Layout:
         )
 
     def _slots(self, g: int, table: RowTables, owner: Int32Array, positions: Int32Array) -> None:
-        """Write slot = block id * block_size + position % block_size for each token."""
+        """Write slot = (block id - i) * block_size + position for each token, which is in block i of its row."""
         slots = self._buffers.slot_mapping[g][: len(positions)]
-        index, within = np.divmod(positions, self._sizes[g])
-        np.multiply(table.blocks[owner, index], self._sizes[g], out=slots)
-        slots += within
+        index = positions // self._sizes[g]
+        np.subtract(table.blocks[owner, index], index, out=slots)
+        slots *= self._sizes[g]
+        slots += positions
 
     def _pad(self, kind: DispatchKind, num_rows: int, num_tokens: int) -> int:
         """Add rows of one token each in the null block, up to a row count of the program. Return that count."""

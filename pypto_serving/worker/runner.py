@@ -6,19 +6,21 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from pypto_serving.backend.base import Program, StepBuffers, StepOutput
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.arrays import Float32Array
-from pypto_serving.types.step import StepPlan, StepResult, WorkerHello
+from pypto_serving.types.step import RowFault, RowLogprobs, RowPromptLogprobs, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided
 from pypto_serving.worker.guides import Told
+from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.scoring import num_logits, score
 
 
@@ -54,8 +56,7 @@ def hello(program: Program, epoch: int, load_s: float, tiers: tuple[TierInventor
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(msgspec.Struct, frozen=True):
     plan: StepPlan
     dispatches: list[Dispatch]
     started_s: float
@@ -78,6 +79,7 @@ class Runner:
         vocab_size: int,
         num_drafts: int = 0,
         model_dir: str = "",
+        guide_process: MakeGuideProcess = GuideProcess,
     ) -> None:
         self.program = program
         self._sampler = program.sampler or PlainSampler()
@@ -87,7 +89,9 @@ class Runner:
         self._collected_s = 0.0
         if num_drafts and not self._on_device and program.drafter is None:
             raise ConfigError(f"num_drafts is {num_drafts}, but the program brings no drafter; set it to 0")
-        self.batch = RowBatch(program.groups, program.limits, buffers, vocab_size, program.drafter, model_dir)
+        self.batch = RowBatch(
+            program.groups, program.limits, buffers, vocab_size, program.drafter, model_dir, guide_process
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -157,17 +161,26 @@ class Runner:
 
 def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float) -> StepResult:
     """Join the results of a step's dispatches."""
-    counts = b""
+    rows, token_ids, counts = b"", b"", b""
+    logprobs: list[RowLogprobs] = []
+    faults: list[RowFault] = []
+    scored: list[RowPromptLogprobs] = []
+    for dispatch, chosen in found:
+        rows += pack_ids(dispatch.rows)
+        token_ids += pack_ids(chosen.token_ids)
+        logprobs += chosen.logprobs
+        faults += chosen.faults
+        scored += chosen.prompt_logprobs
     if any(chosen.counts is not None for _, chosen in found):
         counts = b"".join([pack_ids(chosen.each(len(dispatch.rows))) for dispatch, chosen in found])
     return StepResult(
         step_id=step.plan.step_id,
         epoch=step.plan.epoch,
-        rows=b"".join([pack_ids(dispatch.rows) for dispatch, _ in found]),
-        token_ids=b"".join([pack_ids(chosen.token_ids) for _, chosen in found]),
-        logprobs=[entry for _, chosen in found for entry in chosen.logprobs],
+        rows=rows,
+        token_ids=token_ids,
+        logprobs=logprobs,
         elapsed_s=elapsed_s,
         counts=counts,
-        faults=[fault for _, chosen in found for fault in chosen.faults],
-        prompt_logprobs=[scored for _, chosen in found for scored in chosen.prompt_logprobs],
+        faults=faults,
+        prompt_logprobs=scored,
     )

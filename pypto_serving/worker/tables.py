@@ -49,11 +49,14 @@ class PackedTable:
         """Copy the tables of `rows` [r], then null blocks up to `padded` rows. Return a view as wide as the longest."""
         num_rows = len(rows)
         owner, copied, lengths = self._owner[:num_rows], self._copied[:num_rows], tables.lengths[rows]
-        copied[owner != rows] = 0
-        for place in (copied != lengths).nonzero()[0].tolist():
-            entries = slice(copied[place], lengths[place])
-            self._buffer[place, entries] = tables.blocks[rows[place], entries]
-        owner[:], copied[:] = rows, lengths
+        if owner.tobytes() != rows.tobytes():
+            copied[owner != rows] = 0
+            owner[:] = rows
+        if copied.tobytes() != lengths.tobytes():
+            for place in (copied != lengths).nonzero()[0].tolist():
+                entries = slice(copied[place], lengths[place])
+                self._buffer[place, entries] = tables.blocks[rows[place], entries]
+            copied[:] = lengths
         if padded > num_rows:
             self._owner[num_rows:padded] = -1
             self._buffer[num_rows:padded, 0] = 0

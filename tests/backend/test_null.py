@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from pypto_serving.backend.base import StepInputs
 from pypto_serving.backend.null.pages import next_digest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -116,10 +115,10 @@ def test_steps_without_logits_and_without_tokens(checkpoint: MakeCheckpoint) -> 
     program = prepare(config_for(checkpoint()))
     (sequences := Sequences(program)).step([(sequences.add(np.arange(40)), 40)])
     inputs = sequences.last_inputs
-    unsampled = dataclasses.replace(inputs, logits_rows=inputs.logits_rows[:0])
+    unsampled = msgspec.structs.replace(inputs, logits_rows=inputs.logits_rows[:0])
     assert compute(program, unsampled).shape == (0, 320)
     nothing = {name: getattr(inputs, name)[:0] for name in ("token_ids", "positions", "context_lens", "logits_rows")}
-    empty = dataclasses.replace(inputs, **nothing, query_start=inputs.query_start[:1])
+    empty = msgspec.structs.replace(inputs, **nothing, query_start=inputs.query_start[:1])
     assert compute(program, empty).shape == (0, 320)
 
 
