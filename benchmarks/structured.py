@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,23 +86,24 @@ def masks(model: Path, vocab_size: int, rounds: int) -> None:
     for name, (schema, value) in CASES.items():
         grammar = grammar_of(schema)
         started_s = time.thread_time()
-        start = compiler.compile(grammar)
+        compiler.compile(grammar)
         compile_ms = (time.thread_time() - started_s) * 1e3
         ids = tokenizer.encode(json.dumps(value), add_special_tokens=False).ids
         bits = np.zeros(compiler.num_words, np.uint32)
         fills, rows = [], []
         for _ in range(rounds):
-            matcher = start.copy()
-            guide = RowGuide(Guide(grammar), (0,), jumps=False)
-            guide.open(start, compiler.num_words, TokenTexts(compiler.tokens))
-            guide.advance([])
+            matcher = compiler.compile(grammar)
+            guide = RowGuide(
+                Guide(grammar), (0,), partial(compiler.compile, grammar), bits, False, TokenTexts(compiler.tokens)
+            )
+            guide.open()
             for token_id in ids:
                 started_s = time.perf_counter()
                 matcher.fill(bits)
                 fills.append((time.perf_counter() - started_s) * 1e6)
                 matcher.consume(token_id)
                 started_s = time.perf_counter()
-                guide.advance([token_id])
+                guide.append(token_id)
                 rows.append((time.perf_counter() - started_s) * 1e6)
         every += fills
         figures = statistics.median(fills), statistics.fmean(fills), np.percentile(fills, 99), statistics.median(rows)

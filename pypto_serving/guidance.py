@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 5_000,
-    "max_items_in_row": 2_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 20_000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 200_000,
 }
-"""The fuel also bounds what counted repetitions unfold to: the first mask of `(((a{100}){100}){100})` takes 30 ms and
-11 MB. The time of a step is not bounded: ambiguous rules may take seconds before they meet a limit."""
+"""Of each call. The fuel also bounds what counted repetitions unfold to: the first mask of `(((a{100}){100}){100})`
+takes 30 ms and 11 MB. A row of items is as long as an object has optional properties, a few for each.
+
+None of them bounds time: ambiguous rules may take seconds before they meet one. So grammars are compiled and followed
+in processes that have walls of time and memory: `api/reading` and `worker/guiding`.
+"""
 MAX_MESSAGE_CHARS = 300
 
 
@@ -41,14 +45,13 @@ class GrammarError(RequestError):
 
 
 class Matcher:
-    """Follows one output token by token. Used by one thread at a time; copies share what the lexer learned."""
+    """Follows one output token by token. Used by one thread at a time.
+
+    There are no copies: those of llguidance share what their lexer learned, and with it the limits.
+    """
 
     def __init__(self, raw: llguidance.LLMatcher) -> None:
         self._raw = raw
-
-    def copy(self) -> Matcher:
-        """Return a matcher in the same state."""
-        return Matcher(self._raw.deep_copy())
 
     def consume(self, token_id: int) -> None:
         """Append a token. Raises GrammarError if it does not match."""

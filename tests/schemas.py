@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from pypto_serving.types.guide import Grammar
+
 Schema = dict[str, Any]
 
 NAMES = ("id", "name", "a", "b", "größe", "x-y", "with space", 'qu"ote', "back\\slash", "日本", "0", "")
@@ -200,3 +202,11 @@ class SchemaMaker:
             made = self.schema(depth)
             self.defs[f"d{len(self.defs)}"] = made
         return {"$ref": f"#/$defs/{self.rng.choice(list(self.defs))}"}
+
+
+def ambiguous_grammar(size: int) -> Grammar:
+    """Rules whose texts have derivations beyond counting, behind a plain beginning that hides them."""
+    rules = [
+        f"s{i}: " + " | ".join(f"s{j} s{(j * 7 + i) % size}" for j in range(size)) + ' | "a" |' for i in range(size)
+    ]
+    return Grammar("lark", "\n".join(["start: /[0-9]{3}-/ s0", *rules]))

@@ -43,6 +43,7 @@ from pypto_serving.worker.__main__ import inventories
 from pypto_serving.worker.runner import Runner, hello
 from pypto_serving.worker.transfer import Mover
 from tests.clock import VirtualClock
+from tests.inline_guides import InlineGuideProcess
 
 VOCAB_SIZE = 1000
 
@@ -192,7 +193,7 @@ class InlineExecutor:
         program = self._make_program(self.config)
         self.programs.append(program)
         config, buffers = self.config, NullBackend(self.config).allocate()
-        self._runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model)
+        self._runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model, InlineGuideProcess)
         self._completed_step = 0
         sizes = program.memory.block_bytes
         for tier in self.config.tiers:

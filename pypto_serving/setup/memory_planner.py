@@ -10,13 +10,15 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.rules import MAX_KV_BYTES
+from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
 from pypto_serving.util import ceil_div, format_size
 
-PROCESS_BYTES = 512 << 20
-"""Resident memory of the API process, its idle readers, the core and the worker beside weights, KV and activations."""
+PROCESS_BYTES = (512 << 20) + MAX_MATCHER_BYTES
+"""Resident memory of the API process, its idle readers, the core, the worker and its guide process, beside weights, KV
+and activations."""
 
 
 class MemoryPlanner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,8 @@ from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.types.tokens import id_list, pack_ids, unpack_ids
-from pypto_serving.worker.grammars import Grammars
 from pypto_serving.worker.guides import RowGuides
+from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.layout import NONE, Layout, Part
 from pypto_serving.worker.sampler import RowSamplers
 from pypto_serving.worker.scoring import PromptScoring, Scored
@@ -62,6 +63,7 @@ class RowBatch:
         vocab_size: int,
         drafter: Drafter | None = None,
         model_dir: str = "",
+        guide_process: MakeGuideProcess = GuideProcess,
     ) -> None:
         rows, traits = limits.max_num_seqs, limits.traits
         self._groups = groups
@@ -75,7 +77,7 @@ class RowBatch:
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
         self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
         self.scoring = PromptScoring()
-        self.guides = RowGuides(Grammars(model_dir, vocab_size), self.samplers.masks)
+        self.guides = RowGuides(partial(guide_process, model_dir, vocab_size, rows), self.samplers.masks)
         self._lives: Int32Array = np.zeros(rows, dtype=np.int32)
         self._ones = pack_ids([1] * rows)
         self._every: Int32Array = np.arange(rows, dtype=np.int32)

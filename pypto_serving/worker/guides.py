@@ -1,33 +1,73 @@
-"""RowGuides: the guides of a worker's rows, and the threads that follow outputs while the next step is computed."""
+"""RowGuides: the guides of a worker's rows, followed by a process of their own while the next step is computed."""
 
 from __future__ import annotations
 
-import os
+import itertools
+import signal
 import time
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, SimpleQueue
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pypto_serving.errors import RequestError, RequestFailedError
-from pypto_serving.types.arrays import Int32Array
-from pypto_serving.types.guide import Grammar
-from pypto_serving.types.sampling import RowSampling
-from pypto_serving.types.tokens import id_list
-from pypto_serving.worker.grammars import Grammars
-from pypto_serving.worker.masks import RowMasks
-from pypto_serving.worker.row_guide import RowGuide
+import numpy as np
 
-NUM_COMPILERS = 2
-MAX_FOLLOWERS = 4
-"""Threads that compile grammars, and threads that follow outputs."""
+from pypto_serving.errors import RequestError, RequestFailedError
+from pypto_serving.guidance import GrammarError
+from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.tokens import pack_ids
+from pypto_serving.worker.guiding.process import Death, GuideProcess
+from pypto_serving.worker.guiding.wire import AppendTokens, DropRow, OpenRow, RowRefusal
+from pypto_serving.worker.masks import RowMasks
+from pypto_serving.worker.row_guide import Choice
+
 PATIENCE_S = 0.01
-"""How long a step waits at its end for guides that follow their rows. A row without what it needs is computed again."""
+"""How long a step waits at its end for the guides of its rows. A row without what it needs is computed again."""
 IDLE_PATIENCE_S = 0.05
 """How long a step waits that can sample no row at all."""
-_CPUS = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-"""Those of the process when it imports this module, before a backend pins its main thread."""
+MAX_UNWAITED = 64
+"""For how many tokens at most no step waits for a row whose guide came too late. They double each time."""
+MAX_STRIKES = 3
+"""How many processes may end while they work for a row, for reasons that may not be its own."""
+MAX_MUTE = 8
+"""How many processes may end one after the other for no row and without an answer."""
+MAX_REFUSED = 1024
+"""Grammars that ended a process, and are remembered."""
+OWN_FAULTS: dict[int, str] = {
+    signal.SIGPROF: "takes too long to follow: one token took more CPU time than is allowed",
+    signal.SIGABRT: "takes too much memory to follow, or nests too deeply",
+    signal.SIGSEGV: "nests too deeply to be followed",
+}
+"""Why a process ended by a signal that the row brought about for which it worked."""
+
+
+class GuidedRow:
+    """A row that is guided, and what its guide said last. Owned by RowGuides.
+
+    - `choice`: what the row may append next; None while that is found out.
+    - `fault`: why it cannot go on, or None.
+    - `is_quick`: whether its grammar took little time so far.
+    - `unwaited`: for how many tokens no step waits, the next one included; `lateness`: for how many the last time.
+    """
+
+    def __init__(self, life: int, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
+        assert sampling.guide is not None
+        self.life = life
+        self.row = row
+        self.guide = sampling.guide
+        self.eos_ids = sampling.eos_ids
+        self.jumps = sampling.num_logprobs < 0
+        self.output = list(output)
+        self.choice: Choice | None = None
+        self.fault: RequestError | None = None
+        self.is_quick = False
+        self.unwaited = 1
+        self.lateness = 0
+        self.num_strikes = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self.choice is None and self.fault is None
 
 
 class Told(NamedTuple):
@@ -39,156 +79,172 @@ class Told(NamedTuple):
     - `faults`: why a row cannot go on.
     """
 
-    guides: dict[int, RowGuide]
+    guides: dict[int, GuidedRow]
     withheld: set[int]
     forced: dict[int, tuple[int, ...]]
     faults: dict[int, RequestError]
 
 
 class RowGuides:
-    """Owns the guides of rows. Rows without one cost nothing.
+    """Owns what is known of the guides of rows. Rows without one cost nothing.
 
-    A guide is either with a thread, which compiles its grammar or appends what its row appended, or it is ready: then
-    it says what its row may choose next. `_busy` has those with a thread, `_ready` those that came back.
+    Grammars are followed by a process, which the first row that has one starts. What it says depends on the guide and
+    the tokens of a row alone, so when it dies, another one follows the same rows from their first token on.
     """
 
-    def __init__(self, grammars: Grammars, masks: RowMasks) -> None:
-        self._grammars = grammars
+    def __init__(self, make_process: Callable[[], GuideProcess], masks: RowMasks) -> None:
+        self._make_process = make_process
         self._masks = masks
-        self._rows: dict[int, RowGuide] = {}
-        self._busy: set[RowGuide] = set()
-        self._compiling: set[RowGuide] = set()
-        self._ready: SimpleQueue[RowGuide] = SimpleQueue()
-        self._todo: deque[tuple[RowGuide, Sequence[int]]] = deque()
-        self._num_followers = min(MAX_FOLLOWERS, len(_CPUS) or 1)
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "compile-grammar", _leave_pinned_cpu)
-        self._followers = ThreadPoolExecutor(self._num_followers, "follow-output", _leave_pinned_cpu)
+        self._process: GuideProcess | None = None
+        self._rows: dict[int, GuidedRow] = {}
+        self._followed: dict[int, GuidedRow] = {}
+        self._lives = itertools.count(1)
+        self._refused: OrderedDict[int, RequestError] = OrderedDict()
 
     def start(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
         """Guide `row`, which has the tokens `output` already."""
-        assert sampling.guide is not None
-        grammar, eos_ids = sampling.guide.grammar, id_list(sampling.eos_ids)
-        guide = RowGuide(sampling.guide, eos_ids, jumps=sampling.num_logprobs < 0)
-        self._rows[row] = guide
-        self._busy.add(guide)
-        start = None if grammar is None else self._grammars.find(grammar, eos_ids)
-        if start is not None or (grammar is None and self._grammars.is_prepared):
-            guide.open(start, self._grammars.num_words, self._grammars.texts(eos_ids))
-            self._todo.append((guide, output))
-            self._start_followers(1)
+        guided = self._rows[row] = GuidedRow(next(self._lives), row, sampling, output)
+        if (error := self._refused.get(hash(guided.guide.grammar))) is not None:
+            guided.fault = error
         else:
-            self._compiling.add(guide)
-            self._compilers.submit(self._compile, guide, grammar, output)
+            self._followed[guided.life] = guided
+            self._open(guided)
+
+    def _open(self, guided: GuidedRow) -> None:
+        """Let the process follow a row from its first token on."""
+        if self._process is None:
+            self._process = self._make_process()
+        row, guide, output = guided.row, guided.guide, pack_ids(guided.output)
+        self._process.send(OpenRow(guided.life, row, guide, guided.eos_ids, guided.jumps, output, guided.is_quick))
 
     def clear(self, row: int) -> None:
-        """Forget the guide of `row`; a thread may still be at work for it."""
-        self._rows.pop(row, None)
+        """Forget the guide of `row`; what it has yet to do is dropped."""
+        guided = self._rows.pop(row, None)
+        if guided is not None and self._followed.pop(guided.life, None) is not None and self._process is not None:
+            self._process.send(DropRow(guided.life))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def tell(self, rows: Int32Array) -> Told | None:
-        """Say what `rows` [n], which sample now, may choose, and set their masks. Wait a little for threads.
+        """Say what `rows` [n], which sample now, may choose, and set their masks. Wait a little for the process.
 
         None if no row has a guide.
         """
         if not self._rows:
             return None
-        found = {i: guide for i, row in enumerate(rows.tolist()) if (guide := self._rows.get(row)) is not None}
+        found = {i: guided for i, row in enumerate(rows.tolist()) if (guided := self._rows.get(row)) is not None}
         if not found:
             return None
-        self._wait({guide for guide in found.values() if guide in self._busy}, len(rows))
+        if self._followed:
+            self._wait({guided for guided in found.values() if guided.is_busy}, len(rows))
         told = Told(found, set(), {}, {})
-        for i, guide in found.items():
+        for i, guided in found.items():
             mask = None
-            if guide in self._busy:
+            if guided.fault is not None:
+                told.faults[i] = guided.fault
+            elif guided.choice is None:
                 told.withheld.add(i)
-            elif guide.fault is not None:
-                told.faults[i] = guide.fault
-            elif guide.forced:
-                told.forced[i] = guide.forced
+            elif guided.choice.forced:
+                told.forced[i] = guided.choice.forced
             else:
-                mask = guide.mask
-            row = int(rows[i])
-            self._masks.put(row, 0, None if mask is None else mask[: self._masks.bits.shape[1]])
-            if guide.is_done:
-                del self._rows[row]
+                mask = guided.choice.mask
+            self._masks.put(guided.row, 0, mask)
+            if guided.choice is not None and guided.choice.is_done:
+                self.clear(guided.row)
         return told
 
-    def _wait(self, wanted: set[RowGuide], num_rows: int) -> None:
-        """Take back guides that are ready, and wait for `wanted`: longer if the step has no other row to sample."""
+    def _wait(self, wanted: set[GuidedRow], num_rows: int) -> None:
+        """Take in what the process found out, and wait for `wanted`: longer if the step has no other row to sample.
+
+        Rows that came too late before are not waited for.
+        """
+        self._receive(0.0)
         idle = len(wanted) == num_rows
         until_s = time.monotonic() + (IDLE_PATIENCE_S if idle else PATIENCE_S)
-        while True:
-            waits = wanted if idle else wanted - self._compiling
-            try:
-                guide = self._ready.get(timeout=max(0.0, until_s - time.monotonic()) if waits else 0.0)
-            except Empty:
-                return
-            self._busy.discard(guide)
-            self._compiling.discard(guide)
-            if guide in wanted:
-                wanted.discard(guide)
+        while any(guided.is_busy and (idle or not guided.unwaited) for guided in wanted):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not self._receive(left_s):
+                break
+            if idle and not all(guided.is_busy for guided in wanted):
                 idle, until_s = False, min(until_s, time.monotonic() + PATIENCE_S)
+        for guided in wanted:
+            if not guided.unwaited:
+                guided.lateness = min(MAX_UNWAITED, 2 * guided.lateness or 1) if guided.is_busy else 0
+                guided.unwaited = guided.lateness and 1 + guided.lateness
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Take in what the process found out so far; return False for nothing. If it died, start over."""
+        assert self._process is not None
+        answers = self._process.receive(timeout_s)
+        if answers is None:
+            if (death := self._process.death()) is not None:
+                self._bury(death)
+            return False
+        while answers is not None:
+            for choice in answers.choices:
+                guided = self._followed.get(choice.life)
+                if guided is not None and choice.num_tokens == len(guided.output):
+                    mask = self._process.shared.masks[guided.row] if choice.is_masked else None
+                    guided.choice, guided.is_quick = Choice(choice.forced, mask, choice.is_done), choice.is_quick
+            for refusal in answers.refusals:
+                if (guided := self._followed.pop(refusal.life, None)) is not None:
+                    guided.fault = _refused(refusal)
+            answers = self._process.receive(0.0)
+        return True
+
+    def _bury(self, death: Death) -> None:
+        """Find out who is to blame for the death of the process, and let another one follow the rows."""
+        guilty = self._followed.get(death.life)
+        if guilty is not None and (words := OWN_FAULTS.get(death.signal)) is not None:
+            error = GrammarError(f"the grammar {words}; simplify it, or make it less ambiguous")
+            self._fail(guilty, error)
+            self._remember(guilty, error)
+        elif guilty is not None:
+            guilty.num_strikes += 1
+            if guilty.num_strikes == MAX_STRIKES:
+                self._fail(guilty, RequestFailedError(f"{MAX_STRIKES} processes ended while they followed its grammar"))
+        if death.num_mute >= MAX_MUTE:
+            for guided in list(self._followed.values()):
+                self._fail(guided, RequestFailedError("the process that follows grammars keeps ending; see the log"))
+        for guided in sorted(self._followed.values(), key=lambda each: each.num_strikes):
+            guided.choice, guided.life = None, next(self._lives)
+            self._open(guided)
+        self._followed = {guided.life: guided for guided in self._followed.values()}
+
+    def _fail(self, guided: GuidedRow, error: RequestError) -> None:
+        self._followed.pop(guided.life, None)
+        guided.fault = error
+
+    def _remember(self, guided: GuidedRow, error: RequestError) -> None:
+        self._refused[hash(guided.guide.grammar)] = error
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
 
     def follow(self, rows: Int32Array, told: Told, counts: Int32Array, token_ids: Int32Array) -> None:
-        """Hand to threads what `rows` [n] appended: `counts` [n] of `token_ids`, row after row."""
-        ends, given = counts.cumsum(), 0
-        for i, guide in told.guides.items():
-            if counts[i] and self._rows.get(int(rows[i])) is guide:
-                self._busy.add(guide)
-                self._todo.append((guide, token_ids[ends[i] - counts[i] : ends[i]].tolist()))
-                given += 1
-        self._start_followers(given)
-
-    def _start_followers(self, count: int) -> None:
-        for _ in range(min(count, self._num_followers)):
-            self._followers.submit(self._follow)
-
-    # In threads.
-
-    def _follow(self) -> None:
-        while self._todo:
-            try:
-                guide, token_ids = self._todo.popleft()
-            except IndexError:
-                return
-            self._advance(guide, token_ids)
-
-    def _compile(self, guide: RowGuide, grammar: Grammar | None, output: Sequence[int]) -> None:
-        try:
-            start = None if grammar is None else self._grammars.compile(grammar, guide.eos_ids)
-            texts = self._grammars.texts(guide.eos_ids)
-            guide.open(start, self._grammars.num_words, texts)
-        except BaseException as error:
-            guide.fault = _fault(error)
-            self._ready.put(guide)
-        else:
-            self._advance(guide, output)
-
-    def _advance(self, guide: RowGuide, token_ids: Sequence[int]) -> None:
-        try:
-            before = list(guide.output)
-            guide.advance(token_ids)
-            if guide.fault is not None and guide.guide.grammar is not None:
-                self._start_over(guide, guide.guide.grammar, before, token_ids)
-        except BaseException as error:
-            guide.fault = _fault(error)
-        self._ready.put(guide)
-
-    def _start_over(self, guide: RowGuide, grammar: Grammar, before: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Let a guide that failed try the same step without what others learned of its grammar."""
-        texts = self._grammars.texts(guide.eos_ids)
-        guide.open(self._grammars.renew(grammar, guide.eos_ids), self._grammars.num_words, texts)
-        guide.advance(before)
-        guide.advance(token_ids)
+        """Append what `rows` [n] appended: `counts` [n] of `token_ids`, row after row."""
+        ends = counts.cumsum()
+        lives: list[int] = []
+        appended: list[Int32Array] = []
+        for i, guided in told.guides.items():
+            if not counts[i] or self._rows.get(guided.row) is not guided:
+                continue
+            new = token_ids[ends[i] - counts[i] : ends[i]]
+            guided.choice = None
+            guided.unwaited = max(0, guided.unwaited - 1)
+            guided.output += new.tolist()
+            lives.append(guided.life)
+            appended.append(new)
+        if lives and self._process is not None:
+            joined = np.concatenate(appended, dtype=np.int32).tobytes()
+            self._process.send(AppendTokens(lives, [len(new) for new in appended], joined))
 
 
-def _fault(error: BaseException) -> RequestError:
-    """Return the error of a request; whatever else a thread met, such as a panic of llguidance, ends no more."""
-    if isinstance(error, RequestError):
-        return error
-    return RequestFailedError(f"the grammar could not be followed: {str(error)[:200]}")
-
-
-def _leave_pinned_cpu() -> None:
-    """Let a new thread run on all CPUs of the process; it begins on those of the thread that started it."""
-    if _CPUS:
-        os.sched_setaffinity(0, _CPUS)
+def _refused(refusal: RowRefusal) -> RequestError:
+    """Return the error of a request that the process refused."""
+    error = RequestError(refusal.message, code=refusal.code)
+    error.status = refusal.status
+    return error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,63 +18,83 @@ MAX_FORCED = 128
 """Tokens that a row appends at once."""
 
 
-class RowGuide:
-    """Follows the output of one row. Used by one thread at a time.
+class Choice(NamedTuple):
+    """What a row may append next.
 
-    What it says depends on the guide and on the output tokens alone, so a row that starts anew with all of its tokens
-    goes on as before. After `advance`, of the next token:
-
-    - `fault`: why the row cannot go on, or None.
-    - `forced`: tokens that must follow, to be appended without sampling. () for a row that does not jump.
-    - `mask`: the tokens that may be chosen, or None for all.
+    - `forced`: tokens that must follow, to be appended without sampling.
+    - `mask`: the tokens that may be chosen, or None for all. It is only valid until its owner works for another row.
     - `is_done`: whether nothing is restricted any more.
-
-    `output` has the tokens so far.
     """
 
-    def __init__(self, guide: Guide, eos_ids: Sequence[int], jumps: bool) -> None:
-        self.guide = guide
-        self.eos_ids = eos_ids
-        self.output: list[int] = []
-        self.fault: RequestError | None = None
-        self.forced: tuple[int, ...] = ()
-        self.mask: MaskArray | None = None
-        self.is_done = False
+    forced: tuple[int, ...] = ()
+    mask: MaskArray | None = None
+    is_done: bool = False
+
+
+class RowGuide:
+    """Follows the output of one row.
+
+    What it says depends on the guide and on the output tokens alone. A matcher has limits on the work of each of its
+    calls, so they too are made in the same order whether tokens come one by one or, after a restart, all at once.
+
+    - `compile` makes a matcher at the beginning of the content; None for no grammar.
+    - `bits` is where masks are written. Rows may share it.
+    - `texts` are those of all tokens.
+    - `jumps`: whether forced tokens are appended all at once; else they are sampled one by one.
+    """
+
+    def __init__(
+        self,
+        guide: Guide,
+        eos_ids: Sequence[int],
+        compile: Callable[[], Matcher] | None,
+        bits: MaskArray,
+        jumps: bool,
+        texts: TokenTexts,
+    ) -> None:
+        self._eos_ids = eos_ids
+        self._compile = compile
+        self._bits = bits
         self._jumps = jumps
         self._state: ReasoningState | None = None
-        self._start: Matcher | None = None
+        if guide.reasoning is not None:
+            self._state = ReasoningState(guide.reasoning, guide.max_reasoning_tokens, texts)
         self._matcher: Matcher | None = None
         self._ended = False
-        self._bits: MaskArray = np.empty(0, np.uint32)
-
-    def open(self, start: Matcher | None, num_words: int, texts: TokenTexts) -> None:
-        """Stand before the first token. `start` is copied where the content begins; None for no grammar."""
-        self.fault = None
-        self.output.clear()
-        self._start = start
-        self._ended = False
-        self._bits = np.zeros(num_words, np.uint32)
-        if self.guide.reasoning is not None:
-            self._state = ReasoningState(self.guide.reasoning, self.guide.max_reasoning_tokens, texts)
-        if self._stage != "reasoning":
-            self._begin_content()
+        self._forced: deque[int] = deque()
+        self._mask: MaskArray | None = None
 
     @property
     def _stage(self) -> str:
         return "content" if self._state is None else self._state.stage
 
-    def _begin_content(self) -> None:
-        self._matcher = None if self._start is None else self._start.copy()
+    @property
+    def may_compile(self) -> bool:
+        """Return whether the next token may end with a new matcher, for content behind reasoning."""
+        return self._stage == "opening" and self._compile is not None
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Append tokens of the output, and find out what may follow. Takes time."""
-        try:
-            for token_id in token_ids:
-                self.output.append(token_id)
-                self._push(token_id)
+    def open(self) -> None:
+        """Stand before the first token. Takes time. Raises RequestError."""
+        self._matcher = None if self._compile is None else self._compile()
+        self._prepare()
+
+    def append(self, token_id: int) -> None:
+        """Append a token of the output. Takes time. Raises RequestError."""
+        if self._forced and self._forced[0] == token_id:
+            self._forced.popleft()
+        else:
+            self._forced.clear()
+        self._push(token_id)
+        if not self._forced:
             self._prepare()
-        except RequestError as error:
-            self.fault = error
+
+    def choice(self) -> Choice:
+        """Say what may follow."""
+        if self._stage == "content" and self._compile is None:
+            return Choice(is_done=True)
+        if self._forced:
+            return Choice(tuple(self._forced)) if self._jumps else Choice(mask=self._only([self._forced[0]]))
+        return Choice(mask=self._mask)
 
     def _push(self, token_id: int) -> None:
         """Append one token. An output that may open with reasoning is followed as content too, while it matches."""
@@ -80,16 +102,17 @@ class RowGuide:
         if self._state is not None:
             self._state.push(token_id)
             if before != "content" and self._state.has_reasoned:
+                if before == "opening" and self._compile is not None:
+                    self._matcher = self._compile()
                 if self._stage != "content":
                     return
-                self._begin_content()
                 added = list(self._state.content_ids)
         for each in added:
             self._append(each)
 
     def _append(self, token_id: int) -> None:
         """Append a token of the content, or of an opening that may yet be content."""
-        if token_id in self.eos_ids:
+        if token_id in self._eos_ids:
             self._ended = True
         elif self._matcher is not None:
             try:
@@ -101,33 +124,27 @@ class RowGuide:
 
     def _prepare(self) -> None:
         """Find out what may follow."""
-        self.forced, self.mask = (), None
-        if self._stage == "content" and self._start is None:
-            self.is_done = True
-        elif forced := self._forced():
-            if self._jumps:
-                self.forced = forced
-            else:
-                self.mask = self._only(forced[:1])
-        elif self._start is not None:
-            self.mask = self._allowed()
+        self._mask = None
+        self._forced.extend(self._find_forced())
+        if not self._forced and self._compile is not None:
+            self._mask = self._allowed()
 
-    def _forced(self) -> tuple[int, ...]:
+    def _find_forced(self) -> Sequence[int]:
         if self._stage == "reasoning" and self._state is not None:
             return self._state.forced()
-        if self._stage == "content" and self._jumps and not self._ended and self._matcher is not None:
-            return tuple(self._matcher.forced()[:MAX_FORCED])
+        if self._stage == "content" and not self._ended and self._matcher is not None:
+            return self._matcher.forced()[:MAX_FORCED]
         return ()
 
     def _allowed(self) -> MaskArray:
         """Return what the grammar allows: in reasoning all but the end of the sequence, behind its end only that."""
         if self._stage == "reasoning":
             self._bits.fill(0xFFFFFFFF)
-            self._flip({*self.eos_ids, *self._state.beyond()} if self._state is not None else self.eos_ids)
+            self._flip({*self._eos_ids, *self._state.beyond()} if self._state is not None else self._eos_ids)
         elif self._matcher is None:
             self._bits.fill(0)
         elif self._ended or self._matcher.is_complete:
-            self._only(self.eos_ids)
+            self._only(self._eos_ids)
         else:
             self._matcher.fill(self._bits)
         token_id = None if self._stage != "opening" or self._state is None else self._state.opening_id

@@ -20,6 +20,7 @@ from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided
 from pypto_serving.worker.guides import Told
+from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.scoring import num_logits, score
 
 
@@ -78,6 +79,7 @@ class Runner:
         vocab_size: int,
         num_drafts: int = 0,
         model_dir: str = "",
+        guide_process: MakeGuideProcess = GuideProcess,
     ) -> None:
         self.program = program
         self._sampler = program.sampler or PlainSampler()
@@ -87,7 +89,9 @@ class Runner:
         self._collected_s = 0.0
         if num_drafts and not self._on_device and program.drafter is None:
             raise ConfigError(f"num_drafts is {num_drafts}, but the program brings no drafter; set it to 0")
-        self.batch = RowBatch(program.groups, program.limits, buffers, vocab_size, program.drafter, model_dir)
+        self.batch = RowBatch(
+            program.groups, program.limits, buffers, vocab_size, program.drafter, model_dir, guide_process
+        )
 
     @property
     def num_in_flight(self) -> int:

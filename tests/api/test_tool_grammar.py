@@ -15,10 +15,10 @@ from pypto_serving.api.chat.output import AssistantMessage, read_output
 from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.tools import parameter_types
 from pypto_serving.api.generation.structured import json_options
-from pypto_serving.api.generation.tool_grammar import either, forced_calls, strict_calls
+from pypto_serving.api.generation.tool_grammar import calls_beside_json, either, forced_calls, strict_calls
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import Compiler, GrammarError
-from tests.api.walking import TEMPTING, after, allowed, walk
+from tests.api.walking import TEMPTING, after, walk
 from tests.schemas import NAMES, SchemaMaker
 
 Function = dict[str, Any]
@@ -143,10 +143,25 @@ def test_a_named_function_is_the_only_one(compiler: Compiler, family: str) -> No
     assert [(call.name, json.loads(call.arguments)) for call in read(family, [NOW], text).tool_calls] == [("now", {})]
 
 
-def test_calls_or_structured_content(compiler: Compiler) -> None:
-    calls = forced_calls(FAMILIES["hermes"].form, [NOW], True, no_special, json_options())
-    matcher = compiler.compile(either(calls, '{"type": "object"}'))
-    assert {chr(i) for i in allowed(matcher, compiler) if i < 128} == {"{", "<"}
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("one", [False, True])
+def test_calls_or_structured_content(compiler: Compiler, family: str, one: bool) -> None:
+    calls = calls_beside_json(FAMILIES[family].form, [FIND, NOW], one, no_special, json_options())
+    properties = {"x": {"type": "integer"}, "name": {"type": "string", "maxLength": 5}, "nail": {"const": 1}}
+    content = {"type": "object", "properties": properties, "additionalProperties": False}
+    grammar = either(calls, json.dumps(content))
+    matcher = compiler.compile(grammar)
+    for text in ('{"x": 1}', '{"name": "nop"}', '{"name": "find"}', '{"nail": 1}', '{"x": 1, "name": "now"}'):
+        assert after(matcher, text) is not None, text
+    for seed in range(10):
+        text = walk(compiler, calls, random.Random(seed))
+        assert text is not None and after(matcher, text) is not None
+        for call in read(family, [FIND, NOW], text).tool_calls:
+            schema = FIND["parameters"] if call.name == "find" else {"maxProperties": 0}
+            jsonschema.validate(json.loads(call.arguments), schema)
+        text = walk(compiler, grammar, random.Random(seed))
+        if text is not None and not read(family, [FIND, NOW], text).tool_calls:
+            jsonschema.validate(json.loads(text), content)
 
 
 def test_special_tokens_stand_for_themselves(compiler: Compiler) -> None:
@@ -184,6 +199,27 @@ def test_a_text_before_a_special_token_may_hold_what_begins_the_mark(compiler: C
         ("</｜DSML｜", False),
     ):
         assert (after(matcher, begun + text) is not None) is fits, text
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        ("7", True),
+        ("false", True),
+        ("abc", True),
+        ("-x", True),
+        ("not", True),
+        (" a ", True),
+        *(("12", False), (" 7", False), ("-1e5", False), ("7x", False), ("abcd", False), ("True", False)),
+    ],
+)
+def test_a_text_that_is_read_as_another_type_is_none(compiler: Compiler, value: str, fits: bool) -> None:
+    small = {"type": "integer", "minimum": 5, "maximum": 9}
+    schema = {"anyOf": [{"type": "string", "maxLength": 3}, small, {"const": False}]}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+    matcher = compiler.compile(forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options()))
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n"
+    assert (after(matcher, text) is not None) is fits
 
 
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
@@ -241,6 +277,17 @@ def test_definitions_stand_with_those_who_refer_to_them(family: str) -> None:
     text = forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options()).text
     assert len(text) < 100_000 and '"d7"' not in text
     assert '"B": {' in text and '"C": {' in text
+
+
+@pytest.mark.parametrize("kinds", [["string"], ["string", "null"]])
+def test_definitions_that_refer_to_each_other_end(kinds: list[str]) -> None:
+    shared = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 9} for i in range(12)} | {"d12": {"type": kinds}}
+    for name in ("d0", "loop"):
+        loop = {"type": kinds, "anyOf": [{"$ref": "#/$defs/loop"}]}
+        properties = {"x": {"$ref": f"#/$defs/{name}", "type": kinds}}
+        tool = {"name": "f", "parameters": {"properties": properties, "$defs": {**shared, "loop": loop}}}
+        with pytest.raises(RequestError, match="more than 256 schemas"):
+            forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options())
 
 
 def test_the_root_may_be_a_definition(compiler: Compiler) -> None:

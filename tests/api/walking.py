@@ -35,7 +35,7 @@ def printable(ids: list[int]) -> list[int]:
 
 def after(matcher: Matcher, word: str) -> Matcher | None:
     """The matcher behind `word`; None if it does not match."""
-    trial = matcher.copy()
+    trial = Matcher(matcher._raw.deep_copy())
     try:
         for byte in word.encode():
             trial.consume(byte)

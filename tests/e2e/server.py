@@ -51,13 +51,13 @@ class Server:
         return httpx.Client(base_url=self.url, timeout=120)
 
     def family(self) -> list[psutil.Process]:
-        """The API process, the engine core, the worker, and readers."""
+        """The API process, the engine core, the worker and its guide process, and readers."""
         api = psutil.Process(self.process.pid)
         return [api, *api.children(recursive=True)]
 
     def worker(self) -> psutil.Process:
         """The process that owns the device."""
-        return next(p for p in self.family() if any("worker" in part for part in p.cmdline()))
+        return next(p for p in self.family() if any(part.endswith("worker") for part in p.cmdline()))
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples at /metrics."""

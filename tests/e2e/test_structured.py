@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
+import msgspec
 import openai
 import psutil
 import pydantic
@@ -22,10 +24,11 @@ from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import checked
 from pypto_serving.types.guide import Grammar, Guide, Reasoning
+from pypto_serving.types.request import RequestFault, RequestOutput
 from tests.checkpoints import NUM_BYTES, byte_ids, make_checkpoint
-from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, run_engine
+from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, requests_of, run_engine
 from tests.e2e.server import Server
-from tests.schemas import SchemaMaker
+from tests.schemas import SchemaMaker, ambiguous_grammar
 
 pytestmark = pytest.mark.e2e
 
@@ -177,6 +180,59 @@ def test_guided_answers_depend_on_no_schedule(model: Path) -> None:
 
     assert run_engine(engine_config(model, {"faults": QUICK_FAULTS}), killed) == together
 
+    async def unguided(engine: AsyncEngine) -> list[list[int]]:
+        killer = GuideKiller(engine, [20, 21, 150, 300])
+        found = await answers(engine, prompts, params, killer, eos_token_ids=(END,))
+        assert killer.num_killed > 2 and engine.stats.num_respawns == 0
+        return found
+
+    assert run_engine(engine_config(model), unguided) == together
+
+
+class GuideKiller:
+    """Kills the process that follows grammars after so many outputs; an `on_output` for `answers`."""
+
+    def __init__(self, engine: AsyncEngine, after: Sequence[int]) -> None:
+        self._engine, self._after, self._num_outputs = engine, after, 0
+        self.num_killed = 0
+
+    def __call__(self, output: RequestOutput) -> None:
+        self._num_outputs += 1
+        if self._num_outputs in self._after:
+            assert self._engine.ready is not None
+            for process in psutil.Process(self._engine.ready.worker_pid).children():
+                process.kill()
+                self.num_killed += 1
+
+
+def test_an_ambiguous_grammar_holds_up_nobody(model: Path) -> None:
+    """Others, with a grammar and without, are answered while the worker finds out that it takes too long."""
+    hostile = SamplingParams(max_tokens=20, temperature=0, guide=Guide(ambiguous_grammar(100)))
+    good = SamplingParams(max_tokens=12, seed=1, guide=Guide(Grammar("regex", "[a-c]{12}")))
+
+    async def scenario(engine: AsyncEngine) -> None:
+        await answers(engine, [[1, 2]], good, eos_token_ids=(END,))  # starts the process
+        (request,) = requests_of([[5, 6, 7]], [hostile], (END,))
+        faults: list[RequestFault] = []
+
+        def take(outputs: list[RequestOutput]) -> None:
+            faults.extend(output.fault for output in outputs if output.fault is not None)
+
+        refused = asyncio.ensure_future(
+            engine.submit([msgspec.structs.replace(request, request_id="h")]).deliver_to(take)
+        )
+        plain = 0
+        while not refused.done():
+            await answers(engine, [[plain, 2]])
+            plain += not refused.done()
+        await refused
+        assert [(fault.status, fault.code) for fault in faults] == [(400, "invalid_grammar")]
+        assert "takes too long" in faults[0].message and plain > 3
+        assert engine.stats.num_respawns == 0
+        await answers(engine, [[1, 2]], good, eos_token_ids=(END,))
+
+    run_engine(engine_config(model), scenario)
+
 
 class City(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=12)
@@ -184,12 +240,15 @@ class City(pydantic.BaseModel):
     founded: int = pydantic.Field(ge=0, le=2030)
 
 
+GUIDING = "pypto_serving.worker.guiding"
+
+
 def has_llguidance(process: psutil.Process) -> bool:
     return any("llguidance" in each.path for each in process.memory_maps())
 
 
 def test_a_server_answers_with_models(model: Path) -> None:
-    """Whole and streamed; llguidance is loaded when the first request needs it, and never by the API process."""
+    """Whole and streamed; llguidance is loaded when the first request needs it, and never by API process or worker."""
     with Server(model, "--max-model-len", "512", "--kv-memory", "64MiB") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         assert not any(map(has_llguidance, server.family()))
@@ -201,4 +260,5 @@ def test_a_server_answers_with_models(model: Path) -> None:
             streamed = stream.get_final_completion().choices[0].message
         assert (streamed.content, streamed.parsed) == (parsed.message.content, parsed.message.parsed)
         loaded = [process for process in server.family() if has_llguidance(process)]
-        assert server.worker() in loaded and server.family()[0] not in loaded
+        assert server.worker() not in loaded and server.family()[0] not in loaded
+        assert [process for process in loaded if GUIDING in process.cmdline()]

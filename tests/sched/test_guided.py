@@ -78,25 +78,26 @@ def expected(simulation: Simulation, request_id: str, compiler: Compiler) -> lis
     request, prompt = simulation.requests[request_id], simulation.prompts[request_id]
     params, history = request.params, list(prompt)
     assert params.guide is not None and params.max_tokens is not None
-    guide = RowGuide(params.guide, (END,), jumps=params.logprobs is None)
     grammar = params.guide.grammar
-    start = None if grammar is None else compiler.compile(grammar)
-    guide.open(start, -(-VOCAB_SIZE // 32), TokenTexts(compiler.tokens))
-    guide.advance([])
+    compile = None if grammar is None else lambda: compiler.compile(grammar)
+    bits = np.zeros(compiler.num_words, np.uint32)
+    guide = RowGuide(params.guide, (END,), compile, bits, params.logprobs is None, TokenTexts(compiler.tokens))
+    guide.open()
     while END not in history[len(prompt) :] and len(history) < len(prompt) + params.max_tokens:
-        assert guide.fault is None
-        tokens = list(guide.forced)
+        choice = guide.choice()
+        tokens = list(choice.forced)
         if not tokens:
             logits = logits_of(next_digest(simulation.config.groups, history), VOCAB_SIZE, -1).copy()
-            if guide.mask is not None:
-                bits = np.unpackbits(guide.mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
-                logits[bits == 0] = -np.inf
+            if choice.mask is not None:
+                allowed = np.unpackbits(choice.mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+                logits[allowed == 0] = -np.inf
             draw = np.array([(0.0, 1.0, 0.0, params.temperature, 0)], DRAW)
             numbers = (np.array([v], np.uint64) for v in (request.seed, request.choice, len(history)))
             draw["random"] = uniforms(*numbers)
             tokens = [int(SAMPLER.choose(logits[None], draw)[0])]
         history += tokens
-        guide.advance(tokens)
+        for token in tokens:
+            guide.append(token)
     return history[len(prompt) :][: params.max_tokens]
 
 

@@ -10,7 +10,7 @@ from pypto_serving.api.chat.parsers.families import FAMILIES
 from pypto_serving.api.chat.tools import ToolUse, refuse
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.structured import json_options, with_guide
-from pypto_serving.api.generation.tool_grammar import either, forced_calls, strict_calls
+from pypto_serving.api.generation.tool_grammar import calls_beside_json, either, forced_calls, strict_calls
 from pypto_serving.types.guide import Grammar, Guide
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.structured import StructuredOutputsParams
@@ -68,7 +68,7 @@ def _calls(
         refuse("tool_choice", "cannot be enforced: this model names no end-of-sequence token; set it to 'auto'")
     call_form, one = FAMILIES[form.calls.family].form, not tools.parallel
     functions = [f for f in tools.functions if not tools.forced or f["name"] in tools.forced]
-    write = forced_calls if tools.forced or structured is not None else strict_calls
+    write = forced_calls if tools.forced else strict_calls if structured is None else calls_beside_json
     return write(call_form, functions, one, tokenizer.special_id, json_options())
 
 

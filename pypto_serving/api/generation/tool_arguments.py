@@ -15,27 +15,34 @@ from pypto_serving.api.generation.tool_schema import (
     Property,
     Schema,
     Text,
+    as_object,
     is_any_object,
     properties_of,
     read_texts,
+    read_words,
 )
 from pypto_serving.util import brief
 
 XML_END, DSML_END = qwen3_coder.PARAMETER_END, PARAMETER_END
 _SPACE = r"[\s\x1c-\x1f]*"
-_WORDS = {"null": "null|None", "boolean": "true|false|True|False"}
-_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
-_LOOKS = {**_WORDS, "integer": _NUMBER, "number": _NUMBER, "array": r"\[(?s:.*)", "object": r"\{(?s:.*)"}
-"""What texts look like that the parser of Qwen3-Coder reads as another type."""
+_LOOKS = {
+    "null": ("null|None", ""),
+    "boolean": ("true|false|True|False", ""),
+    "integer": ("-?[0-9]", ANY),
+    "number": ("-?[0-9]", ANY),
+    "array": (r"\[", ANY),
+    "object": (r"\{", ANY),
+}
+"""What texts look like that the parser of Qwen3-Coder reads as another type, and what may follow that.
+
+Numbers, lists and objects are told from text by how they begin, since a grammar cannot go back and read a text.
+"""
 
 
 def json_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
     """Write a JSON object."""
-    if {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        own = {key: value for key, value in schema.items() if key not in shared}
-        return rules.json({"allOf": [own, {"type": "object"}], **shared})
-    return rules.json({**schema, "type": "object"})
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return rules.json({**as_object({key: schema[key] for key in schema if key not in shared}), **shared})
 
 
 def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
@@ -43,13 +50,10 @@ def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
     if is_any_object(schema):
         one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
         return f'({one} (", " {one})*)?'
-    needed: list[str] = []
+    parts = [(_placed(one, lambda each: _python_parameter(rules, each)), one.required) for one in properties_of(schema)]
+    needed = [part for part, required in parts if required]
     tail = alone = ""
-    for each in reversed(properties_of(schema)):
-        part = _placed(each, lambda one: _python_parameter(rules, one))
-        if each.required:
-            needed.insert(0, part)
-            continue
+    for part in [part for part, required in reversed(parts) if not required]:
         alone = rules.new(" | ".join(filter(None, [f"{part} {tail}".strip(), alone])))
         tail = rules.new(f'(", " {part})? {tail}'.strip())
     if needed:
@@ -61,7 +65,7 @@ def xml_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
     """Write `<parameter=a>`, a line with the value, and `</parameter>` for each."""
     if is_any_object(schema):
         name = regex(qwen3_coder.NAME.pattern)
-        return f'("<parameter=" {name} ">" {_free(rules)})*'
+        return f'("<parameter=" {name} ">" {rules.until(XML_END)} "\\n")*'
     return _each(schema, lambda one: _xml_parameter(rules, one, strict))
 
 
@@ -100,28 +104,24 @@ def _check_name(one: Property, can_write: Callable[[str], Any]) -> None:
         raise SchemaError(f"this model's form of calls cannot write the name {brief(one.name)}")
 
 
-def _free(rules: GrammarText) -> str:
-    """Write any text as the value of a parameter of Qwen3-Coder."""
-    return rules.new(f'{rules.until(XML_END)} "\\n"')
-
-
 def _xml_parameter(rules: GrammarText, one: Property, strict: bool) -> str:
     _check_name(one, qwen3_coder.NAME.fullmatch)
     kinds = types_of(one.schema, one.schema)
     others = [kind for kind in kinds if kind != "string"]
-    head = rules.text(f"<parameter={one.name}>")
-    values = []
-    if others:
-        schema = _only(one.schema, others) if "string" in kinds else one.schema
-        values.append(f'"\\n" {rules.json(schema)} "\\n{XML_END}\\n"')
-    if not others or "string" in kinds:
+    if others == kinds and kinds:
+        values = [f'{rules.json(one.schema)} "\\n{XML_END}"']
+    else:
         prepare(one.schema, {})  # refuses what is not supported
         if strict and "format" in one.schema:
             raise SchemaError("format of a text is not supported in this model's form of calls")
-        values += [_xml_text(rules, text, kinds) for text in read_texts(one.schema, one.schema)]
+        values = [_xml_text(rules, text, kinds) for text in read_texts(one.schema, one.schema)]
+        words = read_words(one.schema, one.schema) if others else []
+        values += [f'"{word}\\n{XML_END}"' for word in words]
+        if begun := [kind for kind in others if kind not in ("null", "boolean")]:
+            values.append(f'{rules.json(_only(one.schema, begun))} "\\n{XML_END}"')
     if not values:
-        raise SchemaError(f"no value is allowed for {brief(one.name)}")
-    return rules.new(f"{head} ({' | '.join(values)})")
+        raise SchemaError("no value is allowed for it")
+    return rules.new(f'{rules.text(f"<parameter={one.name}>")} "\\n" ({" | ".join(values)}) "\\n"')
 
 
 def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
@@ -132,19 +132,20 @@ def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
                 raise SchemaError(f"a text with {XML_END} cannot stand in this model's form of calls")
             if set(kinds) != {"string"} and not qwen3_coder.as_json(value, kinds).startswith('"'):
                 raise SchemaError(f"the text {brief(value)} is read as another type in this model's form of calls")
-        return " | ".join(rules.text(f"\n{value}\n{XML_END}\n") for value in text.values)
-    looks = "|".join(_LOOKS[kind] for kind in kinds if kind in _LOOKS)
+        return " | ".join(rules.text(f"{value}\n{XML_END}") for value in text.values)
+    looks = "|".join(
+        f"{_SPACE}({look}){more or _SPACE}" for look, more in (_LOOKS[kind] for kind in kinds if kind in _LOOKS)
+    )
     if text.is_free and not looks:
-        return _free(rules)
+        return rules.until(XML_END)
     parts = [without(XML_END)]
     if looks:
-        parts.append(f"~{regex(f'{_SPACE}({looks}){_SPACE}')}")
+        parts.append(f"~{regex(looks)}")
     if text.least or text.most is not None:
         parts.append(regex(f"(?s:.{{{text.least},{'' if text.most is None else text.most}}})"))
     if text.pattern is not None:
         parts.append(regex(_whole(text.pattern)))
-    value = rules.terminal(" & ".join(["TEXT", *parts]))
-    return f'"\\n" {rules.until(chr(10) + XML_END, value)} "\\n"'
+    return rules.until(f"\n{XML_END}", rules.terminal(" & ".join(["TEXT", *parts])))
 
 
 def _whole(pattern: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pypto_serving.api.chat.parsers.families import CallForm
@@ -10,6 +11,7 @@ from pypto_serving.api.chat.tools import refuse, types_of
 from pypto_serving.api.generation.grammar_text import GrammarText, SpecialId, regex, without
 from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.tool_arguments import ARGUMENTS, FUNCTION_NAME
+from pypto_serving.api.generation.tool_schema import as_object, with_definitions
 from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
 
@@ -25,6 +27,26 @@ def forced_calls(
     """
     writer = _Writer(form, functions, special_id, options)
     return writer.grammar(f"start: {writer.calls(one)}")
+
+
+def calls_beside_json(
+    form: CallForm, functions: Sequence[Function], one: bool, special_id: SpecialId, options: Mapping[str, Any]
+) -> Grammar:
+    """Return the grammar of calls for `either`. Raises like `forced_calls`.
+
+    Where calls are JSON without a mark they are schemas, too: a grammar cannot tell JSON from text that looks like it.
+    Of such calls a list would be one more kind of JSON, so there is none.
+    """
+    if not form.opens or form.arguments != "json":
+        return forced_calls(form, functions, one, special_id, options)
+    rules = GrammarText(form.marks, special_id, options)
+    made = []
+    for function in functions:
+        with _named(function):
+            made.append(rules.json(_as_schema(form, function)))
+    call = rules.new(" | ".join(made))
+    more = "" if one or form.begin else f"({rules.text(form.between)} {call})*"
+    return Grammar("lark", f"start: {_joined(call, more)}\n{rules}")
 
 
 def strict_calls(
@@ -54,10 +76,8 @@ class _Writer:
         self._rules = GrammarText(form.marks, special_id, options)
         self._calls: list[tuple[str, str]] = []
         for function in functions:
-            try:
+            with _named(function):
                 self._calls.append(self._call(function))
-            except (SchemaError, RecursionError) as error:
-                refuse("tools", f"cannot be enforced: the parameters of {function['name']}: {error}")
 
     def grammar(self, *rules: str) -> Grammar:
         """Return the grammar that begins with `rules`."""
@@ -108,14 +128,38 @@ class _Writer:
 
     def _call(self, function: Function) -> tuple[str, str]:
         """Return the name of a call with what follows it, and the rule of the rest."""
-        form, name = self._form, function["name"]
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        form, name, schema = self._form, function["name"], _parameters(function)
         if not FUNCTION_NAME[form.arguments](name):
             raise SchemaError(f"this model's form of calls cannot write the name {brief(name)}")
-        if (kinds := types_of(schema, schema)) and "object" not in kinds:
-            raise SchemaError(f"#/type is {kinds[0]}, but arguments are an object")
         arguments = ARGUMENTS[form.arguments](self._rules, schema, bool(function.get("strict")))
         return name + form.middle, self._rules.new(_joined(arguments, self._rules.text(form.tail)) or '""')
+
+
+@contextmanager
+def _named(function: Function) -> Iterator[None]:
+    """Turn what a function's schema has at fault into a RequestError that names the function."""
+    try:
+        yield
+    except (SchemaError, RecursionError) as error:
+        problem = str(error) if isinstance(error, SchemaError) else "their schemas are nested too deeply"
+        refuse("tools", f"cannot be enforced: the parameters of {function['name']}: {problem}")
+
+
+def _parameters(function: Function) -> Mapping[str, Any]:
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    if (kinds := types_of(schema, schema)) and "object" not in kinds:
+        raise SchemaError(f"#/type is {kinds[0]}, but arguments are an object")
+    return schema
+
+
+def _as_schema(form: CallForm, function: Function) -> Mapping[str, Any]:
+    """Return the schema of a call that is JSON as a whole."""
+    found = with_definitions(_parameters(function), _parameters(function))
+    shared = {key: found[key] for key in ("$defs", "definitions") if key in found}
+    own = as_object({key: value for key, value in found.items() if key not in shared})
+    key = "parameters" if '"parameters"' in form.middle else "arguments"
+    properties = {"name": {"const": function["name"]}, key: own}
+    return {"type": "object", "properties": properties, "required": list(properties), **shared}
 
 
 def _joined(*parts: str) -> str:

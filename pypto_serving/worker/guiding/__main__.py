@@ -1,0 +1,35 @@
+"""Run a guide process: `python -m pypto_serving.worker.guiding FD`. FD is its end of the control pipe.
+
+It is expendable: what makes it slow or large ends it, and the worker starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+from pypto_serving.errors import EXIT_OK
+from pypto_serving.ipc import Parent, SocketChannel
+from pypto_serving.worker.guiding.following import Following
+from pypto_serving.worker.guiding.walls import Walls
+from pypto_serving.worker.guiding.wire import GuideStart, SharedMasks, ToGuides
+
+IDLE_S = 60.0
+
+
+def main() -> int:
+    parent: Parent[GuideStart] = Parent(int(sys.argv[1]), GuideStart)
+    start = parent.start
+    if start.cpus:
+        os.sched_setaffinity(0, start.cpus)
+    channel: SocketChannel[ToGuides] = SocketChannel(socket.socket(fileno=start.channel), ToGuides)
+    shared = SharedMasks(start.memory, start.max_rows, start.vocab_size)
+    following = Following(channel, shared, Walls(), start.model_dir, start.vocab_size)
+    while not channel.gone:
+        following.turn(IDLE_S)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Following: follow the outputs of rows, one token at a time, and say what each may append next."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from pypto_serving.errors import RequestError, RequestFailedError
+from pypto_serving.guidance import Compiler, GrammarError
+from pypto_serving.ipc import Channel
+from pypto_serving.types.adjustments import MaskArray
+from pypto_serving.types.guide import MAX_MATCHER_BYTES
+from pypto_serving.types.tokens import id_list, unpack_ids
+from pypto_serving.util import format_size
+from pypto_serving.worker.guiding.turns import Cost, GuidedRow, Turns
+from pypto_serving.worker.guiding.walls import OPEN_S, TOKEN_S, TRIM_BYTES, Walls
+from pypto_serving.worker.guiding.wire import (
+    AppendTokens,
+    GuideAnswers,
+    OpenRow,
+    RowChoice,
+    RowRefusal,
+    SharedMasks,
+    ToGuides,
+)
+from pypto_serving.worker.reasoning import TokenTexts
+from pypto_serving.worker.row_guide import RowGuide
+
+ANSWER_S = 0.002
+"""How long answers are collected while quick rows are followed."""
+
+
+class Following:
+    """Owns the guides of rows in the guide process. Each has matchers of its own, so no row depends on others.
+
+    Memory: while all matchers together take more than half of what they may, rows that are not open yet wait for others
+    to leave; beyond all of it, the row that takes the most ends.
+    """
+
+    def __init__(
+        self, channel: Channel[ToGuides], shared: SharedMasks, walls: Walls, model_dir: str, vocab_size: int
+    ) -> None:
+        self._channel = channel
+        self._shared = shared
+        self._walls = walls
+        self._model_dir = model_dir
+        self._vocab_size = vocab_size
+        self._prepared: tuple[bytes, Compiler, MaskArray, TokenTexts] | None = None
+        self._rows: dict[int, GuidedRow] = {}
+        self._turns = Turns()
+        self._waiting: list[GuidedRow] = []
+        self._resident_bytes = 0
+        self._held_bytes = 0
+        self._answers = GuideAnswers([], [])
+        self._answered_s = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a row has something to do."""
+        return bool(self._turns)
+
+    def turn(self, wait_s: float) -> None:
+        """Take what arrived, work for one row, and answer. Without work, wait at most `wait_s` for some."""
+        message = self._channel.receive(0.0 if self._turns else wait_s)
+        while message is not None:
+            self._take(message)
+            message = self._channel.receive()
+        if (row := self._turns.next()) is not None:
+            self._work(row)
+        if not self._turns.has_quick or time.monotonic() - self._answered_s > ANSWER_S:
+            self._answer()
+
+    def _take(self, message: ToGuides) -> None:
+        if isinstance(message, AppendTokens):
+            token_ids, start = unpack_ids(message.token_ids).tolist(), 0
+            for life, count in zip(message.lives, message.counts, strict=True):
+                if (row := self._rows.get(life)) is not None:
+                    row.todo.extend(token_ids[start : start + count])
+                    self._turns.add(row)
+                start += count
+        elif isinstance(message, OpenRow):
+            grammar = message.guide.grammar
+            cost, output = self._turns.cost(grammar), deque(unpack_ids(message.output).tolist())
+            if message.is_quick and cost.is_quick is None:
+                cost.is_quick = True
+            row = self._rows[message.life] = GuidedRow(message, grammar, cost, output)
+            self._turns.add(row)
+        elif (row := self._rows.get(message.life)) is not None:
+            self._forget(row)
+
+    def _work(self, row: GuidedRow) -> None:
+        """Compile the grammar of a row, or follow one of its tokens; then answer, or give it another turn."""
+        if row.guide is None and self._held_bytes > MAX_MATCHER_BYTES // 2:
+            self._waiting.append(row)
+            return
+        self._shared.at_work[0] = row.source.life
+        try:
+            self._step(row)
+        except RequestError as error:
+            self._refuse(row, error)
+        except MemoryError:
+            self._refuse(row, too_large())
+        except BaseException as error:  # such as a panic of llguidance: the row ends, with its matcher
+            self._refuse(row, RequestFailedError(f"the grammar could not be followed: {str(error)[:200]}"))
+        else:
+            self._say(row)
+        self._shared.at_work[0] = 0
+        self._measure(row)
+
+    def _step(self, row: GuidedRow) -> None:
+        """Compile the grammar of a row, or follow one of its tokens, within the walls."""
+        if row.guide is None:
+            compiler, bits, texts = self._prepare(row.source.eos_ids)
+            compile = None if row.grammar is None else partial(compiler.compile, row.grammar)
+            eos_ids = id_list(row.source.eos_ids)
+            guide = RowGuide(row.source.guide, eos_ids, compile, bits, row.source.jumps, texts)
+            self._within(row.cost, guide.open, compiles=True)
+            row.guide = guide
+        elif row.todo:
+            row.num_tokens += 1
+            append = partial(row.guide.append, row.todo.popleft())
+            self._within(row.cost, append, compiles=row.guide.may_compile)
+
+    def _within(self, cost: Cost, work: Callable[[], None], compiles: bool) -> None:
+        """Do `work`, and add to `cost`; more than its CPU time ends the process."""
+        started_s = time.process_time()
+        self._walls.allow(OPEN_S if compiles else TOKEN_S)
+        try:
+            work()
+        finally:
+            self._walls.allow(0.0)
+            cost.add(time.process_time() - started_s, is_token=not compiles)
+
+    def _prepare(self, eos_ids: bytes) -> tuple[Compiler, MaskArray, TokenTexts]:
+        """Return the compiler for outputs that end with one of `eos_ids`, masks to write, and texts of tokens."""
+        if self._prepared is None or self._prepared[0] != eos_ids:
+            compiler = Compiler.of(self._model_dir, self._vocab_size, id_list(eos_ids))
+            self._prepared = eos_ids, compiler, np.zeros(compiler.num_words, np.uint32), TokenTexts(compiler.tokens)
+            self._resident_bytes = self._walls.resident()
+        return self._prepared[1:]
+
+    def _say(self, row: GuidedRow) -> None:
+        assert row.guide is not None
+        if row.todo:
+            self._turns.add(row)
+            return
+        choice = row.guide.choice()
+        if choice.mask is not None:
+            mask = self._shared.masks[row.source.row]
+            mask[:] = choice.mask[: len(mask)]
+        is_masked, is_quick = choice.mask is not None, bool(row.cost.is_quick)
+        said = RowChoice(row.source.life, row.num_tokens, choice.forced, is_masked, is_quick, choice.is_done)
+        self._answers.choices.append(said)
+
+    def _refuse(self, row: GuidedRow, error: RequestError) -> None:
+        refusal = RowRefusal(row.source.life, error.status, error.error_code, str(error))
+        self._answers.refusals.append(refusal)
+        self._forget(row)
+
+    def _forget(self, row: GuidedRow) -> None:
+        """Drop a row, whatever it has yet to do, and all that its matcher learned."""
+        row.is_gone, row.guide = True, None
+        self._rows.pop(row.source.life, None)
+        self._held_bytes -= row.num_bytes
+        if row.num_bytes > TRIM_BYTES:
+            self._walls.trim()
+            self._resident_bytes = self._walls.resident()
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._turns.add(each)
+
+    def _measure(self, row: GuidedRow) -> None:
+        """Count the memory that a row took; if there is too little, the row that has the most ends."""
+        resident_bytes = self._walls.resident()
+        grown_bytes = max(0, resident_bytes - self._resident_bytes)
+        self._resident_bytes = resident_bytes
+        if row.is_gone:
+            return
+        row.num_bytes += grown_bytes
+        self._held_bytes += grown_bytes
+        if self._held_bytes > MAX_MATCHER_BYTES:
+            self._refuse(max(self._rows.values(), key=lambda each: each.num_bytes), too_large())
+
+    def _answer(self) -> None:
+        """Send what was found out since the last answer."""
+        if self._answers.choices or self._answers.refusals:
+            self._channel.send(self._answers)
+            self._answers = GuideAnswers([], [])
+        self._answered_s = time.monotonic()
+
+
+def too_large() -> GrammarError:
+    size = format_size(MAX_MATCHER_BYTES)
+    return GrammarError(f"the grammar takes too much memory to follow: it has the most of {size} for all; simplify it")

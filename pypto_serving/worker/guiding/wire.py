@@ -1,0 +1,109 @@
+"""Messages between a worker and its guide process, and the memory that they share."""
+
+from __future__ import annotations
+
+import mmap
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.types.adjustments import MaskArray
+from pypto_serving.types.guide import Guide
+
+HEAD_BYTES = 64
+
+
+class GuideStart(msgspec.Struct, frozen=True):
+    """What a guide process needs to start.
+
+    `channel` and `memory` are inherited file descriptors, `cpus` those that it may run on; () for those of its parent.
+    """
+
+    channel: int
+    memory: int
+    model_dir: str
+    vocab_size: int
+    max_rows: int
+    cpus: tuple[int, ...]
+
+
+class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+    """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask.
+
+    `is_quick` is what another process said of it before it died.
+    """
+
+    life: int
+    row: int
+    guide: Guide
+    eos_ids: bytes
+    jumps: bool
+    output: bytes
+    is_quick: bool
+
+
+class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag="append", gc=False):
+    """Rows `lives[i]` appended `counts[i]` of `token_ids`, row after row."""
+
+    lives: list[int]
+    counts: list[int]
+    token_ids: bytes
+
+
+class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False):
+    """A row needs no guide any more."""
+
+    life: int
+
+
+class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a row of `num_tokens` output tokens may append next: see Choice.
+
+    `is_masked`: whether its mask is in the shared memory; `is_quick`: whether it took little time so far.
+    """
+
+    life: int
+    num_tokens: int
+    forced: tuple[int, ...]
+    is_masked: bool
+    is_quick: bool
+    is_done: bool
+
+
+class RowRefusal(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Why a row cannot go on; the process has forgotten it."""
+
+    life: int
+    status: int
+    code: str
+    message: str
+
+
+class GuideAnswers(msgspec.Struct, frozen=True, array_like=True):
+    """What the process found out of some rows."""
+
+    choices: list[RowChoice]
+    refusals: list[RowRefusal]
+
+
+ToGuides = OpenRow | AppendTokens | DropRow
+
+
+class SharedMasks:
+    """Memory that a worker and its guide process share.
+
+    - `masks` [R, words]: what each row may choose. Written by the process before it answers, then read by the worker.
+    - `at_work` [1]: the life of the row that the process works for; 0 for none. It tells who ended the process.
+    """
+
+    def __init__(self, fd: int, max_rows: int, vocab_size: int) -> None:
+        words = -(-vocab_size // 32)
+        memory = mmap.mmap(fd, HEAD_BYTES + 4 * max_rows * words)
+        self.at_work: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1)
+        self.masks: MaskArray = np.frombuffer(memory, np.uint32, offset=HEAD_BYTES).reshape(max_rows, words)
+
+    @staticmethod
+    def num_bytes(max_rows: int, vocab_size: int) -> int:
+        """Return the size of the memory."""
+        return HEAD_BYTES + 4 * max_rows * -(-vocab_size // 32)

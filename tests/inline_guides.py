@@ -1,0 +1,70 @@
+"""A guide process that is none: it follows grammars in the thread that asks, without walls."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from pypto_serving.ipc import MemoryChannel
+from pypto_serving.worker.guiding.following import Following
+from pypto_serving.worker.guiding.process import Death, GuideProcess
+from pypto_serving.worker.guiding.walls import Walls
+from pypto_serving.worker.guiding.wire import GuideAnswers, SharedMasks, ToGuides
+
+
+class NoWalls(Walls):
+    """Limits and measures nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def allow(self, seconds: float) -> None:
+        pass
+
+    def resident(self) -> int:
+        return 0
+
+    def trim(self) -> None:
+        pass
+
+
+class InlineGuideProcess(GuideProcess):
+    """The same over a channel in memory.
+
+    - `receive` works for one row, or, if it may wait, until there is an answer.
+    - `deaths` are still to come.
+    - While it `is_stuck`, it answers nothing.
+    """
+
+    def __init__(self, model_dir: str, vocab_size: int, max_rows: int) -> None:
+        self._start = model_dir, vocab_size
+        self.shared = SharedMasks(-1, max_rows, vocab_size)
+        self.deaths: deque[Death] = deque()
+        self.is_stuck = False
+        self._renew()
+
+    def _renew(self) -> None:
+        self._ours, theirs = MemoryChannel.pair(GuideAnswers, ToGuides)
+        self.following = Following(theirs, self.shared, NoWalls(), *self._start)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._ours.send(message)
+
+    def receive(self, timeout_s: float) -> GuideAnswers | None:
+        if self.deaths or self.is_stuck:
+            return None
+        while True:
+            self.following.turn(0.0)
+            answers = self._ours.receive()
+            if answers is not None or not timeout_s or not self.following.is_busy:
+                return answers
+
+    def death(self) -> Death | None:
+        if not self.deaths:
+            return None
+        self._renew()
+        return self.deaths.popleft()
+
+    def close(self) -> None:
+        self._ours.close()

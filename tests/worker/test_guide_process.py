@@ -1,0 +1,152 @@
+"""The process that follows grammars: what it walls off, and that its death costs nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide
+from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.tokens import pack_ids
+from pypto_serving.worker.guides import RowGuides, Told
+from pypto_serving.worker.guiding.process import GuideProcess
+from pypto_serving.worker.guiding.wire import DropRow
+from pypto_serving.worker.masks import RowMasks
+from tests.checkpoints import NUM_BYTES, write_tokenizer
+from tests.schemas import ambiguous_grammar
+
+VOCAB_SIZE = 320
+END = NUM_BYTES + 2
+ROWS = 48
+GOOD = Guide(Grammar("regex", "[a-m]{100}"))
+
+
+class Rows:
+    def __init__(self, model: Path) -> None:
+        self.process = GuideProcess(str(model), VOCAB_SIZE, ROWS)
+        self.masks = RowMasks(ROWS, VOCAB_SIZE)
+        self.guides = RowGuides(lambda: self.process, self.masks)
+        self.outputs: dict[int, list[int]] = {}
+
+    def start(self, row: int, guide: Guide, output: Sequence[int] = ()) -> None:
+        self.outputs[row] = list(output)
+        self.guides.start(row, RowSampling(guide=guide, eos_ids=pack_ids([END]), num_logprobs=0), output)
+
+    def clear(self, row: int) -> None:
+        self.guides.clear(row)
+        del self.outputs[row]
+
+    def tell(self) -> Told:
+        told = self.guides.tell(np.array(list(self.outputs), np.int32))
+        assert told is not None
+        return told
+
+    def step(self, rng: random.Random) -> dict[int, BaseException]:
+        """Let each row that is ready append a token; return faults by row."""
+        rows, told = list(self.outputs), self.tell()
+        counts, chosen = np.zeros(len(rows), np.int32), []
+        for i, row in enumerate(rows):
+            if i not in told.withheld and i not in told.faults:
+                (at,) = self.masks.find(np.array([row], np.int32))
+                bits = np.unpackbits(self.masks.bits[at].view(np.uint8), bitorder="little")
+                chosen.append(rng.choice(np.flatnonzero(bits).tolist()))
+                self.outputs[row].append(chosen[-1])
+                counts[i] = 1
+        self.guides.follow(np.array(rows, np.int32), told, counts, np.array(chosen, np.int32))
+        return {rows[i]: error for i, error in told.faults.items()}
+
+    def child(self) -> psutil.Process:
+        assert self.process.pid is not None
+        return psutil.Process(self.process.pid)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def rows(model: Path) -> Iterator[Rows]:
+    made = Rows(model)
+    yield made
+    made.guides.close()
+
+
+def test_deaths_cost_nothing_and_no_process_is_left(rows: Rows) -> None:
+    """Killed at any moment, also twice in a row and while it starts."""
+    rng, kills, seen = random.Random(3), 0, set[int]()
+    rows.start(1, GOOD)
+    rows.start(5, GOOD, output=[64] * 30)
+    while min(map(len, rows.outputs.values())) < 60:
+        assert not rows.step(rng)
+        if kills < 4 and rows.process.pid is not None and rng.random() < 0.1:
+            seen.add(rows.process.pid)
+            os.kill(rows.process.pid, signal.SIGKILL)
+            kills += 1
+    assert kills == 4
+    letters = set(range(64, 64 + 13))
+    assert all(letters.issuperset(output) for output in rows.outputs.values())
+    seen.add(rows.child().pid)
+    rows.guides.close()
+    assert not any(map(psutil.pid_exists, seen))
+
+
+def test_an_ambiguous_grammar_is_ended_alone(rows: Rows) -> None:
+    """The process ends with it; a good row goes on, and the same grammar is refused at once when it comes again."""
+    rng, hostile = random.Random(0), Guide(ambiguous_grammar(100))
+    rows.start(0, GOOD)
+    while not rows.outputs[0]:
+        assert not rows.step(rng)
+    pid = rows.process.pid
+    rows.start(1, hostile, output=[*[15] * 3, 12])
+    faults: dict[int, BaseException] = {}
+    while 1 not in faults:
+        faults = rows.step(rng)
+        assert 0 not in faults
+    assert "takes too long" in str(faults[1]) and rows.process.pid != pid
+    rows.clear(1)
+    rows.start(2, hostile)
+    assert rows.tell().faults
+    rows.clear(2)
+    length = len(rows.outputs[0])
+    while len(rows.outputs[0]) < length + 10:
+        assert not rows.step(rng)
+
+
+def test_memory_is_bounded_whatever_grammars_take(rows: Rows) -> None:
+    """Schemas of 40 bytes that take 23 MB each: some wait for others, all are followed to their end."""
+    rng, most = random.Random(0), 0
+    for row, number in enumerate(range(60_013, 60_013 + 2 * 16, 2)):
+        rows.start(row, Guide(Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}')))
+    first = None
+    while rows.outputs:
+        assert not rows.step(rng)
+        if rows.process.pid is not None:
+            size = rows.child().memory_info().rss
+            first, most = size if first is None else first, max(most, size)
+        for row in [row for row, output in rows.outputs.items() if END in output or len(output) == 3]:
+            rows.clear(row)
+    assert first is not None and 100 << 20 < most - first < MAX_MATCHER_BYTES
+
+
+def test_only_deaths_for_no_row_are_held_against_the_process(rows: Rows) -> None:
+    process, waited_s = rows.process, 0.001
+    for life, mute in ((7, 0), (0, 1), (0, 2), (7, 2)):
+        process.send(DropRow(1))
+        while process.pid is None:
+            assert process.receive(waited_s) is None
+        process.shared.at_work[0] = life
+        os.kill(process.pid, signal.SIGKILL)
+        while (death := process.death()) is None:
+            assert process.receive(waited_s) is None
+        assert death == (life, signal.SIGKILL, mute)
+        assert process.death() is None and process.shared.at_work[0] == 0
