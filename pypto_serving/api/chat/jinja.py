@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -12,12 +12,15 @@ import jinja2.compiler
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from pypto_serving.errors import ModelError, RequestError
 
 MAX_CHARS = 256 << 20
 """Longest output of a template; no context holds more."""
+MAX_REPEATED = 1 << 20
+"""Characters or values that `*` may repeat something to."""
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -82,7 +85,16 @@ class _CodeGenerator(jinja2.compiler.CodeGenerator):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Bounds what a text or list is repeated to: unlike a long loop, that takes gigabytes at once."""
+
     code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset({"*"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        for value, count in ((left, right), (right, left)):
+            if isinstance(value, Sized) and isinstance(count, int) and len(value) * count > MAX_REPEATED:
+                raise jinja2.TemplateError(f"it repeats something to more than {MAX_REPEATED} characters or values")
+        return super().call_binop(context, operator, left, right)
 
 
 def _environment() -> _Environment:

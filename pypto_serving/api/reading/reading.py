@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from starlette.requests import Request
@@ -16,7 +17,10 @@ from pypto_serving.api.reading.grammars import Grammars
 SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
 """A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""
 QUICK_BYTES = 256 << 10
-"""Larger bodies have a reader of their own, so that they hold up nobody else's."""
+"""Larger bodies, and chats with a template of their own, have another reader, so that they hold up nobody else's."""
+
+_MAY_BRING_TEMPLATE = re.compile(rb'"chat_template"|\\u00(?:5[fF]|[67])')
+"""The field's name, or the escape of a character as it has, which no program needs to write."""
 
 
 class Reading:
@@ -50,7 +54,7 @@ class Reading:
             read = self._here.read(endpoint, raw)
         else:
             self._require_admission(1)
-            bodies = self._quick if len(raw) <= QUICK_BYTES else self._slow
+            bodies = self._quick if is_quick(raw, self._here.serving.trust_request_chat_template) else self._slow
             read = await until_disconnect(request.receive, bodies.read(endpoint, raw))
         guide = read.params.guide
         if guide is None or guide.grammar is None:
@@ -73,3 +77,8 @@ class Reading:
 def is_small(raw: bytes | bytearray) -> bool:
     """Return whether a body is read at once: prompts are lists or strings, so there are few of them."""
     return len(raw) <= SMALL_BYTES and raw.count(b"[") + raw.count(b'"') // 2 <= SMALL_VALUES
+
+
+def is_quick(raw: bytes | bytearray, trusts_templates: bool) -> bool:
+    """Return whether a body takes no longer than most: it is not large and, if that is allowed, brings no template."""
+    return len(raw) <= QUICK_BYTES and not (trusts_templates and _MAY_BRING_TEMPLATE.search(raw))
