@@ -104,7 +104,7 @@ class RowGuides:
     def start(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
         """Guide `row`, which has the tokens `output` already."""
         guided = self._rows[row] = GuidedRow(next(self._lives), row, sampling, output)
-        if (error := self._refused.get(hash(guided.guide.grammar))) is not None:
+        if guided.guide.grammar is not None and (error := self._refused.get(hash(guided.guide.grammar))) is not None:
             guided.fault = error
         else:
             self._followed[guided.life] = guided
@@ -199,7 +199,11 @@ class RowGuides:
     def _bury(self, death: Death) -> None:
         """Find out who is to blame for the death of the process, and let another one follow the rows."""
         guilty = self._followed.get(death.life)
-        if guilty is not None and (words := OWN_FAULTS.get(death.signal)) is not None:
+        if (
+            guilty is not None
+            and guilty.guide.grammar is not None
+            and (words := OWN_FAULTS.get(death.signal)) is not None
+        ):
             error = GrammarError(f"the grammar {words}; simplify it, or make it less ambiguous")
             self._fail(guilty, error)
             self._remember(guilty, error)

@@ -150,7 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs.json", "U+D800"),
     ({"guided_json": {"const": "a\x01"}}, "guided_json", "#/const cannot be enforced: a text with U+0001"),
     ({"guided_json": {"$ref": "#"}}, "guided_json", "nothing can match it"),
-    ({"guided_json": {"type": "strin"}}, "guided_json", "Invalid type: strin"),
+    ({"guided_json": {"type": "strin"}}, "guided_json", "#/type is 'strin', but must be"),
     ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", "x-guidance"),
     ({"guided_json": {"properties": {"not": {"anyOf": [{"not": {}}]}}}}, "guided_json", "#/properties/not/anyOf/0/not"),
     ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag", "structures and triggers"),

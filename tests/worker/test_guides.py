@@ -261,7 +261,7 @@ def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -
     order = []
     while (each := turns.next()) is not None:
         order.append(each)
-    assert order == [quick, late, new, long, slow, again, slower] and not turns
+    assert order == [quick, late, new, long, slow, slower, again] and not turns, "every fourth is the oldest"
 
 
 def test_rows_that_were_quick_come_first_in_a_new_process(rows: Rows) -> None:

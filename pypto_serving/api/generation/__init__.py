@@ -7,7 +7,8 @@ JSON.
 - `prompts`: turn text and chats into token ids
 - `structured`, `json_schema`, `structural_tag`, `tag_format`: make the grammar that an output must match
 - `ecma`, `formats`, `gbnf`: read regular expressions, formats and GBNF as others do, and not as llguidance does
-- `one_of`, `numbers`: tell that no two cases of a `oneOf` hold at once, and which numbers are read exactly
+- `keyword_shapes`, `one_of`, `numbers`: what values keywords have, which cases exclude each other, which numbers are
+  read exactly
 - `chat_guide`: make outputs of chats be tool calls, and end their reasoning
 - `tool_grammar`, `tool_arguments`, `tool_schema`, `grammar_text`: write the grammar of calls
 - `bad_words`: turn bad words into token ids

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from pypto_serving.api.generation.ecma import to_rust
 from pypto_serving.api.generation.formats import narrowed
+from pypto_serving.api.generation.keyword_shapes import COUNTS, LISTS, MAPS, SHAPES
 from pypto_serving.api.generation.numbers import BOUNDS, Bounds, Multiples, inward, is_exact
 from pypto_serving.api.generation.one_of import OneOf
 from pypto_serving.util import brief
@@ -18,12 +19,9 @@ WHITESPACE = r"\x20|\r?\n[\x20\x09]{0,20}"
 ESCAPES = 'nrbtf\\"'
 """Escapes in texts. Without `u` each text has one spelling, so no key can be another one's in disguise."""
 
-_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _NUMBERS = frozenset({"const", "enum", "multipleOf", *BOUNDS})
-_ASSERTIONS = frozenset({"type", "pattern", "format", "required"}) | _COUNTS | _NUMBERS
+_ASSERTIONS = frozenset({"type", "pattern", "format", "required"}) | COUNTS | _NUMBERS
 _SCHEMAS = frozenset({"additionalProperties", "items"})
-_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-_MAPS = frozenset({"properties", "patternProperties"})
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "not": (),
     "if": (),
@@ -77,6 +75,7 @@ class _Copier:
         self._keep_free = keep_free
         self.definitions: dict[str, Any] = {}
         self._names: dict[int, str] = {}
+        self._found: dict[tuple[str, int], tuple[Any, str, Mapping[str, Any]]] = {}
         self._one_of = OneOf()
         self._multiples = Multiples()
         self._bounds = Bounds()
@@ -90,7 +89,9 @@ class _Copier:
     def copy(self, schema: Any, place: str, base: Mapping[str, Any]) -> Any:
         """Return a checked copy of the schema at `place`."""
         if not isinstance(schema, Mapping):
-            return schema
+            if isinstance(schema, bool):
+                return schema
+            raise SchemaError(f"{place} is {brief(schema)}, but must be a schema")
         if schema is not self._root and _is_base(schema):
             base = schema
         made: dict[str, Any] = {}
@@ -102,15 +103,15 @@ class _Copier:
                 raise SchemaError(f"{where} cannot be enforced: the keyword {name} is not supported")
             if name == "$ref":
                 made[name] = self._refer(value, where, base)
-            elif name in _MAPS and isinstance(value, Mapping):
+            elif name in MAPS and isinstance(value, Mapping):
                 names = value if name == "properties" else _patterns(value, where)
                 copies = [self.copy(each, f"{where}/{key}", base) for key, each in value.items()]
                 made[name] = dict(zip(names, copies, strict=True))
-            elif name in _LISTS and isinstance(value, list):
+            elif name in LISTS and isinstance(value, list):
                 made[name] = [self.copy(each, f"{where}/{i}", base) for i, each in enumerate(value)]
             elif name in _SCHEMAS:
                 made[name] = self.copy(value, where, base)
-            elif name in _ASSERTIONS or name in _MAPS or name in _LISTS:
+            elif name in _ASSERTIONS or name in MAPS or name in LISTS:
                 made[name] = _checked(name, value, where)
                 if name == "multipleOf" and not self._multiples.add(value):
                     raise SchemaError(
@@ -148,11 +149,18 @@ class _Copier:
         return True
 
     def _find(self, ref: Any, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
-        """Return what `ref` refers to, the last part of its path, and its base."""
+        """Return what `ref` refers to, the last part of its path, and its base. Each is looked up once."""
+        if not isinstance(ref, str):
+            raise SchemaError(f"{where} cannot be enforced: {brief(ref)} is not in this schema")
+        if (ref, id(base)) not in self._found:
+            self._found[ref, id(base)] = self._look_up(ref, where, base)
+        return self._found[ref, id(base)]
+
+    def _look_up(self, ref: str, where: str, base: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
         root_id = self._root.get("$id", self._root.get("id"))
-        if isinstance(ref, str) and isinstance(root_id, str) and ref.startswith(f"{root_id.removesuffix('#')}#"):
+        if isinstance(root_id, str) and ref.startswith(f"{root_id.removesuffix('#')}#"):
             ref, base = ref[len(root_id.removesuffix("#")) :], self._root
-        if not isinstance(ref, str) or not re.match("#(/|$)", ref):
+        if not re.match("#(/|$)", ref):
             raise SchemaError(f"{where} cannot be enforced: {brief(ref)} is not in this schema")
         target: Any = base
         last = ""
@@ -172,7 +180,9 @@ class _Copier:
             return "#"
         if id(target) not in self._names:
             name = re.sub(r"[^A-Za-z0-9_.-]", "_", last)
-            self._names[id(target)] = name = name if name not in self.definitions else f"{name}_{len(self.definitions)}"
+            while name in self.definitions:
+                name += "_"
+            self._names[id(target)] = name
             self.definitions[name] = True
             self.definitions[name] = self.copy(target, str(ref), base)
         return f"#/$defs/{self._names[id(target)]}"
@@ -238,9 +248,12 @@ def _check_count(schema: Mapping[str, Any], place: str) -> None:
 
 def _checked(name: str, value: Any, where: str) -> Any:
     """Return the value of an assertion as llguidance reads it."""
+    wanted, is_right = SHAPES[name]
+    if not is_right(value):
+        raise SchemaError(f"{where} is {brief(value)}, but must be {wanted}")
     if name == "pattern" and isinstance(value, str):
         return _pattern(value, where)
-    if name in _COUNTS and isinstance(value, float) and value.is_integer():
+    if name in COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)
     if name in BOUNDS:
         value = inward(name, value)

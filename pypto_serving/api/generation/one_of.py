@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_CASES, MAX_VALUES = 64, 64
 MAX_COMPARISONS = 8192
@@ -19,6 +19,7 @@ class OneOf:
 
     def __init__(self) -> None:
         self._left = MAX_COMPARISONS
+        self._read: dict[int, _Case] = {}
 
     def as_any_of(self, cases: Sequence[Any], resolve: Resolve) -> list[Any] | None:
         """Return cases of `anyOf` that say the same as these of `oneOf`; None if that is not known."""
@@ -36,9 +37,12 @@ class OneOf:
         """Whether no value is valid under both, by its type, its value, or a property that one of them requires."""
         if self._unlike(one, other):
             return True
-        if not isinstance(one, Mapping) or not isinstance(other, Mapping) or _types(one) & _types(other) != {"object"}:
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
             return False
-        names = [*_required(one), *_required(other)]
+        case, another = self._case(one), self._case(other)
+        if case.types & another.types != {"object"}:
+            return False
+        names = [*case.required, *another.required]
         return any(self._unlike(_property(one, name, resolve), _property(other, name, resolve)) for name in names)
 
     def _unlike(self, one: Any, other: Any) -> bool:
@@ -50,10 +54,24 @@ class OneOf:
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):
             return False
-        values, others = _values(one), _values(other)
-        if values is not None and others is not None:
-            return values.isdisjoint(others)
-        return _types(one).isdisjoint(_types(other))
+        case, another = self._case(one), self._case(other)
+        if case.values is not None and another.values is not None:
+            return case.values.isdisjoint(another.values)
+        return case.types.isdisjoint(another.types)
+
+    def _case(self, schema: Mapping[str, Any]) -> _Case:
+        """Return what a schema says of its values; it is read once, since a schema is compared with many."""
+        if id(schema) not in self._read:
+            self._read[id(schema)] = _Case(_types(schema), _values(schema), _required(schema))
+        return self._read[id(schema)]
+
+
+class _Case(NamedTuple):
+    """The types of a schema's values, the values if they are listed, and the properties that it requires."""
+
+    types: frozenset[str]
+    values: frozenset[tuple[str, Any]] | None
+    required: list[str]
 
 
 def _only_required(case: Any) -> str | None:

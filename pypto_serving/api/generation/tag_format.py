@@ -9,6 +9,7 @@ from typing import Any
 from pypto_serving.api.generation.gbnf import lark_rules
 from pypto_serving.api.generation.json_schema import SchemaError, prepare
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.types.guide import MAX_GRAMMAR_CHARS
 from pypto_serving.util import brief
 
 Format = Mapping[str, Any]
@@ -18,6 +19,10 @@ Ends = Sequence[str] | None
 () if the output ends there; None if something else follows, which could not be told from free text.
 """
 _TEXT = "TEXT: /(.|\\n)*/"
+_OF_OBJECTS = frozenset(
+    {"$ref", "allOf", "anyOf", "oneOf", "enum", "const", "minProperties", "maxProperties", "patternProperties"}
+)
+"""Keywords of an object that parameters cannot honour."""
 _TOLD_APART = "free text must be the content of a tag, come right before a const_string, or be last"
 
 
@@ -31,6 +36,7 @@ class FormatWriter:
         self._options = options
         self._tokenizer = tokenizer
         self._rules: list[str] = []
+        self._num_chars = 0
 
     def grammar(self, given: Any) -> str:
         """Return the grammar of outputs that follow a format."""
@@ -67,9 +73,16 @@ class FormatWriter:
         if not isinstance(schema, Mapping):
             raise ValueError(f"{place}.json_schema is {brief(schema)}, but must be an object")
         self._rule_once("SPACE", r"/[ \n]{0,8}/")
-        required, shared = schema.get("required") or (), {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        prepare(schema, self._options)
+        if lost := sorted(schema.keys() & _OF_OBJECTS):
+            raise SchemaError(f"{place}.json_schema/{lost[0]} cannot be enforced in <parameter=...>")
+        required, shared = schema.get("required", ()), {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        if nameless := [name for name in required if name not in schema.get("properties", {})]:
+            raise SchemaError(f"{place}: the required {brief(nameless[0])} is none of the properties")
         parts = ["SPACE"]
-        for name, one in (schema.get("properties") or {}).items():
+        for name, one in schema.get("properties", {}).items():
+            if one is False and name not in required:
+                continue
             if not name or any(mark in name for mark in "<>\n"):
                 raise SchemaError(f"{place}: the name {brief(name)} cannot stand in <parameter=...>")
             is_text = (
@@ -78,10 +91,11 @@ class FormatWriter:
             if is_text and (lost := sorted(one.keys() & _LIMITS)):
                 raise SchemaError(f"{place}: {lost[0]} of the text {brief(name)} cannot be enforced in <parameter=...>")
             end = ("</parameter>",)
+            alone = {"allOf": [one]} if isinstance(one, bool) else one
             value = (
                 self._until(end, "TEXT")
                 if is_text
-                else f"SPACE {self._json_of({**shared, **one})} SPACE {self._text(end[0])}"
+                else f"SPACE {self._json_of({**shared, **alone})} SPACE {self._text(end[0])}"
             )
             part = f"{self._text(f'<parameter={name}>')} {value} SPACE"
             parts.append(part if name in required else f"({part})?")
@@ -221,7 +235,16 @@ class FormatWriter:
 
     def _ended(self, written: str, ends: Ends) -> str:
         """Append the ends to what is written."""
-        return f"{written} {_any_of([self._text(end) for end in ends])}" if ends else written
+        return self._counted(f"{written} {_any_of([self._text(end) for end in ends])}") if ends else written
+
+    def _counted(self, written: str) -> str:
+        """Return what is written, which may be a part of much; refuse too much before it is put together."""
+        self._num_chars += len(written)
+        if self._num_chars > 4 * MAX_GRAMMAR_CHARS:
+            raise ValueError(
+                f"format makes more than {4 * MAX_GRAMMAR_CHARS} characters of grammar; send a shorter one"
+            )
+        return written
 
     def _until(self, ends: Sequence[str], text: str) -> str:
         """Return what stands for free text up to one of the ends, and for that end."""
@@ -264,7 +287,7 @@ class FormatWriter:
         return "%json " + json.dumps(prepare(schema, flexible if most else {"whitespace_flexible": False}))
 
     def _json_of(self, schema: Mapping[str, Any]) -> str:
-        return "%json " + json.dumps(prepare(schema, self._options))
+        return self._counted("%json " + json.dumps(prepare(schema, self._options)))
 
     def _token(self, given: Format, place: str) -> str:
         wanted = given.get("token")

@@ -9,15 +9,15 @@ from functools import partial
 
 import numpy as np
 
-from pypto_serving.errors import RequestError, RequestFailedError
+from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
 from pypto_serving.guidance import Compiler, GrammarError
 from pypto_serving.ipc import Channel
 from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.tokens import id_list, unpack_ids
 from pypto_serving.util import format_size
-from pypto_serving.worker.guiding.turns import Cost, GuidedRow, Turns
-from pypto_serving.worker.guiding.walls import OPEN_S, TOKEN_S, TRIM_BYTES, Walls
+from pypto_serving.worker.guiding.turns import GuidedRow, Turns
+from pypto_serving.worker.guiding.walls import OPEN_S, ROW_S, ROW_TOKEN_S, TOKEN_S, TRIM_BYTES, WAIT_S, Walls
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
     GuideAnswers,
@@ -30,6 +30,7 @@ from pypto_serving.worker.guiding.wire import (
 from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import RowGuide
 
+HELD = f"the grammar takes more memory than any other, and others waited {WAIT_S:g} s for some; try again later"
 ANSWER_S = 0.002
 """How long answers are collected while quick rows are followed."""
 
@@ -38,7 +39,7 @@ class Following:
     """Owns the guides of rows in the guide process. Each has matchers of its own, so no row depends on others.
 
     Memory: while all matchers together take more than half of what they may, rows that are not open yet wait for others
-    to leave; beyond all of it, the row that takes the most ends.
+    to leave, for WAIT_S at most; then, and beyond all of it, the row that takes the most ends.
     """
 
     def __init__(
@@ -65,10 +66,12 @@ class Following:
 
     def turn(self, wait_s: float) -> None:
         """Take what arrived, work for one row, and answer. Without work, wait at most `wait_s` for some."""
-        message = self._channel.receive(0.0 if self._turns else wait_s)
+        message = self._channel.receive(0.0 if self._turns else min(wait_s, WAIT_S) if self._waiting else wait_s)
         while message is not None:
             self._take(message)
             message = self._channel.receive()
+        if self._waiting and time.monotonic() - self._waiting[0].waits_since_s > WAIT_S:
+            self._refuse(self._largest(), UnavailableError(HELD))
         if (row := self._turns.next()) is not None:
             self._work(row)
         if not self._turns.has_quick or time.monotonic() - self._answered_s > ANSWER_S:
@@ -95,6 +98,7 @@ class Following:
     def _work(self, row: GuidedRow) -> None:
         """Compile the grammar of a row, or follow one of its tokens; then answer, or give it another turn."""
         if row.guide is None and self._held_bytes > MAX_MATCHER_BYTES // 2:
+            row.waits_since_s = row.waits_since_s or time.monotonic()
             self._waiting.append(row)
             return
         self._shared.at_work[0] = row.source.life
@@ -118,22 +122,26 @@ class Following:
             compile = None if row.grammar is None else partial(compiler.compile, row.grammar)
             eos_ids = id_list(row.source.eos_ids)
             guide = RowGuide(row.source.guide, eos_ids, compile, bits, row.source.jumps, texts)
-            self._within(row.cost, guide.open, compiles=True)
+            self._within(row, guide.open, compiles=True)
             row.guide = guide
         elif row.todo:
             row.num_tokens += 1
             append = partial(row.guide.append, row.todo.popleft())
-            self._within(row.cost, append, compiles=row.guide.may_compile)
+            self._within(row, append, compiles=row.guide.may_compile)
+            if row.used_s > ROW_S + ROW_TOKEN_S * row.num_tokens:
+                raise GrammarError("the grammar takes too long to follow; simplify it, or make it less ambiguous")
 
-    def _within(self, cost: Cost, work: Callable[[], None], compiles: bool) -> None:
-        """Do `work`, and add to `cost`; more than its CPU time ends the process."""
+    def _within(self, row: GuidedRow, work: Callable[[], None], compiles: bool) -> None:
+        """Do `work` for a row, and count its CPU time; more than it may take ends the process."""
         started_s = time.process_time()
         self._walls.allow(OPEN_S if compiles else TOKEN_S)
         try:
             work()
         finally:
             self._walls.allow(0.0)
-            cost.add(time.process_time() - started_s, is_token=not compiles)
+            used_s = time.process_time() - started_s
+            row.used_s += 0.0 if compiles else used_s
+            row.cost.add(used_s, is_token=not compiles)
 
     def _prepare(self, eos_ids: bytes) -> tuple[Compiler, MaskArray, TokenTexts]:
         """Return the compiler for outputs that end with one of `eos_ids`, masks to write, and texts of tokens."""
@@ -183,7 +191,10 @@ class Following:
         row.num_bytes += grown_bytes
         self._held_bytes += grown_bytes
         if self._held_bytes > MAX_MATCHER_BYTES:
-            self._refuse(max(self._rows.values(), key=lambda each: each.num_bytes), too_large())
+            self._refuse(self._largest(), too_large())
+
+    def _largest(self) -> GuidedRow:
+        return max(self._rows.values(), key=lambda each: each.num_bytes)
 
     def _answer(self) -> None:
         """Send what was found out since the last answer."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from pypto_serving.ipc import Child, SocketChannel
-from pypto_serving.worker.guiding.wire import GuideAnswers, GuideStart, SharedMasks
+from pypto_serving.worker.guiding.wire import DropRow, GuideAnswers, GuideStart, SharedMasks
 
 logger = logging.getLogger("pypto_serving.worker")
 
@@ -62,7 +62,8 @@ class GuideProcess:
 
     def send(self, message: msgspec.Struct) -> None:
         """Tell the process something; never waits."""
-        self._asked_s = min(self._asked_s, time.monotonic())
+        if not isinstance(message, DropRow):  # which has no answer
+            self._asked_s = min(self._asked_s, time.monotonic())
         self._unsent.append(message)
         self._flush()
 

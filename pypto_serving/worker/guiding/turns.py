@@ -13,6 +13,7 @@ from pypto_serving.worker.row_guide import RowGuide
 
 SLOW_S = 0.05
 """CPU time to compile a grammar, or to follow a token, from which on that is slow."""
+OLDEST_TURN = 4
 MAX_COSTS = 4096
 """Grammars whose cost is remembered."""
 
@@ -45,7 +46,8 @@ class GuidedRow:
     - `num_tokens`: how many tokens the guide has; `todo`: those that it has yet to append.
     - `is_busy`: whether it has a turn to come, or waits for memory.
     - `is_gone`: whether it was dropped.
-    - `num_bytes`: memory that its guide took.
+    - `num_bytes`, `used_s`: memory and CPU time that its guide took.
+    - `waits_since_s`: when it began to wait for memory.
     """
 
     source: OpenRow
@@ -57,6 +59,8 @@ class GuidedRow:
     is_busy: bool = False
     is_gone: bool = False
     num_bytes: int = 0
+    used_s: float = 0.0
+    waits_since_s: float = 0.0
 
 
 class Turns:
@@ -64,13 +68,14 @@ class Turns:
 
     First come rows whose next token, or grammar, has proven quick, in order of arrival. Behind them the others: the
     grammar that used the least CPU time first, so that one that is slow holds up the others for one token at most; of
-    those that hardly used any, the shortest.
+    those that hardly used any, the shortest. Every OLDEST_TURN-th turn of theirs goes to the one that waits longest.
     """
 
     def __init__(self) -> None:
         self._quick: deque[GuidedRow] = deque()
         self._others: list[tuple[float, int, int, GuidedRow]] = []
         self._arrivals = itertools.count()
+        self._num_turns = 0
         self._costs: OrderedDict[int, Cost] = OrderedDict()
 
     def __bool__(self) -> bool:
@@ -105,8 +110,17 @@ class Turns:
     def next(self) -> GuidedRow | None:
         """Take the next turn; None if there is none. Rows that are gone have none."""
         while self:
-            row = self._quick.popleft() if self._quick else heapq.heappop(self._others)[-1]
+            row = self._quick.popleft() if self._quick else self._next_other()
             if not row.is_gone:
                 row.is_busy = False
                 return row
         return None
+
+    def _next_other(self) -> GuidedRow:
+        self._num_turns += 1
+        if self._num_turns % OLDEST_TURN:
+            return heapq.heappop(self._others)[-1]
+        oldest = min(self._others, key=lambda entry: entry[2])
+        self._others.remove(oldest)
+        heapq.heapify(self._others)
+        return oldest[-1]

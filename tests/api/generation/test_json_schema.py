@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 from typing import Any
+from urllib.parse import unquote
 
 import jsonschema
 import pytest
 
-from pypto_serving.api.generation.json_schema import SchemaError
+from pypto_serving.api.generation import json_schema
+from pypto_serving.api.generation.json_schema import SchemaError, prepare
 from pypto_serving.guidance import GrammarError
 from tests.api.generation.following import accepts, matcher_of, walk
 
@@ -166,6 +168,14 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"minimum": 1e300}, "is not below 2**53"),
     ({"const": [9.065662071724665]}, "more than 15 digits"),
     ({"maximum": 1.5e-300}, "more than 15 digits"),
+    ({"exclusiveMinimum": 0, "maximum": 0.5, "minimum": "a"}, "#/minimum is 'a', but must be a number"),
+    ({"properties": {"a": {"type": "strin"}}}, "#/properties/a/type is 'strin', but must be one or more of array"),
+    ({"enum": []}, "#/enum is [], but must be a list that is not empty"),
+    ({"items": {"required": "a"}}, "#/items/required is 'a', but must be a list of texts"),
+    ({"properties": {"a": 3}}, "#/properties/a is 3, but must be a schema"),
+    ({"multipleOf": 0}, "#/multipleOf is 0, but must be a number above 0"),
+    ({"minLength": -1}, "#/minLength is -1, but must be a whole number of at least 0"),
+    ({"anyOf": {}}, "#/anyOf is {}, but must be a list"),
     ({"allOf": [{"multipleOf": 65536}, {"multipleOf": 65537}]}, "65537 and another one are too large together"),
 ]
 
@@ -175,6 +185,17 @@ def test_what_cannot_be_enforced_is_named(schema: Schema, words: str) -> None:
     with pytest.raises((SchemaError, GrammarError)) as caught:
         matcher_of(schema)
     assert words in str(caught.value)
+
+
+def test_a_reference_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often cases of a `oneOf` are compared: a long one, again and again, would take seconds."""
+    seen: list[str] = []
+    monkeypatch.setattr(json_schema, "unquote", lambda ref: seen.append(ref) or unquote(ref))
+    long = {"x": {"$ref": "#/$defs/" + "%41" * 100}, "A" * 100: {"$ref": "#/$defs/x"}}
+    properties = [{"a": {"$ref": "#/$defs/x"}, "k": {"const": k}} for k in range(30)]
+    cases = [{"type": "object", "required": ["a", "k"], "properties": each} for each in properties]
+    prepare({"$defs": long, "oneOf": cases}, {})
+    assert 0 < len(seen) == len(set(seen))
 
 
 def test_definitions_that_nothing_refers_to_may_say_anything() -> None:

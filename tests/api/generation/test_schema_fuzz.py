@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -119,9 +120,9 @@ def test_whatever_stands_in_a_schema_is_taken_or_refused() -> None:
             json.dumps(prepare(schema, {}))
             found["taken"] += 1
         except SchemaError as error:
-            assert "cannot be enforced" in str(error)
+            assert re.search("cannot be enforced|but must be", str(error))
             found["refused"] += 1
-    assert min(found.values()) > 500, found
+    assert min(found.values()) > 200, found
 
 
 @pytest.mark.soak

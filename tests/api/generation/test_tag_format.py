@@ -173,6 +173,15 @@ REFUSED: list[tuple[Any, str]] = [
     ({**CALLS, "triggers": ["x"]}, "must begin with one of the triggers"),
     ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a>": {}}}}, "cannot stand in <parameter"),
     ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": {"pattern": "b"}}}}, "pattern of the text"),
+    (
+        {"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": 1}}},
+        "#/properties/a is 1, but must",
+    ),
+    ({"type": "qwen_xml_parameter", "json_schema": {"properties": [1]}}, "#/properties is"),
+    ({"type": "qwen_xml_parameter", "json_schema": {"required": 5}}, "#/required is 5"),
+    ({"type": "qwen_xml_parameter", "json_schema": {"required": ["a"]}}, "the required 'a' is none of the properties"),
+    ({"type": "qwen_xml_parameter", "json_schema": {"minProperties": 1}}, "minProperties cannot be enforced in"),
+    (tag("a", parts(*[const("b")] * 300, kind="or"), ["c" * 9] * 3000), "more than 1048576 characters of grammar"),
     ({"structures": [{"begin": "", "schema": {}, "end": ""}] * (MAX_STRUCTURES + 1), "triggers": []}, "may have 128"),
 ]
 
