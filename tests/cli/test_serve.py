@@ -148,6 +148,8 @@ def test_a_taken_port_is_one_line() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         result = run("serve", *NULL, "--port", str(port))
+        is_open = run("serve", *NULL, "--port", str(port), "--host", "0.0.0.0")
+    assert re.match(r"[0-9:]+ WARNING api: --host is 0.0.0.0 and there is no API key", is_open.stderr)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         f"error: --port {port} on 127.0.0.1 cannot be used: address already in use; give another, or 0 for a free one\n"
