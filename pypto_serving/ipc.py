@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -26,6 +27,8 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 FRAME_BYTES = 4
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Terminals and service managers send these to whole groups of processes; children leave them to their parent."""
 
 
 class Channel(Protocol[T_co]):
@@ -180,7 +183,8 @@ class Child:
 
     The child reads its configuration from the pipe, reports progress and faults over it, and ends when the pipe closes.
     When the child is gone, our end of the pipe closes at once. The child inherits `ends`, which are closed here, and
-    the file descriptors `shared`, all under the same numbers. Raises OSError if it cannot be started.
+    the file descriptors `shared`, all under the same numbers. Terminal signals never end it: `Parent` ignores
+    them, and until then they wait. Raises OSError if it cannot be started.
     """
 
     def __init__(self, module: str, start: msgspec.Struct, *ends: socket.socket, shared: tuple[int, ...] = ()) -> None:
@@ -188,7 +192,8 @@ class Child:
         inherited = [theirs.fileno(), *(end.fileno() for end in ends), *shared]
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         try:
-            self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+            with terminal_signals_held():
+                self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
         except OSError:
             self.pipe.close()
             raise
@@ -275,10 +280,21 @@ class Parent(Generic[T]):
             self._pipe.sendall(msgspec.json.encode(message) + b"\n")
 
 
+@contextlib.contextmanager
+def terminal_signals_held() -> Iterator[None]:
+    """Let terminal signals wait, in this thread and in processes that it starts meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore_terminal_signals() -> None:
-    """Ignore SIGINT and SIGTERM, which terminals and service managers send to whole groups; the parent decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore terminal signals, and forget those that wait."""
+    for number in TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)
 
 
 def die_with_parent() -> None:

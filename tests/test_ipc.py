@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,15 @@ def test_a_child_imports_nothing_from_the_current_folder(
     child = Child("stray", Text("start"))
     assert child.end(patience_s=30) == 1
     assert "No module named stray" in capfd.readouterr().err
+
+
+def test_a_child_outlives_terminal_signals_from_its_first_line_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    raises = "for number in (signal.SIGINT, signal.SIGTERM): os.kill(os.getpid(), number)\n"
+    lines = f"import os, signal, sys\n{raises}from pypto_serving.ipc import Parent\nfrom tests.test_ipc import Text\n"
+    (tmp_path / "raising.py").write_text(f"{lines}Parent(int(sys.argv[1]), Text)\n{raises}sys.exit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[1]}")
+    child = Child("raising", Text("start"))
+    assert (child.end(patience_s=30), capfd.readouterr().err) == (7, "")
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -18,10 +18,14 @@ class Admission:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def enter(self) -> None:
-        """Admit a request. Raises UnavailableError while draining."""
+    def require_open(self) -> None:
+        """Raise UnavailableError while draining."""
         if self.draining:
             raise UnavailableError(SHUTTING_DOWN)
+
+    def enter(self) -> None:
+        """Admit a request. Raises UnavailableError while draining."""
+        self.require_open()
         self.in_flight += 1
         self._idle.clear()
 

@@ -67,7 +67,7 @@ def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
     app = Application(title="pypto-serving", version=__version__)
     service = Service(engine, serving)
     app.state.service = service
-    app.state.reading = Reading(BodyReader(service.prompter, serving), engine.require_admission)
+    app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission)
     _add_routes(app)
     app.add_exception_handler(PyptoError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _answer_lost)  # type: ignore[arg-type]

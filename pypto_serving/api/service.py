@@ -44,6 +44,11 @@ class Service:
                 self._warned_fields.add(name)
                 logger.warning("ignoring the unknown request field %r (said once per field)", name)
 
+    def require_admission(self, count: int) -> None:
+        """Raise what the admission of `count` requests would raise now: UnavailableError or QueueFullError."""
+        self.admission.require_open()
+        self.engine.require_admission(count)
+
     def health(self) -> Health:
         """Return the engine's health; while draining, report that instead."""
         health = self.engine.health()

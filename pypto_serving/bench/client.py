@@ -14,7 +14,8 @@ from pypto_serving.bench.http import HttpClient
 from pypto_serving.bench.metrics import RequestRecord
 from pypto_serving.bench.options import Target
 from pypto_serving.bench.replies import StreamParser, WholeParser, error_text
-from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.errors import PyptoError
+from pypto_serving.types.server_url import key_in
 from pypto_serving.util import decode_json
 
 _MODELS_TIMEOUT_S = 10.0
@@ -106,8 +107,6 @@ async def find_model(target: Target) -> ModelCard:
 
 
 def open_http(target: Target) -> HttpClient:
-    """Open a client for the target. Send OPENAI_API_KEY, if set, as bearer token."""
-    key = os.environ.get("OPENAI_API_KEY")
-    if key and not key.isprintable():
-        raise ConfigError("OPENAI_API_KEY is not one line of characters that can be printed, but must be")
+    """Open a client for the target. Send the API key of the environment, if any, as bearer token."""
+    key = key_in(os.environ)
     return HttpClient(target.url, {"Authorization": f"Bearer {key}"} if key else {})

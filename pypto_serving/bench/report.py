@@ -191,7 +191,7 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; install it: pip install matplotlib") from None
+        raise ConfigError("--plot needs matplotlib; run: pip install 'pypto-serving[bench]'") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -97,7 +97,7 @@ def serve(
 ) -> None:
     """Load a server with requests and report latencies and throughput, as `vllm bench serve` does.
 
-    OPENAI_API_KEY, if set, is sent as bearer token. Exits with 1 if no request succeeded.
+    PYPTO_SERVING_API_KEY, or else OPENAI_API_KEY, is sent as bearer token. Exits with 1 if no request succeeded.
     """
     from pypto_serving.bench import datasets, options, report, runner
 

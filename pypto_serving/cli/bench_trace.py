@@ -113,8 +113,9 @@ def trace(
 ) -> None:
     """Replay a trace with its arrivals and shared prefixes; report KV cache hits, TTFT and throughput.
 
-    Against a server, OPENAI_API_KEY, if set, is sent as bearer token. With --virtual nothing is computed: the time of a
-    step follows from --step-seconds, --token-seconds and --row-seconds. Exits with 1 if no request succeeded.
+    Against a server, PYPTO_SERVING_API_KEY, or else OPENAI_API_KEY, is sent as bearer token. With --virtual nothing is
+    computed: the time of a step follows from --step-seconds, --token-seconds and --row-seconds. Exits with 1 if no
+    request succeeded.
     """
     from pypto_serving.bench import options, replay, report, simulator, traces
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from pypto_serving.cli.sampling import sampling_params, takes_sampling
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.rules import RULES
+from pypto_serving.types.server_url import KEY_VARIABLES, key_in, require_key
 
 app = typer.Typer(add_completion=False)
 
@@ -33,14 +35,17 @@ def chat(
     options: Options,
     sampling: dict[str, Any],
     url: Annotated[str | None, typer.Option(help="Chat with this running server; load no model here.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="API key of the server at --url.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help=f"API key of the server at --url. (default: {' or '.join(KEY_VARIABLES)})")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
 ) -> None:
     """Chat with MODEL, by default the bundled one, or with a running server. Lines may come from a pipe."""
     opening = [{"role": "system", "content": system}] if system else []
     if url is not None:
         _refuse_engine_options(options)
-        client = ChatClient(url, api_key)
+        key = key_in(os.environ) if api_key is None else require_key("--api-key", api_key)
+        client = ChatClient(url, key)
         model = options.model or client.models()[0]
         Conversation(lambda messages: client.stream(model, messages, sampling), opening).run(model)
     elif api_key is not None:

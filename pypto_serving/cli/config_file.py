@@ -55,12 +55,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _with_key(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Replace `api-key-file` by the key in the file that it names."""
+    """Add the key in the file that `api-key-file` names."""
     for name in ("api-key-file", "api_key_file"):
         if name in values:
             label = f"{name} in {path.name}"
             try:
-                key_file = Text().parse(values.pop(name))
+                key_file = Text().parse(values[name])
             except ValueError:
                 raise ConfigError(f"{label} must be the path of a file that holds the API key") from None
             values["api-key"] = read_text(Path(key_file), label).strip()

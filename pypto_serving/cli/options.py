@@ -16,7 +16,7 @@ from pypto_serving.cli.text_file import read_text
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.blocks import REMOTE_BLOCK_BYTES
 from pypto_serving.setup.defaults import DEFAULTS, shown_default
-from pypto_serving.setup.options import ENVIRONMENT, flag, make_options
+from pypto_serving.setup.options import ENVIRONMENT, KEY_FILE, flag, make_options
 from pypto_serving.setup.rules import (
     KERNELS,
     LOG_LEVELS,
@@ -177,10 +177,8 @@ OPT_INS = {"trust_request_chat_template"}
 """Switches whose flag only turns them on; help has no room for more."""
 LISTS = {"served_model_name", "allowed_origins"}
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help="Folder or hub name of a checkpoint. (default: the bundled one)"),
-]
+CHECKPOINT = "Folder or hub name of a checkpoint."
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{CHECKPOINT} (default: the bundled one)")]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="YAML or JSON with these options; flags win.")
 ]
@@ -218,9 +216,10 @@ def _parameters(panels: Iterable[str], model_argument: bool) -> Iterable[inspect
     yield parameter("config", ConfigFile)
     for entry in FLAGS:
         if entry.panel in panels:
-            yield parameter(entry.name, _annotation(entry))
+            alone = entry.name == "model" and not model_argument
+            yield parameter(entry.name, _annotation(entry._replace(help=CHECKPOINT) if alone else entry))
     if SERVER in panels:
-        yield parameter("api_key_file", KeyFile)
+        yield parameter(KEY_FILE, KeyFile)
 
 
 def _annotation(entry: Flag) -> Any:
@@ -248,7 +247,7 @@ def _completion(names: Iterable[str]) -> Callable[[str], list[str]]:
 
 def _make(values: dict[str, Any]) -> Any:
     argument = values.pop("model_argument", None)
-    config, key_file = values.pop("config", None), values.pop("api_key_file", None)
+    config, key_file = values.pop("config", None), values.pop(KEY_FILE, None)
     if argument is not None:
         if values.get("model") not in (None, argument):
             raise ConfigError(f"MODEL is {argument}, but --model is {values['model']}; give one of them")
@@ -256,7 +255,7 @@ def _make(values: dict[str, Any]) -> Any:
     if key_file is not None:
         if values.get("api_key") is not None:
             raise ConfigError("--api-key and --api-key-file are both given; drop one")
-        values["api_key"] = read_text(key_file, "--api-key-file").strip()
+        values["api_key"], values[KEY_FILE] = read_text(key_file, "--api-key-file").strip(), str(key_file)
     given = {name: value for name, value in values.items() if value is not None and value != []}
     environment = os.environ if "api_key" in values else None  # commands that start no server need no key
     if config is None:

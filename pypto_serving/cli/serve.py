@@ -63,15 +63,16 @@ def _run(options: Options) -> None:
     from pypto_serving import __version__
     from pypto_serving.api.settings import serving_config
     from pypto_serving.cli import report
+    from pypto_serving.setup.defaults import DEFAULTS
     from pypto_serving.setup.prepare import model_spec, prepare
 
+    configure_logging(options.log_level or DEFAULTS["log_level"])
     model = model_spec(options)
     resolved = prepare(options, model)
     check_address(options, resolved.server)
     serving = serving_config(resolved.server, model)
     typer.secho(f"pypto-serving {__version__}", bold=True, err=True)
     report.show(with_chat(resolved, serving), model, err=True)
-    configure_logging(resolved.engine.log_level)
     with suppress(asyncio.CancelledError):  # told to stop before the HTTP server was there
         uvloop.run(_serve(options, resolved, serving))
 

@@ -40,7 +40,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     available_bytes: memory that can be allocated now without swapping, within a container's limit.
     kernels: instruction sets that the CPU kernels were built for and this machine runs, best first.
-    torch: whether it is installed.
+    torch, mooncake: whether they are installed.
     cache_dir: folder for files that may be deleted at any time; empty if the user has none.
     kv_disk: facts about the folder of the disk tier, if one is wanted.
     """
@@ -49,6 +49,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_cpus: int
     kernels: tuple[str, ...] = ()
     torch: bool = True
+    mooncake: bool = True
     cache_dir: str = ""
     kv_disk: DiskFacts | None = None
 

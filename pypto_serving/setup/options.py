@@ -9,21 +9,25 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch
+from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch, Text, Texts
+from pypto_serving.types.server_url import KEY_VARIABLES
 from pypto_serving.util import brief
 
 ALIASES = {"device": "backend"}
 """Other names of options, in configuration files and arguments."""
-ENVIRONMENT = {"api_key": "PYPTO_SERVING_API_KEY"}
+ENVIRONMENT = {"api_key": KEY_VARIABLES[0]}
 """Environment variables that give an option where nothing else does."""
+KEY_FILE = "api_key_file"
+"""Beside the options, the name of the file that `api_key` was read from."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The options that the user gave; None means not given. Values are checked and normalised here.
 
     `from_file` lists the options that the configuration file `config_file` gave, `from_environment` those of
-    environment variables; the others are flags, or with `as_arguments` arguments of a Python call. Raises
-    ConfigError, in one line that names the option, its value and the allowed values.
+    environment variables; the others are flags, or with `as_arguments` arguments of a Python call. `api_key_file` is
+    the file that `api_key` was read from, if any. Raises ConfigError, in one line that names the option, its value and
+    the allowed values.
     """
 
     model: str | None = None
@@ -65,6 +69,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int | None = None
     log_requests: bool | None = None
     client_priority: bool | None = None
+    api_key_file: str = ""
     config_file: str = ""
     from_file: frozenset[str] = frozenset()
     from_environment: frozenset[str] = frozenset()
@@ -83,7 +88,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             shown = _shorten(_text(value)) or "empty"
             if name == "api_key" and shown != "empty":
                 raise ConfigError(f"{self.label(name)} {_what_is_wrong(value)}") from None
-            raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}") from None
+            quotes = "; put it in quotes" if type(rule) in (Text, Texts) and isinstance(value, int | float) else ""
+            raise ConfigError(f"{self.label(name)} is {shown}, but must be {rule.allowed}{quotes}") from None
 
     def label(self, name: str, beside: str = "") -> str:
         """Name option `name` as it was given: by its flag, its key in the configuration file, or its argument.
@@ -92,11 +98,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """
         if name in self.from_environment:
             return ENVIRONMENT[name]
+        shown = f"{flag(KEY_FILE)} {self.api_key_file}" if name == "api_key" and self.api_key_file else flag(name)
         if self._filed(name, beside):
-            return f"{flag(name)} in {self.config_file}"
+            return f"{shown} in {self.config_file}"
         if self.as_arguments:
             return name
-        return "MODEL" if name == "model" else "--" + flag(name)
+        return "MODEL" if name == "model" else "--" + shown
 
     def giving(self, name: str, value: object, beside: str = "") -> str:
         """Write option `name` with `value` as the user would, where `label` has it; True and False are of a switch."""
@@ -134,12 +141,15 @@ def make_options(
 ) -> Options:
     """Make options of values `given` directly, which win, then of a configuration file, then of the `environment`.
 
-    None counts as not given; names may be written with dashes. Messages name what was `given` as flags, or as arguments
+    None counts as not given; names may be written with dashes. `api_key_file` says where `api_key` is
+    from. Messages name what was `given` as flags, or as arguments
     of a Python call, which starts no server. Raises ConfigError for a bad value, an unknown name, an option given
     twice, or an argument that only a server needs.
     """
     direct = _known(given, "", as_arguments)
     filed = _known(file_values or {}, f" in {config_file}")
+    if "api_key" in direct:
+        filed.pop(KEY_FILE, None)
     from_file = frozenset(filed.keys() - direct.keys())
     found = {name: (environment or {}).get(variable) for name, variable in ENVIRONMENT.items()}
     ambient = {name: value for name, value in found.items() if value is not None and name not in direct.keys() | filed}
@@ -158,7 +168,7 @@ def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) ->
     for key, value in values.items():
         name = _text(key).replace("-", "_")
         name = ALIASES.get(name, name)
-        if name not in RULES:
+        if name not in RULES and (as_arguments or name != KEY_FILE):
             raise ConfigError(f"unknown option {_shorten(brief(key))}{where}; {_hint(name, as_arguments)}")
         if value is None:
             continue
@@ -173,7 +183,7 @@ def _known(values: Mapping[str, Any], where: str, as_arguments: bool = False) ->
 def _hint(name: str, as_arguments: bool) -> str:
     """Guess which option was meant by unknown `name`, or list them all."""
     write = str if as_arguments else flag
-    names = [name for name in RULES if not as_arguments or name not in SERVER_OPTIONS]
+    names = [name for name in RULES if name not in SERVER_OPTIONS] if as_arguments else [*RULES, KEY_FILE]
     switch = name.removeprefix("no_")
     if switch != name and isinstance(RULES.get(switch), Switch):
         return f"did you mean {switch}=False?" if as_arguments else f"did you mean {flag(switch)}: false?"

@@ -36,7 +36,8 @@ def prepare(
     template = options.chat_template
     if template is not None and not _is_file(template):
         raise ConfigError(f"{options.label('chat_template')} is {template}, which is no file; give a Jinja file")
-    kernels, torch = runnable(), importlib.util.find_spec("torch") is not None
+    kernels = runnable()
+    torch, mooncake = (importlib.util.find_spec(name) is not None for name in ("torch", "mooncake"))
     backend = BACKEND_DEFAULTS[options.backend or defaults["backend"]]
     if not kernels and torch and not model.needs_torch and backend.cpu_kernels:
         logger.warning(
@@ -44,8 +45,8 @@ def prepare(
             "slower; with a compiler, install again (after `make clean` in a checkout)"
         )
     kv_disk = read_disk_facts(Path(options.kv_disk)) if options.kv_disk else None
-    facts = {"kernels": kernels, "torch": torch, "cache_dir": read_cache_dir(), "kv_disk": kv_disk}
-    host = msgspec.structs.replace(read_host_facts(), **facts)
+    facts = {"kernels": kernels, "torch": torch, "mooncake": mooncake, "kv_disk": kv_disk}
+    host = msgspec.structs.replace(read_host_facts(), cache_dir=read_cache_dir(), **facts)
     resolved = resolve(options, model, host, defaults, serves)
     for warning in resolved.warnings:
         logger.warning(warning)

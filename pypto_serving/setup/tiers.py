@@ -34,6 +34,11 @@ def choose_tiers(
         if host.kv_disk is not None:
             _check_disk(settings, model, host.kv_disk, tiers[-1])
     if options.kv_remote:
+        if not host.mooncake:
+            raise ConfigError(
+                f"{options.label('kv_remote')} is {options.kv_remote}, which needs Mooncake, and Mooncake is not "
+                "installed; drop it, or run: pip install 'pypto-serving[mooncake]'"
+            )
         tiers.append(_tier(settings, model, "remote", "kv_remote", REMOTE_BYTES, options.kv_remote))
     if tiers and options.prefix_caching is False:
         given = [options.label(name) for name in ("kv_host_memory", "kv_disk", "kv_remote") if getattr(options, name)]

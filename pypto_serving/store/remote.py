@@ -6,7 +6,6 @@ several times as long for each byte.
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import logging
 import mmap
@@ -18,7 +17,6 @@ from typing import Literal
 
 import numpy as np
 
-from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import Child, ChildFault, SocketChannel
 from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import DIGEST_BYTES, digest
@@ -46,12 +44,9 @@ LaneName = Literal["up", "down"]
 def open_remote(url: str, fingerprint: bytes, block_bytes: Sequence[int]) -> RemoteStore:
     """Open the store behind `mooncake://HOST[:PORT][?...]`, for blocks of `block_bytes[g]` with `fingerprint`.
 
-    Raises ConfigError where Mooncake is not installed. A pool that cannot be reached is no error.
+    A pool that cannot be reached is no error.
     """
-    address = parse_address(url)
-    if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError(f"the option kv-remote is {url}, which needs Mooncake; install pypto-serving[mooncake]")
-    return RemoteStore(address, fingerprint, block_bytes)
+    return RemoteStore(parse_address(url), fingerprint, block_bytes)
 
 
 def parse_address(url: str) -> PoolAddress:

@@ -1,9 +1,15 @@
-"""The address of an OpenAI-compatible server."""
+"""How a client reaches an OpenAI-compatible server: its address, and the API key."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+from pypto_serving.errors import ConfigError
+
+KEY_VARIABLES = ("PYPTO_SERVING_API_KEY", "OPENAI_API_KEY")
+"""Environment variables of clients. The first one is the server's, too."""
 
 
 class ServerUrl(NamedTuple):
@@ -41,6 +47,19 @@ def parse_server_url(text: str) -> ServerUrl:
     parts.path.encode("ascii")
     tls = parts.scheme == "https"
     return ServerUrl(tls, parts.hostname, parts.port or _default_port(tls), parts.path.rstrip("/"))
+
+
+def key_in(environment: Mapping[str, str]) -> str | None:
+    """Return the API key in the first of KEY_VARIABLES that is set and not empty, if any. Raises ConfigError."""
+    name = next((name for name in KEY_VARIABLES if environment.get(name)), None)
+    return None if name is None else require_key(name, environment[name])
+
+
+def require_key(source: str, key: str) -> str:
+    """Return a key that a header can hold; raise ConfigError that names its `source` and does not show it."""
+    if not key.isprintable():
+        raise ConfigError(f"{source} is not one line of characters that can be printed, but must be")
+    return key
 
 
 def _is_plain(text: str) -> bool:

@@ -75,7 +75,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
             texts = entries(self.choice)
         except ValueError:
             texts = []
-        self._require("choice", bool(texts) and all(isinstance(text, str) for text in texts), "a list of texts")
+        self._require(
+            "choice", bool(texts) and all(isinstance(text, str) for text in texts), "a list of texts, not empty"
+        )
         return tuple(texts)
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:

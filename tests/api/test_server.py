@@ -20,7 +20,7 @@ from pypto_serving.api.settings import DefaultSampling, ServingConfig, default_s
 from pypto_serving.api.text.files import read_generation_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.client import Health
-from pypto_serving.errors import ConfigError, ModelError
+from pypto_serving.errors import ConfigError, ModelError, QueueFullError
 from tests.api.checkpoint import TEXT
 from tests.api.running import RunningServer
 from tests.api.scripted_engine import WAIT_S, Script
@@ -145,6 +145,7 @@ def test_drain_finishes_what_was_admitted(
     client.start()
     server.engine.wait_for(lambda: len(server.engine.requests) == 1)
     server.call(server.server.stop)
+    server.engine.refusal = QueueFullError("full, too", 1)
     refused = server.post(PATH, {"prompt": "hello"})
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
     health = server.http.get("/health")

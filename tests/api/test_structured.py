@@ -116,10 +116,10 @@ def test_a_schema_is_enforced_whatever_strict_says(server: RunningServer, strict
 
 
 def test_what_asks_for_no_structure_has_no_guide(server: RunningServer) -> None:
-    neutral = {"response_format": {"type": "text"}, "structured_outputs": {}, "guided_choice": [], "guided_regex": ""}
+    neutral = {"response_format": {"type": "text"}, "structured_outputs": None, "guided_choice": [], "guided_regex": ""}
     for path in (CHAT, COMPLETIONS):
         assert guide_of(server, path, **neutral) is None
-        assert guide_of(server, path, response_format=None, structured_outputs=None) is None
+        assert guide_of(server, path, response_format=None) is None
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -129,6 +129,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {}}, "response_format", "type is None"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice of json"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs", "has none of json"),
+    ({"structured_outputs": {}}, "structured_outputs", "has none of json"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs", "has none of json"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs", "a list of texts, not empty"),
     ({"structured_outputs": {"jason": {}}}, "structured_outputs", "has 'jason'"),
     ({"structured_outputs": [1]}, "structured_outputs", "must be an object"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs", "regex = 5"),
@@ -183,8 +186,8 @@ def test_keywords_that_cannot_be_enforced_are_named(server: RunningServer, schem
     for wanted in (schema, nested):
         error = server.post(CHAT, {"messages": [HELLO], "guided_json": wanted}).json()["error"]
         assert error["param"] == "guided_json"
-        names = {"format": "Unknown format", "pattern": "regex", "$ref": "ref"}
-        assert names.get(keyword, keyword) in error["message"]
+        place = "#" if wanted is schema else "#/properties/p/items/anyOf/0"
+        assert f"{place}/{keyword}" in error["message"], error
     named = {"type": "object", "properties": {keyword: {"type": "integer"}}}
     assert server.post(CHAT, {"messages": [HELLO], "guided_json": named}).status_code == 200
 

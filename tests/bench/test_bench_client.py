@@ -55,8 +55,9 @@ def test_request_body(server):
     }
 
 
-def test_api_key_is_sent(server, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+@pytest.mark.parametrize("name", ["PYPTO_SERVING_API_KEY", "OPENAI_API_KEY"])
+def test_api_key_is_sent(server, monkeypatch, name):
+    monkeypatch.setenv(name, "secret")
     send(server.url, "ok")
     assert server.headers[0][b"authorization"] == b"Bearer secret"
 

@@ -9,6 +9,7 @@ import pytest
 from pypto_serving.cli import main
 
 VARIABLE = "PYPTO_SERVING_API_KEY"
+NOT_ONE_LINE = "not one line of characters that can be printed, but must be"
 
 
 @pytest.fixture(autouse=True)
@@ -25,17 +26,31 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 def test_a_key_is_never_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "key").write_text("very-secret\n")
-    for argv in (["--api-key", "very-secret"], ["--api-key-file", str(tmp_path / "key")]):
+    key_file = str(tmp_path / "key")
+    for argv, source in ((["--api-key", "very-secret"], ""), (["--api-key-file", key_file], f"-file {key_file}")):
         code, out, err = run(capsys, *argv)
         assert code == 0
-        assert "given by --api-key" in out
+        assert f"given by --api-key{source}\n" in out
         assert "very-secret" not in out + err
 
 
 def test_api_key_file_must_hold_a_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("\n")
-    code, _, err = run(capsys, "--api-key-file", str(tmp_path / "key"))
-    assert (code, err) == (2, "error: --api-key is empty, but must be text on one line, not empty\n")
+    key_file, config = tmp_path / "key", tmp_path / "c.yaml"
+    config.write_text(f"api-key-file: {key_file}")
+    for text, problem in (("\n", "empty, but must be text on one line, not empty"), ("a\nb", NOT_ONE_LINE)):
+        key_file.write_text(text)
+        code, _, err = run(capsys, "--api-key-file", str(key_file))
+        assert (code, err) == (2, f"error: --api-key-file {key_file} is {problem}\n")
+        code, _, err = run(capsys, "--config", str(config))
+        assert (code, err) == (2, f"error: api-key-file {key_file} in c.yaml is {problem}\n")
+    assert run(capsys, "--config", str(config), "--api-key", "k")[0] == 0
+
+
+def test_an_unknown_option_of_a_file_is_told_of_api_key_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text("zzz: 1\n")
+    assert "api-key-file" in run(capsys, "--config", str(tmp_path / "c.yaml"))[2]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +84,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_environment(
     for argv, source in (
         ((), VARIABLE),
         (config, "in c.yaml"),
-        ((*config, *flags), "by --api-key"),
+        ((*config, *flags), f"by --api-key-file {tmp_path / 'key'}"),
         (("--api-key", "secret-flag"), "by --api-key"),
     ):
         code, out, err = run(capsys, *argv)
@@ -93,7 +108,9 @@ def test_a_refused_key_of_the_environment_is_named_and_not_shown(
     assert run(capsys) == (2, "", f"error: {VARIABLE} {wrong}\n")
 
 
-def test_the_variable_is_of_servers_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_clients_an_empty_variable_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "")
     assert main(["chat", "--url", "http://127.0.0.1:1"]) == 1
     assert "cannot be reached" in capsys.readouterr().err

@@ -184,9 +184,23 @@ def test_client_without_a_server() -> None:
         ChatClient("http://127.0.0.1:1").models()
 
 
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        (["--api-key", "secret"], {"PYPTO_SERVING_API_KEY": "x"}),
+        ([], {"PYPTO_SERVING_API_KEY": "secret", "OPENAI_API_KEY": "x"}),
+        ([], {"PYPTO_SERVING_API_KEY": "", "OPENAI_API_KEY": "secret"}),
+    ],
+)
 def test_chat_with_a_running_server(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    url: str,
+    options: list[str],
+    environment: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello you\n"))
-    assert main(["chat", "--url", url, "--api-key", "secret"]) == 0
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["chat", "--url", url, *options]) == 0
     assert capsys.readouterr().out == "helloyou\n"

@@ -110,11 +110,17 @@ def test_every_option_has_a_flag() -> None:
     from pypto_serving.cli.options import FLAGS
 
     assert {flag.name for flag in FLAGS} == set(Options.__struct_fields__) - {
+        "api_key_file",
         "config_file",
         "from_file",
         "from_environment",
         "as_arguments",
     }
+
+
+def test_generate_has_no_argument_for_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "same as the argument" in run(capsys, "serve", "--help")[1]
+    assert "argument MODEL" not in run(capsys, "generate", "--help")[1]
 
 
 def test_bench_is_mounted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,6 +296,8 @@ def test_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: s
             "c.yaml gives max-model-len on line 1 and max_model_len, the same option, on line 3; keep one",
         ),
         ("api_key: a\napi-key-file: b", "c.yaml gives api-key and api-key-file, on lines 1 and 2; drop one"),
+        ("served-model-name: 12", "is 12, but must be one or more texts, none of them empty; put it in quotes"),
+        ("model: 12", "model in c.yaml is 12, but must be text on one line, not empty; put it in quotes"),
         ("port: true", "port in c.yaml is True, but must be a whole number"),
         ("port: 80:00", "port in c.yaml is 80:00, but must be a whole number"),
         ("step-timeout: 1:30.5", "step-timeout in c.yaml is 1:30.5, but must be a number of seconds"),

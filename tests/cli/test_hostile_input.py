@@ -218,5 +218,5 @@ def test_hostile_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert run_line(capsys, "chat", "--url", "http://127.0.0.1:1", "--api-key", key) == (2, f"error: --api-key {wrong}")
     if "\0" not in key:
         monkeypatch.setenv("OPENAI_API_KEY", key)
-        code, line = run_line(capsys, "bench", "serve", "--base-url", "http://127.0.0.1:1", "--num-prompts", "1")
-        assert (code, line) == (2, f"error: OPENAI_API_KEY {wrong}")
+        for command in (("chat", "--url"), ("bench", "serve", "--num-prompts", "1", "--base-url")):
+            assert run_line(capsys, *command, "http://127.0.0.1:1") == (2, f"error: OPENAI_API_KEY {wrong}")

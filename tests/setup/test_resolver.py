@@ -284,6 +284,13 @@ def test_a_pool_is_a_tier(url: str) -> None:
     assert (tier.tier, tier.place) == ("remote", url)
 
 
+def test_a_pool_needs_mooncake() -> None:
+    host = msgspec.structs.replace(HOST, mooncake=False)
+    with pytest.raises(ConfigError, match=r"^--kv-remote is mooncake://a, which needs Mooncake, .*\[mooncake\]"):
+        make_resolved(make_model(), host, kv_remote="mooncake://a")
+    assert make_resolved(make_model(), host).engine.tiers == ()
+
+
 def test_a_configuration_with_tiers_for_groups_of_all_kinds_passes_every_wire() -> None:
     model = make_model(deepseek_v4_groups(), max_position_embeddings=8192)
     host = msgspec.structs.replace(HOST, kv_disk=DiskFacts(free_bytes=1 << 40))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import random
 import threading
@@ -12,7 +11,6 @@ import numpy as np
 import psutil
 import pytest
 
-from pypto_serving.errors import ConfigError
 from pypto_serving.store.base import Piece
 from pypto_serving.store.checksum import digest
 from pypto_serving.store.mooncake import PoolAddress
@@ -20,7 +18,6 @@ from pypto_serving.store.remote import (
     JOIN_TIMEOUT_S,
     LAST_RETRY_S,
     RemoteStore,
-    open_remote,
     own_address,
     parse_address,
 )
@@ -256,11 +253,3 @@ def test_an_address_says_how_to_join() -> None:
         segment_bytes=1 << 30,
     )
     assert own_address("127.0.0.1") == "127.0.0.1"
-
-
-def test_mooncake_has_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"^the option kv-remote is .*, which needs Mooncake; install pypto-serving\[mooncake\]"
-    ):
-        open_remote("mooncake://127.0.0.1:1", FINGERPRINT, BLOCK_BYTES)

@@ -6,6 +6,7 @@ JSON.
 - `request`: describe prompts and a request; make engine requests of them
 - `prompts`: turn text and chats into token ids
 - `structured`, `json_schema`, `structural_tag`, `tag_format`: make the grammar that an output must match
+- `schema_errors`: say why a grammar does not compile, with the place in a schema
 - `ecma`, `formats`, `gbnf`: read regular expressions, formats and GBNF as others do, and not as llguidance does
 - `keyword_shapes`, `one_of`, `numbers`: what values keywords have, which cases exclude each other, which numbers are
   read exactly

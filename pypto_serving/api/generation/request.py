@@ -104,13 +104,14 @@ def fit_prompt(
     *,
     default_max_tokens: int | None = None,
     max_tokens_field: str = "max_tokens",
+    prompt_field: str = "prompt",
     truncate_to: int | None = None,
     text: str | None = None,
 ) -> FittedPrompt:
     """Make a FittedPrompt whose max_tokens fits the context; see `truncate`, and `fit_max_tokens` for the errors."""
     most = config.max_model_len
     token_ids, num_cut = truncate(token_ids, truncate_to, max_tokens, most)
-    fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, most, max_tokens_field)
+    fitting = fit_max_tokens(len(token_ids), max_tokens, default_max_tokens, most, max_tokens_field, prompt_field)
     return FittedPrompt(pack_ids(token_ids), fitting, num_cut, None if num_cut else text)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pypto_serving import guidance
+from pypto_serving.api.generation import schema_errors
 from pypto_serving.api.generation.gbnf import is_gbnf
 from pypto_serving.api.generation.json_schema import WHITESPACE, SchemaError, prepare
 from pypto_serving.api.generation.prompts import Prompter
@@ -120,4 +120,4 @@ def checked(params: SamplingParams) -> SamplingParams:
 
 @functools.lru_cache(CHECKED)
 def _checked(grammar: Grammar) -> Grammar:
-    return guidance.checked(grammar)
+    return schema_errors.checked(grammar)

@@ -43,8 +43,14 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     chat = encoder.encode(messages, kwargs)
     form = _format(chat.new_parser, tools, body)
     ids = prompter.encode_chat(chat, bool(body.add_special_tokens))
-    keep = params.truncate_prompt_tokens
-    prompt = fit_prompt(ids, params.max_tokens, prompter.config, max_tokens_field=field, truncate_to=keep)
+    prompt = fit_prompt(
+        ids,
+        params.max_tokens,
+        prompter.config,
+        max_tokens_field=field,
+        prompt_field="messages",
+        truncate_to=params.truncate_prompt_tokens,
+    )
     check_scores([prompt], params)
     if not body.stream:
         check_num_logprobs([prompt], params)

@@ -24,7 +24,7 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
     given: list[tuple[str, dict[str, Any]]] = []
     if (found := _of_response_format(body.response_format)) is not None:
         given.append(("response_format", found))
-    if body.structured_outputs not in (None, {}):
+    if body.structured_outputs is not None:
         if not isinstance(body.structured_outputs, dict):
             raise _refusal("structured_outputs", body.structured_outputs, "an object", "invalid_type")
         given.append(("structured_outputs", body.structured_outputs))

@@ -10,10 +10,11 @@ import sys
 
 import msgspec
 
-from pypto_serving import guidance
+from pypto_serving.api.generation import schema_errors
 from pypto_serving.api.reading.loop import limit_memory, run
 from pypto_serving.api.reading.wire import Compiles, GrammarStart, Refusal
 from pypto_serving.errors import EXIT_OK
+from pypto_serving.guidance import GrammarError
 from pypto_serving.ipc import Parent
 from pypto_serving.types.guide import Grammar
 
@@ -29,8 +30,8 @@ def answer(kind: int, raw: bytes) -> Compiles | Refusal:
 @functools.lru_cache(REMEMBERED)
 def compiled(grammar: Grammar) -> Compiles | Refusal:
     try:
-        checked = guidance.checked(grammar)
-    except guidance.GrammarError as error:
+        checked = schema_errors.checked(grammar)
+    except GrammarError as error:
         return Refusal(error.status, str(error), error.error_code, None)
     return Compiles(None if checked == grammar else checked)
 

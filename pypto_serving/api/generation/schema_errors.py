@@ -1,0 +1,104 @@
+"""Say in the words of JSON Schema, and with the place, why a grammar does not compile."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pypto_serving import guidance
+from pypto_serving.types.guide import Grammar
+
+Says = Callable[[Any], bool]
+_KINDS = {"f64": "a number", "positive integer": "a whole number, 0 or more", "string": "a text", "array": "a list"}
+_WANTED: tuple[tuple[str, Says, str], ...] = (
+    ("must be an array", lambda value: not isinstance(value, list), "a list"),
+    ("must be an object", lambda value: not isinstance(value, dict), "an object"),
+    (
+        "must be a string or array of strings",
+        lambda value: not isinstance(value, str | list),
+        "a text or a list of texts",
+    ),
+)
+
+
+def checked(grammar: Grammar) -> Grammar:
+    """Return a grammar that compiles, as `guidance.checked` does. Raises GrammarError, with places in schemas."""
+    try:
+        return guidance.checked(grammar)
+    except guidance.GrammarError as error:
+        if grammar.syntax == "regex":
+            raise guidance.GrammarError(re.sub(r"^at \d+\(\d+\): ", "", str(error))) from None
+        said = explained(str(error), json.loads(grammar.text)) if grammar.syntax == "json_schema" else None
+        if said is None:
+            raise
+        raise guidance.GrammarError(said, code="unsupported_schema") from None
+
+
+def explained(message: str, schema: Mapping[str, Any]) -> str | None:
+    """Return what a message of llguidance about a schema means; None if that is not known."""
+
+    def place(name: str, says: Says) -> str:
+        return next((at for at, key, value in _keywords(schema) if key == name and says(value)), f"#/…/{name}")
+
+    if found := re.fullmatch(r"Unknown format: (.*)", message, re.DOTALL):
+        shown = found[1]
+        return f"{place('format', lambda v: v == shown)} cannot be enforced: the format {shown} is not supported"
+    if message.startswith("oneOf constraints are not supported"):
+        return f"{place('oneOf', bool)} cannot be enforced: its cases may overlap; use anyOf"
+    if found := re.fullmatch(r"patternProperty regexes /(.*)/ and /(.*)/ are not disjoint", message, re.DOTALL):
+        both = {found[1], found[2]}
+        where = place("patternProperties", lambda v: isinstance(v, dict) and both <= v.keys())
+        return f"{where} cannot be enforced: the patterns {found[1]} and {found[2]} may overlap"
+    if found := re.fullmatch(r"Invalid type: (.*)", message, re.DOTALL):
+        shown = found[1]
+        where = place("type", lambda v: v == shown or (isinstance(v, list) and shown in v))
+        return f"{where} names {shown}, which is no type of JSON Schema"
+    if found := re.fullmatch(r"Expected (.*) for '(\w+)'( item)?, got (.*)", message, re.DOTALL):
+        value, in_list = _read(found[4]), found[3] is not None
+        where = place(found[2], lambda v: isinstance(v, list) and value in v if in_list else v == value)
+        return f"{where} has {found[4]}, but needs {_KINDS.get(found[1], found[1])}"
+    for ending, says, wanted in _WANTED:
+        if found := re.fullmatch(rf"(\w+) {ending}", message):
+            return f"{place(found[1], says)} must be {wanted}"
+    if message == "schema must be an object or boolean":
+        where = next((at for at, each in _schemas(schema, "#") if not isinstance(each, dict | bool)), "#")
+        return f"{where} is no schema: that is an object, true or false"
+    if message == "invalid multiple of":
+        return f"{place('multipleOf', lambda v: v == 0)} is 0, but must be above 0"
+    if message == "Unsatisfiable schema: anyOf is empty":
+        empty = (at for at, key, value in _keywords(schema) if key in ("enum", "anyOf", "type") and value == [])
+        return f"{next(empty, '#')} is an empty list, which nothing satisfies"
+    if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
+        return f"nothing satisfies this schema: {found[1]}"
+    return None
+
+
+def _read(text: str) -> Any:
+    """Return a value that a message shows, None for the beginning of a long one."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _schemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:
+    """Yield a schema and those in it, with their places."""
+    yield at, schema
+    for name, value in schema.items() if isinstance(schema, dict) else ():
+        if name in ("additionalProperties", "items"):
+            yield from _schemas(value, f"{at}/{name}")
+        elif name in ("properties", "patternProperties", "$defs") and isinstance(value, dict):
+            for key, each in value.items():
+                yield from _schemas(each, f"{at}/{name}/{key}")
+        elif name in ("allOf", "anyOf", "oneOf", "prefixItems") and isinstance(value, list):
+            for i, each in enumerate(value):
+                yield from _schemas(each, f"{at}/{name}/{i}")
+
+
+def _keywords(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield all keywords of a schema, each with its place before it."""
+    for at, each in _schemas(schema, "#"):
+        for name, value in each.items() if isinstance(each, dict) else ():
+            yield f"{at}/{name}", name, value

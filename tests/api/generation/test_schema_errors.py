@@ -1,0 +1,75 @@
+"""Refusals of llguidance name the keyword and its place, in the words of JSON Schema."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pypto_serving.api.generation.schema_errors import checked
+from pypto_serving.api.generation.structured import ANY_OBJECT, grammar_of
+from pypto_serving.guidance import GrammarError
+from pypto_serving.types.guide import Grammar
+from pypto_serving.types.structured import StructuredOutputsParams
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"type": "string", "format": "iri"}, "format cannot be enforced: the format iri is not supported"),
+    (
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        "oneOf cannot be enforced: its cases may overlap; use anyOf",
+    ),
+    (
+        {"type": "object", "patternProperties": {"^x": {}, "x$": {}}},
+        "patternProperties cannot be enforced: the patterns ^x and x$ may overlap",
+    ),
+    ({"type": "strin"}, "type names strin, which is no type of JSON Schema"),
+    ({"type": ["null", "strin"]}, "type names strin, which is no type of JSON Schema"),
+    ({"minimum": "5"}, 'minimum has "5", but needs a number'),
+    ({"minimum": None}, "minimum has null, but needs a number"),
+    ({"maxLength": -1}, "maxLength has -1, but needs a whole number, 0 or more"),
+    ({"required": "b"}, 'required has "b", but needs a list'),
+    ({"required": ["b", 5]}, "required has 5, but needs a text"),
+    ({"pattern": 5}, "pattern has 5, but needs a text"),
+    ({"enum": 5}, "enum must be a list"),
+    ({"properties": []}, "properties must be an object"),
+    ({"type": 5}, "type must be a text or a list of texts"),
+    ({"items": 5}, "items is no schema: that is an object, true or false"),
+    ({"type": "number", "multipleOf": 0}, "multipleOf is 0, but must be above 0"),
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), CASES, ids=str)
+def test_a_refusal_names_the_place(schema: dict[str, Any], words: str) -> None:
+    inside = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}, "c": {}}, "required": ["a"]}
+    for whole, place in ((schema, "#"), ({**inside, "$defs": {"b": schema}}, "#/$defs/b")):
+        with pytest.raises(GrammarError) as caught:
+            checked(grammar_of(StructuredOutputsParams(json=whole), None))  # type: ignore[arg-type]
+        assert (str(caught.value), caught.value.error_code) == (f"{place}/{words}", "unsupported_schema")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"enum": []}, "#/enum is an empty list, which nothing satisfies"),
+        ({"allOf": [{"anyOf": []}]}, "#/allOf/0/anyOf is an empty list, which nothing satisfies"),
+        ({**ANY_OBJECT, "properties": {"a": False}, "required": ["a"]}, "nothing satisfies this schema: required prop"),
+    ],
+)
+def test_a_schema_that_nothing_satisfies(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        checked(grammar_of(StructuredOutputsParams(json=schema), None))  # type: ignore[arg-type]
+    assert str(caught.value).startswith(words)
+
+
+def test_what_is_too_long_to_show_has_no_place() -> None:
+    for keyword in ("format", "minimum", "type", "patternProperties"):
+        value = {f"^x{'a?' * 200}": {}, "^x": {}} if keyword == "patternProperties" else "x" * 1000
+        with pytest.raises(GrammarError) as caught:
+            checked(Grammar("json_schema", json.dumps({"items": {"type": "string", "required": True}, keyword: value})))
+        assert len(str(caught.value)) < 500
+
+
+def test_a_regex_has_no_places_that_nobody_wrote() -> None:
+    with pytest.raises(GrammarError, match=r'^invalid regex "\["'):
+        checked(Grammar("regex", "["))
