@@ -11,16 +11,6 @@ from pypto_serving import guidance
 from pypto_serving.types.guide import Grammar
 
 Says = Callable[[Any], bool]
-_KINDS = {"f64": "a number", "positive integer": "a whole number, 0 or more", "string": "a text", "array": "a list"}
-_WANTED: tuple[tuple[str, Says, str], ...] = (
-    ("must be an array", lambda value: not isinstance(value, list), "a list"),
-    ("must be an object", lambda value: not isinstance(value, dict), "an object"),
-    (
-        "must be a string or array of strings",
-        lambda value: not isinstance(value, str | list),
-        "a text or a list of texts",
-    ),
-)
 
 
 def checked(grammar: Grammar) -> Grammar:
@@ -51,36 +41,12 @@ def explained(message: str, schema: Mapping[str, Any]) -> str | None:
         both = {found[1], found[2]}
         where = place("patternProperties", lambda v: isinstance(v, dict) and both <= v.keys())
         return f"{where} cannot be enforced: the patterns {found[1]} and {found[2]} may overlap"
-    if found := re.fullmatch(r"Invalid type: (.*)", message, re.DOTALL):
-        shown = found[1]
-        where = place("type", lambda v: v == shown or (isinstance(v, list) and shown in v))
-        return f"{where} names {shown}, which is no type of JSON Schema"
-    if found := re.fullmatch(r"Expected (.*) for '(\w+)'( item)?, got (.*)", message, re.DOTALL):
-        value, in_list = _read(found[4]), found[3] is not None
-        where = place(found[2], lambda v: isinstance(v, list) and value in v if in_list else v == value)
-        return f"{where} has {found[4]}, but needs {_KINDS.get(found[1], found[1])}"
-    for ending, says, wanted in _WANTED:
-        if found := re.fullmatch(rf"(\w+) {ending}", message):
-            return f"{place(found[1], says)} must be {wanted}"
-    if message == "schema must be an object or boolean":
-        where = next((at for at, each in _schemas(schema, "#") if not isinstance(each, dict | bool)), "#")
-        return f"{where} is no schema: that is an object, true or false"
-    if message == "invalid multiple of":
-        return f"{place('multipleOf', lambda v: v == 0)} is 0, but must be above 0"
     if message == "Unsatisfiable schema: anyOf is empty":
-        empty = (at for at, key, value in _keywords(schema) if key in ("enum", "anyOf", "type") and value == [])
+        empty = (at for at, key, value in _keywords(schema) if key == "anyOf" and value == [])
         return f"{next(empty, '#')} is an empty list, which nothing satisfies"
     if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
         return f"nothing satisfies this schema: {found[1]}"
     return None
-
-
-def _read(text: str) -> Any:
-    """Return a value that a message shows, None for the beginning of a long one."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _schemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:

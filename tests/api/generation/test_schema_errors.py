@@ -23,19 +23,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"type": "object", "patternProperties": {"^x": {}, "x$": {}}},
         "patternProperties cannot be enforced: the patterns ^x and x$ may overlap",
     ),
-    ({"type": "strin"}, "type names strin, which is no type of JSON Schema"),
-    ({"type": ["null", "strin"]}, "type names strin, which is no type of JSON Schema"),
-    ({"minimum": "5"}, 'minimum has "5", but needs a number'),
-    ({"minimum": None}, "minimum has null, but needs a number"),
-    ({"maxLength": -1}, "maxLength has -1, but needs a whole number, 0 or more"),
-    ({"required": "b"}, 'required has "b", but needs a list'),
-    ({"required": ["b", 5]}, "required has 5, but needs a text"),
-    ({"pattern": 5}, "pattern has 5, but needs a text"),
-    ({"enum": 5}, "enum must be a list"),
-    ({"properties": []}, "properties must be an object"),
-    ({"type": 5}, "type must be a text or a list of texts"),
-    ({"items": 5}, "items is no schema: that is an object, true or false"),
-    ({"type": "number", "multipleOf": 0}, "multipleOf is 0, but must be above 0"),
 ]
 
 
@@ -51,7 +38,6 @@ def test_a_refusal_names_the_place(schema: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        ({"enum": []}, "#/enum is an empty list, which nothing satisfies"),
         ({"allOf": [{"anyOf": []}]}, "#/allOf/0/anyOf is an empty list, which nothing satisfies"),
         ({**ANY_OBJECT, "properties": {"a": False}, "required": ["a"]}, "nothing satisfies this schema: required prop"),
     ],
