@@ -92,6 +92,15 @@ def random_tool(rng: random.Random, number: int) -> Function:
     return {"name": rng.choice(["f", "get_weather", "a.b"]) + str(number), "parameters": schema}
 
 
+def test_types_of_parameters_behind_references() -> None:
+    """Those that a form writes as plain texts are read as what their schema says."""
+    shared = {"a/b": {"type": "integer"}, "A": {"properties": {"n": {"$ref": "#/$defs/a~1b"}}}}
+    both = {"$ref": "#/$defs/A", "$defs": shared, "definitions": {"A": {"properties": {"n": {"type": "string"}}}}}
+    assert parameter_types(both) == {"n": ["integer"]}
+    assert parameter_types({**both, "$ref": "#/definitions/A"}) == {"n": ["string"]}
+    assert parameter_types({"$ref": "#", "properties": 5}) == {}
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_forced_calls_are_read_back(compiler: Compiler, family: str) -> None:
     """Random calls of random tools; some tools a form cannot write."""

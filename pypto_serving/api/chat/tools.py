@@ -6,12 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from pypto_serving.errors import RequestError
 from pypto_serving.util import brief
 
 MAX_TOOLS, MAX_NAME_CHARS, MAX_DEPTH = 1024, 128, 64
 """Tools of a request, characters of a name, and levels of a schema."""
+MAX_HOPS = 8
+"""References that lead to references, for the parameters of a tool."""
 NAME = re.compile(r"[\w.:/-]+")
 _FORM = "{'type': 'function', 'function': {'name': ...}}"
 MODES = ("none", "auto", "required")
@@ -154,6 +157,11 @@ def is_shallow(value: Any, levels: int) -> bool:
 
 def parameter_types(schema: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the JSON types of an object's properties; [] for one whose schema names none."""
+    for _ in range(MAX_HOPS):
+        if not isinstance(schema.get("$ref"), str):
+            break
+        target = _referred(schema["$ref"], schema)
+        schema = {**(target or {}), **{key: schema[key] for key in schema if key != "$ref"}}
     properties = schema.get("properties")
     return {name: types_of(one, schema) for name, one in properties.items()} if isinstance(properties, dict) else {}
 
@@ -170,16 +178,21 @@ def types_of(schema: Any, root: Mapping[str, Any], known: set[str] | None = None
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in known:
         known.add(reference)
-        _, _, name = reference.rpartition("/")
-        defined = [root[key] for key in ("$defs", "definitions") if isinstance(root.get(key), Mapping)]
-        target = next((shared[name] for shared in defined if name in shared), None)
-        found += types_of(target, root, known)
+        found += types_of(_referred(reference, root), root, known)
     for key in ("anyOf", "oneOf", "allOf"):
         found += [kind for one in _listed(schema.get(key), Mapping) for kind in types_of(one, root, known)]
     if not found:
         values = schema.get("enum", [schema["const"]] if "const" in schema else [])
         found = [_TYPE_OF[type(value)] for value in _listed(values, object) if type(value) in _TYPE_OF]
     return list(dict.fromkeys(found))
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the schema in `root` that `reference` names; None for none."""
+    found: Any = root
+    for part in unquote(reference.removeprefix("#")).split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else None
 
 
 def _listed(value: Any, kind: type) -> list[Any]:

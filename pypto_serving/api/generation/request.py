@@ -122,16 +122,23 @@ def check_scores(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Non
         check_num_scores(num_tokens, params.n, params.prompt_logprobs)
 
 
-def check_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams) -> None:
-    """Raise RequestError if the log-probabilities of all output tokens may be too many for one answer."""
+def fit_num_logprobs(prompts: Sequence[FittedPrompt], params: SamplingParams, asked: int | None) -> list[FittedPrompt]:
+    """Return `prompts` whose outputs have few enough log-probabilities for one answer.
+
+    Their max_tokens is lowered if the client `asked` for none. Raises RequestError if it asked for too many.
+    """
     if params.logprobs is None:
-        return
+        return list(prompts)
     num_choices, most = params.n * len(prompts), max(prompt.max_tokens for prompt in prompts)
-    if num_choices * most * (1 + params.logprobs) > MAX_LOGPROBS_OF_ANSWER:
+    fitting = MAX_LOGPROBS_OF_ANSWER // (num_choices * (1 + params.logprobs))
+    if asked is None and fitting > 0:
+        return [msgspec.structs.replace(prompt, max_tokens=min(prompt.max_tokens, fitting)) for prompt in prompts]
+    if most > fitting:
         each = f"up to {most} tokens each with the {params.logprobs} most likely ones"
         message = f"log-probabilities of {num_choices} choices of {each} may be more than {MAX_LOGPROBS_OF_ANSWER}"
         advice = "send a lower max_tokens, ask for fewer of them, or stream"
         raise RequestError(f"{message}; {advice}", param="logprobs")
+    return list(prompts)
 
 
 def new_scores(prompts: Sequence[FittedPrompt], params: SamplingParams) -> Sequence[PromptScores]:

@@ -12,7 +12,7 @@ from pypto_serving.api.chat.template import RESERVED
 from pypto_serving.api.chat.tools import ToolUse, read_tool_use
 from pypto_serving.api.generation.chat_guide import with_chat_guide
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.request import check_num_logprobs, check_scores, fit_params, fit_prompt
+from pypto_serving.api.generation.request import check_scores, fit_num_logprobs, fit_params, fit_prompt
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import chat_rules
 from pypto_serving.api.openai.params import sampling_params
@@ -53,7 +53,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
     )
     check_scores([prompt], params)
     if not body.stream:
-        check_num_logprobs([prompt], params)
+        (prompt,) = fit_num_logprobs([prompt], params, asked)
     guided = with_chat_guide(params, prompter, form, tools, body.thinking_token_budget)
     fitted = fit_params(guided, prompter, form)
     return ReadBody(prompts=[prompt], params=fitted, shown=shown, new_parser=form, **common)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.api.generation.prompts import Prompter
-from pypto_serving.api.generation.request import check_num_logprobs, check_scores, fit_params, fit_prompt
+from pypto_serving.api.generation.request import check_scores, fit_num_logprobs, fit_params, fit_prompt
 from pypto_serving.api.openai.best_of import check_best_of
 from pypto_serving.api.openai.body import ReadBody, parse_body, read_common
 from pypto_serving.api.openai.fields import COMPLETION_RULES
@@ -42,7 +42,7 @@ def read_completion(prompter: Prompter, serving: ServingConfig, raw: bytes | byt
     ]
     check_scores(prompts, params)
     if not body.stream:
-        check_num_logprobs(prompts, params)
+        prompts = fit_num_logprobs(prompts, params, body.max_tokens)
     return ReadBody(prompts=prompts, params=params, shown=shown, **common)
 
 
