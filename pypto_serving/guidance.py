@@ -113,7 +113,7 @@ class Vocabulary:
 
 
 class Compiler:
-    """Compiles grammars for one tokenizer. Any thread may use it. `tokens` has the bytes of each of its tokens."""
+    """Compiles grammars for one tokenizer. `tokens` has the bytes of each of its tokens."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, tokens: Sequence[bytes]) -> None:
         from llguidance import LLParserLimits

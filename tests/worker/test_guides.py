@@ -18,7 +18,7 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.guides import MAX_MUTE, MAX_STRIKES, OWN_FAULTS, RowGuides, Told
 from pypto_serving.worker.guiding.process import Death
-from pypto_serving.worker.guiding.turns import SLOW_S, GuidedRow, Turns
+from pypto_serving.worker.guiding.turns import SLOW_S, FollowedRow, Turns
 from pypto_serving.worker.guiding.wire import GuideAnswers, OpenRow
 from pypto_serving.worker.masks import RowMasks
 from pypto_serving.worker.reasoning import TokenTexts
@@ -241,10 +241,10 @@ def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> Non
 def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -> None:
     turns = Turns()
 
-    def row(text: str) -> GuidedRow:
+    def row(text: str) -> FollowedRow:
         grammar = Grammar("regex", text)
         source = OpenRow(1, 0, Guide(grammar), b"", True, b"", False)
-        return GuidedRow(source, grammar, turns.cost(grammar), deque())
+        return FollowedRow(source, turns.cost(grammar), deque())
 
     slow, slower, quick, late, new, long = map(row, ("slow", "slower", "quick", "late", "new", "a long one"))
     slow.cost.add(2 * SLOW_S, is_token=True)

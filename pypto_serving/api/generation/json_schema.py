@@ -251,7 +251,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
     wanted, is_right = SHAPES[name]
     if not is_right(value):
         raise SchemaError(f"{where} is {brief(value)}, but must be {wanted}")
-    if name == "pattern" and isinstance(value, str):
+    if name == "pattern":
         return _pattern(value, where)
     if name in COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)

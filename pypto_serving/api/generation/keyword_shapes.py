@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pypto_serving.api.generation.numbers import BOUNDS
+from pypto_serving.api.generation.numbers import BOUNDS, is_number
 
 COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -14,12 +14,8 @@ MAPS = frozenset({"properties", "patternProperties"})
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and math.isfinite(value) and value == int(value)
+    return is_number(value) and value >= 0 and math.isfinite(value) and value == int(value)
 
 
 def _is_texts(value: Any) -> bool:
@@ -35,7 +31,7 @@ _Shape = tuple[str, Callable[[Any], bool]]
 _OBJECT: _Shape = ("an object", lambda value: isinstance(value, Mapping))
 _LIST: _Shape = ("a list", lambda value: isinstance(value, list))
 _TEXT: _Shape = ("a text", lambda value: isinstance(value, str))
-_BOUND: _Shape = ("a number", lambda value: _is_number(value) or isinstance(value, bool))
+_BOUND: _Shape = ("a number", lambda value: is_number(value) or isinstance(value, bool))
 SHAPES: Mapping[str, _Shape] = {
     "type": (f"one or more of {', '.join(sorted(_TYPES))}", _is_type),
     "pattern": _TEXT,
@@ -43,7 +39,7 @@ SHAPES: Mapping[str, _Shape] = {
     "required": ("a list of texts", _is_texts),
     "enum": ("a list that is not empty", lambda value: isinstance(value, list) and bool(value)),
     "const": ("any value", lambda value: True),
-    "multipleOf": ("a number above 0", lambda value: _is_number(value) and value > 0),
+    "multipleOf": ("a number above 0", lambda value: is_number(value) and value > 0),
     **dict.fromkeys(COUNTS, ("a whole number of at least 0", _is_count)),
     **dict.fromkeys(BOUNDS, _BOUND),
     **dict.fromkeys(LISTS, _LIST),

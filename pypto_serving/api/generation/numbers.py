@@ -23,13 +23,14 @@ def is_exact(value: float) -> bool:
     return isinstance(value, int) or (len(digits) <= MAX_DIGITS and len(digits) - int(exponent or 0) <= 22)
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of JSON, which true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def inward(name: str, value: Any) -> Any:
     """Return the nearest bound within the one called `name` that is short enough to be read exactly."""
-    if not _is_number(value):
+    if not is_number(value):
         return value
     is_lower = name in ("minimum", "exclusiveMinimum")
     if value < 1 - _EXACT if is_lower else value > _EXACT - 1:
@@ -46,10 +47,8 @@ class Multiples:
     def __init__(self) -> None:
         self._seen: set[tuple[int, int]] = set()
 
-    def add(self, value: Any) -> bool:
-        """Return whether any two values can be joined. Others than numbers are not looked at."""
-        if not _is_number(value):
-            return True
+    def add(self, value: float) -> bool:
+        """Return whether any two values can be joined."""
         _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
         coefficient, places = int("".join(map(str, digits))), -int(exponent)
         if places < 0:

@@ -16,7 +16,7 @@ from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.tokens import id_list, unpack_ids
 from pypto_serving.util import format_size
-from pypto_serving.worker.guiding.turns import GuidedRow, Turns
+from pypto_serving.worker.guiding.turns import FollowedRow, Turns
 from pypto_serving.worker.guiding.walls import OPEN_S, ROW_S, ROW_TOKEN_S, TOKEN_S, TRIM_BYTES, WAIT_S, Walls
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
@@ -51,9 +51,9 @@ class Following:
         self._model_dir = model_dir
         self._vocab_size = vocab_size
         self._prepared: tuple[bytes, Compiler, MaskArray, TokenTexts] | None = None
-        self._rows: dict[int, GuidedRow] = {}
+        self._rows: dict[int, FollowedRow] = {}
         self._turns = Turns()
-        self._waiting: list[GuidedRow] = []
+        self._waiting: list[FollowedRow] = []
         self._resident_bytes = 0
         self._held_bytes = 0
         self._answers = GuideAnswers([], [])
@@ -70,7 +70,7 @@ class Following:
         while message is not None:
             self._take(message)
             message = self._channel.receive()
-        if self._waiting and time.monotonic() - self._waiting[0].waits_since_s > WAIT_S:
+        if self._waiting and time.monotonic() - min(row.waits_since_s for row in self._waiting) > WAIT_S:
             self._refuse(self._largest(), UnavailableError(HELD))
         if (row := self._turns.next()) is not None:
             self._work(row)
@@ -86,16 +86,15 @@ class Following:
                     self._turns.add(row)
                 start += count
         elif isinstance(message, OpenRow):
-            grammar = message.guide.grammar
-            cost, output = self._turns.cost(grammar), deque(unpack_ids(message.output).tolist())
+            cost, output = self._turns.cost(message.guide.grammar), deque(unpack_ids(message.output).tolist())
             if message.is_quick and cost.is_quick is None:
                 cost.is_quick = True
-            row = self._rows[message.life] = GuidedRow(message, grammar, cost, output)
+            row = self._rows[message.life] = FollowedRow(message, cost, output)
             self._turns.add(row)
         elif (row := self._rows.get(message.life)) is not None:
             self._forget(row)
 
-    def _work(self, row: GuidedRow) -> None:
+    def _work(self, row: FollowedRow) -> None:
         """Compile the grammar of a row, or follow one of its tokens; then answer, or give it another turn."""
         if row.guide is None and self._held_bytes > MAX_MATCHER_BYTES // 2:
             row.waits_since_s = row.waits_since_s or time.monotonic()
@@ -115,11 +114,12 @@ class Following:
         self._shared.at_work[0] = 0
         self._measure(row)
 
-    def _step(self, row: GuidedRow) -> None:
+    def _step(self, row: FollowedRow) -> None:
         """Compile the grammar of a row, or follow one of its tokens, within the walls."""
         if row.guide is None:
             compiler, bits, texts = self._prepare(row.source.eos_ids)
-            compile = None if row.grammar is None else partial(compiler.compile, row.grammar)
+            grammar = row.source.guide.grammar
+            compile = None if grammar is None else partial(compiler.compile, grammar)
             eos_ids = id_list(row.source.eos_ids)
             guide = RowGuide(row.source.guide, eos_ids, compile, bits, row.source.jumps, texts)
             self._within(row, guide.open, compiles=True)
@@ -131,7 +131,7 @@ class Following:
             if row.used_s > ROW_S + ROW_TOKEN_S * row.num_tokens:
                 raise GrammarError("the grammar takes too long to follow; simplify it, or make it less ambiguous")
 
-    def _within(self, row: GuidedRow, work: Callable[[], None], compiles: bool) -> None:
+    def _within(self, row: FollowedRow, work: Callable[[], None], compiles: bool) -> None:
         """Do `work` for a row, and count its CPU time; more than it may take ends the process."""
         started_s = time.process_time()
         self._walls.allow(OPEN_S if compiles else TOKEN_S)
@@ -151,7 +151,7 @@ class Following:
             self._resident_bytes = self._walls.resident()
         return self._prepared[1:]
 
-    def _say(self, row: GuidedRow) -> None:
+    def _say(self, row: FollowedRow) -> None:
         assert row.guide is not None
         if row.todo:
             self._turns.add(row)
@@ -164,12 +164,12 @@ class Following:
         said = RowChoice(row.source.life, row.num_tokens, choice.forced, is_masked, is_quick, choice.is_done)
         self._answers.choices.append(said)
 
-    def _refuse(self, row: GuidedRow, error: RequestError) -> None:
+    def _refuse(self, row: FollowedRow, error: RequestError) -> None:
         refusal = RowRefusal(row.source.life, error.status, error.error_code, str(error))
         self._answers.refusals.append(refusal)
         self._forget(row)
 
-    def _forget(self, row: GuidedRow) -> None:
+    def _forget(self, row: FollowedRow) -> None:
         """Drop a row, whatever it has yet to do, and all that its matcher learned."""
         row.is_gone, row.guide = True, None
         self._rows.pop(row.source.life, None)
@@ -181,7 +181,7 @@ class Following:
         for each in waiting:
             self._turns.add(each)
 
-    def _measure(self, row: GuidedRow) -> None:
+    def _measure(self, row: FollowedRow) -> None:
         """Count the memory that a row took; if there is too little, the row that has the most ends."""
         resident_bytes = self._walls.resident()
         grown_bytes = max(0, resident_bytes - self._resident_bytes)
@@ -193,7 +193,7 @@ class Following:
         if self._held_bytes > MAX_MATCHER_BYTES:
             self._refuse(self._largest(), too_large())
 
-    def _largest(self) -> GuidedRow:
+    def _largest(self) -> FollowedRow:
         return max(self._rows.values(), key=lambda each: each.num_bytes)
 
     def _answer(self) -> None:

@@ -39,7 +39,7 @@ class Cost:
 
 
 @dataclass(eq=False)
-class GuidedRow:
+class FollowedRow:
     """A row that the guide process follows.
 
     - `guide`: None until its grammar is compiled.
@@ -51,7 +51,6 @@ class GuidedRow:
     """
 
     source: OpenRow
-    grammar: Grammar | None
     cost: Cost
     todo: deque[int]
     guide: RowGuide | None = None
@@ -72,8 +71,8 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._quick: deque[GuidedRow] = deque()
-        self._others: list[tuple[float, int, int, GuidedRow]] = []
+        self._quick: deque[FollowedRow] = deque()
+        self._others: list[tuple[float, int, int, FollowedRow]] = []
         self._arrivals = itertools.count()
         self._num_turns = 0
         self._costs: OrderedDict[int, Cost] = OrderedDict()
@@ -95,7 +94,7 @@ class Turns:
             self._costs.popitem(last=False)
         return found
 
-    def add(self, row: GuidedRow) -> None:
+    def add(self, row: FollowedRow) -> None:
         """Give a row a turn if it has none."""
         if row.is_busy:
             return
@@ -103,11 +102,12 @@ class Turns:
         if row.cost.is_quick and (row.guide is not None or row.cost.compile_s < SLOW_S):
             self._quick.append(row)
         else:
-            size = 0 if row.grammar is None else len(row.grammar.text)
+            grammar = row.source.guide.grammar
+            size = 0 if grammar is None else len(grammar.text)
             entry = (row.cost.used_s // SLOW_S, size, next(self._arrivals), row)
             heapq.heappush(self._others, entry)
 
-    def next(self) -> GuidedRow | None:
+    def next(self) -> FollowedRow | None:
         """Take the next turn; None if there is none. Rows that are gone have none."""
         while self:
             row = self._quick.popleft() if self._quick else self._next_other()
@@ -116,7 +116,7 @@ class Turns:
                 return row
         return None
 
-    def _next_other(self) -> GuidedRow:
+    def _next_other(self) -> FollowedRow:
         self._num_turns += 1
         if self._num_turns % OLDEST_TURN:
             return heapq.heappop(self._others)[-1]
