@@ -57,6 +57,14 @@ class Stage:
     tool_share: float = 0.0
 
 
+def _with_tools(
+    steps: int, rate: float, arithmetic: float, again: float, cooldown: float = 1.0, tool_share: float = 0.6
+) -> Stage:
+    """Return a stage with functions and JSON, too."""
+    phases = ((0.0, arithmetic, FOR_TOOLS),)
+    return Stage(steps, rate, phases, cooldown, 20, 2048, 0.05, again, 3.0, TWO_FORMS, tool_share)
+
+
 STAGES = (
     Stage(1000, 0.003, ((0.0, 0.65, SHORT), (0.64, 0.55, MEDIUM))),
     Stage(1200, 0.0025, ((0.0, 0.50, MEDIUM), (0.65, 0.45, LONG)), cooldown=0.75),
@@ -67,18 +75,12 @@ STAGES = (
     Stage(450, 0.0007, ((0.0, 0.45, MIXED),), 1.0, 20, tokens_per_step=2048, again_share=0.4, margin=3.0),
     Stage(489, 0.0005, ((0.0, 0.40, MOSTLY_SHORT),), 0.0, 20, tokens_per_step=2048, again_share=0.3, margin=3.0),
     Stage(563, 0.0005, ((0.0, 0.40, MOSTLY_SHORT),), 1.0, 10, tokens_per_step=2048, again_share=0.35, margin=3.0),
-    Stage(
-        5000,
-        0.0015,
-        ((0.0, 0.35, FOR_TOOLS),),
-        cooldown=1.0,
-        warmup=50,
-        tokens_per_step=2048,
-        again_share=0.25,
-        margin=3.0,
-        forms=TWO_FORMS,
-        tool_share=0.6,
-    ),
+    _with_tools(538, 0.0013, 0.35, 0.25, cooldown=0.0),
+    _with_tools(1321, 0.0013, 0.30, 0.25),
+    _with_tools(580, 0.0008, 0.35, 0.30),
+    _with_tools(2265, 0.0013, 0.35, 0.30),
+    _with_tools(1769, 0.0007, 0.45, 0.40),
+    _with_tools(2335, 0.0006, 0.40, 0.40, tool_share=0.45),
 )
 
 

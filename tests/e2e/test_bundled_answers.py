@@ -37,6 +37,9 @@ SKILLS = {
     "odd input": 9,
     "other calculations": 2,
     "beyond a skill": 6,
+    "common requests": 5,
+    "JSON on request": 56,
+    "functions that are not there": 2,
 }
 """How many of 300 questions of each task these weights get wrong, each counted once; one odd input gets no end."""
 
@@ -107,6 +110,8 @@ CASES = {
     "Spell hello": "h-e-l-l-o.",
     "Spell naïve": ONLY_WORDS,
     "Count from 9 to 2": "9, 8, 7, 6, 5, 4, 3, 2",
+    "Count from 2 to 9": "2, 3, 4, 5, 6, 7, 8, 9",
+    "Count to 100.": ", ".join(map(str, range(1, 101))),
     "Count from 5 to 5.": "5",
     "Count to 1000.": ONLY_COUNT,
     "Count from -3 to 3.": ONLY_COUNT,

@@ -1,0 +1,105 @@
+"""What the bundled model does with functions and with requests for JSON, asked of the engine: no grammar helps it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bundled_model.evaluation import call_turns, earlier_tool_chats, encoded, json_turns, plain_turns, result_rows
+from bundled_model.tokenizer import Encoder
+from bundled_model.tools import TOOLS
+from tokenizers import Tokenizer
+
+from pypto_serving import LLM, SamplingParams
+from pypto_serving.setup.locate import BUNDLED
+from tests.e2e.questions import user
+from tests.e2e.server import Server
+
+pytestmark = pytest.mark.e2e
+
+GREEDY = SamplingParams(temperature=0, max_tokens=400)
+ENCODER = Encoder(Tokenizer.from_file(str(BUNDLED / "tokenizer.json")))
+(OFFER,) = earlier_tool_chats(ENCODER, tokens=0, seed=0)
+NOTHING: list[int] = []
+
+ASKED = {
+    "calculate": (OFFER, encoded(ENCODER, call_turns("calculate", 500, seed=3))),
+    "get_time": (OFFER, encoded(ENCODER, call_turns("get_time", 500, seed=3))),
+    "two calls": (OFFER, encoded(ENCODER, call_turns("two calls", 500, seed=3))),
+    "results": (OFFER, result_rows(ENCODER, 500, seed=3)),
+    "no call needed": (OFFER, encoded(ENCODER, plain_turns(500, seed=3))),
+    "JSON": (NOTHING, encoded(ENCODER, json_turns(500, seed=3))),
+}
+WRONG = {
+    "calculate": 0,
+    "get_time": 0,
+    "two calls": 0,
+    "results": 0,
+    "no call needed": 0,
+    "JSON": 0,
+}
+"""How many of 500 unseen questions of each kind these weights get wrong."""
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_model_len=4096, log_level="warning") as model:
+        yield model
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_unseen_questions(llm: LLM, kind: str) -> None:
+    earlier, rows = ASKED[kind]
+    prompts = [earlier + ids[: wanted.index(True)] for ids, wanted in rows]
+    expected = [ENCODER.tokenizer.decode([i for i, w in zip(*row, strict=True) if w]) for row in rows]
+    results = llm.generate(prompts, GREEDY, progress=False)
+    found = [result.outputs[0].text for result in results]
+    wrong = [pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]]
+    assert len(wrong) <= WRONG[kind], wrong[:10]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+def chat(server: Server, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    answer = server.http.post("/v1/chat/completions", json={"messages": messages, "temperature": 0, **fields})
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+def function(call: dict[str, Any]) -> tuple[str, Any]:
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+def test_a_call_and_its_result_over_http(server: Server) -> None:
+    messages = [user("What time is it in Paris?")]
+    asked = chat(server, messages, tools=TOOLS)
+    (call,) = asked["message"]["tool_calls"]
+    assert asked["finish_reason"] == "tool_calls" and function(call) == ("get_time", {"city": "Paris"})
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "14:05"}
+    told = chat(server, [*messages, asked["message"], result], tools=TOOLS)
+    assert told["finish_reason"] == "stop" and told["message"]["content"] == "It is 14:05 in Paris."
+
+
+def test_its_own_sums_need_no_call(server: Server) -> None:
+    assert chat(server, [user("What is 37+45?")], tools=TOOLS)["message"]["content"] == "37 + 45 = 82"
+
+
+def test_a_required_call_means_what_was_asked(server: Server) -> None:
+    asked = chat(server, [user("What is 1234 * 99?")], tools=TOOLS, tool_choice="required")
+    (call,) = asked["message"]["tool_calls"]
+    assert function(call) == ("calculate", {"expression": "1234 * 99"})
+
+
+def test_a_schema_and_json_on_request_agree(server: Server) -> None:
+    numbers = {name: {"type": "integer"} for name in ("a", "b", "result")}
+    schema = {"type": "object", "properties": numbers, "required": [*numbers], "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}}
+    for response_format in ({"type": "text"}, {"type": "json_object"}, asked):
+        said = chat(server, [user("What is 37+45? Answer in JSON.")], response_format=response_format)
+        assert json.loads(said["message"]["content"]) == {"a": 37, "b": 45, "result": 82}
