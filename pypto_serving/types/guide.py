@@ -54,9 +54,11 @@ class Guide(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - `max_reasoning_tokens`: after so many tokens of reasoning, its beginning not counted, the next tokens are what is
       missing of `end_ids`; None for no limit.
     - `field`: the request field that the grammar comes from, for messages.
+    - `compile_s`: CPU time that the grammar took when it was checked; changes whose turn it is, and no output.
     """
 
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None
     max_reasoning_tokens: int | None = None
     field: str = "structured_outputs"
+    compile_s: float = 0.0
