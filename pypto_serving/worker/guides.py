@@ -7,6 +7,7 @@ import signal
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import NamedTuple
 
 import numpy as np
@@ -46,8 +47,9 @@ class GuidedRow:
 
     - `choice`: what the row may append next; None while that is found out.
     - `fault`: why it cannot go on, or None.
-    - `is_quick`: whether its grammar took little time so far.
-    - `unwaited`: for how many tokens no step waits, the next one included; `lateness`: for how many the last time.
+    - `is_quick`: what the process said of its grammar last: see Cost.
+    - `unwaited`: no step waits for this many of its tokens, counted from the next one on.
+    - `lateness`: how many they were when it came too late the last time; 0 if it has been in time since.
     """
 
     def __init__(self, life: int, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
@@ -68,6 +70,13 @@ class GuidedRow:
     @property
     def is_busy(self) -> bool:
         return self.choice is None and self.fault is None
+
+    def fail(self, error: RequestError) -> None:
+        """Let the row go on no more. If that is due to its grammar, name the field of the request that it is from."""
+        self.fault = error
+        if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and self.guide.grammar is not None:
+            self.fault = RequestError(f"{self.guide.field}: {error}", param=self.guide.field, code=error.error_code)
+            self.fault.status = error.status
 
 
 class Told(NamedTuple):
@@ -105,7 +114,7 @@ class RowGuides:
         """Guide `row`, which has the tokens `output` already."""
         guided = self._rows[row] = GuidedRow(next(self._lives), row, sampling, output)
         if guided.guide.grammar is not None and (error := self._refused.get(hash(guided.guide.grammar))) is not None:
-            guided.fault = error
+            guided.fail(error)
         else:
             self._followed[guided.life] = guided
             self._open(guided)
@@ -192,7 +201,7 @@ class RowGuides:
                     guided.choice, guided.is_quick = Choice(choice.forced, mask, choice.is_done), choice.is_quick
             for refusal in answers.refusals:
                 if (guided := self._followed.pop(refusal.life, None)) is not None:
-                    guided.fault = _refused(refusal)
+                    guided.fail(_refused(refusal))
             answers = self._process.receive(0.0)
         return True
 
@@ -221,7 +230,7 @@ class RowGuides:
 
     def _fail(self, guided: GuidedRow, error: RequestError) -> None:
         self._followed.pop(guided.life, None)
-        guided.fault = error
+        guided.fail(error)
 
     def _remember(self, guided: GuidedRow, error: RequestError) -> None:
         self._refused[hash(guided.guide.grammar)] = error

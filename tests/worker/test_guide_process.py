@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -136,6 +137,22 @@ def test_memory_is_bounded_whatever_grammars_take(rows: Rows) -> None:
         for row in [row for row, output in rows.outputs.items() if END in output or len(output) == 3]:
             rows.clear(row)
     assert first is not None and 100 << 20 < most - first < MAX_MATCHER_BYTES
+
+
+def test_steps_wait_while_no_process_may_start(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between processes that keep ending, rather than compute in vain."""
+    rows.start(1, GOOD)
+    while rows.tell().withheld:
+        pass
+    assert rows.process.pid is not None
+    os.kill(rows.process.pid, signal.SIGKILL)
+    rows.process._num_mute = 5
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    while rows.process.pid is not None:
+        rows.tell()
+    waits.clear()
+    assert rows.tell().withheld == {0} and sum(waits) > 0
 
 
 def test_only_deaths_for_no_row_are_held_against_the_process(rows: Rows) -> None:

@@ -235,33 +235,49 @@ def test_a_panic_ends_its_row_alone(rows: Rows, monkeypatch: pytest.MonkeyPatch)
 def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> None:
     rows.start(0, Guide(Grammar("lark", "start: <unheard_of>")))
     fault = rows.ready(0).faults[0]
-    assert (fault.status, fault.error_code) == (400, "invalid_grammar") and "unheard_of" in str(fault)
+    assert (fault.status, fault.error_code, fault.param) == (400, "invalid_grammar", "structured_outputs")
+    assert str(fault).startswith("structured_outputs: ") and "unheard_of" in str(fault)
 
 
 def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -> None:
     turns = Turns()
 
     def row(text: str) -> FollowedRow:
-        grammar = Grammar("regex", text)
-        source = OpenRow(1, 0, Guide(grammar), b"", True, b"", False)
-        return FollowedRow(source, turns.cost(grammar), deque())
+        guide = Guide(Grammar("regex", text), compile_s=SLOW_S if text == "hard" else 0.0)
+        return FollowedRow(OpenRow(1, 0, guide, b"", True, b"", False), turns.cost(guide), deque())
 
-    slow, slower, quick, late, new, long = map(row, ("slow", "slower", "quick", "late", "new", "a long one"))
-    slow.cost.add(2 * SLOW_S, is_token=True)
+    texts = ("slow", "slower", "quick", "late", "new", "a long one", "hard")
+    slow, slower, quick, late, new, long, hard = map(row, texts)
+    slow.cost.add(3 * SLOW_S, is_token=True)
     slow.cost.add(0.0, is_token=True)
-    slower.cost.add(3 * SLOW_S, is_token=True)
+    slower.cost.add(4 * SLOW_S, is_token=True)
     quick.cost.add(2 * SLOW_S, is_token=False)
     quick.guide = RowGuide(BUDGET, (), None, np.zeros(1, np.uint32), True, TokenTexts([b"x"] * 320))
     quick.cost.add(SLOW_S / 2, is_token=True)
     late.cost.add(SLOW_S / 2, is_token=True)
     gone, again = row("late"), row("quick")
-    for each in (slower, slow, again, long, new, gone, quick, late, quick):
+    for each in (slower, slow, again, hard, long, new, gone, quick, late, quick):
         turns.add(each)
     gone.is_gone = True
     order = []
     while (each := turns.next()) is not None:
         order.append(each)
-    assert order == [quick, late, new, long, slow, slower, again] and not turns, "every fourth is the oldest"
+    assert order == [quick, late, new, long, hard, slower, slow, again] and not turns, "every fourth is the oldest"
+
+
+def test_no_grammar_is_slow_for_good() -> None:
+    cost = Turns().cost(REGEX)
+    cost.add(SLOW_S / 2, is_token=False)
+    assert not cost.is_quick
+    for _ in range(1000):
+        cost.add(SLOW_S / 2, is_token=True)
+    assert cost.is_quick and cost.lately_s <= SLOW_S, "many requests are no reason to go last"
+    cost.add(20 * SLOW_S, is_token=True)
+    num_quick = 0
+    while not cost.is_quick:
+        cost.add(SLOW_S / 2, is_token=True)
+        num_quick += 1
+    assert 20 < num_quick < 40
 
 
 def test_rows_that_were_quick_come_first_in_a_new_process(rows: Rows) -> None:

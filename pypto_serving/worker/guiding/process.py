@@ -85,10 +85,14 @@ class GuideProcess:
         return channel
 
     def receive(self, timeout_s: float) -> GuideAnswers | None:
-        """Return what the process found out, or None if nothing comes in time."""
+        """Return what the process found out, or None if nothing comes in time.
+
+        Between processes it waits as well, so that the caller does not compute in vain until the next one starts.
+        """
         if self._unsent:
             self._flush()
         if self._channel is None:
+            time.sleep(max(0.0, min(timeout_s, self._restart_s - time.monotonic())))
             return None
         answers = self._channel.receive(timeout_s)
         if answers is not None:

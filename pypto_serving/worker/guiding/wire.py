@@ -31,7 +31,7 @@ class GuideStart(msgspec.Struct, frozen=True):
 class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask.
 
-    `is_quick` is what another process said of it before it died.
+    `is_quick` is what another process said of its grammar before it died: see Cost.
     """
 
     life: int
@@ -60,7 +60,7 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False
 class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a row of `num_tokens` output tokens may append next: see Choice.
 
-    `is_masked`: whether its mask is in the shared memory; `is_quick`: whether it took little time so far.
+    `is_masked`: whether its mask is in the shared memory; `is_quick`: as in Cost.
     """
 
     life: int
