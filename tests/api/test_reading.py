@@ -78,7 +78,7 @@ def test_a_template_that_does_not_end_costs_its_own_chat_only(
     hostile: RunningServer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "QUICK_S", 0.2)
-    monkeypatch.setattr(bodies, "READ_S", 0.5)
+    monkeypatch.setattr(bodies, "READ_S", 0.3)
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(hostile.post, CHAT, chat(name))
         assert is_served_until(hostile, slow)

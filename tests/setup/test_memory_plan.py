@@ -96,10 +96,10 @@ def test_tables_for_every_position_are_planned() -> None:
 
 
 def test_vocabularies_that_processes_hold_are_planned() -> None:
-    """Measured: four processes hold a tokenizer, of about 700 bytes for each token."""
+    """Measured: five processes hold a tokenizer, of about 700 bytes for each token."""
     limits = BackendLimits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=2)
     small, large = (workspace_bytes(make_model(vocab_size=size), limits) for size in (1000, 152_000))
-    assert large - small > 4 * 700 * 151_000
+    assert large - small > 5 * 700 * 151_000
 
 
 @pytest.mark.parametrize("groups", [(FULL,), deepseek_v4_groups()])

@@ -36,7 +36,7 @@ ANSWER_S = 0.002
 
 
 class Following:
-    """Owns the guides of rows in the guide process. Each has matchers of its own, so no row depends on others.
+    """Owns the guides of rows in a guide process. Each has matchers of its own, so no row depends on others.
 
     Memory: while all matchers together take more than half of what they may, rows that are not open yet wait for others
     to leave, for WAIT_S at most; then, and beyond all of it, the row that takes the most ends.
@@ -160,8 +160,8 @@ class Following:
         if choice.mask is not None:
             mask = self._shared.masks[row.source.row]
             mask[:] = choice.mask[: len(mask)]
-        is_masked, is_quick = choice.mask is not None, row.cost.is_quick
-        said = RowChoice(row.source.life, row.num_tokens, choice.forced, is_masked, is_quick, choice.is_done)
+        is_masked, pace = choice.mask is not None, row.cost.pace
+        said = RowChoice(row.source.life, row.num_tokens, choice.forced, is_masked, pace, choice.is_done)
         self._answers.choices.append(said)
 
     def _refuse(self, row: FollowedRow, error: RequestError) -> None:

@@ -1,4 +1,4 @@
-"""Turns: which row the guide process works for next."""
+"""Turns: which row a guide process works for next."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from pypto_serving.types.guide import Guide
-from pypto_serving.worker.guiding.wire import OpenRow
+from pypto_serving.worker.guiding.wire import OpenRow, Pace
 from pypto_serving.worker.row_guide import RowGuide
 
-SLOW_S = 0.05
+SLOW_S = 0.02
 """CPU time to compile a grammar, or to follow a token, from which on that is slow."""
 FADING = 0.9
 """What a token took counts that much less with each one that follows, so that no grammar is slow for good."""
@@ -40,6 +40,12 @@ class Cost:
         """Return whether tokens were followed, and lately each of them quickly."""
         return self.token_s is not None and self.token_s < SLOW_S
 
+    @property
+    def pace(self) -> Pace:
+        if self.compile_s >= SLOW_S or (self.token_s or 0.0) >= SLOW_S:
+            return "slow"
+        return "quick" if self.is_quick else "new"
+
     def add(self, used_s: float, is_token: bool) -> None:
         """Add the CPU time to compile the grammar, or to follow a token."""
         if is_token:
@@ -50,7 +56,7 @@ class Cost:
 
 @dataclass(eq=False)
 class FollowedRow:
-    """A row that the guide process follows.
+    """A row that a guide process follows.
 
     - `guide`: None until its grammar is compiled.
     - `num_tokens`: how many tokens the guide has; `todo`: those that it has yet to append.
