@@ -105,7 +105,9 @@ class Follower:
             self._appended = []
 
     def receive(self, timeout_s: float) -> bool:
-        """Take in what the process found out so far; return False for nothing. If it died, start over."""
+        """Take in what the process found out of its rows; return False for nothing. If it died, start over."""
+        if not self.rows:
+            return False
         answers = self.process.receive(timeout_s)
         if answers is None:
             if (death := self.process.death()) is not None:

@@ -97,8 +97,7 @@ class RowGuides:
         found = {i: guided for i, row in enumerate(rows.tolist()) if (guided := self._rows.get(row)) is not None}
         if not found:
             return None
-        if any(follower.rows for follower in self._followers):
-            self._wait({guided for guided in found.values() if guided.is_busy}, len(rows))
+        self._wait({guided for guided in found.values() if guided.is_busy}, len(rows))
         told = Told(found, set(), {}, {})
         for i, guided in found.items():
             mask = None

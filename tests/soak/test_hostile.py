@@ -27,11 +27,11 @@ GROWTH_BYTES = 500 << 20
 EXPENDABLE = ("pypto_serving.api.reading", "pypto_serving.worker.guiding")
 NUM_MUTATED = 20_000
 ANSWER_S = 2.0
-GUIDED_ANSWER_S = 10.0
+GUIDED_ANSWER_S = 6.0
 """A new grammar waits for the one that the worker's process compiles just then: 4 s of CPU time at most, and until that
 process has started anew."""
-STREAM_GAP_S = 10.0
-"""Between two tokens of a stream with a grammar: another one may be compiled, and end the process."""
+STREAM_GAP_S = 6.0
+"""The same between two tokens of a stream with a grammar."""
 QUESTION = [{"role": "user", "content": "What is 1+1?"}]
 GOOD: dict[str, tuple[str, dict[str, Any], float]] = {
     "ids": ("/v1/completions", {"prompt": [7, 8, 9], "ignore_eos": True}, ANSWER_S),
