@@ -277,7 +277,7 @@ def test_definitions_are_not_copied_without_end(family: str) -> None:
     large = {"type": "integer", **{f"x{i}": 0 for i in range(1000)}}
     properties = {f"p{i}": {"$ref": "#/$defs/A"} for i in range(300)}
     tool = {"name": "f", "parameters": {"properties": properties, "$defs": {"A": large}}}
-    with pytest.raises(RequestError, match="have more than 200000 values in all; refer to fewer"):
+    with pytest.raises(RequestError, match="have more than 262144 values in all; refer to fewer"):
         forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options())
 
 

@@ -17,7 +17,7 @@ Place = tuple[str, str]
 """Where a definition is, and its name."""
 MAX_VISITS = 256
 """Schemas that may say together which texts a parameter may be."""
-MAX_COPIED = 200_000
+MAX_COPIED = 1 << 18
 """Values in the definitions that go with parameters, counted for each."""
 _DEFINED = ("$defs", "definitions")
 _UNREADABLE = ("anyOf", "oneOf", "allOf", "enum", "const", "patternProperties", "minProperties", "maxProperties")
