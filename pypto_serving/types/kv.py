@@ -16,6 +16,9 @@ from pypto_serving.util import ceil_div
 CHECKPOINT_TOKENS = 2048
 """Tails of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
 
+RUN_TOKENS = 16
+"""While a sequence decodes, windows and states take and give back blocks of so many tokens at once, if not of more."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
 
 
@@ -83,6 +86,15 @@ class GroupSpec(msgspec.Struct, metaclass=_AbstractStruct, frozen=True, kw_only=
         """Bytes of one block over all layers of the group."""
         return sum(len(t.layers) * (self.block_size // t.ratio) * t.row_bytes for t in self.tensors)
 
+    @property
+    def run(self) -> int:
+        """Blocks that a growing table takes at once."""
+        return 1
+
+    def table_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks, those given back included, in the table of a sequence of `num_tokens` tokens."""
+        return ceil_div(num_tokens, self.block_size * self.run) * self.run
+
     @abc.abstractmethod
     def first_needed(self, num_tokens: int) -> int:
         """Return the first position whose row the token at position `num_tokens`, or one after it, reads."""
@@ -137,6 +149,10 @@ class TailSpec(GroupSpec, frozen=True, kw_only=True):
     keeps_history: ClassVar[bool] = False
 
     @property
+    def run(self) -> int:
+        return max(1, RUN_TOKENS // self.block_size)
+
+    @property
     @abc.abstractmethod
     def _repeat(self) -> int:
         """Tokens after which the places of rows in blocks repeat."""
@@ -147,7 +163,10 @@ class TailSpec(GroupSpec, frozen=True, kw_only=True):
 
     @abc.abstractmethod
     def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks over which `step_tokens` successive tokens and the rows they read can extend."""
+        """Return the most blocks from the first row that `step_tokens` successive tokens read to the end of their runs.
+
+        The last of the tokens may be the first of a run.
+        """
 
     @abc.abstractmethod
     def tail_blocks(self, step: int) -> int:
@@ -158,8 +177,8 @@ class TailSpec(GroupSpec, frozen=True, kw_only=True):
         return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
 
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
-        """Return the blocks read by the unsettled tokens, plus the tail at the last multiple of `step`."""
-        total = ceil_div(num_tokens, self.block_size)
+        """Return the blocks that the unsettled tokens read or took, plus the tail at the last multiple of `step`."""
+        total = self.table_blocks(num_tokens)
         return min(total, self.read_blocks(step_tokens)) + min(total, self.tail_blocks(step))
 
     def blocks_per_token(self, step: int) -> Fraction:
@@ -188,8 +207,8 @@ class WindowSpec(TailSpec, frozen=True, kw_only=True, tag="sliding_window"):
         return position + self.window - 1
 
     def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks; the rows that the tokens read can begin anywhere in a block."""
-        return ceil_div(self.block_size - 1 + self.window - 1 + step_tokens, self.block_size)
+        """Return the most blocks: a run, and those of the rows that lie before it."""
+        return self.run + ceil_div(self.window - 1 + step_tokens - 1, self.block_size)
 
     def tail_blocks(self, step: int) -> int:
         return ceil_div(self.window - 1, self.block_size)
@@ -229,14 +248,13 @@ class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
         return (position + self.overlap) // self.period * self.period + self.period - 1
 
     def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks.
+        """Return the most blocks: a run, and those of the rows that lie before it.
 
-        The rows that the tokens read begin `overlap` tokens before a period, at -overlap modulo
-        gcd(period, block_size).
+        A run begins anywhere in a period, but at a multiple of gcd(period, tokens of a run).
         """
-        shared = math.gcd(self.period, self.block_size)
-        start = self.block_size - shared + -self.overlap % shared
-        return ceil_div(start + self.overlap + self.period - 1 + step_tokens, self.block_size)
+        shared = math.gcd(self.period, self.run * self.block_size)
+        before = ceil_div(step_tokens - 1, shared) * shared
+        return self.run + ceil_div(before + self.period - shared + self.overlap, self.block_size)
 
     def tail_blocks(self, step: int) -> int:
         """Return the most blocks; a multiple lies at most `period - gcd(period, step)` tokens into its period."""
