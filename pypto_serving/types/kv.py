@@ -143,37 +143,49 @@ class CompressedSpec(FullSpec, frozen=True, kw_only=True, tag="compressed"):
 class TailSpec(GroupSpec, frozen=True, kw_only=True):
     """A group whose queries read only the last rows: an interval of positions, whose blocks are needed.
 
-    `first_needed` never decreases, so a block that is not needed any more stays so.
+    A query at position p reads the rows of its period up to p, and `overlap` rows before that period: those of
+    [p // period * period - overlap, p]. What is not needed any more stays so.
     """
 
     keeps_history: ClassVar[bool] = False
 
     @property
-    def run(self) -> int:
-        return max(1, RUN_TOKENS // self.block_size)
+    @abc.abstractmethod
+    def period(self) -> int: ...
 
     @property
     @abc.abstractmethod
-    def _repeat(self) -> int:
-        """Tokens after which the places of rows in blocks repeat."""
+    def overlap(self) -> int: ...
 
-    @abc.abstractmethod
+    @property
+    def run(self) -> int:
+        return max(1, RUN_TOKENS // self.block_size)
+
+    def first_needed(self, num_tokens: int) -> int:
+        return max(0, num_tokens // self.period * self.period - self.overlap)
+
     def last_reader(self, position: int) -> int:
         """Return the last position that reads the row at `position`."""
+        return (position + self.overlap) // self.period * self.period + self.period - 1
 
-    @abc.abstractmethod
     def read_blocks(self, step_tokens: int) -> int:
         """Return the most blocks from the first row that `step_tokens` successive tokens read to the end of their runs.
 
-        The last of the tokens may be the first of a run.
+        The last of the tokens may be the first of a run. A run begins at a multiple of gcd(period, tokens of a run).
         """
+        shared = math.gcd(self.period, self.run * self.block_size)
+        before = ceil_div(step_tokens - 1, shared) * shared
+        return self.run + ceil_div(before + self.period - shared + self.overlap, self.block_size)
 
-    @abc.abstractmethod
     def tail_blocks(self, step: int) -> int:
-        """Return the most blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple."""
+        """Return the most blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple.
+
+        A multiple lies at most `period - gcd(period, step)` tokens into its period.
+        """
+        return ceil_div(self.period - math.gcd(self.period, step) + self.overlap, self.block_size)
 
     def min_live_blocks(self, num_tokens: int) -> int:
-        recent = range(max(0, num_tokens - self._repeat), num_tokens)
+        recent = range(max(0, num_tokens - math.lcm(self.block_size, self.period)), num_tokens)
         return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
 
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
@@ -197,21 +209,12 @@ class WindowSpec(TailSpec, frozen=True, kw_only=True, tag="sliding_window"):
             raise ConfigError(f"KV group {self.name}: a sliding window of {self.window} tokens must be at least 1")
 
     @property
-    def _repeat(self) -> int:
-        return self.block_size
+    def period(self) -> int:
+        return 1
 
-    def first_needed(self, num_tokens: int) -> int:
-        return max(0, num_tokens - self.window + 1)
-
-    def last_reader(self, position: int) -> int:
-        return position + self.window - 1
-
-    def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks: a run, and those of the rows that lie before it."""
-        return self.run + ceil_div(self.window - 1 + step_tokens - 1, self.block_size)
-
-    def tail_blocks(self, step: int) -> int:
-        return ceil_div(self.window - 1, self.block_size)
+    @property
+    def overlap(self) -> int:
+        return self.window - 1
 
 
 class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
@@ -223,7 +226,7 @@ class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
         periods |---|---|---|---|---|---|---|---|
         blocks  [       0       |       1       )
                             [-------)               token 19 reads [12, 20): blocks 0 and 1
-                                [----)              token 20 reads [16, 21): block 0 is free
+                                [----)              token 20 reads [16, 21): block 0 is not needed
                                             [---)   resuming at 32 needs [28, 32): block 1
     """
 
@@ -236,29 +239,6 @@ class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
             raise ConfigError(
                 f"KV group {self.name}: period {self.period} must be at least 1, and overlap {self.overlap} at least 0"
             )
-
-    @property
-    def _repeat(self) -> int:
-        return math.lcm(self.block_size, self.period)
-
-    def first_needed(self, num_tokens: int) -> int:
-        return max(0, num_tokens // self.period * self.period - self.overlap)
-
-    def last_reader(self, position: int) -> int:
-        return (position + self.overlap) // self.period * self.period + self.period - 1
-
-    def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks: a run, and those of the rows that lie before it.
-
-        A run begins anywhere in a period, but at a multiple of gcd(period, tokens of a run).
-        """
-        shared = math.gcd(self.period, self.run * self.block_size)
-        before = ceil_div(step_tokens - 1, shared) * shared
-        return self.run + ceil_div(before + self.period - shared + self.overlap, self.block_size)
-
-    def tail_blocks(self, step: int) -> int:
-        """Return the most blocks; a multiple lies at most `period - gcd(period, step)` tokens into its period."""
-        return ceil_div(self.period - math.gcd(self.period, step) + self.overlap, self.block_size)
 
 
 KVCacheGroupSpec = FullSpec | CompressedSpec | WindowSpec | StateSpec
