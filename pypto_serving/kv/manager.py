@@ -245,6 +245,8 @@ class KVCacheManager:
         if sequence is None:
             return
         self._tiers.promotions.abandon(request_id)
+        if not sequence.capacity:
+            return
         self._settler.keep_tails(sequence, sequence.held)
         for part in sequence.parts:
             part.group.pool.free(part.tail)
