@@ -14,7 +14,7 @@ from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
-from pypto_serving.util import ceil_div, format_size
+from pypto_serving.util import format_size
 
 PROCESS_BYTES, TOKEN_BYTES = 384 << 20, 3584
 """Resident memory of the API process, its idle readers, the core, the worker and its guide processes, beside weights,
@@ -228,7 +228,7 @@ def row_bytes(groups: Sequence[KVCacheGroupSpec], limits: BackendLimits) -> int:
 
     They are taken as rows are first used, and kept.
     """
-    tables = sum(ceil_div(limits.max_model_len, group.block_size) for group in groups)
+    tables = sum(group.table_blocks(limits.max_model_len) for group in groups)
     rows = max(limits.max_num_seqs, *limits.traits.padded_rows, 0)
     kept, copied = limits.max_num_seqs * (limits.max_model_len + tables), limits.held_dispatches * rows * tables
     return 4 * (kept + copied)
