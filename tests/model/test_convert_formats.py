@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pypto_serving.cli import main
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.convert.conversion import convert
@@ -158,18 +160,28 @@ def test_what_cannot_be_converted(checkpoint: MakeCheckpoint, tmp_path: Path) ->
     assert "converted to w8a8 only, not to mxfp4" in refused(checkpoint("deepseek_v4_fast"), Mxfp4())
 
 
+def add_drafts(path: Path, inventory: DeepseekV4Inventory) -> None:
+    """Random draft layers."""
+    generator, tensors = torch.Generator().manual_seed(0), load_file(path / "model.safetensors")
+    for name, tensor in inventory.drafts.items():
+        values = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = values if tensor.role == "float" else values.bfloat16()
+    save_file(tensors, path / "model.safetensors")
+
+
 @pytest.mark.parametrize("form", ["released", "base", None])
 def test_deepseek_v4_to_int8(tmp_path: Path, form: str | None) -> None:
     """Large matrices and experts become int8 with scales [n], latents bfloat16; all else stays bit by bit."""
     source = make_checkpoint(tmp_path / "source", "deepseek_v4_fast", "bfloat16")
+    _, config = load_config(source)
+    add_drafts(source, DeepseekV4Inventory(config))
     plain = {name.removesuffix(".weight"): tensor for name, tensor in load_file(source / "model.safetensors").items()}
     means = plain | (quantise_deepseek(source, form) if form else {})
     target = converted(source, tmp_path / "target", W8A8())
-    _, config = load_config(target)
-    inventory = DeepseekV4Inventory(config)
-    Checkpoint.open(target).require(inventory.expected(), inventory.ignores)
+    inventory = DeepseekV4Inventory(load_config(target)[1])
+    Checkpoint.open(target).require(inventory.expected(mtp=True), lambda _: False)
     before, after = tensors_of(source), tensors_of(target)
-    for name, tensor in inventory.model.items():
+    for name, tensor in (inventory.model | inventory.drafts).items():
         module = name.removesuffix(".weight")
         if tensor.role in ("linear", "expert"):
             weights = means[module].float()
@@ -183,3 +195,23 @@ def test_deepseek_v4_to_int8(tmp_path: Path, form: str | None) -> None:
     raw = json.loads((target / "config.json").read_text())
     assert "expert_dtype" not in raw and raw["torch_dtype"] == "bfloat16"
     assert load_spec(target).quantization == "int8"
+
+
+def test_the_commands(checkpoint: MakeCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = str(checkpoint(dtype="bfloat16")), str(tmp_path / "target")
+    assert main(["convert", source, target, "--format", "w4a16", "--group-size", "64"]) == 0
+    assert "is complete" in capsys.readouterr().out
+    assert main(["check", target]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"int4 g64 +21 +147456 +4.268", shown)
+    assert "a token reads 120576 bytes of weights" in shown
+    assert "Cannot be served: its weights are int4 g64" in shown
+    assert main(["check", target, "--json"]) == 0
+    weights = json.loads(capsys.readouterr().out)["weights"]
+    assert weights["linear_layers"][0]["name"] == "int4 g64" and weights["token_bytes"] == 120_576
+    for options, words in (
+        (("w4a16", "--group-size", "16"), "--group-size is 16, but must be 32, 64 or 128"),
+        (("mxfp4", "--group-size", "32"), "only w4a16 lets it be chosen"),
+    ):
+        assert main(["convert", source, str(tmp_path / "other"), "--format", *options]) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "other").exists()
