@@ -203,6 +203,18 @@ def test_numbers_that_are_none(tmp_path: Path, format: str, tensor: str, value: 
     assert f"{MODULE}.{tensor}" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("format", "name"), [("gptq_asym", "g_idx"), ("int4_g32", "weight_g_idx")])
+def test_act_order_is_refused_by_its_tensor(tmp_path: Path, format: str, name: str) -> None:
+    """Not by the flag `desc_act`, which files have whose groups are neighbours."""
+    path, means = made(tmp_path, format)
+    order = torch.arange(384, dtype=torch.int32) // 32
+    change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": order}))
+    assert np.array_equal(dequantised(read(*inventory_of(path), MODULE)), means[MODULE].numpy())
+    change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": order.flip(0)}))
+    with pytest.raises(ModelError, match=rf"{MODULE}.{name} puts input 0 into group 11, not 0: act-order"):
+        read(*inventory_of(path), MODULE)
+
+
 def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:
     """Those of zeros are written by habit; others are not left out in silence."""
     path, means = made(tmp_path, "gptq")
