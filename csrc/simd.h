@@ -202,6 +202,18 @@ INLINE bf16 narrow(float x) {
   return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+INLINE float half_to_float(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+  float y;
+  if (exponent == 0) {
+    y = static_cast<float>(fraction) * 5.9604645e-8f;
+    return sign ? -y : y;
+  }
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
 // Stores 16 floats as bfloat16.
 INLINE void store_narrow(bf16* p, Floats x) {
 #if defined(__AVX512BF16__)
@@ -317,6 +329,108 @@ INLINE PairRegister dot_bytes(PairRegister total, PairRegister a, PairRegister b
   const PairRegister even = multiply_shorts((PairRegister)((Shorts)((Shorts)a << 8) >> 8), b & bytes);
   const PairRegister odd = multiply_shorts((PairRegister)((Shorts)a >> 8), (b >> 8) & bytes);
   return total + even + odd;
+#endif
+}
+
+// As `dot`, of one pair b in all lanes, which the instruction broadcasts by itself. Compilers would use a register.
+INLINE Register dot_all(Register total, PairRegister a, const Pair* b) {
+#if defined(__AVX512BF16__)
+  asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(total) : "v"(a), "m"(*b));
+  return total;
+#else
+  return dot(total, a, broadcast(*b));
+#endif
+}
+
+// As dot_bytes, of unsigned bytes a up to 24 and a quad b of signed bytes in all lanes, for a run of products: four
+// quads, or eight where a is at most 15. Sums of a run do not saturate 16 bits: 4 * 2 * 24 * 127 < 2^15.
+#if defined(__AVX512VNNI__) || !defined(__AVX2__)
+constexpr bool kRunsOfShorts = false;
+INLINE PairRegister begin_run(PairRegister total) { return total; }
+INLINE PairRegister dot_run(PairRegister run, PairRegister a, const Pair* b) {
+#if defined(__AVX512VNNI__)
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(run) : "v"(a), "m"(*b));
+  return run;
+#else
+  return dot_bytes(run, broadcast(*b), a);
+#endif
+}
+INLINE PairRegister end_run(PairRegister, PairRegister run) { return run; }
+#else
+constexpr bool kRunsOfShorts = true;
+INLINE PairRegister begin_run(PairRegister) { return PairRegister{}; }
+INLINE PairRegister dot_run(PairRegister run, PairRegister a, const Pair* b) {
+#if defined(__AVX512BW__)
+  return (PairRegister)_mm512_add_epi16((__m512i)run, _mm512_maddubs_epi16((__m512i)a, (__m512i)broadcast(*b)));
+#else
+  return (PairRegister)_mm256_add_epi16((__m256i)run, _mm256_maddubs_epi16((__m256i)a, (__m256i)broadcast(*b)));
+#endif
+}
+INLINE PairRegister end_run(PairRegister total, PairRegister run) {
+  return total + multiply_shorts(run, PairRegister{} + 0x00010001);
+}
+#endif
+
+// Numbers of 16 bits: IEEE 754 halves.
+INLINE Register load_halves(const void* p) {
+#if defined(__AVX512F__)
+  return (Register)_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Register)_mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+  uint16_t halves[kRegisterLanes];
+  std::memcpy(halves, p, sizeof halves);
+  Register x;
+  for (int i = 0; i < kRegisterLanes; i++) x[i] = half_to_float(halves[i]);
+  return x;
+#endif
+}
+
+// Unsigned bytes and shorts as integers.
+INLINE PairRegister load_bytes(const void* p) {
+#if defined(__AVX512F__)
+  return (PairRegister)_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (PairRegister)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+#else
+  PairRegister x;
+  for (int i = 0; i < kRegisterLanes; i++) x[i] = static_cast<const uint8_t*>(p)[i];
+  return x;
+#endif
+}
+
+INLINE PairRegister load_shorts(const void* p) {
+#if defined(__AVX512F__)
+  return (PairRegister)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return (PairRegister)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+  PairRegister x;
+  for (int i = 0; i < kRegisterLanes; i++) x[i] = static_cast<const bf16*>(p)[i];
+  return x;
+#endif
+}
+
+// A table of 16 bytes, four times.
+struct alignas(64) ByteTable {
+  uint8_t entries[64];
+};
+
+// Each byte: the entry of the low half of a byte of x.
+INLINE PairRegister look_up(const ByteTable& table, PairRegister x) {
+#if defined(__AVX512VBMI__)
+  return (PairRegister)_mm512_permutexvar_epi8((__m512i)x, _mm512_load_si512(&table));
+#elif defined(__AVX512BW__)
+  return (PairRegister)_mm512_shuffle_epi8(_mm512_load_si512(&table), (__m512i)(x & 0x0f0f0f0f));
+#elif defined(__AVX2__)
+  const __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(&table));
+  return (PairRegister)_mm256_shuffle_epi8(entries, (__m256i)(x & 0x0f0f0f0f));
+#else
+  uint8_t bytes[sizeof x];
+  std::memcpy(bytes, &x, sizeof x);
+  for (uint8_t& byte : bytes) byte = table.entries[byte & 15];
+  std::memcpy(&x, bytes, sizeof x);
+  return x;
 #endif
 }
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.kernels import INT8 as INT8_FORM
 from pypto_serving.kernels import PANEL, Engine, Matrix, Stored, zeros
 from pypto_serving.model.checkpoint import INT8, StoredTensor
 from pypto_serving.model.packed_file import PackedFile
@@ -120,7 +121,7 @@ class PackedWeights:
             if not int8:
                 return Matrix(memory, n, k, bias)
             scales, compensation = memory[words:].reshape(2, outputs)
-            return Matrix(memory[:words], n, k, bias, scales.view(np.float32), compensation.view(np.int32))
+            return Matrix(memory[:words], n, k, bias, scales.view(np.float32), compensation.view(np.int32), INT8_FORM)
 
         scales = [self._tensors[scale_name(tensor.name)] for tensor in tensors] if int8 else []
         size = words + 2 * outputs if int8 else words
