@@ -33,7 +33,7 @@ struct Stream {
 };
 
 // Scale and zero points of a group, the `index`-th of its head, for outputs `lane` on.
-INLINE Register group_scale(const char* head, Scale scale, int64_t index, int64_t lane) {
+INLINE Register load_scale(const char* head, Scale scale, int64_t index, int64_t lane) {
   const int64_t at = index * kLanes + lane;
   switch (scale) {
     case Scale::kBf16: return (Register)(load_shorts(head + at * 2) << 16);
@@ -46,6 +46,15 @@ INLINE Register group_scale(const char* head, Scale scale, int64_t index, int64_
     default: return (Register)broadcast(reinterpret_cast<const Pair*>(head)[index]);
   }
 }
+
+// The scales of a head in float32, for a register of outputs.
+struct Scales {
+  alignas(64) float values[16 * kRegisterLanes];
+  ALWAYS_INLINE void read(const char* head, Scale scale, int64_t heads, int64_t lane) {
+    for (int64_t i = 0; i < heads; i++) store_sums(values + i * kRegisterLanes, load_scale(head, scale, i, lane));
+  }
+  ALWAYS_INLINE Register of(int64_t group) const { return load_sums(values + group * kRegisterLanes); }
+};
 
 INLINE PairRegister group_zeros(const char* head, const Form& form, int64_t index, int64_t lane) {
   return load_bytes(head + form.heads() * form.scale_bytes() + index * kLanes + lane);
@@ -78,21 +87,25 @@ struct Codes<Weights::kE2m1> {  // 12 plus twice the value
 template <int M, Weights kWeights>
 static void multiply_bytes(const HalfTile& t) {
   using Table = Codes<kWeights>;
-  constexpr int kChains = M <= 4 && kRegisterLanes == kLanes ? 2 : 1;  // as many sums as hide the latency of a dot
+  // As many sums of a row as hide the latency of a dot, and lines to go round them.
+  constexpr int kChains = kRegisterLanes < kLanes || kRunsOfShorts || M > 4 ? 1 : M > 1 ? 2 : 4;
+  constexpr int kLines = kRunsOfShorts ? Table::kRun : M > 4 ? 1 : 2;
   const Form form = *t.form;
   const int64_t heads = form.heads(), head_bytes = form.head_bytes(), lines = form.span / 8;
   const int64_t spans = kScaled / form.span, blocks = (t.k + kScaled - 1) / kScaled;
   for (int pass = 0; pass < kHalf; pass++) {
     const int64_t lane = pass * kRegisterLanes;
     Stream stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
-    const Pair *x = t.x, *scales = t.x + t.k / 4 * M, *starts = scales + blocks * M;
+    const Pair *x = t.x, *x_scales = t.x + t.k / 4 * M, *starts = x_scales + blocks * M;
     float* c = t.c + lane;
+    Scales scales;
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) store_sums(c + m * kPanel, Register{});
     Register block[M] = {};
     int64_t until = spans;  // groups left in the block
     for (int64_t left = t.k / 8; left > 0;) {
       const char* head = stream.skip(head_bytes);
+      scales.read(head, form.scale, heads, lane);
       for (int64_t i = 0; i < heads && left > 0; i++) {
         PairRegister sums[M][kChains] = {};
         if (form.zeros) {
@@ -106,40 +119,45 @@ static void multiply_bytes(const HalfTile& t) {
         starts += M;
         const int64_t mine = min(lines, left);
         left -= mine;
-        for (int64_t line = 0; line < mine; line += Table::kRun) {
+        for (int64_t line = 0; line < mine; line += kLines) {
           PairRegister run[M][kChains];
 #pragma GCC unroll 12
           for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
             for (int chain = 0; chain < kChains; chain++) run[m][chain] = begin_run(sums[m][chain]);
 #pragma GCC unroll 4
-          for (int each = 0; each < Table::kRun; each++) {
+          for (int each = 0; each < kLines; each++) {
+            const int first = 2 * each % kChains, second = (2 * each + 1) % kChains;
             PairRegister low, high;
             const Pair* words = reinterpret_cast<const Pair*>(stream.skip(64));
             Table::unpack(load_register(words + lane), low, high);
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++) run[m][0] = dot_run(run[m][0], low, x + m);
+            for (int m = 0; m < M; m++) run[m][first] = dot_run(run[m][first], low, x + m);
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++) run[m][kChains - 1] = dot_run(run[m][kChains - 1], high, x + M + m);
+            for (int m = 0; m < M; m++) run[m][second] = dot_run(run[m][second], high, x + M + m);
             x += 2 * M;
           }
 #pragma GCC unroll 12
           for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
             for (int chain = 0; chain < kChains; chain++) sums[m][chain] = end_run(sums[m][chain], run[m][chain]);
         }
-        const Register scale = group_scale(head, form.scale, i, lane);
+        const Register scale = scales.of(i);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
-          const PairRegister sum = kChains == 1 ? sums[m][0] : sums[m][0] + sums[m][kChains - 1];
+          PairRegister sum = sums[m][0];
+#pragma GCC unroll 4
+          for (int chain = 1; chain < kChains; chain++) sum += sums[m][chain];
           block[m] = fma_register(as_floats(sum), scale, block[m]);
         }
         if (--until > 0 && left > 0) continue;
         until = spans;
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
-          store_sums(c + m * kPanel, fma_register(block[m], (Register)broadcast(scales[m]), load_sums(c + m * kPanel)));
+          store_sums(c + m * kPanel, fma_register(block[m], (Register)broadcast(x_scales[m]), load_sums(c + m * kPanel)));
           block[m] = Register{};
         }
-        scales += M;
+        x_scales += M;
       }
     }
   }
@@ -230,11 +248,9 @@ struct Wide<Weights::kFp8, false> {
     return (PairRegister)_mm512_permutex2var_epi8(_mm512_load_si512(table), (__m512i)x, _mm512_load_si512(table + 64));
   }
   static ALWAYS_INLINE void unpack(PairRegister line, PairRegister, PairRegister* out) {
-    const int32_t even = 0x00ff00ff;
     const PairRegister low = look_up(kTables.low, line);
     const PairRegister high = look_up(kTables.high, line) | (line & static_cast<int32_t>(0x80808080));
-    out[0] = (low & even) | ((high & even) << 8);
-    out[1] = ((low >> 8) & even) | (high & ~even);
+    interleave_bytes(low, high, out);
   }
 #else
   // Exact for subnormal numbers too, which float32 holds until they are multiplied.
@@ -243,8 +259,8 @@ struct Wide<Weights::kFp8, false> {
     return (Register)((PairRegister)size | (byte & 0x80) << 24);
   }
   static ALWAYS_INLINE void unpack(PairRegister line, PairRegister, PairRegister* out) {
-    out[0] = exact_pair(value(line), value(line >> 16));
-    out[1] = exact_pair(value(line >> 8), value(line >> 24));
+    interleave_bytes(line, PairRegister{}, out);
+    for (int i = 0; i < 2; i++) out[i] = exact_pair(value(out[i]), value(out[i] >> 16));
   }
 #endif
 };
@@ -262,8 +278,10 @@ static void multiply_wide(const HalfTile& t) {
     Stream stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
     const Pair* x = t.x;
     Register total[M][kHalves] = {};
+    Scales scales[kHalves];
     for (int64_t left = t.k / Line::kInputs; left > 0;) {
       const char* head = stream.skip(head_bytes);
+      for (int half = 0; half < kHalves; half++) scales[half].read(head + half * half_bytes, form.scale, heads, lane);
       for (int64_t i = 0; i < heads && left > 0; i++) {
         Register sums[M][kHalves] = {};
         PairRegister zeros[kHalves] = {};
@@ -289,7 +307,7 @@ static void multiply_wide(const HalfTile& t) {
         }
 #pragma GCC unroll 2
         for (int half = 0; half < kHalves; half++) {
-          const Register scale = group_scale(head + half * half_bytes, form.scale, i, lane);
+          const Register scale = scales[half].of(i);
 #pragma GCC unroll 12
           for (int m = 0; m < M; m++) total[m][half] = fma_register(sums[m][half], scale, total[m][half]);
         }

@@ -15,6 +15,15 @@ INLINE void store_codes(char* out, Ints words) {
   std::memcpy(out, &words, sizeof words);
 }
 
+// One line of FP8 weights: for each 4 outputs the first two inputs of each, then the other two.
+INLINE void store_fp8(char* out, const uint32_t* words) {
+  for (int i = 0; i < kLanes; i++) {
+    char* to = out + i / 4 * 16 + i % 4 * 2;
+    std::memcpy(to, words + i, 2);
+    std::memcpy(to + 8, reinterpret_cast<const char*>(words + i) + 2, 2);
+  }
+}
+
 // Where half panel `half` of the stored matrix goes, and where its lines are: those of a group follow its head.
 struct HalfPanels {
   const PackQuantized& op;
@@ -63,12 +72,12 @@ INLINE uint32_t codes_of(const char* bytes, bool& wrong) {
   return static_cast<uint32_t>(x | x >> 16);
 }
 
-// Bytes of 4 inputs in the order of a line; sets `wrong` for not-a-number.
+// Bytes of 4 inputs; sets `wrong` for not-a-number.
 INLINE uint32_t fp8_of(const char* bytes, bool& wrong) {
   uint32_t x;
   std::memcpy(&x, bytes, sizeof x);
   wrong |= (((x & 0x7f7f7f7f) + 0x01010101) & 0x80808080) != 0;
-  return (x & 0xff0000ff) | (x & 0xff00) << 8 | (x >> 8 & 0xff00);
+  return x;
 }
 
 // Half panels whose outputs are rows of the stored matrix.
@@ -88,7 +97,7 @@ static void pack_rows_of(const PackQuantized& op, const HalfPanels& panels, int6
       else std::memcpy(words + i, from, 4);
     }
     char* to = out + panels.line(line);
-    if (kFp8) std::memcpy(to, words, sizeof words);
+    if (kFp8) store_fp8(to, words);
     else store_codes(to, load_some(words, kLanes));
   }
   for (int64_t i = 0; i < outputs; i++)

@@ -411,6 +411,24 @@ INLINE PairRegister load_shorts(const void* p) {
 #endif
 }
 
+// Bytes of a and b in turns: in each 128 bits, of the first 8 bytes and of the last 8.
+INLINE void interleave_bytes(PairRegister a, PairRegister b, PairRegister out[2]) {
+#if defined(__AVX512BW__)
+  out[0] = (PairRegister)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b);
+  out[1] = (PairRegister)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  out[0] = (PairRegister)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b);
+  out[1] = (PairRegister)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b);
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  static_assert(sizeof a == sizeof(Bytes));
+  out[0] = (PairRegister)__builtin_shuffle((Bytes)a, (Bytes)b,
+                                           Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+  out[1] = (PairRegister)__builtin_shuffle((Bytes)a, (Bytes)b,
+                                           Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#endif
+}
+
 // A table of 16 bytes, four times.
 struct alignas(64) ByteTable {
   uint8_t entries[64];

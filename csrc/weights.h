@@ -20,10 +20,11 @@ constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
 // output's weights, which cancels that offset.
 
 // Packed 4-bit codes and FP8 weights: half panels of 16 outputs, one behind the other, each one stream of lines of 64
-// bytes, [16][4] bytes of 4 inputs (FP8) or 8 (codes). In a line the bytes of an output belong to inputs k, k + 2, k + 1,
-// k + 3; the high halves of codes to those 4 further on. So both the quads of int8 activations and, with every other
-// byte, the pairs of bfloat16 ones meet their weights without a permutation. Before their lines lie the scales of
-// `heads` groups, [heads][16] as stored, and their zero points, [heads][16] bytes.
+// bytes. A line of codes is [16][4] bytes of 8 inputs: the low halves of an output's bytes belong to inputs k, k + 2,
+// k + 1, k + 3, the high ones to those 4 further on. So both the quads of int8 activations and, with every other byte,
+// the pairs of bfloat16 ones meet their weights without a permutation. A line of FP8 is [4][2][4][2] bytes of 4 inputs:
+// of 4 outputs, the first two inputs of each, then the others, which interleaving the two bytes of bfloat16 makes pairs.
+// Before their lines lie the scales of `heads` groups, [heads][16] as stored, and their zero points, [heads][16] bytes.
 //
 // Int8 activations in groups, for codes: strips of [k / 4][rows] quads of int8 in that order, [k / 128][rows] float32
 // scales, and [groups][rows] int32 sums times -offset, at which the sums of a group of weights start.
