@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pypto_serving.kernels import INT8 as INT8_FORM
 from pypto_serving.kernels import PANEL, Engine, Matrix, Stored, zeros
 from pypto_serving.model.checkpoint import INT8, StoredTensor
+from pypto_serving.model.formats.eight_bits import scale_name
 from pypto_serving.model.packed_file import PackedFile
-from pypto_serving.model.quantization import scale_name
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
 from pypto_serving.util import ceil_div
 
@@ -37,7 +37,7 @@ class PackedWeights:
         self._engine = engine
         self._file = file
         self._tensors = StoredTensors(model_dir, progress)
-        self.require, self.has = self._tensors.require, self._tensors.has
+        self.require, self.has, self.headers = self._tensors.require, self._tensors.has, self._tensors.headers
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector in float32, rounded to bfloat16, the serving dtype."""

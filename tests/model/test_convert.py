@@ -21,30 +21,34 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.errors import ConfigError, ModelError, PyptoError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from pypto_serving.model.qwen3.convert import STATE_FILE, convert_to_w8a8
+from pypto_serving.model.convert.conversion import convert as convert_checkpoint
+from pypto_serving.model.convert.encodings import W8A8, Encoding
+from pypto_serving.model.convert.files import STATE_FILE
 from pypto_serving.model.registry import load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 
+INT8 = W8A8()
 TOKENS = np.random.default_rng(0).integers(0, 256, 50)
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pypto_serving.model.checkpoint import Checkpoint, INDEX_FILE, SINGLE_FILE
-from pypto_serving.model.qwen3.convert import convert_to_w8a8
+from pypto_serving.model.convert.conversion import convert
+from pypto_serving.model.convert.encodings import W8A8
 source, target, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def progress(*_):
     global calls
     calls -= 1
     if calls == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-convert_to_w8a8(source, target, progress)
+convert(source, target, W8A8(), progress)
 """
 
 
-def convert(source: Path, target: Path) -> Path:
-    convert_to_w8a8(source, target, lambda *_: None)
+def convert(source: Path, target: Path, encoding: Encoding = INT8) -> Path:
+    convert_checkpoint(source, target, encoding, lambda *_: None)
     return target
 
 
@@ -175,7 +179,7 @@ def test_a_source_that_changes_meanwhile(checkpoint: MakeCheckpoint, tmp_path: P
     source = tmp_path / "source"
     shutil.copytree(checkpoint(), source)
     with pytest.raises(ModelError, match="changed meanwhile"):
-        convert_to_w8a8(source, tmp_path / "target", lambda *_: os.utime(source / SINGLE_FILE, (0, 0)))
+        convert_checkpoint(source, tmp_path / "target", INT8, lambda *_: os.utime(source / SINGLE_FILE, (0, 0)))
     assert not (tmp_path / "target" / "config.json").exists()
 
 

@@ -19,7 +19,6 @@ from pypto_serving.kernels import (
     Strips,
     zeros,
 )
-from pypto_serving.model.checkpoint import INT8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
@@ -42,11 +41,11 @@ class NativeQwen3:
     @staticmethod
     def name(model: Qwen3Config) -> str:
         """Name program and arithmetic, for the fingerprint."""
-        return f"qwen3-native-2 {model.quantization.name}" if model.quantization else "qwen3-native-2"
+        return f"qwen3-native-2 {Qwen3Inventory(model).quantization()}".rstrip()
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
-        inventory = Qwen3Inventory(model)
-        weights.require(inventory.tensors(), inventory.ignores, dict.fromkeys(inventory.int8_weights(), INT8))
+        inventory = Qwen3Inventory(model, weights.headers)
+        weights.require(inventory.expected(), inventory.ignores)
         self.model = model
         self.pages = _pages(config.groups[0], config.num_blocks[0], model)
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
