@@ -17,14 +17,15 @@ struct HalfTile {
   float* c;  // [rows][kPanel], 16 columns are written
 };
 
-// Where a kernel is in the stream of a half panel.
+// Where a kernel for M rows is in the stream of a half panel. For one row nothing is prefetched.
+template <int M>
 struct Stream {
   const char *at, *ahead;
   int64_t ahead_step;
   ALWAYS_INLINE const char* skip(int64_t bytes) {
     const char* here = at;
     at += bytes;
-    if (ahead) {
+    if (M > 1 && ahead) {
       fetch(ahead);
       ahead += bytes / 64 * ahead_step;
     }
@@ -60,10 +61,11 @@ INLINE PairRegister group_zeros(const char* head, const Form& form, int64_t inde
   return load_bytes(head + form.heads() * form.scale_bytes() + index * kLanes + lane);
 }
 
-// The codes of a line as unsigned bytes: quads of inputs k to k + 3, and of the 4 behind. `kRun` lines make a run.
+// The codes of a line as unsigned bytes: quads of inputs k to k + 3, and of the 4 behind. `kRun` lines make a run, and every
+// group is whole runs.
 template <Weights kWeights>
 struct Codes {  // int4
-  static constexpr int kRun = kRunsOfShorts ? 4 : 1, kOffset = 8;
+  static constexpr int kRun = 4, kOffset = 8;
   static ALWAYS_INLINE void unpack(PairRegister line, PairRegister& low, PairRegister& high) {
     low = line & 0x0f0f0f0f;
     high = (line >> 4) & 0x0f0f0f0f;
@@ -74,7 +76,7 @@ struct Codes {  // int4
 
 template <>
 struct Codes<Weights::kE2m1> {  // 12 plus twice the value
-  static constexpr int kRun = kRunsOfShorts ? 2 : 1, kOffset = 12;
+  static constexpr int kRun = 2, kOffset = 12;
   static constexpr ByteTable kBytes = {{FOUR_TIMES(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)}};
   static ALWAYS_INLINE void unpack(PairRegister line, PairRegister& low, PairRegister& high) {
     low = look_up(kBytes, line);
@@ -89,13 +91,13 @@ static void multiply_bytes(const HalfTile& t) {
   using Table = Codes<kWeights>;
   // As many sums of a row as hide the latency of a dot, and lines to go round them.
   constexpr int kChains = kRegisterLanes < kLanes || kRunsOfShorts || M > 4 ? 1 : M > 1 ? 2 : 4;
-  constexpr int kLines = kRunsOfShorts ? Table::kRun : M > 4 ? 1 : 2;
+  constexpr int kLines = kRunsOfShorts ? Table::kRun : M > 4 ? 1 : M > 1 ? 2 : Table::kRun;
   const Form form = *t.form;
   const int64_t heads = form.heads(), head_bytes = form.head_bytes(), lines = form.span / 8;
   const int64_t spans = kScaled / form.span, blocks = (t.k + kScaled - 1) / kScaled;
   for (int pass = 0; pass < kHalf; pass++) {
     const int64_t lane = pass * kRegisterLanes;
-    Stream stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
+    Stream<M> stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
     const Pair *x = t.x, *x_scales = t.x + t.k / 4 * M, *starts = x_scales + blocks * M;
     float* c = t.c + lane;
     Scales scales;
@@ -275,7 +277,7 @@ static void multiply_wide(const HalfTile& t) {
   const int64_t lines = form.span / Line::kInputs;
   for (int pass = 0; pass < kHalf; pass++) {
     const int64_t lane = pass * kRegisterLanes;
-    Stream stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
+    Stream<M> stream{t.weight, pass == 0 ? t.ahead : nullptr, t.ahead_step};
     const Pair* x = t.x;
     Register total[M][kHalves] = {};
     Scales scales[kHalves];

@@ -60,10 +60,10 @@ struct Form {
       default: return 4;
     }
   }
-  // Groups whose scales and zero points fill whole lines, and the bytes of those.
+  // Groups whose scales and zero points fill whole lines, and the bytes of those. A few at a time are read faster.
   ALWAYS_INLINE int64_t heads() const {
     const int64_t each = scale_bytes() + (zeros ? 16 : 0);
-    int64_t count = 1;
+    int64_t count = 4;
     while (count * each % 64) count *= 2;
     return count;
   }

@@ -70,6 +70,12 @@ class Form:
     zeros: bool = False
 
     @property
+    def name(self) -> str:
+        """Name the form, another name for each."""
+        parts = (self.weights.name, self.scale.name, self.span, "zeros") if self.span else (self.weights.name,)
+        return "-".join(str(part) for part in parts[: None if self.zeros else 3]).lower()
+
+    @property
     def codes(self) -> bool:
         """Return True for 4-bit codes, which multiply int8 activations in groups, or bfloat16 ones."""
         return self.weights in (Weights.INT4, Weights.E2M1)
@@ -211,3 +217,15 @@ def multiplies(form: Form, x: Strips) -> bool:
     if isinstance(x, GroupStrips):
         return form.codes and (form.span, form.offset) == (x.span, x.offset)
     return (form.weights is Weights.INT8) == isinstance(x, Int8Strips)
+
+
+def strips_for(form: Form, pairs: PairArray, int8: Int8Strips) -> Strips:
+    """Return the activations that weights of `form` multiply, in one of these two memories."""
+    if form.codes:
+        return GroupStrips(int8.words, form.span, form.offset)
+    return int8 if form.weights is Weights.INT8 else pairs
+
+
+def most_int8_words(k: int) -> int:
+    """Count the words that int8 strips of any form need for a row of k inputs."""
+    return GroupStrips.row_words(k, min(_LEAST_GROUP.values()))

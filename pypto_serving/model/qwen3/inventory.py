@@ -37,6 +37,10 @@ class Qwen3Inventory:
             return PLAIN
         return held(quantization.schemes(module), headers, module, *self._sizes(module))
 
+    def sizes(self) -> dict[str, Shape]:
+        """Return [n, k] of every linear layer by module."""
+        return {module: self._sizes(module) for module in self.schemes}
+
     def _sizes(self, module: str) -> tuple[int, int]:
         n, k = self._weights[f"{module}.weight"]
         return n, k
