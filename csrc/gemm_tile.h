@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "ops.h"
-#include "simd.h"
+#include "registers.h"
 
 namespace ISA {
 

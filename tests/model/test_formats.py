@@ -88,11 +88,11 @@ def test_every_tensor_is_needed(tmp_path: Path, format: str) -> None:
 
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_a_spec_and_what_files_hold(tmp_path: Path, format: str) -> None:
-    """Memory is planned without files; `check` counts the bytes of those that are there. Only int8 is served so far."""
+    """Memory is planned without files; `check` counts the bytes of those that are there."""
     path, means = made(tmp_path, format)
     spec, contents = load_spec(path), read_config(path).contents()
     assert spec.quantization == FORMATS[format].name
-    assert ("not served yet" in spec.obstacle and FORMATS[format].name in spec.obstacle) or format == "w8a8"
+    assert not spec.obstacle
     assert spec.dtype == "bfloat16" and [line for line in contents.verdicts if "left alone" not in line] == []
     (form,) = contents.forms
     assert (form.name, form.matrices) == (FORMATS[format].name, len(means))
