@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pypto_serving.model.deepseek_v4.released import FLASH
 from tests.compressed import SCHEME, quantization_config
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -318,4 +320,43 @@ def quantise(path: Path, format: str, ignore: tuple[str, ...] = ("lm_head", "re:
     save_file(tensors, file, metadata={"format": "pt"})
     section = {"quantization_config": chosen.section(list(ignore)), "dtype": "bfloat16"}
     (path / "config.json").write_text(json.dumps(config | section))
+    return means
+
+
+_FLOATS = re.compile(r".*\.(compressor\.w(kv|gate)|weights_proj|gate)\.weight|(embed|head)\.weight")
+_LATENTS = re.compile(r".*\.(wq_a|wkv|wo_a)\.weight")
+_EXPERTS = re.compile(r".*\.experts\.\d+\.w\d\.weight")
+_RELEASED = FLASH["quantization_config"]
+DEEPSEEK_V4: dict[str, dict[str, Any]] = {
+    "released": {"expert_dtype": "fp4", "quantization_config": _RELEASED},
+    "base": {"expert_dtype": "fp8", "quantization_config": _RELEASED},
+    "w8a8": {"quantization_config": quantization_config(["head"])},
+}
+"""What config.json has besides, by form."""
+
+
+def _deepseek_quantise(form: str, name: str) -> Quantise | None:
+    if form == "w8a8":
+        return None if _LATENTS.fullmatch(name) else int8("scale")
+    if form == "released" and _EXPERTS.fullmatch(name):
+        return deepseek_fp4
+    return fp8((128, 128), "scale", torch.float8_e8m0fnu if form == "released" else torch.float32)
+
+
+def quantise_deepseek(path: Path, form: str) -> Tensors:
+    """Quantise a DeepSeek V4 checkpoint in place, as a release is; return what its matrices mean, by module."""
+    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
+    tensors, means = {}, {}
+    for name, tensor in load_file(file).items():
+        is_matrix = name.endswith(".weight") and tensor.dim() == 2 and not _FLOATS.fullmatch(name)
+        chosen = _deepseek_quantise(form, name) if is_matrix else None
+        if chosen is None:
+            exact = tensor.dtype == torch.int64 or not name.endswith(".weight")
+            tensors[name] = tensor if exact else tensor.bfloat16()
+            continue
+        module = name.removesuffix(".weight")
+        parts, means[module] = chosen(tensor.float())
+        tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config | DEEPSEEK_V4[form] | {"torch_dtype": "bfloat16"}))
     return means

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import Checkpoint
+from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.schemes import Coded
@@ -24,7 +25,7 @@ from pypto_serving.model.registry import load_config, load_spec, read_config
 from pypto_serving.model.tensors import StoredTensors
 from tests.checkpoints import make_checkpoint
 from tests.model.configs import MOE, write
-from tests.quantised import FORMATS, Tensors, quantise
+from tests.quantised import FORMATS, Tensors, quantise, quantise_deepseek
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1, "moe_intermediate_size": 64}
 CODED = sorted(set(FORMATS) - {"w8a8"})
@@ -58,6 +59,36 @@ def test_matrices_mean_what_was_meant(tmp_path: Path, format: str) -> None:
         stored = read(inventory, tensors, module)
         assert np.array_equal(dequantised(stored), wanted.numpy())
         assert np.array_equal(dequantised(stored, 3, 70), wanted[3:70].numpy())
+
+
+@pytest.mark.parametrize("form", ["released", "base"])
+def test_matrices_of_deepseek_v4(tmp_path: Path, form: str) -> None:
+    path = make_checkpoint(tmp_path, "deepseek_v4_fast", "bfloat16")
+    means = quantise_deepseek(path, form)
+    tensors = StoredTensors(path, lambda *_: None)
+    inventory = DeepseekV4Inventory(load_config(path)[1], tensors.headers)
+    tensors.require(inventory.expected(), inventory.ignores)
+    for module, wanted in means.items():
+        scheme: Any = inventory.scheme(f"{module}.weight")
+        stored = scheme.read(MatrixTensors(tensors, module), *wanted.shape)
+        assert np.array_equal(dequantised(stored), wanted.numpy())
+    spec, contents = load_spec(path), read_config(path).contents()
+    assert "not served yet" in spec.obstacle and contents.verdicts == ()
+    forms = {form.name: form.matrices for form in contents.forms}
+    experts = 4 * 8 * 3
+    assert forms == {"fp8 128x128": len(means)} | (
+        {"mxfp4": experts, "fp8 128x128": len(means) - experts} if form == "released" else {}
+    )
+
+
+def test_experts_are_what_files_hold(tmp_path: Path) -> None:
+    """A repackaged release says nothing of its experts."""
+    path = make_checkpoint(tmp_path, "deepseek_v4_fast", "bfloat16")
+    quantise_deepseek(path, "released")
+    config = json.loads((path / "config.json").read_text())
+    del config["expert_dtype"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert read_config(path).contents().verdicts == ()
 
 
 def change(path: Path, edit: Callable[[Tensors], object]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
+from typing import get_args
 
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.storage import MATRICES, Role, Tensor, expected_plain
-from pypto_serving.model.formats.schemes import PLAIN, Scheme
+from pypto_serving.model.formats.schemes import Scheme, held
 
 
 class DeepseekV4Inventory:
@@ -23,11 +24,16 @@ class DeepseekV4Inventory:
     def __init__(self, config: DeepseekV4Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
         self.model, self.drafts = model_tensors(config), draft_tensors(config)
         self._config, self._headers = config, headers or {}
+        self._schemes = {role: config.storage.schemes_of(role) for role in get_args(Role)}
 
     def scheme(self, name: str) -> Scheme:
         """Return how the tensor `name` is stored."""
-        tensor = self._tensor(name)
-        return self._config.storage.scheme(name, tensor, self._headers) if tensor.role in MATRICES else PLAIN
+        tensor = self.model[name] if name in self.model else self.drafts[name]
+        schemes = self._schemes[tensor.role]
+        if len(schemes) == 1 or not self._headers:
+            return schemes[0]
+        n, k = tensor.shape
+        return held(schemes, self._headers, name.removesuffix(".weight"), n, k)
 
     def expected(self, mtp: bool = False) -> dict[str, Expected]:
         """List every required tensor by name, with draft layers if `mtp`."""
@@ -69,9 +75,6 @@ class DeepseekV4Inventory:
 
     def _all(self, mtp: bool) -> dict[str, Tensor]:
         return self.model | self.drafts if mtp else self.model
-
-    def _tensor(self, name: str) -> Tensor:
-        return self.model[name] if name in self.model else self.drafts[name]
 
     def _of_matrix(self, name: str, tensor: Tensor) -> dict[str, Expected]:
         n, k = tensor.shape

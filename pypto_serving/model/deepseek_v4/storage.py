@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pypto_serving.model.checkpoint import FLOATS, INT64, Expected, StoredTensor
+from pypto_serving.model.checkpoint import FLOATS, INT64, Expected
 from pypto_serving.model.contents import Shape
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats import compressed_tensors
 from pypto_serving.model.formats.eight_bits import E8M0, Fp8, Int8
 from pypto_serving.model.formats.four_bits import DEEPSEEK_FP4
 from pypto_serving.model.formats.quantization import SECTION, require
-from pypto_serving.model.formats.schemes import PLAIN, Scheme, held
+from pypto_serving.model.formats.schemes import PLAIN, Scheme
 
 Role = Literal["plain", "precise", "float", "ids", "latent", "linear", "expert"]
 """What a tensor is.
@@ -79,11 +78,9 @@ class Storage:
         int8 = (Int8("scale"),)
         return cls("int8", (("linear", int8), ("expert", int8)))
 
-    def scheme(self, name: str, tensor: Tensor, headers: Mapping[str, StoredTensor]) -> Scheme:
-        """Return how the matrix `name` is stored; `headers`, if any, decide where config.json leaves a choice."""
-        schemes = (*dict(self.schemes).get(tensor.role, ()), PLAIN)
-        n, k = tensor.shape
-        return held(schemes, headers, name.removesuffix(".weight"), n, k)
+    def schemes_of(self, role: Role) -> tuple[Scheme, ...]:
+        """Return the ways in which tensors of a role may be stored, the likeliest first."""
+        return (*dict(self.schemes).get(role, ()), PLAIN)
 
 
 def expected_plain(tensor: Tensor) -> Expected:

@@ -64,7 +64,7 @@ def held(schemes: Sequence[Scheme], headers: Mapping[str, StoredTensor], module:
         expected = scheme.expected(module, n, k).items()
         return all(name in headers and headers[name].dtype in wanted.dtypes for name, wanted in expected)
 
-    return next(filter(holds, schemes), schemes[0]) if headers else schemes[0]
+    return next(filter(holds, schemes), schemes[0])
 
 
 def groups_in(module: str, k: int, group: int, scheme: str) -> int:

@@ -35,7 +35,8 @@ class Qwen3Inventory:
         quantization = self.config.quantization
         if quantization is None:
             return PLAIN
-        return held(quantization.schemes(module), headers, module, *self._sizes(module))
+        schemes = quantization.schemes(module)
+        return held(schemes, headers, module, *self._sizes(module)) if headers else schemes[0]
 
     def sizes(self) -> dict[str, Shape]:
         """Return [n, k] of every linear layer by module."""

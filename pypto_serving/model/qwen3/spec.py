@@ -22,7 +22,7 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
     inventory = Qwen3Inventory(config)
     num_parameters, packed = inventory.num_parameters(), inventory.packed_bytes(DTYPE_BYTES[dtype])
-    option, reason = _refused_option(dtype, block_size)
+    quantised, (option, reason) = inventory.quantization(), _refused_option(dtype, block_size)
     resident = num_parameters + (config.vocab_size * config.hidden_size if config.tied_embeddings else 0)
     return ModelSpec(
         path=path,
@@ -32,13 +32,13 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         num_parameters=num_parameters,
-        weight_bytes=resident * DTYPE_BYTES[dtype],
+        weight_bytes=sum(packed.values()) if quantised else resident * DTYPE_BYTES[dtype],
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=config.rope.position_bytes,
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
-        quantization=inventory.quantization(),
+        quantization=quantised,
         obstacle=_obstacle(inventory),
         kv_groups=kv_groups(config, dtype, block_size),
     )
