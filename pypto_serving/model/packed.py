@@ -93,7 +93,7 @@ class PackedWeights:
         def fill(room: Matrix) -> None:
             offset = 0
             for part in parts:
-                part.pack(self._engine, room, offset, None)
+                self._pack(part, room, offset)
                 offset += part.n
 
         return self._matrices("matrix", parts, n, 1, fill, self._bias(names, n) if bias else None)
@@ -104,7 +104,7 @@ class PackedWeights:
 
         def fill(room: Matrix) -> None:
             for i, part in enumerate(parts):
-                part.pack(self._engine, _nth(room, i // 2, len(gates)), 0, i % 2)
+                self._pack(part, _nth(room, i // 2, len(gates)), half=i % 2)
 
         return self._matrices("gated", parts, 2 * parts[0].n, len(gates), fill)
 
@@ -114,9 +114,14 @@ class PackedWeights:
 
         def fill(room: Matrix) -> None:
             for i, part in enumerate(parts):
-                part.pack(self._engine, _nth(room, i, len(names)), 0, None)
+                self._pack(part, _nth(room, i, len(names)))
 
         return self._matrices("several", parts, parts[0].n, len(names), fill)
+
+    def _pack(self, part: Part, room: Matrix, offset: int = 0, half: int | None = None) -> None:
+        part.pack(self._engine, room, offset, half)
+        for tensor in part.tensors:
+            self._tensors.forget(tensor)
 
     def _parts(self, modules: Sequence[str]) -> list[Part]:
         """Return the matrices of modules. Raises ModelError where they do not have one form."""
@@ -164,8 +169,6 @@ class PackedWeights:
                 self._tensors.count(tensor)
             return array
         fill(array := zeros(dtype, size))
-        for tensor in tensors:
-            self._tensors.forget(tensor)
         if self._file is not None:
             self._file.keep(name, array)
         return array

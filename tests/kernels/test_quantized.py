@@ -26,8 +26,8 @@ from tests.kernels.quantized import (
 from tests.kernels.references import BFLOAT16, FLOAT32, assert_close, choices, double, norm, product, silu
 from tests.kernels.stage import Stage, engine_of
 
-SIZES = [(1, 32), (16, 160), (33, 96), (100, 1024), (70, 352)]
-ROWS = [1, 2, 3, 4, 5, 11, 12, 13, 25, 37]
+SIZES = [(1, 32), (33, 160), (70, 352)]
+ROWS = [1, 2, 4, 5, 12, 13, 37]
 INT4, E2M1 = CodesForm(Table.INT4, 128, "F16", zeros=True), CodesForm(Table.E2M1, 32, "F8_E8M0")
 
 
@@ -76,10 +76,10 @@ def assert_product(found: Array, x: Array, weights: Quantized, wide: bool) -> No
     assert_close(found, product(inputs(x, wide), weights.values), error_of(x, weights, wide))
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", [1, 2, 12, 13, 37])
 def test_groups_of_quantised_rows(engine: Engine, rows: int) -> None:
     rng = np.random.default_rng(rows)
-    for k in (32, 96, 128, 160, 1024, 2880):
+    for k in (32, 96, 160, 1024):
         for form in (FORMS[0], INT4, E2M1, CodesForm(Table.E2M1, 16, "BF16")):
             matrix = packed(engine, [random_codes(rng, 16, k, form)])
             x = random_bf16(rng, rows, k, scale=float(rng.uniform(1e-3, 1e3)))
@@ -112,8 +112,8 @@ def test_groups_of_the_norm(engine: Engine, rows: int) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_products_of_codes(engine: Engine, rows: int, wide: bool) -> None:
-    rng = np.random.default_rng(rows)
+def test_products_of_codes(instruction_set: str, rows: int, wide: bool) -> None:
+    engine, rng = engine_of(instruction_set), np.random.default_rng(rows)
     for form in FORMS:
         for n, k in SIZES:
             x, weights = random_bf16(rng, rows, k), random_codes(rng, n, k, form, factor=0.75)
@@ -121,8 +121,8 @@ def test_products_of_codes(engine: Engine, rows: int, wide: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_products_of_fp8(engine: Engine, rows: int) -> None:
-    rng = np.random.default_rng(rows)
+def test_products_of_fp8(instruction_set: str, rows: int) -> None:
+    engine, rng = engine_of(instruction_set), np.random.default_rng(rows)
     for form in FP8_FORMS:
         for n, k in SIZES:
             x, weights = random_bf16(rng, rows, k), random_fp8(rng, n, k, form)
@@ -130,10 +130,9 @@ def test_products_of_fp8(engine: Engine, rows: int) -> None:
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("k", [2880, 5120])
-def test_long_rows(engine: Engine, k: int, wide: bool) -> None:
+def test_long_rows(instruction_set: str, wide: bool) -> None:
     """The last block is half as long; every sum is as large as it can be."""
-    rng = np.random.default_rng(k)
+    engine, k, rng = engine_of(instruction_set), 2880, np.random.default_rng(0)
     x = rounded(np.where(rng.random((3, k)) < 0.5, np.float32(-1), np.float32(1)))
     for form in FORMS:
         weights = random_codes(rng, 48, k, form)
@@ -176,8 +175,8 @@ def test_every_e8m0_scale_is_exact(engine: Engine) -> None:
     assert np.abs(found[:8] - 2.0 ** (np.arange(8) - 133.0)).max() <= 2.0**-132
 
 
-@settings(max_examples=12)
-@given(rows=st.integers(1, 40), n=st.integers(1, 100), runs=st.integers(1, 40), seed=st.integers(0), wide=st.booleans())
+@settings(max_examples=8)
+@given(rows=st.integers(1, 40), n=st.integers(1, 100), runs=st.integers(1, 20), seed=st.integers(0), wide=st.booleans())
 def test_biased_product_on_top(rows: int, n: int, runs: int, seed: int, wide: bool, engine: Engine) -> None:
     rng = np.random.default_rng(seed)
     form = FORMS[seed % len(FORMS)]
@@ -193,11 +192,11 @@ def test_biased_product_on_top(rows: int, n: int, runs: int, seed: int, wide: bo
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 12, 13, 37])
+@pytest.mark.parametrize("rows", [1, 3, 12, 37])
 def test_gated_product(engine: Engine, rows: int, wide: bool) -> None:
     rng = np.random.default_rng(rows)
     for form in (FORMS[0], INT4, E2M1):
-        for n, k in [(16, 32), (48, 160), (128, 1024)]:
+        for n, k in [(16, 32), (48, 416)]:
             x = random_bf16(rng, rows, k)
             gate, up = (random_codes(rng, n, k, form, factor=factor) for factor in (1, 2))
             found = linear_swiglu(engine, x, packed_gates(engine, gate, up), wide)
@@ -239,16 +238,15 @@ def matrices(engine: Engine, n: int, k: int) -> list[tuple[Matrix, Matrix, bool]
     return all_of
 
 
-@pytest.mark.parametrize(("n", "k"), [(48, 160), (320, 512)])
-def test_a_product_is_the_same_in_every_company(instruction_set: str, n: int, k: int) -> None:
+def test_a_product_is_the_same_in_every_company(instruction_set: str) -> None:
     """Whatever the other rows, their number, and the threads."""
-    x = random_bf16(np.random.default_rng(0), 37, k)
-    for matrix, gates, wide in matrices(engine_of(instruction_set), n, k):
+    x = random_bf16(np.random.default_rng(0), 37, 160)
+    for matrix, gates, wide in matrices(engine_of(instruction_set), 96, 160):
         one = engine_of(instruction_set)
         whole, gated = linear(one, x, matrix, wide), linear_swiglu(one, x, gates, wide)
-        for count in range(1, 37, 1 if n < 100 else 5):
+        for count in range(1, 37):
             assert np.array_equal(linear(one, x[:count], matrix, wide), whole[:count])
-        for threads in (1, 2, 5):
+        for threads in (2, 5):
             engine = engine_of(instruction_set, threads)
             for begin, end in [(0, 37), (7, 9), (20, 33), (36, 37)]:
                 assert np.array_equal(linear(engine, x[begin:end], matrix, wide), whole[begin:end])
@@ -309,10 +307,10 @@ def test_groups_with_strips_of_their_own(engine: Engine, rows: int, form: CodesF
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 13, 50])
+@pytest.mark.parametrize("tokens", [1, 13, 50])
 def test_experts(engine: Engine, tokens: int, wide: bool) -> None:
     """Rows with their scales and sums reach their experts; each multiplies with weights and factors of its own."""
-    for form, (count, per_token) in [(INT4, (8, 2)), (E2M1, (8, 8)), (FORMS[0], (64, 6))]:
+    for form, (count, per_token) in [(INT4, (8, 8)), (E2M1, (16, 2))]:
         rng, width, inner = np.random.default_rng(count + tokens), 160, 64
         x, logits = random_bf16(rng, tokens, width), rng.standard_normal((tokens, count)).astype(np.float32)
         gates = [[random_codes(rng, inner, width, form, factor=1 + e % 3) for _ in range(2)] for e in range(count)]
