@@ -81,8 +81,8 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   }
 }
 
-// The same of quantized weights. A single strip of several rows prefetches further ahead, because a byte of theirs takes
-// longer: from 2 rows on the hardware does not keep up.
+// The same of quantized weights. A single strip prefetches from 2 rows on, and further ahead: there is more to do for a
+// byte, and the hardware does not keep up.
 INLINE void one_quantized_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t panel_bytes = op.form.panel_words(op.k) * 4, words = row_words(op);
   const char* weight = reinterpret_cast<const char*>(op.weight) + panel * panel_bytes;

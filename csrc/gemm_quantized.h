@@ -61,7 +61,7 @@ INLINE PairRegister group_zeros(const char* head, const Form& form, int64_t inde
   return load_bytes(head + form.heads() * form.scale_bytes() + index * kLanes + lane);
 }
 
-// The codes of a line as unsigned bytes: quads of inputs k to k + 3, and of the 4 behind. `kRun` lines make a run, and every
+// The codes of a line as unsigned bytes: quads of inputs k to k + 3, and of the 4 behind. `kRun` lines make a run; every
 // group is whole runs.
 template <Weights kWeights>
 struct Codes {  // int4
@@ -156,7 +156,8 @@ static void multiply_bytes(const HalfTile& t) {
         until = spans;
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
-          store_sums(c + m * kPanel, fma_register(block[m], (Register)broadcast(x_scales[m]), load_sums(c + m * kPanel)));
+          const Register factor = (Register)broadcast(x_scales[m]);
+          store_sums(c + m * kPanel, fma_register(block[m], factor, load_sums(c + m * kPanel)));
           block[m] = Register{};
         }
         x_scales += M;
@@ -267,8 +268,8 @@ struct Wide<Weights::kFp8, false> {
 #endif
 };
 
-// Codes or FP8 by bfloat16 activations, for `kHalves` half panels in step: each sum is a chain of dots, and few rows are
-// too few chains.
+// Codes or FP8 by bfloat16 activations, for `kHalves` half panels in step: each sum is a chain of dots, and few rows
+// are too few chains.
 template <int M, int kHalves, Weights kWeights, bool kZeros>
 static void multiply_wide(const HalfTile& t) {
   using Line = Wide<kWeights, kZeros>;

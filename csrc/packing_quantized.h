@@ -43,21 +43,32 @@ struct HalfPanels {
 };
 
 // Scales and zero points of a half panel; those of outputs behind n are zero.
+template <typename Element>
 static void pack_heads(const PackQuantized& op, const HalfPanels& panels, int64_t half) {
   const int64_t groups = op.form.groups(op.k), stored = (op.k + op.stored_span - 1) / op.stored_span;
-  const int64_t each = op.form.scale == Scale::kShared ? 4 : op.form.scale_bytes() / kLanes;
-  const int64_t first = half * kLanes, outputs = op.form.scale == Scale::kShared ? 1 : min(kLanes, op.n - first);
-  const char* scales = static_cast<const char*>(op.scales);
+  const int64_t first = half * kLanes, outputs = min(kLanes, op.n - first);
+  const int64_t zeros_at = panels.heads * op.form.scale_bytes();
+  const int64_t each = op.form.scale_bytes() / sizeof(Element), used = min(outputs, each);
+  const Element* scales = static_cast<const Element*>(op.scales) + first * stored;
   char* base = panels.at(half);
   for (int64_t group = 0; group < groups; group++) {
     const int64_t from = group * op.form.span / op.stored_span, index = group % panels.heads;
     char* head = base + panels.line((group - index) * panels.group_lines) - panels.head_bytes;
     if (index == 0) std::memset(head, 0, panels.head_bytes);
-    for (int64_t i = 0; i < outputs; i++)
-      std::memcpy(head + index * op.form.scale_bytes() + i * each, scales + ((first + i) * stored + from) * each, each);
+    for (int64_t i = 0; i < used; i++)
+      std::memcpy(head + (index * each + i) * sizeof(Element), scales + i * stored + from, sizeof(Element));
     if (!op.form.zeros) continue;
-    char* zeros = head + panels.heads * op.form.scale_bytes() + index * kLanes;
+    char* zeros = head + zeros_at + index * kLanes;
     for (int64_t i = 0; i < outputs; i++) zeros[i] = static_cast<char>(op.zero_points[(first + i) * stored + from]);
+  }
+}
+
+INLINE void pack_heads(const PackQuantized& op, const HalfPanels& panels, int64_t half) {
+  switch (op.form.scale) {
+    case Scale::kBf16:
+    case Scale::kF16: return pack_heads<uint16_t>(op, panels, half);
+    case Scale::kE8m0: return pack_heads<uint8_t>(op, panels, half);
+    default: return pack_heads<uint32_t>(op, panels, half);
   }
 }
 

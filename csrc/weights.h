@@ -10,8 +10,8 @@
 
 namespace pypto {
 
-// Packed bfloat16 weights [n, k]: panels of 32 outputs, each [k / 2][2][16] pairs in VNNI layout. The GEMM reads a panel
-// as one linear stream; two loads fill two registers with 16 outputs each. Outputs behind n are zero.
+// Packed bfloat16 weights [n, k]: panels of 32 outputs, each [k / 2][2][16] pairs in VNNI layout. The GEMM reads a
+// panel as one linear stream; two loads fill two registers with 16 outputs each. Outputs behind n are zero.
 constexpr int kPanel = 32;
 constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
 
@@ -23,7 +23,7 @@ constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
 // bytes. A line of codes is [16][4] bytes of 8 inputs: the low halves of an output's bytes belong to inputs k, k + 2,
 // k + 1, k + 3, the high ones to those 4 further on. So both the quads of int8 activations and, with every other byte,
 // the pairs of bfloat16 ones meet their weights without a permutation. A line of FP8 is [4][2][4][2] bytes of 4 inputs:
-// of 4 outputs, the first two inputs of each, then the others, which interleaving the two bytes of bfloat16 makes pairs.
+// of 4 outputs, the first two inputs of each, then the others; interleaving the two bytes of bfloat16 makes them pairs.
 // Before their lines lie the scales of `heads` groups, [heads][16] as stored, and their zero points, [heads][16] bytes.
 //
 // Int8 activations in groups, for codes: strips of [k / 4][rows] quads of int8 in that order, [k / 128][rows] float32
