@@ -25,7 +25,7 @@ from roofline_work import Batch
 from sampling import logits_of
 
 from pypto_serving.errors import ConfigError
-from pypto_serving.kernels import Engine, NativeSampler
+from pypto_serving.kernels import Engine, NativeSampler, runnable
 from pypto_serving.types.sampling import MAX_BAD_WORDS, MAX_BIASES, RowSampling
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.sampler import RowSamplers
@@ -86,7 +86,7 @@ def rounds_ms(repeats: int, *calls: Callable[[], object]) -> np.ndarray:
 
 def step_ms(model: Path, instruction_set: str, threads: int, rows: int, context: int) -> float:
     """Return the milliseconds of a decode step of the model, without sampling."""
-    steps = Steps(model, instruction_set or "native", threads, [Batch.decode(rows, context)])
+    steps = Steps(model, instruction_set or runnable()[0], threads, [Batch.decode(rows, context)])
     inputs = steps.batches[0].inputs(np.random.default_rng(0), steps.config.vocab_size)
     return float(np.median(rounds_ms(5, lambda: replay(steps._program.model.step, inputs))))
 

@@ -45,7 +45,7 @@ class GrammarError(RequestError):
 
 
 class Matcher:
-    """Follows one output token by token. Used by one thread at a time.
+    """Follows one output token by token.
 
     There are no copies: those of llguidance share what their lexer learned, and with it the limits.
     """
@@ -74,7 +74,7 @@ class Matcher:
         return token_ids
 
     def fill(self, mask: NDArray[np.uint32]) -> None:
-        """Write which tokens may follow: bit v % 32 of word v // 32. Takes time, without the interpreter lock.
+        """Write which tokens may follow: bit v % 32 of word v // 32. Takes time.
 
         Raises GrammarError beyond the limits.
         """
@@ -144,7 +144,7 @@ class Compiler:
         return -(-self._tokenizer.vocab_size // 32)
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the beginning of an output. Takes time, without the interpreter lock.
+        """Return a matcher at the beginning of an output. Takes time.
 
         Raises GrammarError.
         """

@@ -289,7 +289,9 @@ FORMATS: dict[str, Format] = {
         fp8((0, 0), "weight_scale", torch.float32),
     ),
     "gptq": Format("int4 g32", _unlisted(**_GPTQ, sym=True), gptq(32, False, 1)),
-    "gptq_asym": Format("int4 g32 with zero points", _unlisted(**_GPTQ, sym=False), gptq(32, True, 1)),
+    "gptq_asym": Format(
+        "int4 g32 with zero points", _unlisted(**_GPTQ | {"desc_act": True}, sym=False), gptq(32, True, 1)
+    ),
     "gptq_v2": Format(
         "int4 per output with zero points",
         _unlisted(**_GPTQ | {"group_size": -1}, sym=False, checkpoint_format="gptq_v2"),

@@ -64,7 +64,7 @@ class Application(FastAPI):
 
 def create_app(engine: EngineClient, serving: ServingConfig) -> FastAPI:
     """Make the application; start nothing. `app.state.service` and `app.state.reading` are for all handlers."""
-    app = Application(title="pypto-serving", version=__version__)
+    app = Application(title="pypto-serving", version=__version__, docs_url=None, redoc_url=None)
     service = Service(engine, serving)
     app.state.service = service
     app.state.reading = Reading(BodyReader(service.prompter, serving), service.require_admission)

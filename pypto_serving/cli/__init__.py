@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import re
 import sys
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(argv)
     except typer.TyperException as error:
-        code = _fail(_VALIDATOR.sub(r"\1", error.format_message()), EXIT_USAGE)
+        code = _fail(_VALIDATOR.sub(r"\1", _message(error)), EXIT_USAGE)
     except PyptoError as error:
         code = _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -42,6 +43,17 @@ def _run(argv: Sequence[str] | None) -> int:
 
     code = typer.main.get_command(app).main(argv, prog_name=_program_name(), standalone_mode=False)
     return code if isinstance(code, int) else EXIT_OK
+
+
+def _message(error: typer.TyperException) -> str:
+    """Return what an error says. Of options, those are proposed that are like the given one, not only in its dashes."""
+    given, proposed = getattr(error, "option_name", ""), getattr(error, "possibilities", None) or ()
+    if not proposed:
+        return error.format_message()
+    names = {option.lstrip("-"): option for option in proposed}
+    near = [names[name] for name in difflib.get_close_matches(given.lstrip("-"), names)]
+    advice = f"did you mean {' or '.join(near)}?" if near else "--help lists all"
+    return f"No such option: {given}; {advice}"
 
 
 def _flushed(code: int) -> int:

@@ -42,7 +42,9 @@ class Request:
     - `order`: the scheduling order, by priority value and then by arrival.
     - `life`: how often the request left its row; results of an earlier life are dropped.
     - `num_cached_tokens`: tokens cached when the request first started, -1 before that.
-    - `has_guide`: what may follow depends on the last token, so that must be known before the next step is planned.
+    - `has_guide`: a guide tells what may follow the last token.
+    - `plans_ahead`: steps are planned while others are in flight. A device that samples needs what a guide tells before
+      the step, so the last token must be known then.
     """
 
     __slots__ = (
@@ -61,6 +63,7 @@ class Request:
         "num_preemptions",
         "num_unscored",
         "order",
+        "plans_ahead",
         "prompt_len",
         "row",
         "scheduled_s",
@@ -69,7 +72,9 @@ class Request:
         "tokens",
     )
 
-    def __init__(self, source: EngineRequest, arrival_order: int, max_model_len: int) -> None:
+    def __init__(
+        self, source: EngineRequest, arrival_order: int, max_model_len: int, samples_on_device: bool = False
+    ) -> None:
         self.source = source
         self.id = source.request_id
         self.order = (source.priority, arrival_order)
@@ -80,6 +85,7 @@ class Request:
         self.num_computable = self.max_tokens - (limit != 0)
         self.num_unscored = 0 if source.params.prompt_logprobs is None else self.prompt_len - 1
         self.has_guide = source.params.guide is not None
+        self.plans_ahead = not (self.has_guide and samples_on_device)
         self.status = Status.WAITING
         self.life = 0
         self.row = -1
@@ -104,7 +110,7 @@ class Request:
 
         The last token of a request is sampled but never computed; of one that samples none, all tokens are computed.
         """
-        known = len(self.tokens) + (0 if self.has_guide else self.num_placeholders)
+        known = len(self.tokens) + (self.num_placeholders if self.plans_ahead else 0)
         return min(known, self.num_computable) - self.num_computed_tokens
 
     @property

@@ -32,7 +32,7 @@ class Results:
             request = entry.request
             if request.life != entry.life or request.status is not Status.RUNNING:
                 continue
-            if not entry.samples:
+            if not entry.samples or (request.has_guide and request.num_committed + entry.count < len(request.tokens)):
                 self._advance(request, entry.count)
                 if request.num_committed == request.max_tokens:  # it samples no token
                     added.append(self._places.finish(request, "length", now_s=now_s))
@@ -58,7 +58,8 @@ class Results:
     def _take_row(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput | None:
         """Append the tokens of a row, up to the one that ends its request. Take back rejected drafts.
 
-        Forced tokens behind what was sampled are not computed yet. A row that got none computes its last token again.
+        Forced tokens behind what was sampled are not computed yet, so steps in flight do not reach the last token. A
+        row that got none computes its last token again.
         """
         request, reason = entry.request, None
         request.num_placeholders -= 1 + entry.num_drafts
@@ -76,6 +77,8 @@ class Results:
             return outputs.merged(output, self._fail(request, row.fault, now_s))
         accepted = min(len(row.token_ids) - 1, entry.num_drafts)
         request.num_computed_tokens -= entry.num_drafts - accepted
+        if request.has_guide:
+            request.num_placeholders = max(0, request.num_computed_tokens + 1 - len(request.tokens))
         self._advance(request, entry.count + accepted)
         if reason is None:
             return output if count else None

@@ -49,6 +49,8 @@ class RowMasks:
         if found is not None:
             self.bits[at] = found
             self._masked.add(row)
+        elif row in self._masked and (self._index[row] < 0).all():
+            self._masked.discard(row)
 
     def clear(self, row: int) -> None:
         """Forget the masks of `row`."""

@@ -87,7 +87,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "at least one message"),
     ({"messages": "hi"}, "messages", "array"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
-    ({"messages": [{"content": "x"}]}, "messages.0.role", "required"),
+    ({"messages": [{"content": "x"}]}, "messages[0].role", "required"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
     ({"messages": [HELLO], "top_logprobs": 3}, "top_logprobs", "logprobs = true"),

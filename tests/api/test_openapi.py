@@ -43,6 +43,11 @@ def test_references_lead_somewhere(document: dict[str, Any]) -> None:
             found = found[name]
 
 
+def test_there_is_no_page_that_needs_the_internet(server: RunningServer) -> None:
+    for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+        assert server.http.get(path).status_code == 404
+
+
 def test_schemas_are_those_of_json_schema(document: dict[str, Any]) -> None:
     for schema in document["components"]["schemas"].values():
         assert schema["type"] == "object" and set(schema.get("required", ())) <= set(schema["properties"])

@@ -94,7 +94,7 @@ BIG = {
     "ids": (COMPLETIONS, {"prompt": [0] * 1_500_000}, 400, "1500000 tokens"),
     "nested": (COMPLETIONS, {"prompt": [[[[[[0]]]]]] * 100_000}, 400, "100000 sequences"),
     "messages": (CHAT, {"messages": [HELLO] * 100_000}, 400, f"at most {MAX_MESSAGES} items"),
-    "parts": (CHAT, {"messages": [{**HELLO, "content": PARTS}]}, 400, "characters, which cannot fit"),
+    "parts": (CHAT, {"messages": [{**HELLO, "content": PARTS}]}, 400, "characters, more than 256 for each"),
     "values": (COMPLETIONS, {"prompt": [[0]] * 1_100_000}, 400, "more than 2000000 commas and opening brackets"),
     "fields": (COMPLETIONS, {"prompt": "a", **{f"x{i}": 1 for i in range(50_000)}}, 200, "text_completion"),
 }

@@ -158,6 +158,22 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {"properties": {"not": {"anyOf": [{"not": {}}]}}}}, "guided_json", "#/properties/not/anyOf/0/not"),
     ({"structural_tag": {"structures": [], "triggers": []}}, "structural_tag", "structures and triggers"),
     ({"structural_tag": {"type": "structural_tag", "format": {}}}, "structural_tag", "format is {}, but must be"),
+    ({"structural_tag": {**TAG, "triggers": ["<"] * 129}}, "structural_tag", "129 triggers, but may have 128"),
+    (
+        {"structural_tag": {"format": {"type": "qwen_xml_parameter", "json_schema": {"not": {}}}}},
+        "structural_tag",
+        "format.json_schema: #/not cannot be enforced: the keyword not",
+    ),
+    (
+        {"structural_tag": {"format": {"type": "const_string", "value": "a" * 300_000}}},
+        "structural_tag",
+        "the grammar has more than 262144 characters; send less",
+    ),
+    (
+        {"guided_json": {"type": "string", "pattern": "(?i)a"}},
+        "guided_json",
+        "#/pattern cannot be enforced: '(?i)a' is a regex with flags",
+    ),
     (
         {"structural_tag": {**TAG, "triggers": ["x"]}},
         "structural_tag",

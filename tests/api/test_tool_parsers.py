@@ -36,6 +36,8 @@ from tests.api.tool_samples import (
 
 BIG = "9" * 4400
 """More digits than Python converts."""
+UNUSUAL = [ToolCall("f", '{"a": true, "e\u0301": null}'), ToolCall("\ufb01.x", '{"\ufb01": 1}')]
+"""Calls with names that Python would normalize."""
 CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
     ("hermes", HERMES, "", [WEATHER]),
     ("hermes", f"\n\n{HERMES}", "", [WEATHER]),
@@ -77,6 +79,8 @@ CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
     ("pythonic", f"[f(a={BIG}, from=[true,1e999]),]", "", [ToolCall("f", f'{{"a": {BIG}, "from": [true,1e999]}}')]),
     ("pythonic", '[f(a="\\/", b={"\\"": "\\n"})]', "", [ToolCall("f", '{"a": "\\/", "b": {"\\"": "\\n"}}')]),
     ("pythonic", "[f(a='1', b=True,)]", "", [ToolCall("f", '{"a": "1", "b": true}')]),
+    ("pythonic", "[f(e\u0301=1, class={})]", "", [ToolCall("f", '{"e\u0301": 1, "class": {}}')]),
+    ("pythonic", "[f(a=True,\r\n e\u0301=None), \ufb01.x(\ufb01=1)]", "", UNUSUAL),
     ("mistral", f"[TOOL_CALLS][{ARGUMENTS}]", "", [WEATHER]),
     ("mistral", f'[TOOL_CALLS] [{ARGUMENTS}, {{"name": "now", "arguments": {{}}, "id": "A3"}}]', "", [WEATHER, NOW]),
     ("mistral", f"Sure.[TOOL_CALLS]get_weather[ARGS]{CITY}[TOOL_CALLS]now[ARGS]{{}}", "Sure.", [WEATHER, NOW]),

@@ -269,7 +269,7 @@ def test_a_grammar_of_calls_is_bounded(says: Callable[..., RunningServer]) -> No
     large = {"type": "function", "function": {"name": "f", "parameters": schema}}
     coder = "{# <tool_call> <function= #}{{ tools | length }}"
     error = says("x").post(PATH, request(coder, tools=[large], tool_choice="required")).json()["error"]
-    assert (error["param"], "characters of grammar" in error["message"]) == ("tools", True)
+    assert (error["param"], "the grammar has more than 262144 characters" in error["message"]) == ("tools", True)
 
 
 def test_template_of_the_request(says: Callable[..., RunningServer], tokenizer: Tokenizer) -> None:

@@ -131,7 +131,8 @@ def test_bench_is_mounted(capsys: pytest.CaptureFixture[str]) -> None:
 
 MISTAKES: list[tuple[list[str], int, str]] = [
     (["chek"], 2, "No such command 'chek'. Did you mean 'check'?"),
-    (["check", "--prot", "1"], 2, "No such option: --prot"),
+    (["check", "--prot", "1"], 2, "No such option: --prot; did you mean --port?"),
+    (["serve", "--nope"], 2, "No such option: --nope; --help lists all"),
     (["check", "a", "b"], 2, "unexpected extra argument"),
     (["check", "a", "--model", "b"], 2, "MODEL is a, but --model is b; give one of them"),
     ([*NULL, "--port", "70000"], 2, "--port is 70000, but must be a whole number from 0 to 65535"),

@@ -153,6 +153,16 @@ def test_a_killed_conversion_goes_on(checkpoint: MakeCheckpoint, tmp_path: Path)
     assert contents(target) == wanted
 
 
+def test_a_finished_file_that_was_damaged_meanwhile(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """All files are checked at the end, and config.json is not written."""
+    source, target = checkpoint("qwen3_moe", sharded=True), tmp_path / "target"
+    run_killed(source, target, 50)
+    file = min(target.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+    assert f"{file.name} is truncated" in refused(source, target)
+    assert not (target / "config.json").exists()
+
+
 def test_a_kill_before_anything_is_written(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """What it was is not on disk yet."""
     target = tmp_path / "target"

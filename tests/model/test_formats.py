@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -17,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
+from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.schemes import Coded
+from pypto_serving.model.formats.section import read_quantization
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec, read_config
 from pypto_serving.model.tensors import StoredTensors
@@ -200,6 +203,18 @@ def test_numbers_that_are_none(tmp_path: Path, format: str, tensor: str, value: 
     assert f"{MODULE}.{tensor}" in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("format", "name"), [("gptq_asym", "g_idx"), ("int4_g32", "weight_g_idx")])
+def test_act_order_is_refused_by_its_tensor(tmp_path: Path, format: str, name: str) -> None:
+    """Not by the flag `desc_act`, which files have whose groups are neighbours."""
+    path, means = made(tmp_path, format)
+    order = torch.arange(384, dtype=torch.int32) // 32
+    change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": order}))
+    assert np.array_equal(dequantised(read(*inventory_of(path), MODULE)), means[MODULE].numpy())
+    change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": order.flip(0)}))
+    with pytest.raises(ModelError, match=rf"{MODULE}.{name} puts input 0 into group 11, not 0: act-order"):
+        read(*inventory_of(path), MODULE)
+
+
 def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:
     """Those of zeros are written by habit; others are not left out in silence."""
     path, means = made(tmp_path, "gptq")
@@ -261,6 +276,30 @@ def test_other_schemes_are_named(tmp_path: Path, format: str, key: str, value: A
             reduce(getitem, outer, section)[last] = value
     message = refused(tmp_path, section)
     assert f"quantization_config.{key} is {json.dumps(value)}" in message
+
+
+def leaves(section: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths to all values of a section, objects and lists among them."""
+    inner = section.items() if isinstance(section, dict) else enumerate(section) if isinstance(section, list) else ()
+    for key, value in inner:
+        yield (*path, key)
+        yield from leaves(value, (*path, key))
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS))
+def test_values_of_any_type_are_read_or_refused(format: str) -> None:
+    """Whatever stands in a field, the answer is a section that works, or one line."""
+    odd: tuple[Any, ...] = (None, True, -1, 0, 2.5, 10**30, "", "re:", "\0", [], [[]], [1], {}, {"a": {}}, "(" * 200)
+    whole = json.dumps(FORMATS[format].section(["lm_head", "re:.*mlp.gate$"]))
+    for path, value in itertools.product(leaves(json.loads(whole)), odd):
+        section = json.loads(whole)
+        reduce(getitem, path[:-1], section)[path[-1]] = value
+        try:
+            quantization = read_quantization(Fields({"quantization_config": section}, "config.json"))
+        except ModelError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000, (path, value)
+            continue
+        assert quantization is not None and quantization.schemes("model.layers.0.mlp.gate_proj")
 
 
 def schemes(path: Path, section: dict[str, Any]) -> dict[str, str]:

@@ -53,6 +53,7 @@ GUIDES = (
 )
 SHAPES: dict[str, dict[str, Any]] = {
     "host": {"traits": BackendTraits()},
+    "host ahead": {"traits": BackendTraits(), "depth": 3},
     "split steps": {"traits": BackendTraits(mixed_steps=False, padded_rows=(2, 8)), "depth": 2},
     "drafts of the host": {"traits": BackendTraits(max_drafts=2), "num_drafts": 2},
     "device": {"traits": BackendTraits(samples_on_device=True)},
@@ -154,7 +155,7 @@ def test_guided_answers_depend_on_no_schedule(model: Path, compiler: Compiler, s
     assert min(found[name] for name in ("guided", "stopped", "preempted", "deaths")) > 0, found
 
 
-@pytest.mark.parametrize("shape", ["host", "device ahead"])
+@pytest.mark.parametrize("shape", ["host", "host ahead", "device ahead"])
 def test_a_row_that_waits_is_computed_again(
     model: Path, compiler: Compiler, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,19 @@ def test_forced_tokens_take_no_steps_of_their_own(model: Path) -> None:
         assert len(simulation.tokens[request_id]) == len(text) + 2
         steps[logprobs] = simulation.counters.num_steps
     assert steps[None] < 8 < len(text) < steps[0]
+
+
+@pytest.mark.parametrize(("shape", "depth"), [("host ahead", 3), ("device ahead", 1)])
+def test_steps_are_planned_ahead_where_the_host_samples(model: Path, shape: str, depth: int) -> None:
+    """A device needs what the guide tells before the step, so the last token must be known."""
+    simulation = Simulation(null_config(model=str(model), vocab_size=VOCAB_SIZE, **SHAPES[shape]))
+    params = SamplingParams(temperature=0, max_tokens=40, guide=Guide(Grammar("regex", "[a-z]{40}")))
+    request_id = simulation.add([1, 2], params=params, eos_token_ids=(END,))
+    in_flight = []
+    while request_id not in simulation.last:
+        simulation.turn()
+        in_flight.append(simulation.core.scheduler.num_in_flight)
+    assert max(in_flight) == depth and len(simulation.tokens[request_id]) == 40
 
 
 def test_a_guide_that_cannot_be_followed_ends_its_request_only(model: Path) -> None:

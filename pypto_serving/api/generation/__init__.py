@@ -11,7 +11,8 @@ JSON.
 - `keyword_shapes`, `one_of`, `numbers`: what values keywords have, which cases exclude each other, which numbers are
   read exactly
 - `chat_guide`: make outputs of chats be tool calls, and end their reasoning
-- `tool_grammar`, `tool_arguments`, `tool_schema`, `grammar_text`: write the grammar of calls
+- `tool_grammar`, `tool_arguments`, `tool_schema`: write the grammar of calls
+- `grammar_text`: writes the rules of a grammar, for calls and for structural tags
 - `bad_words`: turn bad words into token ids
 - `truncation`, `max_tokens`: cut prompts, fit max_tokens to the context window
 - `seeds`: choose the seed of a prompt

@@ -21,16 +21,27 @@ _ESCAPE = (
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]{1,6}\}"
     r"|\\x[0-9a-fA-F]{2}|\\c[A-Za-z]|\\[pP]\{[\w=]+\}|\\."
 )
+_COUNT = r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??"
 _TOKEN = re.compile(
-    rf"{_ESCAPE}|\[(?:\\.|[^\]\\])*\]|\(\?(?:P?<[A-Za-z_]\w*>|:|i\)|<?[=!])|(?:[*+?]|\{{[0-9]+(?:,[0-9]*)?\}})\??|.",
+    rf"{_ESCAPE}|\[(?:\\.|[^\]\\])*\]|\(\?(?:P?<[A-Za-z_]\w*>|:|<?[=!])?|{_COUNT}|.",
     re.S,
 )
+_IS_COUNT = re.compile(_COUNT)
+_UNCOUNTED = re.compile(rf"{_COUNT}|\(\?.*|[(|^$]?|\\[bB]")
+"""Tokens that a quantifier cannot stand behind."""
 _IN_BRACKETS = re.compile(rf"{_ESCAPE}|.", re.S)
 
 
 def to_rust(pattern: str) -> str:
     """Return an expression for the same texts. Raises ValueError for what has no such, or is not ECMAScript."""
-    return "".join(_written(found[0]) for found in _TOKEN.finditer(pattern))
+    written, before = [], ""
+    for found in _TOKEN.finditer(pattern):
+        token = found[0]
+        if _IS_COUNT.fullmatch(token) and _UNCOUNTED.fullmatch(before):
+            raise ValueError(f"a regex with {token} behind {before or 'nothing'}, which cannot be repeated")
+        written.append(_written(token))
+        before = token
+    return "".join(written)
 
 
 def _written(token: str) -> str:
@@ -43,6 +54,8 @@ def _written(token: str) -> str:
     if token[:2] == "(?":
         if token[-1] in "=!":
             raise ValueError("a regex with look-around")
+        if token == "(?":
+            raise ValueError("a regex with flags or a group behind (?, which are not supported")
         return "(?:" if token[-1] == ">" else token
     if len(token) > 1:
         return token.removesuffix("?")  # a lazy one matches the same texts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from pypto_serving.api.generation.grammar_text import regex
+
 _RULE = re.compile(r"^[ \t]*([A-Za-z][\w-]*)[ \t]*::=", re.M)
 _TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"'  # text
@@ -39,7 +41,7 @@ def _written(token: str, prefix: str) -> str:
     if token in ('"', "["):
         raise ValueError(f"a grammar has a {token} that nothing closes")
     if token[0] == "[":
-        return f"/{_class(token)}/"
+        return regex(_class(token))
     if token[0] in "#\n":
         return " "
     if token == ".":
@@ -51,5 +53,5 @@ def _class(token: str) -> str:
     """Write a class of characters for Rust, where more characters have a meaning."""
     inside = token[1:-1]
     negated = inside.startswith("^")
-    escaped = re.sub(r"\\.|[\[/&~]", lambda found: found[0] if len(found[0]) > 1 else "\\" + found[0], inside[negated:])
+    escaped = re.sub(r"\\.|[\[&~]", lambda found: found[0] if len(found[0]) > 1 else "\\" + found[0], inside[negated:])
     return f"[{'^' * negated}{escaped}]"

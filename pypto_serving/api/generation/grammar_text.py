@@ -8,33 +8,44 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pypto_serving.api.generation.json_schema import SchemaError, prepare
-from pypto_serving.api.generation.structured import literal
-from pypto_serving.types.guide import MAX_GRAMMAR_CHARS
+from pypto_serving.api.text.tokenizer import Split
+from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Grammar
 
-SpecialId = Callable[[str], int | None]
-"""Returns the id of a text that is a special token; None for others."""
 ANY = "(?s:.*)"
+_IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 
 
 class TooLongError(SchemaError):
     """A grammar that has too many characters."""
 
     def __init__(self) -> None:
-        super().__init__(f"they make more than {MAX_GRAMMAR_CHARS} characters of grammar")
+        super().__init__(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters; send less")
 
 
 class GrammarText:
-    """Owns the rules of one grammar. Raises TooLongError once they are too long."""
+    """Owns the rules of one grammar. Raises TooLongError once they are too long.
 
-    def __init__(self, marks: Sequence[str], special_id: SpecialId, options: Mapping[str, Any]) -> None:
-        """`marks` are texts that may be special tokens, `options` llguidance's for JSON."""
-        self._marks = {mark: token_id for mark in marks if (token_id := special_id(mark)) is not None}
+    Equal rules are written once, but count each time, so that the work is bounded, too.
+    """
+
+    def __init__(self, split: Split, options: Mapping[str, Any], close_objects: bool = False) -> None:
+        """Take llguidance's `options` for JSON.
+
+        With `close_objects`, objects have no properties but those they name, if they name any: models would add more
+        without end.
+        """
+        self.split = split
         self._options = options
+        self._close_objects = close_objects
         self._names: dict[str, str] = {}
+        self._others: list[str] = []
         self._num_chars = 0
 
-    def __str__(self) -> str:
-        return "\n".join([*(name + body for body, name in self._names.items()), f"TEXT: /{ANY}/"])
+    def grammar(self, *first: str) -> Grammar:
+        """Return the grammar that begins with some rules."""
+        rules = [*first, *(name + body for body, name in self._names.items()), *self._others, f"TEXT: /{ANY}/"]
+        self._count(sum(map(len, first)))
+        return Grammar("lark", "\n".join(rules))
 
     def new(self, body: str, options: str = "") -> str:
         """Add a rule; return its name."""
@@ -44,51 +55,76 @@ class GrammarText:
         """Add a terminal; return its name."""
         return self._add("T", f": {body}")
 
-    def _add(self, kind: str, body: str) -> str:
-        if body not in self._names:
-            self._names[body] = f"{kind}{len(self._names)}"
-            self._num_chars += len(body)
-            if self._num_chars > MAX_GRAMMAR_CHARS:
-                raise TooLongError
-        return self._names[body]
+    def include(self, write: Callable[[str], str]) -> str:
+        """Add rules that `write` returns for what their names must begin with; return that."""
+        prefix = f"g{len(self._others)}-"
+        self._others.append(write(prefix))
+        self._count(len(self._others[-1]))
+        return prefix
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """Write JSON of a schema, without properties that it does not name, which models would add without end."""
-        return "%json " + json.dumps(prepare(schema, self._options, close_objects=True, keep_free=True))
+    def _add(self, kind: str, body: str) -> str:
+        self._count(len(body))
+        return self._names.setdefault(body, f"{kind}{len(self._names)}")
+
+    def _count(self, num_chars: int) -> None:
+        self._num_chars += num_chars
+        if self._num_chars > MAX_GRAMMAR_CHARS:
+            raise TooLongError
+
+    def json(self, schema: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> str:
+        """Write JSON of a schema, maybe with other options."""
+        made = prepare(schema, self._options if options is None else options, self._close_objects, keep_free=True)
+        return self.new("%json " + json.dumps(made))
 
     def text(self, text: str) -> str:
         """Write a text, in which special tokens stand for themselves."""
-        before, token_id, after = self.split(text)
-        if token_id is None:
-            return json.dumps(text) if text else ""
-        return " ".join(filter(None, [self.text(before), f"<[{token_id}]>", self.text(after)]))
+        return _tokens(self.split(text))
 
-    def split(self, text: str) -> tuple[str, int | None, str]:
-        """Return what stands before the first special token of a text, its id, and what stands behind it."""
-        for mark, token_id in self._marks.items():
-            if mark in text:
-                before, _, after = text.partition(mark)
-                return before, token_id, after
-        return text, None, ""
+    def until(self, ends: Sequence[str], text: str = "TEXT", spelled: str = "") -> str:
+        """Write text up to the first of `ends`, inclusive; any text if there are none.
 
-    def until(self, end: str, text: str = "TEXT", spelled: str = "") -> str:
-        """Write text up to the first `end`, inclusive. If `end` has a special token, no text may spell it `spelled`."""
-        before, token_id, after = self.split(end)
-        if token_id is None:
-            return self.new(f"{text} {json.dumps(end)}", "[lazy]")
-        if not before:
-            return " ".join(filter(None, [text, f"<[{token_id}]>", self.text(after)]))
-        plain = self.terminal(f"{text} & {without(spelled)}") if spelled else text
-        piece = self.new(f"{plain} {json.dumps(before)}", "[lazy]")
-        return " ".join(filter(None, [f"{piece}+", f"<[{token_id}]>", self.text(after)]))
+        If an end begins with text and has a special token, no text may spell that token, which is `spelled`.
+        """
+        found, plain = [], []
+        for end in ends:
+            first, *rest = self.split(end)
+            if isinstance(first, int):
+                found.append(f"{text} {_tokens([first, *rest])}")
+            elif rest:
+                before = f"{text} & {without(spelled)}" if spelled else text
+                found.append(f"{self.terminal(f'({before}) {json.dumps(first)}')} {_tokens(rest)}")
+            else:
+                plain.append(json.dumps(end))
+        if plain:
+            found.append(self.new(f"{text} {any_of(plain)}", "[lazy]"))
+        return self.new(any_of(found)) if found else text
+
+
+def _tokens(parts: Sequence[str | int]) -> str:
+    return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
+
+
+def joined(*parts: str) -> str:
+    """Write what follows each other; "" is nothing."""
+    return " ".join(filter(None, parts))
+
+
+def any_of(options: Sequence[str]) -> str:
+    """Write what is one of `options`."""
+    return options[0] if len(options) == 1 else f"({' | '.join(options)})"
 
 
 def regex(pattern: str) -> str:
     """Write a regular expression. Raises SchemaError if it is none that could stand there."""
     if len(pattern) - len(pattern.rstrip("\\")) & 1:
         raise SchemaError("a pattern ends with a backslash")
-    pattern = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
-    return "/" + pattern.replace("\n", r"\n").replace("\r", r"\r") + "/"
+    found = re.sub(r"\\.|[/\n\r]", lambda match: _IN_SLASHES.get(match[0], match[0]), pattern, flags=re.DOTALL)
+    return f"/{found or '()'}/"
+
+
+def literal(text: str) -> str:
+    """Return a regular expression that matches `text` alone."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def without(text: str) -> str:

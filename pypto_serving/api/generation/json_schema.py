@@ -95,7 +95,7 @@ class _Copier:
         if schema is not self._root and _is_base(schema):
             base = schema
         made: dict[str, Any] = {}
-        for name, value in self._without_one_of(_normal(schema), base).items():
+        for name, value in self._without_one_of(_normal(schema), place, base).items():
             where = f"{place}/{name}"
             if name in _UNSUPPORTED:
                 if any(value == neutral and type(value) is type(neutral) for neutral in _UNSUPPORTED[name]):
@@ -122,12 +122,15 @@ class _Copier:
             made["additionalProperties"] = False
         return self._bounds.add(narrowed(made))
 
-    def _without_one_of(self, schema: Mapping[str, Any], base: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _without_one_of(self, schema: Mapping[str, Any], place: str, base: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a schema whose `oneOf` is an `anyOf`, if no two of its cases can hold at once."""
         cases = schema.get("oneOf")
         if not isinstance(cases, list):
             return schema
-        found = self._one_of.as_any_of(cases, lambda each: self._target(each, base))
+        try:
+            found = self._one_of.as_any_of(cases, lambda each: self._target(each, base))
+        except ValueError as error:
+            raise SchemaError(f"{place}/oneOf cannot be enforced: {error}") from None
         if found is None:
             return schema
         if "anyOf" not in schema:

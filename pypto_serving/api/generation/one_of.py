@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 MAX_CASES, MAX_VALUES = 64, 64
 MAX_COMPARISONS = 8192
-"""In a schema; beyond them nothing more is found out."""
+"""Of cases, in a schema."""
 _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 Resolve = Callable[[Any], Any]
 """Returns what a schema that is only a reference refers to; others as they are."""
@@ -22,13 +22,21 @@ class OneOf:
         self._read: dict[int, _Case] = {}
 
     def as_any_of(self, cases: Sequence[Any], resolve: Resolve) -> list[Any] | None:
-        """Return cases of `anyOf` that say the same as these of `oneOf`; None if that is not known."""
+        """Return cases of `anyOf` that say the same as these of `oneOf`; None if they may overlap.
+
+        Raises ValueError if that takes too long to find out.
+        """
+        whole = [resolve(case) for case in cases]
+        listed = [self._case(case).values if isinstance(case, Mapping) else None for case in whole]
+        if None not in listed:
+            values = [value for each in listed for value in each or ()]
+            return list(cases) if len(set(values)) == len(values) else None
         if len(cases) > MAX_CASES:
-            return None
+            problem = f"it has {len(cases)} cases, but may have {MAX_CASES} if they do not all list their values"
+            raise ValueError(f"{problem}; use anyOf")
         names = [_only_required(case) for case in cases]
         if len(set(names)) == len(cases) and None not in names:
             return [_with_one_of(name, names) for name in names]
-        whole = [resolve(case) for case in cases]
         if all(self._apart(one, other, resolve) for one, other in itertools.combinations(whole, 2)):
             return list(cases)
         return None
@@ -49,7 +57,8 @@ class OneOf:
         """Whether no value has the type of both, or is among those of both."""
         self._left -= 1
         if self._left < 0:
-            return False
+            problem = f"the cases of all oneOf take more than {MAX_COMPARISONS} comparisons"
+            raise ValueError(f"{problem}; use anyOf, or give each case a const of its own that it requires first")
         if one is False or other is False:
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):

@@ -65,7 +65,8 @@ class Prompter:
         """Raise ContextLengthError if a text of `num_chars` characters has too many tokens whatever they are."""
         limit = self.config.max_model_len
         if num_chars > limit * MAX_CHARS_PER_TOKEN:
-            problem = f"However, {where} has {num_chars} characters, which cannot fit; shorten it"
+            most = f"more than {MAX_CHARS_PER_TOKEN} for each of these tokens"
+            problem = f"However, {where} has {num_chars} characters, {most}; shorten it"
             raise ContextLengthError(limit, problem, param=field_of(where))
 
     def check_token_ids(self, ids: list[int], where: str) -> list[int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pypto_serving import guidance
 from pypto_serving.types.guide import Grammar
 
+_AT_LINE = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)
 Says = Callable[[Any], bool]
 
 
@@ -20,10 +22,25 @@ def checked(grammar: Grammar) -> Grammar:
     except guidance.GrammarError as error:
         if grammar.syntax == "regex":
             raise guidance.GrammarError(re.sub(r"^at \d+\(\d+\): ", "", str(error))) from None
-        said = explained(str(error), json.loads(grammar.text)) if grammar.syntax == "json_schema" else None
+        message, schema = _of_schema(str(error), grammar)
+        said = None if schema is None else explained(message, schema)
         if said is None:
             raise
         raise guidance.GrammarError(said, code="unsupported_schema") from None
+
+
+def _of_schema(message: str, grammar: Grammar) -> tuple[str, Any]:
+    """Return what a message says of a schema, and that schema: the whole grammar, or the one on a line of Lark."""
+    if grammar.syntax == "json_schema":
+        return message, json.loads(grammar.text)
+    found = _AT_LINE.fullmatch(message)
+    line = grammar.text.split("\n")[int(found[1]) - 1] if found is not None else ""
+    _, mark, schema = line.partition("%json ")
+    if found is None or not mark:
+        return message, None
+    with suppress(ValueError):
+        return found[2], json.JSONDecoder().raw_decode(schema)[0]
+    return message, None
 
 
 def explained(message: str, schema: Mapping[str, Any]) -> str | None:

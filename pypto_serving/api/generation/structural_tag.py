@@ -7,12 +7,13 @@ from typing import Any
 
 from pypto_serving.api.generation.tag_format import FormatWriter
 from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
 
 MAX_STRUCTURES = 128
 
 
-def lark_of(tag: Mapping[str, Any], options: Mapping[str, Any], tokenizer: Tokenizer) -> str:
+def lark_of(tag: Mapping[str, Any], options: Mapping[str, Any], tokenizer: Tokenizer) -> Grammar:
     """Return the grammar of `{"format": {...}}`, or of the older `{"structures": [...], "triggers": [...]}`.
 
     In the older form, text is free until a trigger; then one of the structures that begin with it must follow, and text

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from pypto_serving.api.generation import schema_errors
 from pypto_serving.api.generation.gbnf import is_gbnf
+from pypto_serving.api.generation.grammar_text import literal
 from pypto_serving.api.generation.json_schema import WHITESPACE, SchemaError, prepare
 from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.generation.structural_tag import lark_of
@@ -72,7 +73,7 @@ def grammar_of(structured: StructuredOutputsParams, tokenizer: Tokenizer) -> Gra
         return Grammar("gbnf" if is_gbnf(structured.grammar) else "lark", structured.grammar)
     options = json_options(structured)
     if structured.structural_tag is not None:
-        return Grammar("lark", lark_of(read_object(structured.structural_tag), options, tokenizer))
+        return lark_of(read_object(structured.structural_tag), options, tokenizer)
     schema = ANY_OBJECT if structured.json is None else read_object(structured.json)
     return Grammar("json_schema", json.dumps(prepare(schema, options, structured.disable_additional_properties)))
 
@@ -99,11 +100,6 @@ def without_anchors(regex: str) -> str:
     bare = regex.removesuffix("$")
     num_backslashes = len(bare) - len(bare.rstrip("\\"))
     return regex if num_backslashes % 2 else bare
-
-
-def literal(text: str) -> str:
-    """Return a regular expression that matches `text` alone."""
-    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def checked(params: SamplingParams) -> SamplingParams:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pypto_serving.api.generation.gbnf import lark_rules
-from pypto_serving.api.generation.json_schema import SchemaError, prepare
+from pypto_serving.api.generation.grammar_text import GrammarText, TooLongError, any_of, joined, regex
+from pypto_serving.api.generation.json_schema import SchemaError
+from pypto_serving.api.generation.tool_arguments import xml_arguments
+from pypto_serving.api.generation.tool_schema import check_is_object
 from pypto_serving.api.text.tokenizer import Tokenizer
-from pypto_serving.types.guide import MAX_GRAMMAR_CHARS
+from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
 
 Format = Mapping[str, Any]
@@ -18,128 +22,92 @@ Ends = Sequence[str] | None
 
 () if the output ends there; None if something else follows, which could not be told from free text.
 """
-_TEXT = "TEXT: /(.|\\n)*/"
-_OF_OBJECTS = frozenset(
-    {"$ref", "allOf", "anyOf", "oneOf", "enum", "const", "minProperties", "maxProperties", "patternProperties"}
-)
-"""Keywords of an object that parameters cannot honour."""
+MAX_TRIGGERS = 128
 _TOLD_APART = "free text must be the content of a tag, come right before a const_string, or be last"
 
 
 class FormatWriter:
     """Write the rules of one grammar. `options` are llguidance's for JSON.
 
-    Methods raise ValueError, and SchemaError for a schema.
+    Methods raise ValueError, and SchemaError for a schema or for too much.
     """
 
     def __init__(self, options: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-        self._options = options
         self._tokenizer = tokenizer
-        self._rules: list[str] = []
-        self._num_chars = 0
+        self._rules = GrammarText(tokenizer.split_special, options)
 
-    def grammar(self, given: Any) -> str:
+    def grammar(self, given: Any) -> Grammar:
         """Return the grammar of outputs that follow a format."""
-        return "\n".join([f"start: {self._write(given, 'format', ())}", _TEXT, *self._rules])
+        return self._rules.grammar(f"start: {self._write(given, 'format', ())}")
 
     def _write(self, given: Any, place: str, ends: Ends) -> str:
         """Return what stands for a format and what ends it."""
-        kind = given.get("type") if isinstance(given, Mapping) else None
-        if not isinstance(kind, str) or kind not in _KINDS:
-            found = brief(given) if kind is None else f"of type {brief(kind)}"
-            raise ValueError(f"{place} is {found}, but must be an object with one of the types {', '.join(_KINDS)}")
-        write, fields = _KINDS[kind]
-        if unknown := sorted(map(str, given.keys() - fields - {"type"})):
-            raise ValueError(f"{place} has {brief(unknown[0])}, but {kind} knows only {', '.join(sorted(fields))}")
+        write, _ = _KINDS[_kind_of(given, place)]
         return write(self, given, place, ends)
 
     def const_string(self, given: Format, place: str, ends: Ends) -> str:
-        return self._ended(self._text(_str(given, "value", place)), ends)
+        return self._ended(self._rules.text(_str(given, "value", place)), ends)
 
     def token(self, given: Format, place: str, ends: Ends) -> str:
         return self._ended(self._token(given, place), ends)
 
     def json_schema(self, given: Format, place: str, ends: Ends) -> str:
-        style = given.get("style", "json")
+        style, most = given.get("style", "json"), given.get("max_whitespace_cnt")
         if style == "qwen_xml":
             return self.qwen_xml_parameter(given, place, ends)
         if style != "json" or given.get("any_order"):
             raise ValueError(f"{place}: of the styles only json and qwen_xml are supported, and any_order is not")
-        return self._ended(self._json(given, place), ends)
+        if most is not None and (type(most) is not int or most < 0):
+            raise ValueError(f"{place}.max_whitespace_cnt is {brief(most)}, but must be a number of characters")
+        options = {"whitespace_pattern": rf"[\x20\x09\x0a\x0d]{{1,{most}}}"} if most else {"whitespace_flexible": False}
+        with _schema_of(given, place) as schema:
+            return self._ended(self._rules.json(schema, None if most is None else options), ends)
 
     def qwen_xml_parameter(self, given: Format, place: str, ends: Ends) -> str:
-        """Write `<parameter=name>value</parameter>` for each property: texts as they are, the others as JSON."""
-        schema = given.get("json_schema")
-        if not isinstance(schema, Mapping):
-            raise ValueError(f"{place}.json_schema is {brief(schema)}, but must be an object")
-        self._rule_once("SPACE", r"/[ \n]{0,8}/")
-        prepare(schema, self._options)
-        if lost := sorted(schema.keys() & _OF_OBJECTS):
-            raise SchemaError(f"{place}.json_schema/{lost[0]} cannot be enforced in <parameter=...>")
-        required, shared = schema.get("required", ()), {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-        if nameless := [name for name in required if name not in schema.get("properties", {})]:
-            raise SchemaError(f"{place}: the required {brief(nameless[0])} is none of the properties")
-        parts = ["SPACE"]
-        for name, one in schema.get("properties", {}).items():
-            if one is False and name not in required:
-                continue
-            if not name or any(mark in name for mark in "<>\n"):
-                raise SchemaError(f"{place}: the name {brief(name)} cannot stand in <parameter=...>")
-            is_text = (
-                isinstance(one, Mapping) and one.get("type", "string") == "string" and one.keys().isdisjoint(_VALUES)
-            )
-            if is_text and (lost := sorted(one.keys() & _LIMITS)):
-                raise SchemaError(f"{place}: {lost[0]} of the text {brief(name)} cannot be enforced in <parameter=...>")
-            end = ("</parameter>",)
-            alone = {"allOf": [one]} if isinstance(one, bool) else one
-            value = (
-                self._until(end, "TEXT")
-                if is_text
-                else f"SPACE {self._json_of({**shared, **alone})} SPACE {self._text(end[0])}"
-            )
-            part = f"{self._text(f'<parameter={name}>')} {value} SPACE"
-            parts.append(part if name in required else f"({part})?")
-        return self._ended(" ".join(parts), ends)
+        """Write `<parameter=name>`, a line with the value, and `</parameter>` for each property, like Qwen3-Coder."""
+        line_break = '"\\n"?'
+        with _schema_of(given, place) as schema:
+            check_is_object(schema)
+            return self._ended(f"{line_break} {xml_arguments(self._rules, schema, True, line_break)}", ends)
 
     def regex(self, given: Format, place: str, ends: Ends) -> str:
         """Write a regular expression as one terminal with plain ends, so that it stops where they begin."""
-        pattern = _slashed(_str(given, "pattern", place))
-        if ends and all(map(self._is_plain, ends)):
-            return self._terminal(f"/{pattern}/ ({' | '.join(map(json.dumps, ends))})")
-        return self._ended(self._terminal(f"/{pattern}/"), ends)
+        pattern = regex(_str(given, "pattern", place))
+        if ends and all(self._rules.split(end) == [end] for end in ends):
+            return self._rules.terminal(f"{pattern} {any_of(list(map(json.dumps, ends)))}")
+        return self._ended(self._rules.terminal(pattern), ends)
 
     def gbnf(self, given: Format, place: str, ends: Ends) -> str:
-        prefix = f"g{len(self._rules)}-"
-        self._rules.append(lark_rules(_str(given, "grammar", place), prefix))
-        return self._ended(f"{prefix}root", ends)
+        grammar = _str(given, "grammar", place)
+        return self._ended(f"{self._rules.include(lambda prefix: lark_rules(grammar, prefix))}root", ends)
 
     def any_text(self, given: Format, place: str, ends: Ends) -> str:
         text = self._free_text(given, place)
         if ends is None:
             raise ValueError(f"{place}: {_TOLD_APART}")
-        return self._until(ends, text)
+        return self._rules.until(ends, text)
 
     def sequence(self, given: Format, place: str, ends: Ends) -> str:
         elements = _list(given, "elements", place)
+        places = [f"{place}.elements[{i}]" for i in range(len(elements))]
         parts, i = [], 0
         while i < len(elements):
             following = elements[i + 1] if i + 1 < len(elements) else None
-            where = f"{place}.elements[{i}]"
             if following is None:
-                parts.append(self._write(elements[i], where, ends))
-            elif isinstance(following, Mapping) and following.get("type") == "const_string" and following.get("value"):
-                parts.append(self._write(elements[i], where, (_str(following, "value", f"{place}.elements[{i + 1}]"),)))
+                parts.append(self._write(elements[i], places[i], ends))
+            elif _kind_of(following, places[i + 1]) == "const_string" and following.get("value"):
+                parts.append(self._write(elements[i], places[i], (_str(following, "value", places[i + 1]),)))
                 i += 1
                 if i + 1 == len(elements):
                     parts.append(self._ended("", ends))
             else:
-                parts.append(self._write(elements[i], where, None))
+                parts.append(self._write(elements[i], places[i], None))
             i += 1
-        return " ".join(filter(None, parts)) if elements else self._ended("", ends)
+        return joined(*parts)
 
     def either(self, given: Format, place: str, ends: Ends) -> str:
         elements = _list(given, "elements", place)
-        return _any_of([self._write(each, f"{place}.elements[{i}]", ends) for i, each in enumerate(elements)])
+        return any_of([self._write(each, f"{place}.elements[{i}]", ends) for i, each in enumerate(elements)])
 
     def optional(self, given: Format, place: str, ends: Ends) -> str:
         return self._repeated(given, place, ends, "?")
@@ -154,32 +122,36 @@ class FormatWriter:
         least, most = given.get("min"), given.get("max")
         if type(least) is not int or type(most) is not int or least < 0 or not (most == -1 or most >= least):
             raise ValueError(f"{place} has min {brief(least)} and max {brief(most)}, but max must not be below min")
-        return self._repeated(given, place, ends, f"{{{least},{'' if most == -1 else most}}}")
+        written = self._repeated(given, place, ends, f"{{{least},{'' if most == -1 else most}}}")
+        return written if most else self._ended("", ends)
 
     def tag(self, given: Format, place: str, ends: Ends) -> str:
         begin = given.get("begin")
         opening = (
             self._token(begin, f"{place}.begin")
             if isinstance(begin, Mapping)
-            else self._text(_str(given, "begin", place))
+            else self._rules.text(_str(given, "begin", place))
         )
-        return f"{opening} {self._after_begin(given, place, ends)}"
+        return joined(opening, self._after_begin(given, place, ends))
 
     def triggered_tags(self, given: Format, place: str, ends: Ends) -> str:
         """Group the tags by trigger: free text up to it, then what follows it in one of its tags."""
-        tags, triggers = _list(given, "tags", place), _list(given, "triggers", place)
+        triggers = _list(given, "triggers", place)
+        if len(triggers) > MAX_TRIGGERS:
+            raise ValueError(f"{place} has {len(triggers)} triggers, but may have {MAX_TRIGGERS}")
+        if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+            raise ValueError(f"{place}.triggers is {brief(triggers)}, but must be a list of texts that are not empty")
         follow: dict[str, list[str]] = {}
         whole = []
-        for i, tag in enumerate(tags):
-            where = f"{place}.tags[{i}]"
-            begin = _str(tag, "begin", where) if isinstance(tag, Mapping) else ""
-            trigger = next((t for t in triggers if isinstance(t, str) and t and begin.startswith(t)), None)
+        for where, tag in _tags(given, place):
+            begin = _str(tag, "begin", where)
+            trigger = next(filter(begin.startswith, triggers), None)
             if trigger is None:
                 raise ValueError(f"{where}.begin is {brief(begin)}, but must begin with one of the triggers")
-            rule = self._rule(f"{self._after_begin(tag, where, None)}")
-            follow.setdefault(trigger, []).append(f"{self._text(begin.removeprefix(trigger))} {rule}")
-            whole.append(f"{self._text(begin)} {rule}")
-        first = _any_of(whole) if given.get("at_least_one") else None
+            rule = self._rules.new(self._after_begin(tag, where, None))
+            follow.setdefault(trigger, []).append(joined(self._rules.text(begin.removeprefix(trigger)), rule))
+            whole.append(joined(self._rules.text(begin), rule))
+        first = any_of(whole) if given.get("at_least_one") else None
         return self._dispatched(given, place, ends, follow, first, loop=not given.get("stop_after_first"))
 
     def dispatch(self, given: Format, place: str, ends: Ends) -> str:
@@ -191,9 +163,8 @@ class FormatWriter:
         return self._dispatched(given, place, ends, follow, None, loop=given.get("loop", True))
 
     def tags_with_separator(self, given: Format, place: str, ends: Ends) -> str:
-        tags = _list(given, "tags", place)
-        tag = self._rule(_any_of([self._write(each, f"{place}.tags[{i}]", None) for i, each in enumerate(tags)]))
-        more = "" if given.get("stop_after_first") else f" ({self._text(_str(given, 'separator', place))} {tag})*"
+        tag = self._rules.new(any_of([self._write(tag, where, None) for where, tag in _tags(given, place)]))
+        more = "" if given.get("stop_after_first") else f" ({self._rules.text(_str(given, 'separator', place))} {tag})*"
         return self._ended(f"{tag}{more}" if given.get("at_least_one") else f"({tag}{more})?", ends)
 
     def _dispatched(
@@ -205,24 +176,22 @@ class FormatWriter:
         if ends is None:
             raise ValueError(f"{place}: {_TOLD_APART}")
         text = self._free_text(given, place)
-        block = self._rule(_any_of([f"{self._until((t,), text)} {_any_of(each)}" for t, each in follow.items()]))
-        rest = self._until(ends, text)
+        blocks = [joined(self._rules.until([trigger], text), any_of(each)) for trigger, each in follow.items()]
+        block = self._rules.new(any_of(blocks))
+        rest = self._rules.until(ends, text)
         if not loop:
             return f"({self._ended(block, ends)} | {rest})"
-        return " ".join(filter(None, [first, f"{block}*", rest]))
+        return joined(first or "", f"{block}*", rest)
 
     def _after_begin(self, tag: Format, place: str, ends: Ends) -> str:
         """Return what stands for the content and the end of a tag, and for what must follow it."""
         end = tag.get("end")
         if isinstance(end, Mapping):
             end_token = self._token(end, f"{place}.end")
-            is_text = isinstance(tag.get("content"), Mapping) and tag["content"].get("type") == "any_text"
-            content = (
-                self._free_text(tag["content"], place)
-                if is_text
-                else self._write(tag.get("content"), f"{place}.content", None)
-            )
-            return self._ended(f"{content} {end_token}", ends)
+            content, where = tag.get("content", {}), f"{place}.content"
+            is_text = _kind_of(content, where) == "any_text"
+            written = self._free_text(content, where) if is_text else self._write(content, where, None)
+            return self._ended(f"{written} {end_token}", ends)
         texts = [end] if isinstance(end, str) else end
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{place}.end is {brief(end)}, but must be a text, a list of texts, or a token")
@@ -235,31 +204,7 @@ class FormatWriter:
 
     def _ended(self, written: str, ends: Ends) -> str:
         """Append the ends to what is written."""
-        return self._counted(f"{written} {_any_of([self._text(end) for end in ends])}") if ends else written
-
-    def _counted(self, written: str) -> str:
-        """Return what is written, which may be a part of much; refuse too much before it is put together."""
-        self._num_chars += len(written)
-        if self._num_chars > 4 * MAX_GRAMMAR_CHARS:
-            raise ValueError(
-                f"format makes more than {4 * MAX_GRAMMAR_CHARS} characters of grammar; send a shorter one"
-            )
-        return written
-
-    def _until(self, ends: Sequence[str], text: str) -> str:
-        """Return what stands for free text up to one of the ends, and for that end."""
-        found, plain = [], []
-        for end in ends:
-            before, *rest = self._tokenizer.split_special(end)
-            if isinstance(before, int):
-                found.append(f"{text} {self._joined([before, *rest])}")
-            elif rest:
-                found.append(f"{self._terminal(f'{text} {json.dumps(before)}')} {self._joined(rest)}")
-            else:
-                plain.append(json.dumps(end))
-        if plain:
-            found.append(self._rule(f"{text} ({' | '.join(plain)})", "[lazy]"))
-        return _any_of(found) if found else text
+        return joined(written, self._rules.new(any_of(list(map(self._rules.text, ends))))) if ends else written
 
     def _free_text(self, given: Format, place: str) -> str:
         """Return the terminal of text without what is excluded."""
@@ -271,23 +216,7 @@ class FormatWriter:
             raise ValueError(f"{place}.excludes is {brief(excluded)}, but must be a list of texts")
         if not excluded:
             return "TEXT"
-        return self._terminal(f"TEXT & ~(TEXT ({' | '.join(map(json.dumps, excluded))}) TEXT)")
-
-    def _json(self, given: Format, place: str) -> str:
-        schema, most = given.get("json_schema"), given.get("max_whitespace_cnt")
-        if isinstance(schema, bool):
-            schema = {} if schema else {"enum": []}
-        if not isinstance(schema, Mapping):
-            raise ValueError(f"{place}.json_schema is {brief(schema)}, but must be an object")
-        if most is None:
-            return self._json_of(schema)
-        if type(most) is not int or most < 0:
-            raise ValueError(f"{place}.max_whitespace_cnt is {brief(most)}, but must be a number of characters")
-        flexible = {"whitespace_pattern": rf"[\x20\x09\x0a\x0d]{{1,{most}}}"}
-        return "%json " + json.dumps(prepare(schema, flexible if most else {"whitespace_flexible": False}))
-
-    def _json_of(self, schema: Mapping[str, Any]) -> str:
-        return self._counted("%json " + json.dumps(prepare(schema, self._options)))
+        return self._rules.terminal(f"TEXT & ~(TEXT {any_of(list(map(json.dumps, excluded)))} TEXT)")
 
     def _token(self, given: Format, place: str) -> str:
         wanted = given.get("token")
@@ -296,33 +225,7 @@ class FormatWriter:
             raise ValueError(f"{place} is {brief(given)}, but must be a token of this model, or a text")
         return f"<[{token_id}]>"
 
-    def _text(self, text: str) -> str:
-        """Write a text, in which special tokens stand for themselves."""
-        return self._joined(self._tokenizer.split_special(text))
 
-    def _joined(self, parts: Sequence[str | int]) -> str:
-        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
-
-    def _is_plain(self, text: str) -> bool:
-        """Whether no special token is in a text."""
-        return self._tokenizer.split_special(text) in ([text], [])
-
-    def _rule(self, body: str, options: str = "") -> str:
-        name = f"r{len(self._rules)}"
-        self._rules.append(f"{name}{options}: {body}")
-        return name
-
-    def _terminal(self, body: str) -> str:
-        name = f"T{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
-        return name
-
-    def _rule_once(self, name: str, body: str) -> None:
-        if (rule := f"{name}: {body}") not in self._rules:
-            self._rules.append(rule)
-
-
-_VALUES, _LIMITS = {"enum", "const", "$ref", "anyOf", "oneOf", "allOf"}, {"pattern", "format", "minLength", "maxLength"}
 _JSON = {"json_schema", "style", "any_order", "max_whitespace_cnt"}
 _FREE = {"excludes", "max_tokens", "max_chars"}
 _KINDS: Mapping[str, tuple[Callable[[FormatWriter, Format, str, Ends], str], set[str]]] = {
@@ -353,6 +256,42 @@ _KINDS: Mapping[str, tuple[Callable[[FormatWriter, Format, str, Ends], str], set
 """How each type is written, and its fields."""
 
 
+def _kind_of(given: Any, place: str) -> str:
+    """Return the type of a format, whose fields are known."""
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        found = brief(given) if kind is None else f"of type {brief(kind)}"
+        raise ValueError(f"{place} is {found}, but must be an object with one of the types {', '.join(_KINDS)}")
+    _, fields = _KINDS[kind]
+    if unknown := sorted(map(str, given.keys() - fields - {"type"})):
+        raise ValueError(f"{place} has {brief(unknown[0])}, but {kind} knows only {', '.join(sorted(fields))}")
+    return kind
+
+
+def _tags(given: Format, place: str) -> Iterator[tuple[str, Format]]:
+    """Yield the tags of a format with their places. They need not name their type."""
+    for i, tag in enumerate(_list(given, "tags", place)):
+        where = f"{place}.tags[{i}]"
+        tag = {"type": "tag", **tag} if isinstance(tag, Mapping) else tag
+        if _kind_of(tag, where) != "tag":
+            raise ValueError(f"{where} is of type {tag['type']}, but must be a tag")
+        yield where, tag
+
+
+@contextmanager
+def _schema_of(given: Format, place: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the schema of a format; errors name its place."""
+    schema = {} if given.get("json_schema") is True else given.get("json_schema")
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"{place}.json_schema is {brief(schema)}, but must be an object")
+    try:
+        yield schema
+    except TooLongError:
+        raise
+    except SchemaError as error:
+        raise SchemaError(f"{place}.json_schema: {error}") from None
+
+
 def _str(given: Format, name: str, place: str) -> str:
     value = given.get(name)
     if not isinstance(value, str):
@@ -365,16 +304,3 @@ def _list(given: Format, name: str, place: str) -> list[Any]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{place}.{name} is {brief(value)}, but must be a list with something in it")
     return value
-
-
-def _any_of(options: Sequence[str]) -> str:
-    return options[0] if len(options) == 1 else f"({' | '.join(options)})"
-
-
-def _slashed(pattern: str) -> str:
-    """Return a regular expression as it stands between slashes."""
-    made, escaped = [], False
-    for char in pattern:
-        made.append("\\/" if char == "/" and not escaped else "\\n" if char == "\n" else char)
-        escaped = char == "\\" and not escaped
-    return "".join(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from pypto_serving.api.chat.dsml import MARK, PARAMETER_END
 from pypto_serving.api.chat.parsers import deepseek_v4, qwen3_coder
 from pypto_serving.api.chat.tools import types_of
-from pypto_serving.api.generation.grammar_text import ANY, GrammarText, TooLongError, regex, without
-from pypto_serving.api.generation.json_schema import SchemaError, prepare
+from pypto_serving.api.generation.ecma import to_rust
+from pypto_serving.api.generation.grammar_text import ANY, GrammarText, TooLongError, any_of, joined, regex, without
+from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.tool_schema import (
     Property,
     Schema,
@@ -54,19 +56,19 @@ def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
     needed = [part for part, required in parts if required]
     tail = alone = ""
     for part in [part for part, required in reversed(parts) if not required]:
-        alone = rules.new(" | ".join(filter(None, [f"{part} {tail}".strip(), alone])))
+        alone = rules.new(" | ".join(filter(None, [joined(part, tail), alone])))
         tail = rules.new(f'(", " {part})? {tail}'.strip())
     if needed:
-        return ' ", " '.join(needed) + f" {tail}"
+        return joined(' ", " '.join(needed), tail)
     return f"{alone}?" if alone else ""
 
 
-def xml_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
-    """Write `<parameter=a>`, a line with the value, and `</parameter>` for each."""
+def xml_arguments(rules: GrammarText, schema: Schema, strict: bool, gap: str = '"\\n"') -> str:
+    """Write `<parameter=a>`, a line with the value, and `</parameter>` for each, with `gap` behind them."""
     if is_any_object(schema):
         name = regex(qwen3_coder.NAME.pattern)
-        return f'("<parameter=" {name} ">" {rules.until(XML_END)} "\\n")*'
-    return _each(schema, lambda one: _xml_parameter(rules, one, strict))
+        return f'("<parameter=" {name} ">" {rules.until([XML_END])} {gap})*'
+    return _each(schema, lambda one: _xml_parameter(rules, one, strict, gap))
 
 
 def dsml_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
@@ -79,7 +81,7 @@ def dsml_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
 
 def _each(schema: Schema, write: Callable[[Property], str]) -> str:
     parts = [(_placed(one, write), one.required) for one in properties_of(schema)]
-    return " ".join(part if needed else f"({part})?" for part, needed in parts)
+    return joined(*(part if needed else f"({part})?" for part, needed in parts))
 
 
 def _placed(one: Property, write: Callable[[Property], str]) -> str:
@@ -101,27 +103,28 @@ def _python_parameter(rules: GrammarText, one: Property) -> str:
 
 def _check_name(one: Property, can_write: Callable[[str], Any]) -> None:
     if not can_write(one.name):
-        raise SchemaError(f"this model's form of calls cannot write the name {brief(one.name)}")
+        raise SchemaError(f"this form of calls cannot write the name {brief(one.name)}")
 
 
-def _xml_parameter(rules: GrammarText, one: Property, strict: bool) -> str:
+def _xml_parameter(rules: GrammarText, one: Property, strict: bool, gap: str) -> str:
     _check_name(one, qwen3_coder.NAME.fullmatch)
     kinds = types_of(one.schema, one.schema)
     others = [kind for kind in kinds if kind != "string"]
     if others == kinds and kinds:
         values = [f'{rules.json(one.schema)} "\\n{XML_END}"']
     else:
-        prepare(one.schema, {})  # refuses what is not supported
-        if strict and "format" in one.schema:
-            raise SchemaError("format of a text is not supported in this model's form of calls")
-        values = [_xml_text(rules, text, kinds) for text in read_texts(one.schema, one.schema)]
+        texts = read_texts(one.schema, one.schema)
+        if strict and any(text.format is not None for text in texts):
+            raise SchemaError("format of a text is not supported in this form of calls")
+        values = [_xml_text(rules, text, kinds) for text in texts]
         words = read_words(one.schema, one.schema) if others else []
         values += [f'"{word}\\n{XML_END}"' for word in words]
         if begun := [kind for kind in others if kind not in ("null", "boolean")]:
             values.append(f'{rules.json(_only(one.schema, begun))} "\\n{XML_END}"')
     if not values:
         raise SchemaError("no value is allowed for it")
-    return rules.new(f'{rules.text(f"<parameter={one.name}>")} "\\n" ({" | ".join(values)}) "\\n"')
+    head = json.dumps(f"<parameter={one.name}>\n")
+    return rules.new(f"{head} {any_of(values)} {gap}")
 
 
 def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
@@ -129,23 +132,23 @@ def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
     if text.values is not None:
         for value in text.values:
             if XML_END in value:
-                raise SchemaError(f"a text with {XML_END} cannot stand in this model's form of calls")
+                raise SchemaError(f"a text with {XML_END} cannot stand in this form of calls")
             if set(kinds) != {"string"} and not qwen3_coder.as_json(value, kinds).startswith('"'):
-                raise SchemaError(f"the text {brief(value)} is read as another type in this model's form of calls")
-        return " | ".join(rules.text(f"{value}\n{XML_END}") for value in text.values)
+                raise SchemaError(f"the text {brief(value)} is read as another type in this form of calls")
+        return any_of([json.dumps(f"{value}\n{XML_END}") for value in text.values])
     looks = "|".join(
         f"{_SPACE}({look}){more or _SPACE}" for look, more in (_LOOKS[kind] for kind in kinds if kind in _LOOKS)
     )
     if text.is_free and not looks:
-        return rules.until(XML_END)
+        return rules.until([XML_END])
     parts = [without(XML_END)]
     if looks:
         parts.append(f"~{regex(looks)}")
     if text.least or text.most is not None:
         parts.append(regex(f"(?s:.{{{text.least},{'' if text.most is None else text.most}}})"))
     if text.pattern is not None:
-        parts.append(regex(_whole(text.pattern)))
-    return rules.until(f"\n{XML_END}", rules.terminal(" & ".join(["TEXT", *parts])))
+        parts.append(regex(_whole(to_rust(text.pattern))))
+    return rules.until([f"\n{XML_END}"], rules.terminal(" & ".join(["TEXT", *parts])))
 
 
 def _whole(pattern: str) -> str:
@@ -183,7 +186,7 @@ def _dsml_head(name: str = "") -> str:
 
 
 def _dsml_text(rules: GrammarText) -> str:
-    return rules.new(f'"\\"true\\">" {rules.until(DSML_END, spelled=MARK)} "\\n"')
+    return rules.new(f'"\\"true\\">" {rules.until([DSML_END], spelled=MARK)} "\\n"')
 
 
 def _dsml_json(rules: GrammarText, schema: Schema) -> str:
@@ -197,18 +200,17 @@ def _dsml_any(rules: GrammarText) -> str:
 def _dsml_parameter(rules: GrammarText, one: Property) -> str:
     _check_name(one, deepseek_v4.NAME.fullmatch)
     if len(one.name) > deepseek_v4.MAX_HEAD // 2:
-        raise SchemaError(f"this model's form of calls cannot write the name {brief(one.name)}")
+        raise SchemaError(f"this form of calls cannot write the name {brief(one.name)}")
     kinds = types_of(one.schema, one.schema)
     others = [kind for kind in kinds if kind != "string"]
     texts = _dsml_texts(one.schema) if not others or "string" in kinds else None
     if texts is None:
         values = [_dsml_json(rules, one.schema)]
     else:
-        prepare(one.schema, {})  # refuses what is not supported
         values = [_dsml_value(rules, text) for text in texts]
         if others:
             values.append(_dsml_json(rules, _only(one.schema, others)))
-    return rules.new(f"{rules.text(_dsml_head(one.name))} ({' | '.join(values)})")
+    return rules.new(f"{rules.text(_dsml_head(one.name))} {any_of(values)}")
 
 
 def _dsml_texts(schema: Schema) -> list[Text] | None:
@@ -218,14 +220,14 @@ def _dsml_texts(schema: Schema) -> list[Text] | None:
     except SchemaError:
         return None
     plain = all(text.is_free or (text.values and not any(DSML_END in value for value in text.values)) for text in texts)
-    return texts if plain and texts and "format" not in schema else None
+    return texts if plain and texts else None
 
 
 def _dsml_value(rules: GrammarText, text: Text) -> str:
     if text.values is None:
         return _dsml_text(rules)
     end = DSML_END + "\n"
-    return " | ".join(f'"\\"true\\">" {rules.text(value + end)}' for value in text.values)
+    return any_of([f'"\\"true\\">" {rules.text(value + end)}' for value in text.values])
 
 
 ARGUMENTS: Mapping[str, Callable[[GrammarText, Schema, bool], str]] = {

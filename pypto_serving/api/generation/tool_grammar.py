@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from pypto_serving.api.chat.parsers.families import CallForm
-from pypto_serving.api.chat.tools import refuse, types_of
-from pypto_serving.api.generation.grammar_text import GrammarText, SpecialId, regex, without
+from pypto_serving.api.chat.tools import refuse
+from pypto_serving.api.generation.grammar_text import GrammarText, any_of, joined, regex, without
 from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.tool_arguments import ARGUMENTS, FUNCTION_NAME
-from pypto_serving.api.generation.tool_schema import as_object, with_definitions
+from pypto_serving.api.generation.tool_schema import Definitions, as_object, check_is_object
+from pypto_serving.api.text.tokenizer import split_at
 from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
 
 Function = Mapping[str, Any]
+SpecialId = Callable[[str], int | None]
+"""Returns the id of a text that is a special token; None for others."""
 
 
 def forced_calls(
@@ -25,8 +28,9 @@ def forced_calls(
 
     `options` are llguidance's for JSON. Raises RequestError that names the tool whose schema cannot be enforced.
     """
-    writer = _Writer(form, functions, special_id, options)
-    return writer.grammar(f"start: {writer.calls(one)}")
+    with _refused():
+        writer = _Writer(_rules(form, special_id, options), form, functions)
+        return writer.rules.grammar(f"start: {writer.calls(one)}")
 
 
 def calls_beside_json(
@@ -39,14 +43,14 @@ def calls_beside_json(
     """
     if not form.opens or form.arguments != "json":
         return forced_calls(form, functions, one, special_id, options)
-    rules = GrammarText(form.marks, special_id, options)
-    made = []
-    for function in functions:
-        with _named(function):
-            made.append(rules.json(_as_schema(form, function)))
-    call = rules.new(" | ".join(made))
-    more = "" if one or form.begin else f"({rules.text(form.between)} {call})*"
-    return Grammar("lark", f"start: {_joined(call, more)}\n{rules}")
+    with _refused():
+        rules, made = _rules(form, special_id, options), []
+        for function in functions:
+            with _refused(function):
+                made.append(rules.json(_as_schema(form, function)))
+        call = rules.new(any_of(made))
+        more = "" if one or form.begin else f"({rules.text(form.between)} {call})*"
+        return rules.grammar(f"start: {joined(call, more)}")
 
 
 def strict_calls(
@@ -57,8 +61,9 @@ def strict_calls(
     Wherever the parser of the form would begin to read a call, one must follow. Raises like `forced_calls`.
     """
     loose = [f if f.get("strict") else {"name": f["name"], "parameters": {"type": "object"}} for f in functions]
-    writer = _Writer(form, loose, special_id, options)
-    return writer.grammar(*(writer.opened(one) if form.opens else writer.marked(one)))
+    with _refused():
+        writer = _Writer(_rules(form, special_id, options), form, loose)
+        return writer.rules.grammar(*(writer.opened(one) if form.opens else writer.marked(one)))
 
 
 def either(calls: Grammar, content_schema: str) -> Grammar:
@@ -66,34 +71,33 @@ def either(calls: Grammar, content_schema: str) -> Grammar:
     return Grammar("lark", calls.text.replace("start: ", f"start: %json {content_schema} | ", 1))
 
 
-class _Writer:
-    """Write rules for the calls of one request. Raises RequestError that names the tool at fault."""
+def _rules(form: CallForm, special_id: SpecialId, options: Mapping[str, Any]) -> GrammarText:
+    special = {mark: token_id for mark in form.marks if (token_id := special_id(mark)) is not None}
+    return GrammarText(split_at(special), options, close_objects=True)
 
-    def __init__(
-        self, form: CallForm, functions: Sequence[Function], special_id: SpecialId, options: Mapping[str, Any]
-    ) -> None:
+
+class _Writer:
+    """Write rules for the calls of one request. Raises SchemaError, and RequestError that names the tool at fault."""
+
+    def __init__(self, rules: GrammarText, form: CallForm, functions: Sequence[Function]) -> None:
+        self.rules = rules
         self._form = form
-        self._rules = GrammarText(form.marks, special_id, options)
         self._calls: list[tuple[str, str]] = []
         for function in functions:
-            with _named(function):
+            with _refused(function):
                 self._calls.append(self._call(function))
-
-    def grammar(self, *rules: str) -> Grammar:
-        """Return the grammar that begins with `rules`."""
-        return Grammar("lark", "\n".join([*rules, str(self._rules)]))
 
     def calls(self, one: bool) -> str:
         """Write all calls of an output, with what is around and between them."""
         form = self._form
         begin, end = ("", "") if one and form.alone else (form.begin, form.end)
-        return _joined(self._behind(begin + form.head, one), self._rules.text(end))
+        return joined(self._behind(begin + form.head, one), self.rules.text(end))
 
     def marked(self, one: bool) -> list[str]:
         """Write free text in which a mark begins calls."""
-        form, rules = self._form, self._rules
+        form, rules = self._form, self.rules
         head = (form.begin + form.head).removeprefix(form.mark)
-        block = _joined(rules.until(form.mark), self._behind(head, one or not form.end), rules.text(form.end))
+        block = joined(rules.until([form.mark]), self._behind(head, one or not form.end), rules.text(form.end))
         return [f"start: block{'?' if one else '*'} TEXT", f"block: {block}"]
 
     def opened(self, one: bool) -> list[str]:
@@ -101,21 +105,21 @@ class _Writer:
 
         A mark that is no special token cannot be followed to its calls, so it does not stand in the text.
         """
-        form, rules = self._form, self._rules
-        first = [self.calls(one), *(_joined(rules.text(a), self.calls(one), rules.text(b)) for a, b in form.fences)]
-        _, token_id, _ = rules.split(form.mark)
-        unmarked = without(form.mark) if form.mark and token_id is None else ""
+        form, rules = self._form, self.rules
+        first = [self.calls(one), *(joined(rules.text(a), self.calls(one), rules.text(b)) for a, b in form.fences)]
+        is_token = form.mark != "" and rules.split(form.mark) != [form.mark]
+        unmarked = without(form.mark) if form.mark and not is_token else ""
         rest = rules.terminal(" & ".join(filter(None, ["TEXT", unmarked])))
         free = rules.terminal(f"{rest} & ~{regex(form.opens + '(?s:.*)')}")
         marked = ""
-        if token_id is not None:
+        if is_token:
             close = rules.text(form.close)
-            block = _joined(f"<[{token_id}]>", self.calls(one), f"({close})?" if close else "", rest)
+            block = joined(rules.text(form.mark), self.calls(one), f"({close})?" if close else "", rest)
             marked = f"({block}){'?' if one else '*'}"
         calls = rules.new(f"({' | '.join(first)}) {rest}")
         if one:
-            return [f"start: {calls} | {_joined(free, marked)}"]
-        return [f"start: {_joined(f'({calls} | {free})', marked)}"]
+            return [f"start: {calls} | {joined(free, marked)}"]
+        return [f"start: {joined(f'({calls} | {free})', marked)}"]
 
     def _behind(self, head: str, one: bool) -> str:
         """Write a call behind `head`, and maybe more calls."""
@@ -124,43 +128,39 @@ class _Writer:
 
     def _any_call(self, head: str) -> str:
         """Write a call of any function. What tells it from text is one terminal: a shorter one would lose to text."""
-        return "(" + " | ".join(_joined(self._rules.text(head + name), rest) for name, rest in self._calls) + ")"
+        return any_of([joined(self.rules.text(head + name), rest) for name, rest in self._calls])
 
     def _call(self, function: Function) -> tuple[str, str]:
         """Return the name of a call with what follows it, and the rule of the rest."""
         form, name, schema = self._form, function["name"], _parameters(function)
         if not FUNCTION_NAME[form.arguments](name):
-            raise SchemaError(f"this model's form of calls cannot write the name {brief(name)}")
-        arguments = ARGUMENTS[form.arguments](self._rules, schema, bool(function.get("strict")))
-        return name + form.middle, self._rules.new(_joined(arguments, self._rules.text(form.tail)) or '""')
+            raise SchemaError(f"this form of calls cannot write the name {brief(name)}")
+        arguments = ARGUMENTS[form.arguments](self.rules, schema, bool(function.get("strict")))
+        return name + form.middle, self.rules.new(joined(arguments, self.rules.text(form.tail)) or '""')
 
 
 @contextmanager
-def _named(function: Function) -> Iterator[None]:
-    """Turn what a function's schema has at fault into a RequestError that names the function."""
+def _refused(function: Function | None = None) -> Iterator[None]:
+    """Turn what cannot be written into a RequestError, which names the function if there is one."""
     try:
         yield
     except (SchemaError, RecursionError) as error:
+        where = "" if function is None else f"the parameters of {function['name']}: "
         problem = str(error) if isinstance(error, SchemaError) else "their schemas are nested too deeply"
-        refuse("tools", f"cannot be enforced: the parameters of {function['name']}: {problem}")
+        refuse("tools", f"cannot be enforced: {where}{problem}")
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
     schema = function.get("parameters") or {"type": "object", "properties": {}}
-    if (kinds := types_of(schema, schema)) and "object" not in kinds:
-        raise SchemaError(f"#/type is {kinds[0]}, but arguments are an object")
+    check_is_object(schema)
     return schema
 
 
 def _as_schema(form: CallForm, function: Function) -> Mapping[str, Any]:
     """Return the schema of a call that is JSON as a whole."""
-    found = with_definitions(_parameters(function), _parameters(function))
+    found = Definitions(_parameters(function)).with_those_of(_parameters(function))
     shared = {key: found[key] for key in ("$defs", "definitions") if key in found}
     own = as_object({key: value for key, value in found.items() if key not in shared})
     key = "parameters" if '"parameters"' in form.middle else "arguments"
     properties = {"name": {"const": function["name"]}, key: own}
     return {"type": "object", "properties": properties, "required": list(properties), **shared}
-
-
-def _joined(*parts: str) -> str:
-    return " ".join(filter(None, parts))

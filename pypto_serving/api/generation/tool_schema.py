@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from pypto_serving.api.generation.json_schema import SchemaError
+from pypto_serving.api.chat.tools import types_of
+from pypto_serving.api.generation.json_schema import SchemaError, prepare
 from pypto_serving.util import brief
 
 Schema = Mapping[str, Any]
@@ -16,11 +17,20 @@ Place = tuple[str, str]
 """Where a definition is, and its name."""
 MAX_VISITS = 256
 """Schemas that may say together which texts a parameter may be."""
+MAX_COPIED = 1 << 18
+"""Values in the definitions that go with parameters, counted for each."""
 _DEFINED = ("$defs", "definitions")
-_UNREADABLE = ("anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties")
-_ASSERTIONS = ("pattern", "minLength", "maxLength")
+_UNREADABLE = ("anyOf", "oneOf", "allOf", "enum", "const", "patternProperties", "minProperties", "maxProperties")
+_OF_OBJECTS = {"properties", "required", "additionalProperties"}
+_ASSERTIONS = ("pattern", "minLength", "maxLength", "format")
 _WORDS = {"null": "null", "true": "boolean", "false": "boolean"}
 _BOTH = {"anyOf", "oneOf", "allOf", "enum", "const", *_ASSERTIONS}
+_COUNTS_OF_CASES: Mapping[str, Callable[[int, int], bool]] = {
+    "anyOf": lambda count, cases: count > 0,
+    "oneOf": lambda count, cases: count == 1,
+    "allOf": lambda count, cases: count == cases,
+}
+"""How many of its cases must hold."""
 
 
 class Property(NamedTuple):
@@ -38,6 +48,7 @@ class Text(NamedTuple):
     pattern: str | None = None
     least: int = 0
     most: int | None = None
+    format: str | None = None
 
     @property
     def is_free(self) -> bool:
@@ -45,10 +56,17 @@ class Text(NamedTuple):
         return self == Text()
 
 
+def check_is_object(schema: Schema) -> None:
+    """Raise SchemaError for a schema of something else."""
+    if (kinds := types_of(schema, schema)) and "object" not in kinds:
+        raise SchemaError(f"#/type is {kinds[0]}, but arguments are an object")
+
+
 def is_any_object(schema: Schema) -> bool:
-    """Tell whether a schema names no properties and forbids none."""
-    named = "properties" in schema or schema.get("required") or "$ref" in schema
-    return not named and schema.get("additionalProperties", True) in (True, {}) and not set(_UNREADABLE) & set(schema)
+    """Tell whether a schema names no properties and forbids none. Raises SchemaError for what cannot be enforced."""
+    said = prepare(schema, {})
+    free = said.get("additionalProperties", True) in (True, {}) and not said.get("required")
+    return free and said.keys() <= {"x-guidance", "type", "required", "additionalProperties"}
 
 
 def as_object(schema: Schema) -> Schema:
@@ -59,26 +77,30 @@ def as_object(schema: Schema) -> Schema:
 
 
 def properties_of(schema: Schema) -> Iterator[Property]:
-    """Yield the properties of an object. Raises SchemaError for what says more of them than each by itself."""
+    """Yield the properties of an object; `is_any_object` has looked at the schema.
+
+    Raises SchemaError for what says more of them than each by itself.
+    """
     whole = schema
     for _ in range(8):
         if not isinstance(whole.get("$ref"), str):
             break
-        whole = {**_defined(whole["$ref"], schema), **{key: whole[key] for key in whole if key != "$ref"}}
+        beside = {key: whole[key] for key in whole if key != "$ref"}
+        if lost := _OF_OBJECTS & beside.keys():
+            raise SchemaError(f"{min(lost)} of all parameters beside $ref is not supported in this form of calls")
+        whole = {**_defined(whole["$ref"], schema), **beside}
     for word in (*_UNREADABLE, "$ref"):
         if word in whole:
-            raise SchemaError(f"{word} of all parameters together is not supported in this model's form of calls")
-    properties, required = whole.get("properties"), whole.get("required")
-    found = dict(properties) if isinstance(properties, Mapping) else {}
-    needed = {name: None for name in required if isinstance(name, str)} if isinstance(required, list) else {}
-    if whole.get("additionalProperties", True) is not False:
+            raise SchemaError(f"{word} of all parameters together is not supported in this form of calls")
+    found, needed = dict(whole.get("properties", {})), dict.fromkeys(whole.get("required", ()))
+    if whole.get("additionalProperties", True) in (True, {}):
         found |= {name: {} for name in needed if name not in found}
     if missing := [name for name in needed if found.get(name, False) is False]:
-        raise SchemaError(f"{brief(missing[0])} is required, but no value is allowed for it")
-    shared, known = {**schema, **whole}, dict[Place, list[Place]]()
+        raise SchemaError(f"{brief(missing[0])} is required, but properties allows no value for it")
+    definitions = Definitions({**schema, **whole})
     for name, one in found.items():
         if one is not False:
-            own = with_definitions(one, shared, known) if isinstance(one, Mapping) else {}
+            own = definitions.with_those_of(one) if isinstance(one, Mapping) else {}
             yield Property(name, own, name in needed)
 
 
@@ -95,10 +117,10 @@ def read_texts(schema: Any, root: Schema, visits: Iterator[int] | None = None) -
         return read_texts(_merged([_defined(schema["$ref"], root), own]), root, visits)
     branches = [word for word in ("anyOf", "oneOf", "allOf", "enum", "const") if word in schema]
     if not branches:
-        return [Text(None, *_assertions(schema))]
+        return [_assertions(schema)]
     if len(_BOTH & schema.keys()) > 1:
         words = " beside ".join(sorted(_BOTH & schema.keys()))
-        raise SchemaError(f"{words} for a text is not supported in this model's form of calls")
+        raise SchemaError(f"{words} for a text is not supported in this form of calls")
     value = schema[branches[0]]
     if branches[0] in ("enum", "const"):
         values = value if branches[0] == "enum" and isinstance(value, list) else [value]
@@ -108,7 +130,17 @@ def read_texts(schema: Any, root: Schema, visits: Iterator[int] | None = None) -
     if branches[0] == "allOf":
         own = {key: each for key, each in schema.items() if key != "allOf"}
         return read_texts(_merged([own, *inner]), root, visits)
-    return [text for one in inner for text in read_texts(one, root, visits)]
+    cases = [found for one in inner if (found := read_texts(one, root, visits))]
+    if branches[0] == "oneOf" and len(cases) > 1 and not _are_apart(cases):
+        raise SchemaError("oneOf with texts that may overlap is not supported in this form of calls; use anyOf")
+    return [text for found in cases for text in found]
+
+
+def _are_apart(cases: list[list[Text]]) -> bool:
+    """Tell whether texts are listed, and none of them in two cases."""
+    values = [{value for text in texts for value in text.values or ()} for texts in cases]
+    listed = all(text.values is not None for texts in cases for text in texts)
+    return listed and len(set().union(*values)) == sum(map(len, values))
 
 
 def _next_visit(visits: Iterator[int] | None) -> Iterator[int]:
@@ -131,21 +163,16 @@ def read_words(schema: Any, root: Schema, visits: Iterator[int] | None = None) -
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
         found &= {json.dumps(value) for value in values if value is None or isinstance(value, bool)}
-    for word in ("anyOf", "oneOf", "allOf"):
+    for word, fits in _COUNTS_OF_CASES.items():
         inner = schema.get(word)
-        branches = [set(read_words(one, root, visits)) for one in inner] if isinstance(inner, list) else []
-        for branch in branches if word == "allOf" else []:
-            found &= branch
-        if branches and word != "allOf":
-            found &= {each for branch in branches for each in branch}
+        cases = [read_words(one, root, visits) for one in inner] if isinstance(inner, list) else []
+        found = {each for each in found if not cases or fits(sum(each in case for case in cases), len(cases))}
     return [word for word in _WORDS if word in found]
 
 
-def _assertions(schema: Schema) -> tuple[str | None, int, int | None]:
-    pattern, least, most = (schema.get(word) for word in _ASSERTIONS)
-    if not (isinstance(pattern, str | None) and isinstance(least, int | None) and isinstance(most, int | None)):
-        raise SchemaError("pattern must be a text, minLength and maxLength must be whole numbers")
-    return pattern, least or 0, most
+def _assertions(schema: Schema) -> Text:
+    pattern, least, most, form = (schema.get(word) for word in _ASSERTIONS)
+    return Text(None, pattern, int(least or 0), None if most is None else int(most), form)
 
 
 def _merged(schemas: list[Any]) -> Schema:
@@ -154,38 +181,49 @@ def _merged(schemas: list[Any]) -> Schema:
     for schema in schemas:
         for word, value in schema.items() if isinstance(schema, Mapping) else ():
             if word in made and made[word] != value and word in {"type", "$ref", *_BOTH}:
-                raise SchemaError(f"{word} twice for a text is not supported in this model's form of calls")
+                raise SchemaError(f"{word} twice for a text is not supported in this form of calls")
             made[word] = value
     return made
 
 
-def with_definitions(schema: Schema, root: Schema, known: dict[Place, list[Place]] | None = None) -> Schema:
-    """Add the definitions of `root` that `schema` refers to, by whatever way.
+class Definitions:
+    """Owns what is known of the definitions of `root`, and how much of them was copied."""
 
-    `known` are the references of definitions that were looked at before.
-    """
-    known = {} if known is None else known
-    found: dict[str, dict[str, Any]] = {}
-    todo = _references(schema)
-    while todo:
-        kind, name = place = todo.pop()
-        shared = root.get(kind)
-        if not isinstance(shared, Mapping) or name not in shared:
-            raise SchemaError(f"$ref is {brief(f'#/{kind}/{name}')}, which is not defined")
-        if name not in found.setdefault(kind, {}):
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._known: dict[Place, tuple[list[Place], int]] = {}
+        self._left = MAX_COPIED
+
+    def with_those_of(self, schema: Schema) -> Schema:
+        """Add the definitions that `schema` refers to, by whatever way. Raises SchemaError beyond MAX_COPIED."""
+        found: dict[str, dict[str, Any]] = {}
+        todo, _ = _references(schema)
+        while todo:
+            kind, name = place = todo.pop()
+            if name in found.setdefault(kind, {}):
+                continue
+            shared = self._root.get(kind)
+            if not isinstance(shared, Mapping) or name not in shared:
+                raise SchemaError(f"$ref is {brief(f'#/{kind}/{name}')}, which is not defined")
             found[kind][name] = shared[name]
-            if place not in known:
-                known[place] = _references(shared[name])
-            todo += known[place]
-    return {**schema, **found}
+            if place not in self._known:
+                self._known[place] = _references(shared[name])
+            more, num_values = self._known[place]
+            todo += more
+            self._left -= num_values
+            if self._left < 0:
+                problem = f"the definitions that each parameter refers to have more than {MAX_COPIED} values in all"
+                raise SchemaError(f"{problem}; refer to fewer or smaller ones")
+        return {**schema, **found}
 
 
-def _references(schema: Any) -> list[Place]:
-    """List the definitions that a schema itself refers to."""
+def _references(schema: Any) -> tuple[list[Place], int]:
+    """List the definitions that a schema itself refers to, and count its values."""
     found: list[Place] = []
-    todo: list[Any] = [schema]
+    todo, num_values = [schema], 0
     while todo:
         one = todo.pop()
+        num_values += 1
         if isinstance(one, list):
             todo += one
         elif isinstance(one, Mapping):
@@ -193,7 +231,7 @@ def _references(schema: Any) -> list[Place]:
             reference = one.get("$ref")
             if isinstance(reference, str) and reference.startswith("#"):
                 found.append(_place(reference))
-    return found
+    return found, num_values
 
 
 def _defined(reference: str, root: Schema) -> Schema:
@@ -202,13 +240,13 @@ def _defined(reference: str, root: Schema) -> Schema:
     found = root.get(kind)
     target = found.get(name) if isinstance(found, Mapping) else None
     if reference.count("/") > 2 or not isinstance(target, Mapping):
-        raise SchemaError(f"$ref is {brief(reference)}, which is not supported in this model's form of calls")
+        raise SchemaError(f"$ref is {brief(reference)}, which is not supported in this form of calls")
     return target
 
 
 def _place(reference: str) -> Place:
     parts = reference.split("/")
     if len(parts) < 3 or parts[0] != "#" or parts[1] not in _DEFINED:
-        problem = "but may refer to $defs and definitions only in this model's form of calls"
+        problem = "but may refer to $defs and definitions only in this form of calls"
         raise SchemaError(f"$ref is {brief(reference)}, {problem}")
     return parts[1], unquote(parts[2]).replace("~1", "/").replace("~0", "~")

@@ -140,7 +140,7 @@ def require_json(request: Request) -> None:
 def _explain(error: ValidationError) -> RequestError:
     """Describe the first validation error in one line."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in first["loc"])[:200]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:201]
     if first["type"] == "json_invalid":
         return RequestError(f"the request body is not valid JSON: {first['msg']}", code="invalid_json")
     if not where:

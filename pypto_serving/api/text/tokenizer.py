@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from pypto_serving.util import read_regular
 
 REPLACEMENT = "\ufffd"
 WHOLE_TEXTS = 16_384
+Split = Callable[[str], list[str | int]]
+"""Splits a text into the ids of the special tokens in it and the texts between them."""
 
 
 class Tokenizer:
@@ -81,18 +83,11 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return self.raw.get_vocab_size()
 
-    def split_special(self, text: str) -> list[str | int]:
-        """Split a text into the ids of its special tokens and the texts between them."""
-        parts: list[str | int] = []
-        for i, part in enumerate(self._special_texts.split(text)):
-            token_id = self.special_id(part) if i % 2 else None
-            parts.append(part if token_id is None else token_id)
-        return [part for part in parts if part != ""]
-
     @functools.cached_property
-    def _special_texts(self) -> re.Pattern[str]:
-        texts = [token.content for token in self.raw.get_added_tokens_decoder().values() if token.special]
-        return re.compile(f"({'|'.join(map(re.escape, sorted(texts, key=len, reverse=True))) or '(?!)'})")
+    def split_special(self) -> Split:
+        """Split a text at the special tokens."""
+        added = self.raw.get_added_tokens_decoder()
+        return split_at({token.content: i for i, token in added.items() if token.special})
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of one token: for some tokens part of a character, b"" for unknown ids."""
@@ -110,6 +105,13 @@ class Tokenizer:
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.raw.token_to_id(token)
+
+
+def split_at(special: Mapping[str, int]) -> Split:
+    """Return what splits texts at those of some special tokens."""
+    longest_first = sorted(filter(None, special), key=len, reverse=True)
+    texts = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+    return lambda text: [special.get(part, part) for part in texts.split(text) if part]
 
 
 def _apply_bos_eos(raw: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, str]) -> None:

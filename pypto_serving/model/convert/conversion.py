@@ -148,7 +148,7 @@ class _Conversion:
         def convert_rows(first: int, last: int) -> None:
             values = read(first, last)
             if encoding is None:
-                put(name, bfloat16(values) if weight.dtype else values, first)
+                put(name, bfloat16(values) if values.dtype == np.float32 and weight.dtype else values, first)
                 return
             if not np.isfinite(values).all():
                 raise ModelError(f"{self._source}: {weight.source} has numbers that are not finite")
@@ -160,13 +160,13 @@ class _Conversion:
         return convert_rows
 
     def _reader(self, weight: Weight) -> Callable[[int, int], Array]:
-        """Return what reads rows [first, last) of a weight: in float32, or as stored if that is how they are kept."""
+        """Return what reads rows [first, last) of a weight: in float32, or as stored if they are kept so."""
         tensors, module = self._tensors, weight.source.removesuffix(".weight")
         if isinstance(weight.scheme, Fp8 | Rows):
             n, k = weight.shape
             return partial(dequantised, weight.scheme.read(MatrixTensors(tensors, module), n, k))
         tensor, width = tensors[weight.source], math.prod(weight.shape[1:])
-        if not weight.dtype and weight.encoding is None:
+        if weight.encoding is None and weight.dtype in ("", tensor.dtype):
             view = tensors.view(tensor)
             return lambda first, last: view[first:last]
         return lambda first, last: tensors.read(tensor, first * width, last * width).reshape(last - first, width)

@@ -57,7 +57,7 @@ class Storage:
             return cls()
         section = config.section(SECTION)
         if require(section, "quant_method", ("fp8", "compressed-tensors")) == "compressed-tensors":
-            return cls._int8(config, section)
+            return cls._int8(section)
         require(section, "weight_block_size", (list(_BLOCK),))
         given = config.get("expert_dtype") or section.get("expert_dtype")
         config.require(given in ("fp4", "fp8", None), "expert_dtype", given, "fp4 or fp8")
@@ -69,9 +69,9 @@ class Storage:
         return cls(name, (("latent", (fp8,)), ("linear", (fp8,)), ("expert", experts)))
 
     @classmethod
-    def _int8(cls, config: Fields, section: Fields) -> Self:
+    def _int8(cls, section: Fields) -> Self:
         """Read W8A8: large matrices and experts are int8, and their scales have DeepSeek's name."""
-        for rule in compressed_tensors.read(config, section).rules:
+        for rule in compressed_tensors.read(section).rules:
             for scheme in rule.schemes:
                 served = scheme == PLAIN or isinstance(scheme, Int8)
                 section.require(served, f"{SECTION}.config_groups", scheme.name, "int8 per channel")

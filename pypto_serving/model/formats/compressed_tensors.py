@@ -22,7 +22,7 @@ _GROUPS_OF_INT4 = (32, 64, 128)
 _INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-def read(config: Fields, section: Fields) -> Quantization:
+def read(section: Fields) -> Quantization:
     """Read the section `quantization_config`. Raises ModelError naming the field of another scheme."""
     format = require(section, "format", (*_FORMATS, _MIXED))
     require(section, "quantization_status", ("compressed", None))

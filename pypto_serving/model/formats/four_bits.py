@@ -12,13 +12,13 @@ import numpy as np
 from pypto_serving.kernels.constants import SCALED
 from pypto_serving.model.checkpoint import FLOATS, INT8, Expected
 from pypto_serving.model.formats.bits import as_float32, nibbles
+from pypto_serving.model.formats.eight_bits import E4M3, E8M0
 from pypto_serving.model.formats.matrix_tensors import E8M0_DTYPES, MatrixTensors
 from pypto_serving.model.formats.schemes import groups_in
 from pypto_serving.types.arrays import Array
 from pypto_serving.types.weights import CodesForm, Layout, StoredCodes, Table
 from pypto_serving.util import ceil_div
 
-E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 _WORD, _BYTE = 8, 2
 """Codes in a stored item of 32, and of 8 bits."""

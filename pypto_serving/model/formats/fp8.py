@@ -15,7 +15,7 @@ from pypto_serving.model.formats.schemes import PLAIN
 SCALES = (*FLOATS, E8M0, "U8")
 
 
-def read(config: Fields, section: Fields) -> Quantization:
+def read(section: Fields) -> Quantization:
     """Read the section `quantization_config`. Raises ModelError naming the field of another scheme."""
     require(section, "fmt", ("e4m3", None))
     require(section, "activation_scheme", ("dynamic", "static", None))

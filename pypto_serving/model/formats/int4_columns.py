@@ -23,7 +23,7 @@ _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _GPTQ_KEYS = ("bits", "group_size", "sym")
 
 
-def read_gptq(config: Fields, section: Fields) -> Quantization:
+def read_gptq(section: Fields) -> Quantization:
     """Read a section of GPTQ. Act-order is not refused here, but by its tensor `g_idx`."""
     refuse(section, ("is_marlin_format",))
     version = _VERSIONS[require(section, "checkpoint_format", tuple(_VERSIONS))]
@@ -56,7 +56,7 @@ def _gptq(fields: Fields, path: str, version: int) -> Scheme:
     return Columns(Layout.GPTQ, _group(fields, path), zeros=symmetric is False, offset=1 if version == 1 else 0)
 
 
-def read_awq(config: Fields, section: Fields) -> Quantization:
+def read_awq(section: Fields) -> Quantization:
     """Read a section of AWQ."""
     require(section, "version", ("gemm", "GEMM", None))
     key = "bits" if section.get("bits") is not None else "w_bit"
@@ -67,7 +67,7 @@ def read_awq(config: Fields, section: Fields) -> Quantization:
     return Quantization((Rule(left_out, (PLAIN,)), Rule(EVERY, (scheme,))))
 
 
-def read_auto_round(config: Fields, section: Fields) -> Quantization:
+def read_auto_round(section: Fields) -> Quantization:
     """Read a section of auto-round, which packs as GPTQ or as AWQ does."""
     packing = require(section, "packing_format", _PACKINGS)
     require(section, "bits", (4,))

@@ -12,7 +12,7 @@ from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule
 from pypto_serving.model.formats.schemes import PLAIN
 
 
-def read(config: Fields, section: Fields) -> Quantization:
+def read(section: Fields) -> Quantization:
     """Read the section `quantization_config`. Raises ModelError naming the field of another scheme."""
     require(section, "quant_algo", ("NVFP4",))
     require(section, "group_size", (NVFP4_GROUP, None))

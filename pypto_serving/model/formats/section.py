@@ -8,7 +8,7 @@ from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats import compressed_tensors, fp8, int4_columns, modelopt
 from pypto_serving.model.formats.quantization import SECTION, Quantization, require
 
-_METHODS: dict[str, Callable[[Fields, Fields], Quantization]] = {
+_METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
     "gptq": int4_columns.read_gptq,
@@ -23,4 +23,4 @@ def read_quantization(config: Fields) -> Quantization | None:
     if config.get(SECTION) is None:
         return None
     section = config.section(SECTION)
-    return _METHODS[require(section, "quant_method", tuple(_METHODS))](config, section)
+    return _METHODS[require(section, "quant_method", tuple(_METHODS))](section)

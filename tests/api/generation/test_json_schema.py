@@ -18,6 +18,12 @@ from tests.api.generation.following import accepts, matcher_of, walk
 Schema = dict[str, Any]
 NUMBER: Schema = {"type": "integer"}
 ODD = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
+
+
+def tagged(i: int) -> Schema:
+    return {"type": "object", "properties": {"kind": {"const": i}}, "required": ["kind"]}
+
+
 PETS: Schema = {
     "cat": {"type": "object", "properties": {"kind": {"const": "cat"}, "n": NUMBER}, "required": ["kind"]},
     "dog": {
@@ -90,6 +96,11 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
         ["a", 1],
         [2, "b"],
     ),
+    "oneOf of many values": (
+        {"oneOf": [{"const": i, "title": f"number {i}"} for i in range(300)] + [{"enum": ["a", None]}]},
+        [0, 299, "a", None],
+        [300, "b"],
+    ),
     "oneOf of closed objects": (
         {"oneOf": [{**ODD, "additionalProperties": False}, {"type": "object", "required": ["b"]}, {"type": "null"}]},
         [{"a": 1}, {"b": 1}, None],
@@ -161,6 +172,15 @@ REFUSED: list[tuple[Schema, str]] = [
     ({"oneOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": 2}}}]}, "oneOf"),
     ({"oneOf": [{"required": ["a"]}, {"required": ["a"]}]}, "oneOf"),
     ({"oneOf": [{"required": ["a"]}, ODD]}, "oneOf"),
+    ({"oneOf": [{"const": 1}, {"enum": [1, "a"]}]}, "oneOf"),
+    (
+        {"items": {"oneOf": [{"required": [str(i)]} for i in range(65)]}},
+        "#/items/oneOf cannot be enforced: it has 65 cases, but may have 64 if they do not all list their values",
+    ),
+    (
+        {"anyOf": [{"oneOf": [tagged(i) for i in range(64)]} for _ in range(3)]},
+        "#/anyOf/2/oneOf cannot be enforced: the cases of all oneOf take more than 8192 comparisons; use anyOf",
+    ),
     ({"patternProperties": {r"^\d": {}, "^[0-9]": {"type": "null"}}}, "two of the patterns are the same"),
     ({"patternProperties": {"^a": {}, "b$": {}}}, "not disjoint"),
     ({"minProperties": 2}, "more than one above the required"),

@@ -59,3 +59,17 @@ def test_what_is_too_long_to_show_has_no_place() -> None:
 def test_a_regex_has_no_places_that_nobody_wrote() -> None:
     with pytest.raises(GrammarError, match=r'^invalid regex "\["'):
         checked(Grammar("regex", "["))
+
+
+@pytest.mark.parametrize(("schema", "words"), CASES, ids=str)
+def test_a_schema_in_other_grammars_names_the_place_too(schema: dict[str, Any], words: str) -> None:
+    lark = f'start: a\na: "x" %json {json.dumps({"type": "array", "items": schema})} "y"'
+    with pytest.raises(GrammarError) as caught:
+        checked(Grammar("lark", lark))
+    assert (str(caught.value), caught.value.error_code) == (f"#/items/{words}", "unsupported_schema")
+
+
+def test_other_errors_of_lark_stay() -> None:
+    for lark in ("start: %json", "start: a", 'start: %json {"type": "string"'):
+        with pytest.raises(GrammarError):
+            checked(Grammar("lark", lark))

@@ -15,6 +15,7 @@ import pytest
 from pypto_serving.api.generation.json_schema import SchemaError, prepare
 from pypto_serving.guidance import GrammarError
 from tests.api.generation.following import accepts, matcher_of
+from tests.api.generation.odd_schemas import KEYWORDS, odd_value
 
 NAMES = ("a", "b", "ab")
 LEAVES: tuple[Any, ...] = (
@@ -90,25 +91,6 @@ def sweep(seeds: range, num_objects: int) -> tuple[int, int]:
 def test_nothing_invalid_is_allowed() -> None:
     num_taken, num_allowed = sweep(range(60), 12)
     assert num_taken > 30 and num_allowed > 150, (num_taken, num_allowed)
-
-
-ODD: tuple[Any, ...] = (
-    None, True, -1, 1.5, 2**70, float("inf"), float("nan"), "", "object", "hostname", "date", "#", "#/$defs/a",
-    "#/a/~2", "(", "\ud800", [], {}, ["a"], [{}], {"a": {}}, {"$ref": "#"},
-)  # fmt: skip
-KEYWORDS = (
-    "type", "enum", "const", "minimum", "exclusiveMaximum", "multipleOf", "maxLength", "pattern", "format", "required",
-    "minProperties", "items", "additionalItems", "prefixItems", "allOf", "anyOf", "oneOf", "properties",
-    "patternProperties", "additionalProperties", "$ref", "$defs", "$id", "$schema",
-)  # fmt: skip
-
-
-def odd_value(rng: random.Random, depth: int) -> Any:
-    if depth == 0 or rng.random() < 0.4:
-        return rng.choice(ODD)
-    if rng.random() < 0.3:
-        return [odd_value(rng, depth - 1) for _ in range(rng.randrange(3))]
-    return {rng.choice(KEYWORDS): odd_value(rng, depth - 1) for _ in range(rng.randrange(5))}
 
 
 def test_whatever_stands_in_a_schema_is_taken_or_refused() -> None:

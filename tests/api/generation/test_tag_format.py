@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.structural_tag import MAX_STRUCTURES, lark_of
 from pypto_serving.api.generation.structured import json_options
+from pypto_serving.api.generation.tag_format import MAX_TRIGGERS
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.guidance import Compiler, checked
 from pypto_serving.types.guide import Grammar
@@ -31,6 +33,14 @@ def tag(begin: str, content: Format, end: Any) -> Format:
 
 def parts(*elements: Format, kind: str = "sequence") -> Format:
     return {"type": kind, "elements": list(elements)}
+
+
+def xml_of(schema: Any) -> Format:
+    return {"type": "qwen_xml_parameter", "json_schema": schema}
+
+
+def xml(**values: Any) -> str:
+    return "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in values.items())
 
 
 CALLS = {
@@ -88,12 +98,45 @@ FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
     ),
     "dispatch": ({"type": "dispatch", "rules": [["n=", DIGIT]]}, ["a", "n=1 n=2"], ["n=x"]),
     "dispatch once": ({"type": "dispatch", "rules": [["n=", const("1")]], "loop": False}, ["a", "a n=1"], ["n=1 "]),
+    "repeat never": (
+        parts(const("a"), {"type": "repeat", "content": const("b"), "min": 0, "max": 0}),
+        ["a"],
+        ["ab", ""],
+    ),
+    "tags without types": (
+        {"type": "tags_with_separator", "tags": [{"begin": "<", "content": DIGIT, "end": ">"}], "separator": ""},
+        ["", "<1>", "<1><2>"],
+        ["<"],
+    ),
+    "nothing": (const(""), [""], ["a"]),
+    "regex of slashes": ({"type": "regex", "pattern": "a/\\/[/]\\\\\n"}, ["a///\\\n"], ["a"]),
+    "regex of nothing": (tag("<", {"type": "regex", "pattern": ""}, ">"), ["<>"], ["<a>"]),
     "qwen_xml_parameter": (
         {"type": "qwen_xml_parameter", "json_schema": XML},
-        ["<parameter=n>1</parameter>\n<parameter=s>a <b\n</parameter>\n", "<parameter=s></parameter>"],
-        ["<parameter=n>1</parameter>", "<parameter=n>x</parameter><parameter=s></parameter>"],
+        [xml(n=1, s="a <b") + "\n", xml(s=""), "\n" + xml(s="1")],
+        [xml(n=1), xml(n="x", s=""), "<parameter=s></parameter>"],
     ),
-    "qwen_xml": ({**JSON, "style": "qwen_xml"}, ["<parameter=a>\n1\n</parameter>\n"], ["<parameter=a>x</parameter>"]),
+    "qwen_xml": ({**JSON, "style": "qwen_xml"}, [xml(a=1), xml(a=1) + "\n"], [xml(a="x"), ""]),
+    "qwen_xml of texts": (
+        xml_of({"properties": {"a": {"enum": ["x", "y z"]}, "b": {"pattern": "^\\d$"}}}),
+        [xml(a="x"), xml(a="y z", b="1"), ""],
+        [xml(a='"x"'), xml(b="12"), xml(b="\u0663"), xml(c="x")],
+    ),
+    "qwen_xml of a definition": (
+        xml_of({"$ref": "#/$defs/A", "$defs": {"A": SCHEMA}}),
+        [xml(a=1)],
+        [xml(a="x"), ""],
+    ),
+    "qwen_xml of some types": (
+        xml_of({"properties": {"a": {"type": ["string", "null"]}}, "required": ["a"]}),
+        [xml(a="null"), xml(a="nul")],
+        [xml(a="None")],
+    ),
+    "qwen_xml in a call": (
+        tag("<function=f>\n", {**JSON, "style": "qwen_xml"}, "\n</function>"),
+        [f"<function=f>\n{xml(a=1)}\n</function>", f"<function=f>\n{xml(a=1)}\n\n</function>"],
+        ["<function=f>\n\n</function>"],
+    ),
     "structures": (
         {"structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]},
         ["a", 'a <f=x>{"a": 1}</f> b'],
@@ -111,7 +154,7 @@ def special(checkpoint: Path) -> Compiler:
 
 def grammar_of(given: Any, tokenizer: Tokenizer) -> Grammar:
     tag = given if isinstance(given, dict) and "structures" in given else {"format": given}
-    return Grammar("lark", lark_of(tag, json_options(), tokenizer))
+    return lark_of(tag, json_options(), tokenizer)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -150,6 +193,7 @@ def test_special_tokens_stand_for_themselves(name: str, tokenizer: Tokenizer, sp
         assert not accepts(matcher, tokenizer.encode(text)), text
 
 
+TOO_LONG = "the grammar has more than 262144 characters; send less"
 REFUSED: list[tuple[Any, str]] = [
     (5, "format is 5, but must be an object with one of the types const_string"),
     ({"type": "any_tokens"}, "format is of type 'any_tokens'"),
@@ -171,22 +215,55 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "grammar", "grammar": "root ::= " + '"\\' * 30_000}, "that nothing closes"),
     ({"type": "dispatch", "rules": [["a"]]}, r"format.rules\[0\] is \['a'\]"),
     ({**CALLS, "triggers": ["x"]}, "must begin with one of the triggers"),
-    ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a>": {}}}}, "cannot stand in <parameter"),
-    ({"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": {"pattern": "b"}}}}, "pattern of the text"),
     (
-        {"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": 1}}},
-        "#/properties/a is 1, but must",
+        xml_of({"properties": {"a>": {}}}),
+        r"format.json_schema: #/properties/a>: this form of calls cannot write the name",
     ),
-    ({"type": "qwen_xml_parameter", "json_schema": {"properties": [1]}}, "#/properties is"),
-    ({"type": "qwen_xml_parameter", "json_schema": {"required": 5}}, "#/required is 5"),
-    ({"type": "qwen_xml_parameter", "json_schema": {"required": ["a"]}}, "the required 'a' is none of the properties"),
-    ({"type": "qwen_xml_parameter", "json_schema": {"minProperties": 1}}, "minProperties cannot be enforced in"),
-    (tag("a", parts(*[const("b")] * 300, kind="or"), ["c" * 9] * 3000), "more than 1048576 characters of grammar"),
+    (xml_of({"properties": {"a": {"type": "string", "format": "date"}}}), "#/properties/a: format of a text"),
+    (
+        xml_of({"properties": {"a": {"anyOf": [{"type": "string", "format": "date"}]}}}),
+        "#/properties/a: format of a text",
+    ),
+    (
+        xml_of({"properties": {"a": {"oneOf": [{"type": "string"}, {"maxLength": 2}]}}}),
+        "oneOf with texts that may overlap",
+    ),
+    (xml_of({"properties": {"a": 1}}), "#/properties/a is 1, but must"),
+    (xml_of({"properties": {"a": {"not": {}}}}), "#/properties/a/not cannot be enforced"),
+    (xml_of({"properties": [1]}), "#/properties is"),
+    (xml_of({"required": 5}), "#/required is 5"),
+    (xml_of({"required": ["a"], "additionalProperties": False}), "'a' is required, but properties allows no value"),
+    (xml_of({"required": ["a"], "additionalProperties": {"type": "integer"}}), "'a' is required, but properties"),
+    (xml_of({"minProperties": 1}), "minProperties of all parameters"),
+    (xml_of({"not": {}}), "#/not cannot be enforced"),
+    (xml_of({"type": "object", "if": {}}), "#/if cannot be enforced"),
+    (xml_of({"type": "string"}), "#/type is string"),
+    (xml_of({"const": {}}), "const of all parameters"),
+    (
+        xml_of({"$ref": "#/$defs/A", "required": ["b"], "$defs": {"A": SCHEMA}}),
+        "required of all parameters beside [$]ref",
+    ),
+    (xml_of(5), "format.json_schema is 5"),
+    ({**JSON, "json_schema": {"not": {}}}, "format.json_schema: #/not cannot"),
+    ({**JSON, "json_schema": False}, "format.json_schema is False"),
+    ({**JSON, "max_whitespace_cnt": -1}, "max_whitespace_cnt is -1"),
+    ({"type": "regex", "pattern": "a\\"}, "ends with a backslash"),
+    ({**CALLS, "triggers": ["<f=", 5]}, "format.triggers is"),
+    ({**CALLS, "triggers": [f"<f={i}" for i in range(MAX_TRIGGERS + 1)]}, "has 129 triggers, but may have 128"),
+    ({**CALLS, "tags": [{**CALLS["tags"][0], "x": 1}]}, r"format.tags\[0\] has 'x'"),
+    ({**CALLS, "tags": [const("<f=")]}, r"format.tags\[0\] is of type const_string, but must be a tag"),
+    (tag("a", {**ANY, "x": 1}, {"type": "token", "token": 1}), "format.content has 'x'"),
+    (tag("a", parts(*[const("b")] * 300, kind="or"), ["c" * 9] * 3000), TOO_LONG),
+    (tag("a", parts(*[ANY] * 2000, kind="or"), ["c" * 9] * 2000), TOO_LONG),
+    (tag("a", parts(*[const("b")] * 2000, kind="or"), "c" * 2000), TOO_LONG),
+    (tag("a", parts(*[ANY] * 2000, kind="or"), f"{START}{'c' * 2000}"), TOO_LONG),
+    (const("a" * 300_000), TOO_LONG),
+    (xml_of({"properties": {f"p{i}": {"enum": ["x" * 1000]} for i in range(300)}}), TOO_LONG),
     ({"structures": [{"begin": "", "schema": {}, "end": ""}] * (MAX_STRUCTURES + 1), "triggers": []}, "may have 128"),
 ]
 
 
 @pytest.mark.parametrize(("given", "words"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_cannot_be_written_is_named(given: Any, words: str, tokenizer: Tokenizer) -> None:
-    with pytest.raises(Exception, match=words):
+    with pytest.raises((ValueError, SchemaError), match=words):
         grammar_of(given, tokenizer)

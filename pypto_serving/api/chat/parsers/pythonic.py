@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import unicodedata
 from typing import Any
 
 from pypto_serving.api.chat.parsers.json_calls import refuse_constant
@@ -28,7 +29,9 @@ _OPENING = re.compile(OPENING)
 _BEGINNING = re.compile(r"\[\s*(?:[^\W\d][\w.]*)?")
 _MAX_NAME = 256
 _CALL = re.compile(r"\s*([^\W\d][\w.]*)\(\s*")
-_KEY = re.compile(r"([^\W\d]\w*)\s*=\s*")
+_KEY = re.compile(r"((?!\d)(?:\w|[^\x00-\x7F\s])+)\s*=\s*")
+_WRITTEN = re.compile(rb"[^\s=(\\]+")
+_LINE_END = re.compile(rb"\r\n|\r|\n")
 _NEXT = {end: re.compile(rf"\s*(?:,\s*|(?={re.escape(end)}))") for end in ")]"}
 _DECODER = json.JSONDecoder(parse_int=lambda digits: 0, parse_constant=refuse_constant)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
@@ -101,20 +104,28 @@ def _parse_python(text: str) -> list[tuple[str, str]]:
     """Return the name and the JSON arguments of each call; [] if the text is no list of calls with literal values."""
     try:
         listed = ast.parse(text, mode="eval").body
-        return [_call(entry) for entry in listed.elts] if isinstance(listed, ast.List) else []
+        lines = _LINE_END.split(text.encode())
+        return [_call(entry, lines) for entry in listed.elts] if isinstance(listed, ast.List) else []
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return []
 
 
-def _call(entry: ast.expr) -> tuple[str, str]:
+def _call(entry: ast.expr, lines: list[bytes]) -> tuple[str, str]:
     if not isinstance(entry, ast.Call) or not isinstance(entry.func, ast.Name | ast.Attribute) or entry.args:
         raise ValueError
     arguments: dict[str, Any] = {}
     for keyword in entry.keywords:
         if keyword.arg is None:
             raise ValueError
-        arguments[keyword.arg] = _value(keyword.value)
-    return ast.unparse(entry.func), to_json(arguments)
+        arguments[_as_written(keyword.arg, keyword, lines)] = _value(keyword.value)
+    return _as_written(ast.unparse(entry.func), entry.func, lines), to_json(arguments)
+
+
+def _as_written(name: str, node: ast.keyword | ast.expr, lines: list[bytes]) -> str:
+    """Return a name that Python has normalized as it stands in the text."""
+    found = _WRITTEN.match(lines[node.lineno - 1], node.col_offset)
+    written = name if found is None else found[0].decode()
+    return written if unicodedata.normalize("NFKC", written) == name else name
 
 
 def _value(node: ast.expr) -> Any:
