@@ -252,15 +252,19 @@ class Descendants:
 
 
 class Parent(Generic[T]):
-    """The child's end of its control pipe. Ends this process when the parent does."""
+    """The child's end of its control pipe. Ends this process when the parent does.
 
-    def __init__(self, fd: int, start_type: type[T]) -> None:
+    A process that forks must have no thread that `watches`: on Linux the kernel ends it as well.
+    """
+
+    def __init__(self, fd: int, start_type: type[T], watches: bool = True) -> None:
         self._pipe = socket.socket(fileno=fd)
         self._stream = self._pipe.makefile("rb")
         self.start: T = msgspec.json.decode(self._stream.readline(), type=start_type)
         ignore_terminal_signals()
         die_with_parent()
-        threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
+        if watches:
+            threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 
     def _watch(self) -> None:
         while self._stream.read(1):

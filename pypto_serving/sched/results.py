@@ -93,7 +93,8 @@ class Results:
         """End a request whose row failed."""
         if fault.code == NOT_FINITE:
             self._kv.discard(request.id)
-        return self._places.finish(request, "error", RequestFault(fault.status, fault.code, fault.message), now_s)
+        told = RequestFault(fault.status, fault.code, fault.message, fault.param)
+        return self._places.finish(request, "error", told, now_s)
 
     def _advance(self, request: Request, count: int) -> None:
         """Confirm that `count` more tokens are computed."""

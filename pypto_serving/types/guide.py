@@ -9,7 +9,7 @@ import msgspec
 MAX_GRAMMAR_CHARS = 1 << 18
 """Characters of a grammar, which travels with each row that follows it."""
 MAX_MATCHER_BYTES = 256 << 20
-"""Memory of a worker's guide process for all grammars that its rows follow; the memory plan counts it."""
+"""Memory of each of a worker's two guide processes for all grammars that its rows follow; the memory plan counts it."""
 
 GrammarSyntax = Literal["json_schema", "regex", "lark", "gbnf"]
 
@@ -54,9 +54,11 @@ class Guide(msgspec.Struct, frozen=True, array_like=True, gc=False):
     - `max_reasoning_tokens`: after so many tokens of reasoning, its beginning not counted, the next tokens are what is
       missing of `end_ids`; None for no limit.
     - `field`: the request field that the grammar comes from, for messages.
+    - `compile_s`: CPU time that the grammar took when it was checked; changes whose turn it is, and no output.
     """
 
     grammar: Grammar | None = None
     reasoning: Reasoning | None = None
     max_reasoning_tokens: int | None = None
     field: str = "structured_outputs"
+    compile_s: float = 0.0

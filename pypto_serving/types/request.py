@@ -118,11 +118,12 @@ class Timeline(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Why a request failed: an HTTP status, a short code and one line for the user."""
+    """Why a request failed: an HTTP status, a short code, one line for the user, and the field at fault, if any."""
 
     status: int
     code: str
     message: str
+    param: str | None = None
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

@@ -77,12 +77,16 @@ NOT_FINITE = "not_finite"
 
 
 class RowFault(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A fault of `row`. After the tokens of the result, its request ends with `status`; no other one is affected."""
+    """A fault of `row`. After the tokens of the result, its request ends with `status`; no other one is affected.
+
+    `param` is the request's field at fault, if it is one.
+    """
 
     row: int
     code: str
     message: str
     status: int = 500
+    param: str | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):

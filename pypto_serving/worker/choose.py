@@ -119,7 +119,10 @@ def guided(rows: Int32Array, chosen: Chosen, told: Told) -> Chosen:
         if counts[i]:
             pieces[i] = np.array(forced, np.int32)
     dropped = {int(rows[i]) for i in silent}
-    faults = [RowFault(int(rows[i]), error.error_code, str(error), error.status) for i, error in told.faults.items()]
+    faults = [
+        RowFault(int(rows[i]), error.error_code, str(error), error.status, error.param)
+        for i, error in told.faults.items()
+    ]
     return chosen._replace(
         token_ids=np.concatenate(pieces, dtype=np.int32),
         counts=np.array([len(piece) for piece in pieces], np.int32),

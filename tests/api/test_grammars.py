@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from pypto_serving.api.reading import grammars
-from pypto_serving.api.reading.grammars import Grammars
+from pypto_serving.api.reading import grammars, known, process
+from pypto_serving.api.reading.bodies import BodyProcess
+from pypto_serving.api.reading.grammars import COMPILE_S, LANES_S, Grammars
+from pypto_serving.api.reading.lane import Client, Lane
+from pypto_serving.api.reading.loop import apart
+from pypto_serving.api.reading.process import ReaderProcess
+from pypto_serving.api.reading.wire import Compiles, Ended
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
-from pypto_serving.types.guide import Grammar
+from pypto_serving.types.guide import Grammar, Guide
 from tests.api.bad_bodies import HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
@@ -26,6 +34,10 @@ from tests.api.scripted_engine import WAIT_S
 
 SLOW = {"type": "integer", "multipleOf": 9_999_991}
 NUM_SLOW = 6
+
+
+def slow_schema(number: int) -> dict[str, Any]:
+    return {"type": "integer", "multipleOf": 7_777_777 + number}
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +53,68 @@ def guided(server: RunningServer, **fields: Any) -> httpx.Response:
     return server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **fields})
 
 
-def reader_of(server: RunningServer) -> Grammars:
-    found: Grammars = server.app.state.reading._grammars
+def lanes_of(server: RunningServer) -> list[Lane]:
+    found: list[Lane] = server.app.state.reading._grammars.lanes
     return found
+
+
+@contextmanager
+def stopped(process: ReaderProcess[Any]) -> Iterator[None]:
+    """A reader that stands still."""
+    assert process._child is not None
+    os.kill(process._child.pid, signal.SIGSTOP)
+    yield
+    os.kill(process._child.pid, signal.SIGCONT)
 
 
 def test_chats_are_answered_while_grammars_compile(server: RunningServer) -> None:
     """However long a grammar takes: the reader stands still until all chats are answered."""
-    reader = reader_of(server)
+    quick = lanes_of(server)[0]
     assert guided(server, guided_regex="first").status_code == 200
-    child = reader.process._child
-    assert child is not None
-    os.kill(child.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(NUM_SLOW) as others:
-        slow = [others.submit(guided, server, guided_regex=f"a{i}") for i in range(NUM_SLOW)]
-        server.wait_for(lambda: reader.turns.num_waiting == NUM_SLOW - 1)
-        for _ in range(3):
-            for path, body in ((CHAT, {"messages": [HELLO]}), (COMPLETIONS, {"prompt": "a"})):
-                assert server.post(path, {**body, "max_tokens": 1}).status_code == 200
-        assert guided(server, guided_regex="first").status_code == 200, "it is known to compile"
-        assert not any(each.done() for each in slow)
-        os.kill(child.pid, signal.SIGCONT)
+        with stopped(quick.process):
+            slow = [others.submit(guided, server, guided_regex=f"a{i}") for i in range(NUM_SLOW)]
+            server.wait_for(lambda: quick.turns.num_waiting == NUM_SLOW - 1)
+            for _ in range(3):
+                for path, body in ((CHAT, {"messages": [HELLO]}), (COMPLETIONS, {"prompt": "a"})):
+                    assert server.post(path, {**body, "max_tokens": 1}).status_code == 200
+            assert guided(server, guided_regex="first").status_code == 200, "it is known to compile"
+            assert not any(each.done() for each in slow)
         assert [each.result(WAIT_S).status_code for each in slow] == [200] * NUM_SLOW
+
+
+def test_grammars_that_take_long_hold_up_none_that_do_not(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those come from the same host, and the last reader stands still until all others are answered."""
+    last = lanes_of(server)[-1]
+    monkeypatch.setattr(last, "allowed_s", 0.25)
+    assert guided(server, guided_json=slow_schema(0)).status_code == 400
+    with ThreadPoolExecutor(NUM_SLOW) as others:
+        with stopped(last.process):
+            slow = [others.submit(guided, server, guided_json=slow_schema(1 + i)) for i in range(3)]
+            server.wait_for(lambda: last.turns.taken)
+            for i in range(3):
+                assert guided(server, guided_regex=f"quick{i}").status_code == 200
+            server.wait_for(lambda: last.turns.num_waiting == 2)
+            assert guided(server, guided_regex="quick").status_code == 200
+            for process in (lane.process for lane in lanes_of(server)[:-1]):
+                assert process._child is not None and process._child.process.poll() is None, "only copies end"
+            assert not any(each.done() for each in slow)
+        assert {each.result(WAIT_S).status_code for each in slow} == {400}
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Grammar]:
+    """The grammars that are compiled from now on, once for each lane."""
+    found: list[Grammar] = []
+    compile = Lane.compile
+
+    async def counting(self: Lane, grammar: Grammar, client: Client) -> Compiles:
+        found.append(grammar)
+        return await compile(self, grammar, client)
+
+    monkeypatch.setattr(Lane, "compile", counting)
+    return found
 
 
 FIELDS = {
@@ -75,27 +127,53 @@ FIELDS = {
 def test_a_grammar_that_takes_too_long_is_named_and_remembered(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "COMPILE_S", 0.25)
+    monkeypatch.setattr(lanes_of(server)[-1], "allowed_s", 0.25)
+    compiled = asked(monkeypatch)
     for field, fields in FIELDS.items():
         response = guided(server, **fields)
         error = response.json()["error"]
         assert (response.status_code, error["param"], error["code"]) == (400, field, "reading_timeout")
         assert error["message"].startswith(f"{field}: it took more than 0.25 s of CPU time to compile")
-        assert reader_of(server).process._child is None, "a repeat starts no process"
+        assert len(compiled) == len(LANES_S), "a repeat is not compiled"
     assert guided(server, guided_regex="b").status_code == 200
 
 
-def integer(number: int) -> Grammar:
-    return Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}')
+def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers that stand still get no CPU time. The same requests are good when they come again."""
+    quick: BodyProcess = server.app.state.reading._quick
+    requests = [
+        (lanes_of(server)[0].process, COMPLETIONS, {"prompt": "a", "max_tokens": 1, "guided_regex": "busy"}),
+        (quick.process, CHAT, {"messages": [HELLO], "max_tokens": 1}),
+    ]
+    assert guided(server, guided_regex="idle").status_code == 200
+    for reader, path, body in requests:
+        assert reader._child is not None
+        os.kill(reader._child.pid, signal.SIGSTOP)
+        with monkeypatch.context() as impatient:
+            impatient.setattr(process, "PATIENCE", 0)
+            impatient.setattr(process, "PATIENCE_S", 0.05)
+            response = server.post(path, body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (503, "unavailable", None), response.text
+        assert int(response.headers["retry-after"]) > 0 and "too busy" in error["message"]
+        assert server.post(path, body).status_code == 200
 
 
-def test_turns_go_to_hosts_and_connections_that_had_the_least_time() -> None:
+def integer(number: int) -> Guide:
+    return Guide(Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}'))
+
+
+def test_turns_go_to_hosts_and_connections_that_had_the_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "LANES_S", (COMPILE_S,))
+
     async def scenario() -> list[str]:
         reader = Grammars(99)
         order = list[str]()
 
         async def check(name: str, number: int, client: tuple[str, int]) -> None:
-            await reader.check(integer(number), "json", client)
+            await reader.check(integer(number), client)
             order.append(name)
 
         busy = [check(f"busy {i}", 1001 + 2 * i, ("10.0.0.1", 1)) for i in range(3)]
@@ -108,16 +186,40 @@ def test_turns_go_to_hosts_and_connections_that_had_the_least_time() -> None:
 
 
 def test_few_grammars_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "REMEMBERED", 4)
+    monkeypatch.setattr(known, "REMEMBERED", 4)
+    monkeypatch.setattr(known, "KEPT_CHARS", 100)
+    compiled = asked(monkeypatch)
+    gbnf = [Guide(Grammar("gbnf", f'root ::= "{"a" * 30}{i}"')) for i in range(4)]
 
     async def scenario() -> None:
         reader = Grammars(99)
         for i in range(8):
-            assert await reader.check(Grammar("regex", f"a{i}"), "x", None) == Grammar("regex", f"a{i}")
+            good, bad = (Guide(Grammar("regex", f"{text}{i}"), field="x") for text in ("a", "(a"))
+            assert (await reader.check(good, None)).grammar == good.grammar
             with pytest.raises(RequestError, match=r"x: .*unclosed"):
-                await reader.check(Grammar("regex", f"(a{i}"), "x", None)
+                await reader.check(bad, None)
         assert (len(reader._known._compiling), len(reader._known._refused)) == (4, 4)
-        assert (await reader.check(Grammar("gbnf", 'root ::= "a"'), "x", None)).syntax == "lark"
+        for guide in gbnf:
+            lark = await reader.check(guide, None)
+            compiled.clear()
+            assert lark.grammar is not None and lark.grammar.syntax == "lark"
+            assert await reader.check(guide, None) == lark and not compiled, "what it was translated to is known"
+        assert reader._known._num_chars <= 100
+        await reader.check(gbnf[0], None)
+        assert compiled == [gbnf[0].grammar], "only so many characters are kept"
         await reader.close()
 
     asyncio.run(scenario())
+
+
+ENDS = {
+    "takes too long": (lambda kind, raw: next(_ for _ in itertools.count() if _ < 0), -signal.SIGPROF),
+    "is killed": (lambda kind, raw: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+    "exits": (lambda kind, raw: os._exit(3), 3),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_copy_that_ends_says_how(name: str) -> None:
+    answer, code = ENDS[name]
+    assert msgspec.msgpack.decode(apart(answer, 0, b"", 0.05), type=Ended) == Ended(code)

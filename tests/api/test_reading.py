@@ -77,15 +77,30 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
 def test_a_template_that_does_not_end_costs_its_own_chat_only(
     hostile: RunningServer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "READ_S", 1.0)
+    monkeypatch.setattr(bodies, "QUICK_S", 0.2)
+    monkeypatch.setattr(bodies, "READ_S", 0.3)
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(hostile.post, CHAT, chat(name))
         assert is_served_until(hostile, slow)
         response = slow.result()
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] in ("messages", None)
-    monkeypatch.setattr(bodies, "READ_S", 20.0)
+    monkeypatch.setattr(bodies, "QUICK_S", 20.0)
     assert hostile.post(CHAT, chat("hello")).status_code == 200
+
+
+def test_a_chat_that_takes_long_does_not_hold_up_others(hostile: RunningServer) -> None:
+    """Others are read while it is, as long as it takes."""
+    slow: BodyProcess = hostile.app.state.reading._slow
+    with ThreadPoolExecutor(1) as other:
+        long = other.submit(hostile.post, CHAT, chat("loops"))
+        hostile.wait_for(lambda: slow.turns.taken)
+        for _ in range(3):
+            assert hostile.post(CHAT, chat("hello")).status_code == 200
+        assert slow.turns.taken and not long.done()
+        assert slow.process._child is not None
+        os.kill(slow.process._child.pid, signal.SIGKILL)
+        assert long.result(WAIT_S).status_code == 500
 
 
 BIG = {
@@ -168,14 +183,14 @@ def test_a_client_that_leaves_takes_no_turn_and_gets_nobody_elses_answer(
     async def scenario() -> None:
         reader = new_reader(checkpoint, tokenizer)
         await reader.start()
-        begun = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000)))
-        waits = asyncio.ensure_future(reader.read("completions", completion([2])))
+        begun = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
+        waits = asyncio.ensure_future(reader.read("completions", completion([2]), WAIT_S))
         while not reader.turns.taken:
             await asyncio.sleep(0)
         begun.cancel()
         waits.cancel()
         for i in (3, 4):
-            body = await reader.read("completions", completion([i]))
+            body = await reader.read("completions", completion([i]), WAIT_S)
             assert list(body.prompts[0].token_ids) == [i]
         await reader.close()
 
@@ -195,20 +210,20 @@ def test_a_reader_that_dies_costs_one_request_and_is_replaced(
         assert Path(f"/proc/{reader.process._child.pid}/oom_score_adj").read_text() == "1000\n", (
             "it must be the first to go"
         )
-        reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000)))
+        reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
         assert reader.process._output is not None
         while not reader.process._output.transport.get_write_buffer_size():
             await asyncio.sleep(0)
         os.kill(reader.process._child.pid, number)
         with pytest.raises(RequestError, match=words):
             await reading
-        assert list((await reader.read("completions", completion([2]))).prompts[0].token_ids) == [2]
+        assert list((await reader.read("completions", completion([2]), WAIT_S)).prompts[0].token_ids) == [2]
         os.kill(reader.process._child.pid, number)  # idle: this costs nobody anything
         os.waitid(os.P_PID, reader.process._child.pid, os.WEXITED | os.WNOWAIT)
-        assert list((await reader.read("completions", completion([3]))).prompts[0].token_ids) == [3]
+        assert list((await reader.read("completions", completion([3]), WAIT_S)).prompts[0].token_ids) == [3]
         await reader.close()
         with pytest.raises(UnavailableError):
-            await reader.read("completions", completion([3]))
+            await reader.read("completions", completion([3]), WAIT_S)
 
     asyncio.run(scenario())
 

@@ -259,6 +259,9 @@ def test_a_server_answers_with_models(model: Path) -> None:
         with client.chat.completions.stream(**asked, response_format=City) as stream:
             streamed = stream.get_final_completion().choices[0].message
         assert (streamed.content, streamed.parsed) == (parsed.message.content, parsed.message.parsed)
+        with pytest.raises(openai.BadRequestError, match=r"guided_grammar: .*unheard_of") as refused:
+            client.chat.completions.create(**asked, extra_body={"guided_grammar": "start: <unheard_of>"})
+        assert (refused.value.param, refused.value.code) == ("guided_grammar", "invalid_grammar")
         loaded = [process for process in server.family() if has_llguidance(process)]
         assert server.worker() not in loaded and server.family()[0] not in loaded
         assert [process for process in loaded if GUIDING in process.cmdline()]

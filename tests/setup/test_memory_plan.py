@@ -15,7 +15,7 @@ from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.sched.validation import require_blocks
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import TRANSFERRED_PART, max_sequence_bytes, plan_groups, tail_bytes
-from pypto_serving.setup.memory_planner import largest, row_bytes, size_option
+from pypto_serving.setup.memory_planner import largest, row_bytes, size_option, workspace_bytes
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.step import BackendLimits, BackendTraits
@@ -93,6 +93,13 @@ def test_a_length_that_is_chosen_leaves_room_for_windows_and_states_of_others() 
 def test_tables_for_every_position_are_planned() -> None:
     without, tables = (make_resolved(make_model(position_bytes=size)).memory for size in (0, 1024))
     assert tables.workspace_bytes == without.workspace_bytes + 4096 * 1024
+
+
+def test_vocabularies_that_processes_hold_are_planned() -> None:
+    """Measured: five processes hold a tokenizer, of about 700 bytes for each token."""
+    limits = BackendLimits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=2)
+    small, large = (workspace_bytes(make_model(vocab_size=size), limits) for size in (1000, 152_000))
+    assert large - small > 5 * 700 * 151_000
 
 
 @pytest.mark.parametrize("groups", [(FULL,), deepseek_v4_groups()])

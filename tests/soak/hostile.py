@@ -18,14 +18,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from tests.soak.hostile_fields import COMPANIONS, FIELDS, LIKELY, any_value, likely
+from tests.soak.hostile_fields import COMPANIONS, FIELDS, LIKELY, any_value, lasting, likely
 
 CLIENTS = 64
-PATIENCE_S = 1.0
-"""How long a client reads an answer before it leaves."""
+PATIENCE_S, LASTING_S = 1.0, 10.0
+"""How long a client reads an answer before it leaves: any, and one whose answer is made to last."""
+LASTING = 0.02
+"""The share of requests that are followed for long."""
 RESET = struct.pack("ii", 1, 0)
 """Closing such a socket resets the connection."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/x", "/health", "/metrics")
@@ -35,6 +37,13 @@ GOOD = {
     "/v1/completions": {"prompt": [1, 2, 3], "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "What is 1+1?"}], "max_tokens": 8},
 }
+
+
+class Attack(NamedTuple):
+    """What a client sends, and how long it reads the answer at most."""
+
+    data: bytes
+    patience_s: float = PATIENCE_S
 
 
 def head(rng: random.Random, length: int) -> bytes:
@@ -89,10 +98,10 @@ def chunked(rng: random.Random, body: bytes) -> bytes:
     return out + rng.choice([b"0\r\n\r\n", b"0\r\n" + b"t: u\r\n" * 300 + b"\r\n", b""])
 
 
-def raw_bytes(rng: random.Random) -> bytes:
+def raw_bytes(rng: random.Random) -> Attack:
     """All bytes of one connection, with one request or several, or none at all."""
     if rng.random() < 0.1:
-        return rng.randbytes(rng.choice([1, 100, 10_000, 200_000]))
+        return Attack(rng.randbytes(rng.choice([1, 100, 10_000, 200_000])))
     body = json.dumps(rng.choice(list(GOOD.values()))).encode()
     if rng.random() < 0.15:
         data = head(rng, 0).replace(b"content-length: 0", b"transfer-encoding: chunked") + chunked(rng, body)
@@ -101,7 +110,7 @@ def raw_bytes(rng: random.Random) -> bytes:
     else:
         data = head(rng, len(body)) + body
     data *= rng.choice([1, 1, 1, 2, 30])
-    return mutated(rng, data) if rng.random() < 0.4 else data
+    return Attack(mutated(rng, data) if rng.random() < 0.4 else data)
 
 
 def json_body(rng: random.Random, good: dict[str, Any]) -> bytes:
@@ -128,16 +137,17 @@ def json_body(rng: random.Random, good: dict[str, Any]) -> bytes:
     return mutated(rng, body) if rng.random() < 0.08 else body
 
 
-def json_request(rng: random.Random) -> bytes:
-    made_for = rng.choice(list(GOOD))
-    body = json_body(rng, GOOD[made_for])
+def json_request(rng: random.Random) -> Attack:
+    made_for, lasts = rng.choice(list(GOOD)), rng.random() < LASTING
+    body = json.dumps(GOOD[made_for] | lasting(rng)).encode() if lasts else json_body(rng, GOOD[made_for])
     path = rng.choice([made_for] * 30 + [*GOOD, "/reset_prefix_cache", "/tokenize", "/v1//completions/"])
     lines = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close"
-    return f"{lines}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    data = f"{lines}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    return Attack(data, LASTING_S if lasts else PATIENCE_S)
 
 
-async def one_connection(address: tuple[str, int], rng: random.Random, data: bytes, told: Counter[int]) -> bool:
-    """Send `data`, at once or in pieces with pauses, read some of the answer and leave politely or not.
+async def one_connection(address: tuple[str, int], rng: random.Random, attack: Attack, told: Counter[int]) -> bool:
+    """Send an attack, at once or in pieces with pauses, read some of the answer and leave politely or not.
 
     Returns whether all was sent.
     """
@@ -147,13 +157,13 @@ async def one_connection(address: tuple[str, int], rng: random.Random, data: byt
     sent = False
     try:
         with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(PATIENCE_S * 9):
-                await _send(writer, rng, data)
+            async with asyncio.timeout(PATIENCE_S * 8 + attack.patience_s):
+                await _send(writer, rng, attack.data)
                 sent = True
                 if rng.random() < 0.1:
                     writer.write_eof()
                 if rng.random() < 0.85:
-                    await _read(reader, rng.choice([100, 10**7, 10**7]), told)
+                    await _read(reader, rng.choice([100, 10**7, 10**7]), attack.patience_s, told)
     finally:
         writer.close()
         with suppress(OSError):
@@ -171,10 +181,10 @@ async def _send(writer: asyncio.StreamWriter, rng: random.Random, data: bytes) -
             await asyncio.sleep(rng.random() * 0.2)
 
 
-async def _read(reader: asyncio.StreamReader, limit: int, told: Counter[int]) -> None:
+async def _read(reader: asyncio.StreamReader, limit: int, patience_s: float, told: Counter[int]) -> None:
     tail = b""
     with suppress(TimeoutError):
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             while limit > 0 and (part := await reader.read(65536)):
                 limit -= len(part)
                 told.update(int(status) for status in STATUS.findall(tail + part))
@@ -182,7 +192,7 @@ async def _read(reader: asyncio.StreamReader, limit: int, told: Counter[int]) ->
 
 
 async def assault(
-    url: str, make: Callable[[random.Random], bytes], seconds: float, seed: int
+    url: str, make: Callable[[random.Random], Attack], seconds: float, seed: int
 ) -> tuple[int, Counter[int]]:
     """CLIENTS of them until the time is over; how many requests were sent, and how often each status was told."""
     address, told, num_sent = urlsplit(url), Counter[int](), 0

@@ -175,6 +175,21 @@ def grammar(rng: Random) -> str:
     )
 
 
+def lasting(rng: Random) -> dict[str, Any]:
+    """Fields of a request that is followed for long, at the cost of those that are followed beside it."""
+    array = {"type": "array", "items": _multiples(rng), "minItems": rng.choice([0, 100])}
+    size, letter = rng.choice([15, 30, 40]), chr(rng.randrange(97, 123))
+    rules = [" | ".join(f"s{j} s{(j * 7 + i) % size}" for j in range(size)) for i in range(size)]
+    ambiguous = "\n".join(f's{i}: {rule} | "{letter}" |' for i, rule in enumerate(rules))
+    guide: dict[str, Any] = rng.choice([{"guided_json": array}, {"guided_grammar": f"start: s0\n{ambiguous}"}])
+    return {
+        **guide,
+        "max_tokens": rng.choice([200, 400]),
+        "min_tokens": rng.choice([0, 150]),
+        "ignore_eos": switch(rng),
+    }
+
+
 def choices(rng: Random) -> Any:
     return [f"{rng.randrange(10**6)}{rng.choice(['', ' a', 'é', '}'])}" for _ in range(rng.choice([1, 2, 50, 3000]))]
 
@@ -326,6 +341,7 @@ LIKELY: dict[str, Callable[[Random], Any]] = {
     "best_of": counted_to(1, 2, 128, 129),
     "n": counted_to(1, 2, 8, 128, 129),
     "max_tokens": counted_to(0, 1, 16, 300, 10**9),
+    "min_tokens": counted_to(0, 1, 16, 300),
     "truncate_prompt_tokens": counted_to(-1, 0, 1, 3, 10**9),
     "logit_bias": lambda rng: {str(rng.randrange(640)): rng.choice([-100, 0.5, 100]) for _ in range(1024)},
     "allowed_token_ids": lambda rng: [rng.randrange(640) for _ in range(rng.choice([1, 100, 1024]))],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -26,18 +27,20 @@ GROWTH_BYTES = 500 << 20
 EXPENDABLE = ("pypto_serving.api.reading", "pypto_serving.worker.guiding")
 NUM_MUTATED = 20_000
 ANSWER_S = 2.0
-GUIDED_ANSWER_S = 10.0
-"""A new grammar waits for the one that is compiled just then: 2 s of CPU time in the reader of grammars and 4 s in the
-worker's process at most, each of which may have to start anew."""
-GUIDED_FROM = "127.0.0.2"
-"""Another host than that of the hostile clients, as users are: the reader of grammars takes turns by host."""
+GUIDED_ANSWER_S = 6.0
+"""A new grammar waits for the one that the worker's process compiles just then: 4 s of CPU time at most, and until that
+process has started anew."""
+STREAM_GAP_S = 6.0
+"""The same between two tokens of a stream with a grammar."""
 QUESTION = [{"role": "user", "content": "What is 1+1?"}]
 GOOD: dict[str, tuple[str, dict[str, Any], float]] = {
     "ids": ("/v1/completions", {"prompt": [7, 8, 9], "ignore_eos": True}, ANSWER_S),
     "chat": ("/v1/chat/completions", {"messages": QUESTION}, ANSWER_S),
     "guided": ("/v1/completions", {"prompt": [7, 8, 9], "max_tokens": 16}, GUIDED_ANSWER_S),
+    "stream": ("/v1/completions", {"prompt": [7, 8, 9], "max_tokens": 100, "stream": True}, STREAM_GAP_S),
 }
-"""Good requests, and how long they may take."""
+"""Good requests, and how long they may take, or a stream between two of its events. They come from the same host as the
+hostile ones, as from behind a proxy."""
 
 
 class Siege(NamedTuple):
@@ -48,25 +51,41 @@ class Siege(NamedTuple):
     peaks: dict[str, int]
 
 
-def ask(client: httpx.Client, kind: str, number: int) -> None:
-    """Send a good request and check its answer. Each guided one has choices of its own."""
+def ask(client: httpx.Client, kind: str, number: int) -> float:
+    """Send a good request and check its answer; return how long it took. Each guided one has a grammar of its own."""
     path, body, _ = GOOD[kind]
     choices = ["yes", f"no {number}"]
-    given = {"guided_choice": choices} if kind == "guided" else {}
-    answer = client.post(path, json={"max_tokens": 2, "temperature": 0, **body, **given})
+    given: dict[str, Any] = {"guided": {"guided_choice": choices}, "stream": {"guided_regex": f"{number}[a-m]{{150}}"}}
+    body = {"max_tokens": 2, "temperature": 0, **body, **given.get(kind, {})}
+    if kind == "stream":
+        return slowest_gap(client, path, body)
+    began_s = time.monotonic()
+    answer = client.post(path, json=body)
     assert answer.status_code == 200, f"{kind}: {answer.status_code} {answer.text}"
     assert kind != "guided" or answer.json()["choices"][0]["text"] in choices, answer.text
+    return time.monotonic() - began_s
+
+
+def slowest_gap(client: httpx.Client, path: str, body: dict[str, Any]) -> float:
+    """Read a stream to its end; return the longest time until an event."""
+    gaps, last_s, text = [0.0], time.monotonic(), ""
+    with client.stream("POST", path, json=body) as answer:
+        assert answer.status_code == 200, f"stream: {answer.status_code} {answer.read()!r}"
+        for line in answer.iter_lines():
+            gaps.append(time.monotonic() - last_s)
+            last_s += gaps[-1]
+            if line.startswith("data: {"):
+                text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+    assert re.fullmatch(body["guided_regex"].replace("150", "1,150"), text), text
+    return max(gaps)
 
 
 def every_second(server: Server, kind: str, over: threading.Event) -> list[float]:
     """Ask once a second until it is `over`; how long each took."""
     latencies: list[float] = []
-    address = GUIDED_FROM if kind == "guided" else None
-    with httpx.Client(base_url=server.url, timeout=120, transport=httpx.HTTPTransport(local_address=address)) as client:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
         while not over.wait(max(0.0, 1.0 - (latencies or [0])[-1])) or not latencies:
-            began_s = time.monotonic()
-            ask(client, kind, len(latencies))
-            latencies.append(time.monotonic() - began_s)
+            latencies.append(ask(client, kind, len(latencies)))
     return latencies
 
 

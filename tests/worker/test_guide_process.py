@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,9 +31,9 @@ GOOD = Guide(Grammar("regex", "[a-m]{100}"))
 
 class Rows:
     def __init__(self, model: Path) -> None:
-        self.process = GuideProcess(str(model), VOCAB_SIZE, ROWS)
+        self.process, self.slow = (GuideProcess(str(model), VOCAB_SIZE, ROWS) for _ in range(2))
         self.masks = RowMasks(ROWS, VOCAB_SIZE)
-        self.guides = RowGuides(lambda: self.process, self.masks)
+        self.guides = RowGuides(iter((self.process, self.slow)).__next__, self.masks)
         self.outputs: dict[int, list[int]] = {}
 
     def start(self, row: int, guide: Guide, output: Sequence[int] = ()) -> None:
@@ -94,7 +95,7 @@ def test_deaths_cost_nothing_and_no_process_is_left(rows: Rows) -> None:
             kills += 1
     assert kills == 4
     letters = set(range(64, 64 + 13))
-    assert all(letters.issuperset(output) for output in rows.outputs.values())
+    assert all(letters.issuperset(output[:100]) for output in rows.outputs.values())
     seen.add(rows.child().pid)
     rows.guides.close()
     assert not any(map(psutil.pid_exists, seen))
@@ -122,20 +123,52 @@ def test_an_ambiguous_grammar_is_ended_alone(rows: Rows) -> None:
         assert not rows.step(rng)
 
 
+def test_no_token_waits_for_a_slow_grammar(rows: Rows) -> None:
+    """Such grammars have a process of their own, which stands still until a good row has all its tokens."""
+    rng, hostile = random.Random(0), Guide(ambiguous_grammar(30), compile_s=1.0)
+    rows.start(0, GOOD)
+    rows.start(1, hostile)
+    assert rows.slow.pid is not None
+    os.kill(rows.slow.pid, signal.SIGSTOP)
+    rows.start(2, hostile)
+    while len(rows.outputs[0]) < 100:
+        assert not rows.step(rng)
+    assert not rows.outputs[2]
+    os.kill(rows.slow.pid, signal.SIGCONT)
+    while not rows.outputs[2]:
+        assert not rows.step(rng)
+
+
 def test_memory_is_bounded_whatever_grammars_take(rows: Rows) -> None:
     """Schemas of 40 bytes that take 23 MB each: some wait for others, all are followed to their end."""
     rng, most = random.Random(0), 0
     for row, number in enumerate(range(60_013, 60_013 + 2 * 16, 2)):
-        rows.start(row, Guide(Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}')))
+        rows.start(row, Guide(Grammar("json_schema", f'{{"type": "integer", "multipleOf": {number}}}'), compile_s=1.0))
     first = None
     while rows.outputs:
         assert not rows.step(rng)
-        if rows.process.pid is not None:
-            size = rows.child().memory_info().rss
+        if rows.slow.pid is not None:
+            size = psutil.Process(rows.slow.pid).memory_info().rss
             first, most = size if first is None else first, max(most, size)
         for row in [row for row, output in rows.outputs.items() if END in output or len(output) == 3]:
             rows.clear(row)
     assert first is not None and 100 << 20 < most - first < MAX_MATCHER_BYTES
+
+
+def test_steps_wait_while_no_process_may_start(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between processes that keep ending, rather than compute in vain."""
+    rows.start(1, GOOD)
+    while rows.tell().withheld:
+        pass
+    assert rows.process.pid is not None
+    os.kill(rows.process.pid, signal.SIGKILL)
+    rows.process._num_mute = 5
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    while rows.process.pid is not None:
+        rows.tell()
+    waits.clear()
+    assert rows.tell().withheld == {0} and sum(waits) > 0
 
 
 def test_only_deaths_for_no_row_are_held_against_the_process(rows: Rows) -> None:

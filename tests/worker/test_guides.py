@@ -16,7 +16,8 @@ from pypto_serving.guidance import Matcher
 from pypto_serving.types.guide import Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
-from pypto_serving.worker.guides import MAX_MUTE, MAX_STRIKES, OWN_FAULTS, RowGuides, Told
+from pypto_serving.worker.follower import MAX_MUTE, MAX_STRIKES, OWN_FAULTS
+from pypto_serving.worker.guides import RowGuides, Told
 from pypto_serving.worker.guiding.process import Death
 from pypto_serving.worker.guiding.turns import SLOW_S, FollowedRow, Turns
 from pypto_serving.worker.guiding.wire import GuideAnswers, OpenRow
@@ -45,9 +46,9 @@ class Rows:
     """Rows that are guided, and the process that follows them."""
 
     def __init__(self, model: Path) -> None:
-        self.process = InlineGuideProcess(str(model), VOCAB_SIZE, ROWS)
+        self.process, self.slow = (InlineGuideProcess(str(model), VOCAB_SIZE, ROWS) for _ in range(2))
         self.masks = RowMasks(ROWS, VOCAB_SIZE)
-        self.guides = RowGuides(lambda: self.process, self.masks)
+        self.guides = RowGuides(iter((self.process, self.slow)).__next__, self.masks)
 
     def start(self, row: int, guide: Guide, output: Sequence[int] = (), **changes: Any) -> None:
         self.guides.start(row, RowSampling(guide=guide, eos_ids=pack_ids([END]), **changes), output)
@@ -235,33 +236,78 @@ def test_a_panic_ends_its_row_alone(rows: Rows, monkeypatch: pytest.MonkeyPatch)
 def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> None:
     rows.start(0, Guide(Grammar("lark", "start: <unheard_of>")))
     fault = rows.ready(0).faults[0]
-    assert (fault.status, fault.error_code) == (400, "invalid_grammar") and "unheard_of" in str(fault)
+    assert (fault.status, fault.error_code, fault.param) == (400, "invalid_grammar", "structured_outputs")
+    assert str(fault).startswith("structured_outputs: ") and "unheard_of" in str(fault)
 
 
 def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -> None:
     turns = Turns()
 
     def row(text: str) -> FollowedRow:
-        grammar = Grammar("regex", text)
-        source = OpenRow(1, 0, Guide(grammar), b"", True, b"", False)
-        return FollowedRow(source, turns.cost(grammar), deque())
+        guide = Guide(Grammar("regex", text), compile_s=SLOW_S if text == "hard" else 0.0)
+        return FollowedRow(OpenRow(1, 0, guide, b"", True, b"", False), turns.cost(guide), deque())
 
-    slow, slower, quick, late, new, long = map(row, ("slow", "slower", "quick", "late", "new", "a long one"))
-    slow.cost.add(2 * SLOW_S, is_token=True)
+    texts = ("slow", "slower", "quick", "late", "new", "a long one", "hard")
+    slow, slower, quick, late, new, long, hard = map(row, texts)
+    slow.cost.add(3 * SLOW_S, is_token=True)
     slow.cost.add(0.0, is_token=True)
-    slower.cost.add(3 * SLOW_S, is_token=True)
+    slower.cost.add(4 * SLOW_S, is_token=True)
     quick.cost.add(2 * SLOW_S, is_token=False)
     quick.guide = RowGuide(BUDGET, (), None, np.zeros(1, np.uint32), True, TokenTexts([b"x"] * 320))
     quick.cost.add(SLOW_S / 2, is_token=True)
     late.cost.add(SLOW_S / 2, is_token=True)
     gone, again = row("late"), row("quick")
-    for each in (slower, slow, again, long, new, gone, quick, late, quick):
+    for each in (slower, slow, again, hard, long, new, gone, quick, late, quick):
         turns.add(each)
     gone.is_gone = True
     order = []
     while (each := turns.next()) is not None:
         order.append(each)
-    assert order == [quick, late, new, long, slow, slower, again] and not turns, "every fourth is the oldest"
+    assert order == [quick, late, new, long, hard, slower, slow, again] and not turns, "every fourth is the oldest"
+
+
+def test_no_grammar_is_slow_for_good() -> None:
+    cost = Turns().cost(REGEX)
+    cost.add(SLOW_S / 2, is_token=False)
+    assert not cost.is_quick
+    for _ in range(1000):
+        cost.add(SLOW_S / 2, is_token=True)
+    assert cost.is_quick and cost.lately_s <= SLOW_S, "many requests are no reason to go last"
+    cost.add(20 * SLOW_S, is_token=True)
+    num_quick = 0
+    while not cost.is_quick:
+        cost.add(SLOW_S / 2, is_token=True)
+        num_quick += 1
+    assert 20 < num_quick < 40
+
+
+def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> None:
+    """With the same choices, at once or behind a beginning that was quick; back when they have become quick."""
+    alone, hard = Rows(model), Guide(REGEX.grammar, compile_s=SLOW_S)
+    for each in (rows, alone):
+        each.start(1, REGEX)
+        each.start(2, OTHER)
+
+    def num_slow() -> int:
+        return len(rows.slow.following._rows)
+
+    for text in ("aa", "bb", "ab", "ba"):
+        if text == "bb":
+            rows.process.following._turns.cost(REGEX).add(2 * SLOW_S, is_token=True)
+        for each in (rows, alone):
+            each.append(each.ready(1, 2), [1, 2], ids(text))
+        for each in (rows, alone):
+            each.ready(1, 2)
+        assert num_slow() == (text in ("ab", "ba"))
+        assert [rows.allowed(row) for row in (1, 2)] == [alone.allowed(row) for row in (1, 2)]
+    rows.start(3, REGEX)
+    rows.start(4, hard)
+    rows.ready(3, 4)
+    assert num_slow() == 3
+    rows.guides.clear(1)
+    rows.start(1, REGEX)
+    rows.ready(1)
+    assert num_slow() == 2, "it was quick there"
 
 
 def test_rows_that_were_quick_come_first_in_a_new_process(rows: Rows) -> None:

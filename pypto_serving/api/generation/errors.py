@@ -10,6 +10,6 @@ class EngineFaultError(RequestFailedError):
     """The engine gave an admitted request up; `fault` says why."""
 
     def __init__(self, fault: RequestFault) -> None:
-        super().__init__(fault.message, code=fault.code)
+        super().__init__(fault.message, param=fault.param, code=fault.code)
         self.fault = fault
         self.status = fault.status

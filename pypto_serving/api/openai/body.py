@@ -18,7 +18,7 @@ from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.openai.shown import Shown
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
-from pypto_serving.types.guide import Grammar
+from pypto_serving.types.guide import Guide
 from pypto_serving.types.sampling import SamplingParams
 
 MAX_VALUES = 2_000_000
@@ -66,11 +66,9 @@ class ReadBody(msgspec.Struct, frozen=True, tag="read", kw_only=True):
         return self.ignored.header() | cut
 
 
-def with_grammar(read: ReadBody, grammar: Grammar) -> ReadBody:
-    """Return a body whose outputs follow `grammar`, which is that of its guide, but compiles."""
-    params = read.params
-    guide = None if params.guide is None else replace(params.guide, grammar=grammar)
-    return replace(read, params=replace(params, guide=guide))
+def with_guide(read: ReadBody, guide: Guide) -> ReadBody:
+    """Return a body whose outputs follow `guide`."""
+    return replace(read, params=replace(read.params, guide=guide))
 
 
 class BodySource(Protocol):

@@ -2,11 +2,13 @@
 
 - `reading`: which bodies are read here, and which by a reader; what becomes of their grammars.
 - `bodies`: a reader of bodies, as seen from here.
-- `grammars`: the reader of grammars, as seen from here.
+- `grammars`: which grammars compile.
+- `lane`: a reader of grammars, as seen from here.
+- `known`: what became of grammars.
 - `process`: a reader's process, watched from here.
 - `turns`: what a reader reads next.
 - `wire`: the messages between this process and its readers.
 - `loop`: what all readers do.
 - `__main__`: the reader of bodies itself.
-- `grammar_reader`: the reader of grammars itself.
+- `grammar_reader`: a reader of grammars itself.
 """

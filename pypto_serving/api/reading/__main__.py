@@ -10,7 +10,7 @@ from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.body import ReadBody
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.reading.bodies import ENDPOINTS, BodyStart
-from pypto_serving.api.reading.loop import limit_memory, run
+from pypto_serving.api.reading.loop import here, limit_memory, run
 from pypto_serving.api.reading.wire import Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent
@@ -28,7 +28,7 @@ def main() -> int:
     start = Parent(int(sys.argv[1]), BodyStart).start
     limit_memory()
     reader = BodyReader(Prompter.load(start.config, start.serving), start.serving)
-    run(start.channel, partial(answer, reader))
+    run(start.channel, partial(here, partial(answer, reader)))
     return EXIT_OK
 
 

@@ -9,15 +9,17 @@ import msgspec
 from pypto_serving.api.openai.body import Endpoint, ReadBody
 from pypto_serving.api.reading.process import ReaderProcess, TooSlowError
 from pypto_serving.api.reading.turns import Turns
-from pypto_serving.api.reading.wire import Fault, Refusal, RefusedError
+from pypto_serving.api.reading.wire import Failure
 from pypto_serving.api.settings import ServingConfig
 from pypto_serving.errors import RequestError
 from pypto_serving.types.config import EngineConfig
 
 logger = logging.getLogger("pypto_serving.api")
 
+QUICK_S = 1.0
+"""CPU time to read a body where all usual ones are read; what takes longer is read anew elsewhere."""
 READ_S = 10.0
-"""CPU time to read a body; each MiB of it may take one second more."""
+"""CPU time to read a body there; each MiB of it may take one second more."""
 MIB = 1 << 20
 ENDPOINTS: tuple[Endpoint, ...] = ("completions", "chat")
 
@@ -30,7 +32,7 @@ class BodyStart(msgspec.Struct, frozen=True):
     channel: int
 
 
-BODY_ANSWERS: msgspec.msgpack.Decoder[ReadBody | Refusal | Fault] = msgspec.msgpack.Decoder(ReadBody | Refusal | Fault)
+BODY_ANSWERS: msgspec.msgpack.Decoder[ReadBody | Failure] = msgspec.msgpack.Decoder(ReadBody | Failure)
 
 
 class BodyProcess:
@@ -38,29 +40,17 @@ class BodyProcess:
 
     def __init__(self, config: EngineConfig, serving: ServingConfig) -> None:
         serving = msgspec.structs.replace(serving, api_key=None)
-        self.process = ReaderProcess(
+        self.process: ReaderProcess[ReadBody] = ReaderProcess(
             "pypto_serving.api.reading", lambda channel: BodyStart(config, serving, channel), BODY_ANSWERS
         )
         self.turns = Turns[int](config.max_unfinished, int, "bodies that are not longer wait to be read")
 
-    async def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
-        """Read one body. Raises RequestError, and RuntimeError if the reader fails on it.
+    async def read(self, endpoint: Endpoint, raw: bytes | bytearray, allowed_s: float) -> ReadBody:
+        """Read one body within so much CPU time. Raises what ReaderProcess.ask raises.
 
         A call that is cancelled before its turn costs nothing; a body that is being read is read to the end.
         """
-        return await self.turns.run(len(raw), lambda: self._read(endpoint, raw))
-
-    async def _read(self, endpoint: Endpoint, raw: bytes | bytearray) -> ReadBody:
-        allowed_s = READ_S + len(raw) / MIB
-        try:
-            answer = await self.process.ask(ENDPOINTS.index(endpoint), raw, allowed_s)
-        except TooSlowError:
-            raise _too_slow(endpoint, allowed_s) from None
-        if isinstance(answer, ReadBody):
-            return answer
-        if isinstance(answer, Fault):
-            raise RuntimeError(f"a reader failed on a body:\n{answer.traceback}")
-        raise RefusedError(answer)
+        return await self.turns.run(len(raw), lambda: self.process.ask(ENDPOINTS.index(endpoint), raw, allowed_s))
 
     async def start(self) -> None:
         """Start the process if there is none, and wait until it can read. Raises UnavailableError."""
@@ -71,10 +61,16 @@ class BodyProcess:
         await self.process.close()
 
 
-def _too_slow(endpoint: Endpoint, allowed_s: float) -> RequestError:
+def longest_s(raw: bytes | bytearray) -> float:
+    """Return the CPU time that a body may take."""
+    return READ_S + len(raw) / MIB
+
+
+def too_slow(endpoint: Endpoint, raw: bytes | bytearray) -> RequestError:
+    """Log that a body took too long, and return the error."""
     advice = "send less text or fewer prompts"
     if endpoint == "chat":
         advice = "send fewer or shorter messages; if short chats fail too, the model's chat template does not end"
-    message = f"reading this request took more than {allowed_s:.0f} s of CPU time, so it was given up; {advice}"
-    logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, allowed_s)
-    return RequestError(message, param="messages" if endpoint == "chat" else "prompt", code="reading_timeout")
+    message = f"reading this request took more than {longest_s(raw):.0f} s of CPU time, so it was given up; {advice}"
+    logger.error("a body of %s was given up after %.0f s of CPU time", endpoint, longest_s(raw))
+    return RequestError(message, param="messages" if endpoint == "chat" else "prompt", code=TooSlowError.code)

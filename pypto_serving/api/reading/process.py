@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from pypto_serving.api.reading.wire import HEAD, SIZE_BYTES
+from pypto_serving.api.reading.wire import HEAD, SIZE_BYTES, Ended, Failure, Fault, Refusal, RefusedError
 from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
 from pypto_serving.ipc import Child
 
@@ -19,25 +19,24 @@ logger = logging.getLogger("pypto_serving.api")
 
 START_S = 60.0
 DYING_S = 5.0
-PATIENCE = 6
-"""The real time may be this multiple of the CPU time: other processes use the CPUs too."""
+PATIENCE, PATIENCE_S = 6, 10.0
+"""The real time may be this multiple of the CPU time, and so much more: other processes use the CPUs too."""
 PIECE_BYTES = 1 << 18
 """Bytes written to a reader before others have their turn."""
 T = TypeVar("T")
 
 
 class TooSlowError(RequestError):
-    """A task took too long. `of_itself`: it took all the CPU time that it may take."""
+    """Reading a task took all the CPU time that it may take."""
 
     code = "reading_timeout"
 
-    def __init__(self, of_itself: bool) -> None:
+    def __init__(self) -> None:
         super().__init__("reading this took too long")
-        self.of_itself = of_itself
 
 
 class TooLargeError(RequestError):
-    """A task took too much memory. Native code that gets none aborts."""
+    """Reading a task took too much memory. Native code that gets none aborts."""
 
     code = "request_too_large"
 
@@ -49,7 +48,7 @@ class ReaderProcess(Generic[T]):
     """Owns one reader process, which does one task at a time. Starts it when needed; ends it when it is too slow."""
 
     def __init__(
-        self, module: str, start: Callable[[int], msgspec.Struct], answers: msgspec.msgpack.Decoder[T]
+        self, module: str, start: Callable[[int], msgspec.Struct], answers: msgspec.msgpack.Decoder[T | Failure]
     ) -> None:
         """`start` makes what `module` needs to start, for the file descriptor of its channel."""
         self._module = module
@@ -61,26 +60,38 @@ class ReaderProcess(Generic[T]):
         self._output: asyncio.StreamWriter | None = None
 
     async def ask(self, kind: int, raw: bytes | bytearray, allowed_s: float) -> T:
-        """Return the answer to one task, which may take `allowed_s` of CPU time.
+        """Return the answer to one task, which may take `allowed_s` of CPU time. One call at a time, never cancelled.
 
-        Raises TooSlowError, TooLargeError, RequestFailedError if the process ended in another way, UnavailableError if
-        there is none. One call at a time; it must not be cancelled.
+        Raises RefusedError if that is the answer, TooSlowError, TooLargeError, RequestFailedError if the process ended
+        in another way, UnavailableError if there is none or the machine is too busy, RuntimeError if the reader failed.
         """
         output = await self.ensure()
+        real_s = PATIENCE_S + PATIENCE * allowed_s
         try:
-            async with asyncio.timeout(PATIENCE * allowed_s):
+            async with asyncio.timeout(real_s):
                 output.write(HEAD.pack(kind, len(raw), allowed_s))
                 for at in range(0, len(raw), PIECE_BYTES):
                     output.write(raw[at : at + PIECE_BYTES])
                     await output.drain()
-                return self._answers.decode(await self._receive())
+                answer = self._answers.decode(await self._receive())
         except TimeoutError:
             await self._end()
-            raise TooSlowError(of_itself=False) from None
+            logger.error("reading a request took more than %.0f s, less than %g s of it CPU time", real_s, allowed_s)
+            raise UnavailableError(
+                f"the server is too busy to read this request: in {real_s:.0f} s it got less than {allowed_s:g} s of "
+                "CPU time; try again later"
+            ) from None
         except (OSError, EOFError):
             if self._closed:
                 raise UnavailableError("the server is shutting down") from None
             raise _error_of(await self._end(DYING_S)) from None
+        if isinstance(answer, Refusal):
+            raise RefusedError(answer)
+        if isinstance(answer, Fault):
+            raise RuntimeError(f"a reader failed:\n{answer.traceback}")
+        if isinstance(answer, Ended):
+            raise _error_of(answer.code)
+        return answer
 
     async def ensure(self) -> asyncio.StreamWriter:
         """Start the process if there is none; return where tasks are written. Raises UnavailableError."""
@@ -131,7 +142,7 @@ class ReaderProcess(Generic[T]):
 def _error_of(code: int) -> RequestError:
     """Explain the end of a process."""
     if code == -signal.SIGPROF:
-        return TooSlowError(of_itself=True)
+        return TooSlowError()
     logger.error("a reader ended with code %d", code)
     if code == -signal.SIGABRT:
         return TooLargeError()

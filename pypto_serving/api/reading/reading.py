@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.requests import Request
 
 from pypto_serving.api.disconnect import until_disconnect
 from pypto_serving.api.middleware import BODY_PARSED
-from pypto_serving.api.openai.body import Endpoint, ReadBody, read_body, require_json, with_grammar
+from pypto_serving.api.openai.body import Endpoint, ReadBody, read_body, require_json, with_guide
 from pypto_serving.api.openai.reader import BodyReader
+from pypto_serving.api.reading import bodies
 from pypto_serving.api.reading.bodies import BodyProcess
 from pypto_serving.api.reading.grammars import Grammars
+from pypto_serving.api.reading.process import TooSlowError
 
 SMALL_BYTES, SMALL_VALUES = 16 << 10, 128
 """A body of at most this size, with at most so many lists and strings, is read at once, in a few milliseconds."""
@@ -27,7 +30,7 @@ class Reading:
     """Read bodies so that none holds up the event loop. Owned by the application; used in its event loop only.
 
     Chats that run a template of the checkpoint always go to a reader, and grammars to theirs, since only a process can
-    be stopped. No body waits for a grammar of another one.
+    be stopped. No body waits for a grammar of another one, and no usual one for a body that takes long.
     """
 
     def __init__(self, reader: BodyReader, require_admission: Callable[[int], None]) -> None:
@@ -54,14 +57,23 @@ class Reading:
             read = self._here.read(endpoint, raw)
         else:
             self._require_admission(1)
-            bodies = self._quick if is_quick(raw, self._here.serving.trust_request_chat_template) else self._slow
-            read = await until_disconnect(request.receive, bodies.read(endpoint, raw))
+            read = await until_disconnect(request.receive, self._read_apart(endpoint, raw))
         guide = read.params.guide
         if guide is None or guide.grammar is None:
             return read
         self._require_admission(1)
-        check = self._grammars.check(guide.grammar, guide.field, request.scope.get("client"))
-        return with_grammar(read, await until_disconnect(request.receive, check))
+        check = self._grammars.check(guide, request.scope.get("client"))
+        return with_guide(read, await until_disconnect(request.receive, check))
+
+    async def _read_apart(self, endpoint: Endpoint, raw: bytearray) -> ReadBody:
+        """Have a body read by a process: a usual one by the quick reader, but by the other one if it takes too long."""
+        if is_quick(raw, self._here.serving.trust_request_chat_template):
+            with suppress(TooSlowError):
+                return await self._quick.read(endpoint, raw, bodies.QUICK_S)
+        try:
+            return await self._slow.read(endpoint, raw, bodies.longest_s(raw))
+        except TooSlowError:
+            raise bodies.too_slow(endpoint, raw) from None
 
     async def start(self) -> None:
         """Start the reader of usual bodies before the first one comes. Raises UnavailableError."""

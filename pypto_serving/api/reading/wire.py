@@ -38,26 +38,35 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     traceback: str
 
 
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The process that read a task ended with `code` before it answered; it is negative for a signal."""
+
+    code: int
+
+
+Failure = Refusal | Fault | Ended
+
+
 class RefusedError(RequestError):
     """A reader refused a task."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message, param=refusal.param, code=refusal.code)
         self.status = refusal.status
+        self.refusal = refusal
 
 
 class GrammarStart(msgspec.Struct, frozen=True):
-    """What the reader of grammars needs to start: the inherited file descriptor of its channel."""
+    """What a reader of grammars needs to start: the inherited file descriptor of its channel."""
 
     channel: int
 
 
 class Compiles(msgspec.Struct, frozen=True, tag="compiles"):
-    """A grammar compiles: `grammar` in the syntax that workers read, or None as it is."""
+    """A grammar compiles, in so much CPU time: `grammar` in the syntax that workers read, or None as it is."""
 
     grammar: Grammar | None
+    compile_s: float
 
 
-GRAMMAR_ANSWERS: msgspec.msgpack.Decoder[Compiles | Refusal | Fault] = msgspec.msgpack.Decoder(
-    Compiles | Refusal | Fault
-)
+GRAMMAR_ANSWERS: msgspec.msgpack.Decoder[Compiles | Failure] = msgspec.msgpack.Decoder(Compiles | Failure)

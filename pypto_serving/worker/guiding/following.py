@@ -36,7 +36,7 @@ ANSWER_S = 0.002
 
 
 class Following:
-    """Owns the guides of rows in the guide process. Each has matchers of its own, so no row depends on others.
+    """Owns the guides of rows in a guide process. Each has matchers of its own, so no row depends on others.
 
     Memory: while all matchers together take more than half of what they may, rows that are not open yet wait for others
     to leave, for WAIT_S at most; then, and beyond all of it, the row that takes the most ends.
@@ -86,9 +86,9 @@ class Following:
                     self._turns.add(row)
                 start += count
         elif isinstance(message, OpenRow):
-            cost, output = self._turns.cost(message.guide.grammar), deque(unpack_ids(message.output).tolist())
-            if message.is_quick and cost.is_quick is None:
-                cost.is_quick = True
+            cost, output = self._turns.cost(message.guide), deque(unpack_ids(message.output).tolist())
+            if message.is_quick and cost.token_s is None:
+                cost.token_s = 0.0
             row = self._rows[message.life] = FollowedRow(message, cost, output)
             self._turns.add(row)
         elif (row := self._rows.get(message.life)) is not None:
@@ -160,8 +160,8 @@ class Following:
         if choice.mask is not None:
             mask = self._shared.masks[row.source.row]
             mask[:] = choice.mask[: len(mask)]
-        is_masked, is_quick = choice.mask is not None, bool(row.cost.is_quick)
-        said = RowChoice(row.source.life, row.num_tokens, choice.forced, is_masked, is_quick, choice.is_done)
+        is_masked, pace = choice.mask is not None, row.cost.pace
+        said = RowChoice(row.source.life, row.num_tokens, choice.forced, is_masked, pace, choice.is_done)
         self._answers.choices.append(said)
 
     def _refuse(self, row: FollowedRow, error: RequestError) -> None:

@@ -1,4 +1,4 @@
-"""GuideProcess: the process that follows grammars, seen from the worker."""
+"""GuideProcess: a process that follows grammars, seen from the worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Death(NamedTuple):
 
 
 class GuideProcess:
-    """Owns the guide process of a worker, its channel and the shared masks.
+    """Owns a guide process, its channel and the shared masks.
 
     It is started with the first message. After a death it has forgotten all rows, and the next message starts another,
     later and later while they end for no row and without an answer.
@@ -81,14 +81,18 @@ class GuideProcess:
         try:
             self._child = Child("pypto_serving.worker.guiding", start, theirs, shared=(self._memory,))
         except OSError as error:
-            logger.error("the process that follows grammars cannot be started: %s", error)
+            logger.error("a process that follows grammars cannot be started: %s", error)
         return channel
 
     def receive(self, timeout_s: float) -> GuideAnswers | None:
-        """Return what the process found out, or None if nothing comes in time."""
+        """Return what the process found out, or None if nothing comes in time.
+
+        Between processes it waits as well, so that the caller does not compute in vain until the next one starts.
+        """
         if self._unsent:
             self._flush()
         if self._channel is None:
+            time.sleep(max(0.0, min(timeout_s, self._restart_s - time.monotonic())))
             return None
         answers = self._channel.receive(timeout_s)
         if answers is not None:
@@ -104,7 +108,7 @@ class GuideProcess:
         life = int(self.shared.at_work[0])
         code = self._end()
         if life == 0:
-            logger.error("the process that follows grammars ended with code %d", code)
+            logger.error("a process that follows grammars ended with code %d", code)
             self._restart_s = time.monotonic() + min(MAX_WAIT_S, FIRST_WAIT_S * 2**self._num_mute)
             self._num_mute += 1
         return Death(life, max(0, -code), self._num_mute)

@@ -1,4 +1,4 @@
-"""Turns: which row the guide process works for next."""
+"""Turns: which row a guide process works for next."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import itertools
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from pypto_serving.types.guide import Grammar
-from pypto_serving.worker.guiding.wire import OpenRow
+from pypto_serving.types.guide import Guide
+from pypto_serving.worker.guiding.wire import OpenRow, Pace
 from pypto_serving.worker.row_guide import RowGuide
 
-SLOW_S = 0.05
+SLOW_S = 0.02
 """CPU time to compile a grammar, or to follow a token, from which on that is slow."""
+FADING = 0.9
+"""What a token took counts that much less with each one that follows, so that no grammar is slow for good."""
 OLDEST_TURN = 4
 MAX_COSTS = 4096
 """Grammars whose cost is remembered."""
@@ -20,27 +22,41 @@ MAX_COSTS = 4096
 
 @dataclass
 class Cost:
-    """What a grammar has cost so far: all together, and when it was compiled last.
+    """What a grammar costs, in CPU time.
 
-    `is_quick`: whether following each token was quick; None until one was followed.
+    - `compile_s`: the last time that it was compiled, maybe by the API.
+    - `token_s`: the slowest token lately; None until one was followed.
     """
 
-    used_s: float = 0.0
     compile_s: float = 0.0
-    is_quick: bool | None = None
+    token_s: float | None = None
+
+    @property
+    def lately_s(self) -> float:
+        return self.compile_s + (self.token_s or 0.0)
+
+    @property
+    def is_quick(self) -> bool:
+        """Return whether tokens were followed, and lately each of them quickly."""
+        return self.token_s is not None and self.token_s < SLOW_S
+
+    @property
+    def pace(self) -> Pace:
+        if self.compile_s >= SLOW_S or (self.token_s or 0.0) >= SLOW_S:
+            return "slow"
+        return "quick" if self.is_quick else "new"
 
     def add(self, used_s: float, is_token: bool) -> None:
         """Add the CPU time to compile the grammar, or to follow a token."""
-        self.used_s += used_s
         if is_token:
-            self.is_quick = self.is_quick is not False and used_s < SLOW_S
+            self.token_s = max(FADING * (self.token_s or 0.0), used_s)
         else:
             self.compile_s = used_s
 
 
 @dataclass(eq=False)
 class FollowedRow:
-    """A row that the guide process follows.
+    """A row that a guide process follows.
 
     - `guide`: None until its grammar is compiled.
     - `num_tokens`: how many tokens the guide has; `todo`: those that it has yet to append.
@@ -66,8 +82,9 @@ class Turns:
     """Owns the order of rows that have something to do.
 
     First come rows whose next token, or grammar, has proven quick, in order of arrival. Behind them the others: the
-    grammar that used the least CPU time first, so that one that is slow holds up the others for one token at most; of
-    those that hardly used any, the shortest. Every OLDEST_TURN-th turn of theirs goes to the one that waits longest.
+    grammar that lately cost the least first, so that one that is slow holds up the others for one token at most; of
+    those that cost hardly anything, or are new, the shortest. Every OLDEST_TURN-th turn of theirs goes to the one that
+    waits longest.
     """
 
     def __init__(self) -> None:
@@ -85,10 +102,10 @@ class Turns:
         """Return whether a quick row has a turn."""
         return bool(self._quick)
 
-    def cost(self, grammar: Grammar | None) -> Cost:
+    def cost(self, guide: Guide) -> Cost:
         """Return what following a grammar has cost, to be added to."""
-        key = hash(grammar)
-        found = self._costs.setdefault(key, Cost())
+        key = hash(guide.grammar)
+        found = self._costs.setdefault(key, Cost(guide.compile_s))
         self._costs.move_to_end(key)
         if len(self._costs) > MAX_COSTS:
             self._costs.popitem(last=False)
@@ -104,7 +121,7 @@ class Turns:
         else:
             grammar = row.source.guide.grammar
             size = 0 if grammar is None else len(grammar.text)
-            entry = (row.cost.used_s // SLOW_S, size, next(self._arrivals), row)
+            entry = (row.cost.lately_s // SLOW_S, size, next(self._arrivals), row)
             heapq.heappush(self._others, entry)
 
     def next(self) -> FollowedRow | None:

@@ -1,4 +1,4 @@
-"""Walls: what one row may take of the guide process, in CPU time and memory."""
+"""Walls: what one row may take of a guide process, in CPU time and memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Messages between a worker and its guide process, and the memory that they share."""
+"""Messages between a worker and a guide process, and the memory that they share."""
 
 from __future__ import annotations
 
 import mmap
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -12,6 +13,9 @@ from pypto_serving.types.adjustments import MaskArray
 from pypto_serving.types.guide import Guide
 
 HEAD_BYTES = 64
+
+Pace = Literal["new", "quick", "slow"]
+"""How much CPU time compiling a grammar, and following tokens, took lately; new until a token was followed."""
 
 
 class GuideStart(msgspec.Struct, frozen=True):
@@ -31,7 +35,7 @@ class GuideStart(msgspec.Struct, frozen=True):
 class OpenRow(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Follow a row from its first output token on; it has `output` already. `life` names it, `row` is its mask.
 
-    `is_quick` is what another process said of it before it died.
+    `is_quick` is what another process said of its grammar before it died.
     """
 
     life: int
@@ -60,14 +64,14 @@ class DropRow(msgspec.Struct, frozen=True, array_like=True, tag="drop", gc=False
 class RowChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a row of `num_tokens` output tokens may append next: see Choice.
 
-    `is_masked`: whether its mask is in the shared memory; `is_quick`: whether it took little time so far.
+    `is_masked`: whether its mask is in the shared memory; `pace`: of its grammar.
     """
 
     life: int
     num_tokens: int
     forced: tuple[int, ...]
     is_masked: bool
-    is_quick: bool
+    pace: Pace
     is_done: bool
 
 
@@ -91,7 +95,7 @@ ToGuides = OpenRow | AppendTokens | DropRow
 
 
 class SharedMasks:
-    """Memory that a worker and its guide process share.
+    """Memory that a worker and a guide process share.
 
     - `masks` [R, words]: what each row may choose. Written by the process before it answers, then read by the worker.
     - `at_work` [1]: the life of the row that the process works for; 0 for none. It tells who ended the process.

@@ -1,0 +1,159 @@
+"""Follower: a guide process, and the rows that it follows."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections import OrderedDict
+
+import numpy as np
+
+from pypto_serving.errors import RequestError, RequestFailedError
+from pypto_serving.guidance import GrammarError
+from pypto_serving.types.arrays import Int32Array
+from pypto_serving.types.guide import Grammar
+from pypto_serving.types.tokens import pack_ids
+from pypto_serving.worker.guided_row import GuidedRow
+from pypto_serving.worker.guiding.process import Death, GuideProcess
+from pypto_serving.worker.guiding.wire import AppendTokens, DropRow, OpenRow, RowChoice, RowRefusal
+from pypto_serving.worker.row_guide import Choice
+
+MAX_STRIKES = 3
+"""How many processes may end while they work for a row, for reasons that may not be its own."""
+MAX_MUTE = 8
+"""How many processes may end one after the other for no row and without an answer."""
+MAX_REMEMBERED = 1024
+"""Grammars that ended a process, and as many that were slow."""
+OWN_FAULTS: dict[int, str] = {
+    signal.SIGPROF: "takes too long to follow: one token took more CPU time than is allowed",
+    signal.SIGABRT: "takes too much memory to follow, or nests too deeply",
+    signal.SIGSEGV: "nests too deeply to be followed",
+}
+"""Why a process ended by a signal that the row brought about for which it worked."""
+
+
+class Grammars:
+    """Remembers grammars that are refused at once, or known as slow. Owned by RowGuides."""
+
+    def __init__(self) -> None:
+        self._refused: OrderedDict[int, RequestError] = OrderedDict()
+        self._slow: OrderedDict[int, None] = OrderedDict()
+
+    def refusal(self, grammar: Grammar | None) -> RequestError | None:
+        """Return why a grammar is refused, or None."""
+        return None if grammar is None else self._refused.get(hash(grammar))
+
+    def is_slow(self, grammar: Grammar | None) -> bool:
+        """Return whether a grammar was slow."""
+        return hash(grammar) in self._slow
+
+    def refuse(self, grammar: Grammar, error: RequestError) -> None:
+        """Refuse a grammar when it comes again."""
+        self._refused[hash(grammar)] = error
+        if len(self._refused) > MAX_REMEMBERED:
+            self._refused.popitem(last=False)
+
+    def add_slow(self, grammar: Grammar) -> None:
+        """Remember that a grammar is slow."""
+        self._slow[hash(grammar)] = None
+        if len(self._slow) > MAX_REMEMBERED:
+            self._slow.popitem(last=False)
+
+    def remove_slow(self, grammar: Grammar | None) -> None:
+        """Forget that a grammar was slow."""
+        self._slow.pop(hash(grammar), None)
+
+
+class Follower:
+    """Owns a guide process and knows the rows that it follows, by their lives. Owned by RowGuides.
+
+    What a process says depends on the guide and the tokens of a row alone, so when it dies, another one follows the
+    same rows from their first token on.
+    """
+
+    def __init__(self, process: GuideProcess, lives: itertools.count[int], known: Grammars) -> None:
+        self.process = process
+        self.rows: dict[int, GuidedRow] = {}
+        self._lives = lives
+        self._known = known
+        self._appended: list[tuple[int, Int32Array]] = []
+
+    def open(self, guided: GuidedRow) -> None:
+        """Follow a row from its first token on."""
+        guided.choice, guided.life = None, next(self._lives)
+        self.rows[guided.life] = guided
+        is_quick, output = guided.pace == "quick", pack_ids(guided.output)
+        opened = OpenRow(guided.life, guided.row, guided.guide, guided.eos_ids, guided.jumps, output, is_quick)
+        self.process.send(opened)
+
+    def drop(self, guided: GuidedRow) -> None:
+        """Follow a row no longer; what is to be done for it is dropped."""
+        if self.rows.pop(guided.life, None) is not None:
+            self.process.send(DropRow(guided.life))
+
+    def append(self, guided: GuidedRow, token_ids: Int32Array) -> None:
+        """Append what a row appended, with the next `flush`."""
+        if guided.life in self.rows:
+            self._appended.append((guided.life, token_ids))
+
+    def flush(self) -> None:
+        """Tell the process what rows appended."""
+        if self._appended:
+            lives, pieces = zip(*self._appended, strict=True)
+            joined = np.concatenate(pieces, dtype=np.int32).tobytes()
+            self.process.send(AppendTokens(list(lives), [len(piece) for piece in pieces], joined))
+            self._appended = []
+
+    def receive(self, timeout_s: float) -> bool:
+        """Take in what the process found out of its rows; return False for nothing. If it died, start over."""
+        if not self.rows:
+            return False
+        answers = self.process.receive(timeout_s)
+        if answers is None:
+            if (death := self.process.death()) is not None:
+                self._bury(death)
+            return False
+        while answers is not None:
+            for choice in answers.choices:
+                self._take(choice)
+            for refusal in answers.refusals:
+                if (guided := self.rows.pop(refusal.life, None)) is not None:
+                    guided.fail(_refused(refusal))
+            answers = self.process.receive(0.0)
+        return True
+
+    def _take(self, choice: RowChoice) -> None:
+        guided = self.rows.get(choice.life)
+        if guided is not None and choice.num_tokens == len(guided.output):
+            mask = self.process.shared.masks[guided.row] if choice.is_masked else None
+            guided.choice, guided.pace = Choice(choice.forced, mask, choice.is_done), choice.pace
+
+    def _bury(self, death: Death) -> None:
+        """Find out who is to blame for the death of the process, and let another one follow the rows."""
+        guilty = self.rows.get(death.life)
+        grammar = None if guilty is None else guilty.guide.grammar
+        if guilty is not None and grammar is not None and (words := OWN_FAULTS.get(death.signal)) is not None:
+            error = GrammarError(f"the grammar {words}; simplify it, or make it less ambiguous")
+            self._fail(guilty, error)
+            self._known.refuse(grammar, error)
+        elif guilty is not None:
+            guilty.num_strikes += 1
+            if guilty.num_strikes == MAX_STRIKES:
+                self._fail(guilty, RequestFailedError(f"{MAX_STRIKES} processes ended while they followed its grammar"))
+        if death.num_mute >= MAX_MUTE:
+            for guided in list(self.rows.values()):
+                self._fail(guided, RequestFailedError("the process that follows grammars keeps ending; see the log"))
+        rows, self.rows = self.rows.values(), {}
+        for guided in sorted(rows, key=lambda each: each.num_strikes):
+            self.open(guided)
+
+    def _fail(self, guided: GuidedRow, error: RequestError) -> None:
+        self.rows.pop(guided.life, None)
+        guided.fail(error)
+
+
+def _refused(refusal: RowRefusal) -> RequestError:
+    """Return the error of a request that the process refused."""
+    error = RequestError(refusal.message, code=refusal.code)
+    error.status = refusal.status
+    return error

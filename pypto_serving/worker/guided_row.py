@@ -1,0 +1,49 @@
+"""GuidedRow: a row that is guided, and what its guide said last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from pypto_serving.errors import RequestError
+from pypto_serving.types.sampling import RowSampling
+from pypto_serving.worker.guiding.wire import Pace
+from pypto_serving.worker.row_guide import Choice
+
+
+class GuidedRow:
+    """Owned by RowGuides.
+
+    - `life`: names it to the process that follows it; 0 if none does yet.
+    - `choice`: what the row may append next; None while that is found out.
+    - `fault`: why it cannot go on, or None.
+    - `pace`: what its process said of its grammar last.
+    - `unwaited`: no step waits for this many of its tokens, counted from the next one on.
+    - `lateness`: how many they were when it came too late the last time; 0 if it has been in time since.
+    """
+
+    def __init__(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
+        assert sampling.guide is not None
+        self.life = 0
+        self.row = row
+        self.guide = sampling.guide
+        self.eos_ids = sampling.eos_ids
+        self.jumps = sampling.num_logprobs < 0
+        self.output = list(output)
+        self.choice: Choice | None = None
+        self.fault: RequestError | None = None
+        self.pace: Pace = "new"
+        self.unwaited = 1
+        self.lateness = 0
+        self.num_strikes = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self.choice is None and self.fault is None
+
+    def fail(self, error: RequestError) -> None:
+        """Let the row go on no more. If that is due to its grammar, name the field of the request that it is from."""
+        self.fault = error
+        if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and self.guide.grammar is not None:
+            self.fault = RequestError(f"{self.guide.field}: {error}", param=self.guide.field, code=error.error_code)
+            self.fault.status = error.status
