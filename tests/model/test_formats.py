@@ -122,11 +122,11 @@ def test_every_tensor_is_needed(tmp_path: Path, format: str) -> None:
 
 @pytest.mark.parametrize("format", sorted(FORMATS))
 def test_a_spec_and_what_files_hold(tmp_path: Path, format: str) -> None:
-    """Memory is planned without files; `check` counts the bytes of those that are there. Only int8 is served so far."""
+    """Memory is planned without files; `check` counts the bytes of those that are there."""
     path, means = made(tmp_path, format)
     spec, contents = load_spec(path), read_config(path).contents()
     assert spec.quantization == FORMATS[format].name
-    assert ("not served yet" in spec.obstacle and FORMATS[format].name in spec.obstacle) or format == "w8a8"
+    assert not spec.obstacle
     assert spec.dtype == "bfloat16" and [line for line in contents.verdicts if "left alone" not in line] == []
     (form,) = contents.forms
     assert (form.name, form.matrices) == (FORMATS[format].name, len(means))
@@ -324,7 +324,7 @@ def test_groups_of_mixed_precision(tmp_path: Path) -> None:
     assert found["model.layers.3.mlp.up_proj"] == found["model.layers.1.mlp.experts.7.up_proj"] == "int4 g128"
     assert found["lm_head"] == found["model.layers.5.self_attn.q_proj"] == found["model.layers.1.mlp.gate"] == ""
     spec = load_spec(tmp_path)
-    assert spec.quantization == "fp8 per output + int4 g128 + mxfp4" and spec.quantization in spec.obstacle
+    assert spec.quantization == "fp8 per output + int4 g128 + mxfp4" and not spec.obstacle
     del groups["group_1"]["format"]
     section |= {"format": "mixed-precision", "config_groups": groups}
     assert "config_groups.group_1.format is null" in refused(tmp_path, section)

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pypto_serving.kernels.constants import SCALED
 from pypto_serving.model.checkpoint import FLOATS, Expected
 from pypto_serving.model.formats.bits import AWQ_ORDER, nibbles
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.schemes import groups_in
 from pypto_serving.types.arrays import UInt8Array
 from pypto_serving.types.weights import CodesForm, Layout, StoredCodes, Table
+from pypto_serving.util import ceil_div
 
 _WORD = 8
 _CENTRE = 8
@@ -57,7 +59,7 @@ class Columns:
         return {f"{module}.{name}": wanted for name, wanted in tensors.items()}
 
     def packed_bytes(self, n: int, k: int) -> int:
-        return n * (k // 2 + k // (self.group or k) * (2 + self.zeros))
+        return n * (k // 2 + ceil_div(k, min(self.group or k, SCALED)) * (2 + self.zeros))
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
         tensors.require_order("g_idx", self.group or k)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pypto_serving.kernels.constants import SCALED
 from pypto_serving.model.checkpoint import FLOATS, INT8, Expected
 from pypto_serving.model.formats.bits import as_float32, nibbles
 from pypto_serving.model.formats.eight_bits import E4M3, E8M0
@@ -16,6 +17,7 @@ from pypto_serving.model.formats.matrix_tensors import E8M0_DTYPES, MatrixTensor
 from pypto_serving.model.formats.schemes import groups_in
 from pypto_serving.types.arrays import Array
 from pypto_serving.types.weights import CodesForm, Layout, StoredCodes, Table
+from pypto_serving.util import ceil_div
 
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 _WORD, _BYTE = 8, 2
@@ -67,7 +69,7 @@ class Rows:
 
     def packed_bytes(self, n: int, k: int) -> int:
         scale = 1 if E8M0 in self.scale_dtypes else 2
-        return n * (k // 2 + k // (self.group or k) * (scale + self.zeros))
+        return n * (k // 2 + ceil_div(k, min(self.group or k, SCALED)) * (scale + self.zeros))
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
         if self.shape and (found := tensors.view("weight_shape").tolist()) != [n, k]:

@@ -30,7 +30,7 @@ class Scheme(Protocol):
         """List the tensors of a matrix by name. Raises ModelError for sizes that the scheme cannot have."""
 
     def packed_bytes(self, n: int, k: int) -> int:
-        """Count the bytes of a matrix as kernels read it."""
+        """Count the bytes of a matrix as kernels read it, to within 2 %: scales of codes repeat every 128 inputs."""
 
 
 class Coded(Scheme, Protocol):

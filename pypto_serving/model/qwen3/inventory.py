@@ -38,6 +38,10 @@ class Qwen3Inventory:
         schemes = quantization.schemes(module)
         return held(schemes, headers, module, *self._sizes(module)) if headers else schemes[0]
 
+    def sizes(self) -> dict[str, Shape]:
+        """Return [n, k] of every linear layer by module."""
+        return {module: self._sizes(module) for module in self.schemes}
+
     def _sizes(self, module: str) -> tuple[int, int]:
         n, k = self._weights[f"{module}.weight"]
         return n, k

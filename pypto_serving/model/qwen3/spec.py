@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pypto_serving.kernels.constants import ITEM_ROWS, MAX_DIM
-from pypto_serving.model.family import ModelFamily, not_served, refused_dtype
-from pypto_serving.model.formats.eight_bits import Int8
-from pypto_serving.model.formats.schemes import Plain
+from pypto_serving.model.family import ModelFamily, refused_dtype
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
@@ -49,9 +47,6 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
 def _obstacle(inventory: Qwen3Inventory) -> str:
     """Say why nothing serves the weights; empty if the kernels do."""
     schemes = inventory.schemes
-    unserved = dict.fromkeys(scheme.name for scheme in schemes.values() if not isinstance(scheme, Plain | Int8))
-    if unserved:
-        return not_served(" + ".join(unserved))
     for first, *others in inventory.config.products():
         odd = next((module for module in others if schemes[module] != schemes[first]), "")
         if odd:
