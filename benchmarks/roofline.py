@@ -19,6 +19,7 @@ import typer
 import pypto_serving.model.openmp  # noqa: F401
 
 # isort: split
+import roofline_quantized
 import roofline_report as report
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -50,7 +51,7 @@ class Roofline:
     def kernels(self, quick: bool, only: str) -> list[Result]:
         """Every kernel by itself, of groups whose name contains `only`."""
         results = []
-        todo = [group for group in groups(quick) if only in group.name]
+        todo = [group for group in (*groups(quick), *roofline_quantized.groups(quick)) if only in group.name]
         task = self._progress.add_task("", total=sum(len(group.cases) for group in todo))
         for group in todo:
             self._progress.update(task, description=group.name)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from roofline_work import BLOCK, Batch, Work
 
 from pypto_serving.backend.base import StepInputs
-from pypto_serving.kernels import Engine, Int8Strips, KVCacheLayer, Matrix, Recording, Scoring, Strips, zeros
+from pypto_serving.kernels import INT8, Engine, Int8Strips, KVCacheLayer, Matrix, Recording, Scoring, Strips, zeros
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.roofline import Memory, peak
 
@@ -118,7 +118,7 @@ class Bench:
         if not int8:
             return Matrix(self.normal(2 * size, _WEIGHT_SCALE).view(np.uint32), n, k)
         words = self.normal(size, _WEIGHT_SCALE).view(np.uint32)
-        return Matrix(words, n, k, None, np.ones(outputs, np.float32), np.zeros(outputs, np.int32))
+        return Matrix(words, n, k, None, np.ones(outputs, np.float32), np.zeros(outputs, np.int32), INT8)
 
     def strips(self, rows: int, width: int, int8: bool = False) -> Strips:
         """Random activations in strips of pairs or quads."""

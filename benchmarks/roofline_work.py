@@ -105,6 +105,11 @@ def linear(rows: int, n: int, k: int, finish: str = "store", matrices: float = 1
     return Work(matrices * n * k * each + rows * (k * each + n * out) + scales, 2 * rows * n * k, int8)
 
 
+def quantized_linear(rows: int, n: int, k: int, weight_bytes: int, int8: bool) -> Work:
+    """A product with so many bytes of quantized weights, by int8 or bfloat16 activations."""
+    return Work(weight_bytes + rows * (k * (INT8 if int8 else BF16) + n * F32), 2 * rows * n * k, int8)
+
+
 def quantize(rows: int, k: int) -> Work:
     """bfloat16 to int8 and a scale: a comparison and a product per element."""
     return Work(rows * (k * (BF16 + INT8) + F32), 2 * rows * k)

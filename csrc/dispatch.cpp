@@ -37,7 +37,8 @@ const Kernels* find_kernels(const char* name) {
 #endif
   const Choice choices[] = {
 #if defined(HAS_avx512_bf16)
-      {&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")},
+      {&avx512_bf16::kKernels, avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+                                   __builtin_cpu_supports("avx512vbmi")},
 #endif
 #if defined(HAS_avx512)
       {&avx512::kKernels, avx512},

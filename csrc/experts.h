@@ -94,7 +94,7 @@ static void moe_sort(const Routing& r, const Step& step, Member& member) {
 
 static void moe_gather(const MoeGather& op, const Step& step, Member& member) {
   const Routing& r = *op.routing;
-  const int64_t pairs = op.pairs;
+  const int64_t words = op.words;
   const Strips source{step.tokens, kMaxRows};
   Share share(member, static_cast<int64_t>(step.tokens) * r.per_token, kMaxRows);
   while (share.next()) {
@@ -102,9 +102,9 @@ static void moe_gather(const MoeGather& op, const Step& step, Member& member) {
       const int64_t entry = r.order[place], first = r.starts[r.topk_ids[entry]];
       const Strips target{r.starts[r.topk_ids[entry] + 1] - first, kMaxRows};
       int64_t from_stride, to_stride;
-      const Pair* from = source.at(const_cast<Pair*>(op.x), pairs, entry / r.per_token, from_stride);
-      Pair* to = target.at(op.out + first * pairs, pairs, place - first, to_stride);
-      for (int64_t p = 0; p < pairs; p++) to[p * to_stride] = from[p * from_stride];
+      const Pair* from = source.at(const_cast<Pair*>(op.x), words, entry / r.per_token, from_stride);
+      Pair* to = target.at(op.out + first * words, words, place - first, to_stride);
+      for (int64_t i = 0; i < words; i++) to[i * to_stride] = from[i * from_stride];
       if (op.scales) op.out_scales[place] = op.scales[entry / r.per_token];
     }
   }

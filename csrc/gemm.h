@@ -1,6 +1,7 @@
 // GEMMs with packed weights, for all rows of a step and for the rows of each expert.
 #pragma once
 
+#include "gemm_quantized.h"
 #include "gemm_tile.h"
 
 namespace ISA {
@@ -11,17 +12,20 @@ constexpr int64_t kGrainBytes = 64 << 10;
 
 // Prefetch distance of a single strip: what memory delivers within its latency, and no more than the L1 cache and its
 // queues can take (4 and 8 KiB are slower).
-constexpr int64_t kAheadBytes = 6 << 10;
+constexpr int64_t kAheadBytes = 6 << 10, kQuantizedAheadBytes = 8 << 10;
 
 INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
   const int64_t first = strips.start(strip), size = strips.size(strip);
   const int64_t column = panel * kPanel, used = min(kPanel, op.n - column);
   for (int64_t m = 0; m < size; m++) {
     float* y = tile + m * kPanel;
-    if (op.scales) {
+    if (op.form.weights == Weights::kInt8) {
       const Floats scale = set1(op.x_scales[first + m]);
       store(y, load(y) * scale * load(op.scales + column));
       store(y + kLanes, load(y + kLanes) * scale * load(op.scales + column + kLanes));
+    } else if (op.scales) {
+      store(y, load(y) * load(op.scales + column));
+      store(y + kLanes, load(y + kLanes) * load(op.scales + column + kLanes));
     }
     if (op.bias) {
       store(y, load(y) + load(op.bias + column));
@@ -51,8 +55,7 @@ INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips
   }
 }
 
-// 32-bit words in a row of the weights.
-INLINE int64_t words(const Linear& op) { return op.k / (op.scales ? Int8Dot::kEach : Bf16Dot::kEach); }
+INLINE int64_t row_words(const Linear& op) { return row_words(op.inputs, op.k, op.form.span); }
 
 // One panel times all strips. Up to 4 rows need no software prefetch: there is little to do but read, and the hardware
 // follows the stream. A larger single strip prefetches kAheadBytes ahead. With several strips the panel stays in the L2
@@ -78,14 +81,36 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   }
 }
 
+// The same of quantized weights. A single strip prefetches from 2 rows on, and further ahead: there is more to do for a
+// byte, and the hardware does not keep up.
+INLINE void one_quantized_panel(const Linear& op, int64_t panel, const Strips& strips) {
+  const int64_t panel_bytes = op.form.panel_words(op.k) * 4, words = row_words(op);
+  const char* weight = reinterpret_cast<const char*>(op.weight) + panel * panel_bytes;
+  const Pair* x = op.x + panel * kPanel / op.group * strips.rows * words;
+  const bool many = strips.count() > 1, last = (panel + 1) * kPanel >= op.n;
+  const bool fetches = strips.rows > 1 && !(many && last);
+  const int64_t parts = min(strips.count(), 4);
+  const char* ahead = weight + (many ? panel_bytes : kQuantizedAheadBytes);
+  alignas(64) float tile[kMaxRows * kPanel];
+  for (int64_t strip = 0; strip < strips.count(); strip++) {
+    const char* mine = fetches && strip < parts ? ahead + strip * (panel_bytes / parts) : nullptr;
+    multiply_quantized(strips.size(strip), op.inputs,
+                       {&op.form, op.k, weight, x + strips.start(strip) * words, mine, 64 / parts, tile});
+    apply_epilogue(op, panel, strips, strip, tile);
+  }
+}
+
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
-  if (op.scales) return one_panel<Int8Dot>(op, panel, strips);
-  one_panel<Bf16Dot>(op, panel, strips);
+  switch (op.form.weights) {
+    case Weights::kBf16: return one_panel<Bf16Dot>(op, panel, strips);
+    case Weights::kInt8: return one_panel<Int8Dot>(op, panel, strips);
+    default: return one_quantized_panel(op, panel, strips);
+  }
 }
 
 // Panels that a thread takes at once.
 INLINE int64_t panel_grain(const Linear& op) {
-  const int64_t panel_bytes = words(op) * kPanel * 4;
+  const int64_t panel_bytes = op.form.panel_words(op.k) * 4;
   return panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1;
 }
 
@@ -100,15 +125,15 @@ static void linear(const Linear& op, const Step& step, Member& member) {
 
 INLINE void expert_panel(const ExpertLinear& op, int64_t expert, int64_t panel) {
   const Routing& routing = *op.routing;
-  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, pairs = words(op.linear);
-  const int64_t first = routing.starts[expert];
+  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel;
+  const int64_t first = routing.starts[expert], outputs = expert * panels * kPanel;
   Linear one = op.linear;
-  one.x += first * pairs;
-  one.weight += expert * panels * pairs * kPanel;
-  if (one.scales) {
+  one.x += first * row_words(one);
+  one.weight += expert * panels * one.form.panel_words(one.k);
+  if (one.scales) one.scales += outputs;
+  if (one.form.weights == Weights::kInt8) {
     one.x_scales += first;
-    one.scales += expert * panels * kPanel;
-    one.compensation += expert * panels * kPanel;
+    one.compensation += outputs;
   }
   one.out = op.linear.epilogue == Epilogue::kSwiglu
                 ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))

@@ -1,8 +1,10 @@
 // The microkernel of all GEMMs: up to 12 rows by 32 columns, whose sums stay in registers.
 #pragma once
 
+#include <type_traits>
+
 #include "ops.h"
-#include "simd.h"
+#include "registers.h"
 
 namespace ISA {
 
@@ -111,26 +113,32 @@ static void multiply(const Tile& t) {
   }
 }
 
-template <int kRow, typename Kind = Bf16Dot>
-INLINE void multiply(int64_t rows, const Tile& t) {
+// Calls `each` with the number of rows of a strip as a constant.
+template <typename Each>
+INLINE void with_rows(int64_t rows, Each each) {
   switch (rows) {
-    case 1: return multiply<1, kRow, Kind>(t);
-    case 2: return multiply<2, kRow, Kind>(t);
+    case 1: return each(std::integral_constant<int, 1>());
+    case 2: return each(std::integral_constant<int, 2>());
 #if defined(__AVX2__)
-    case 3: return multiply<3, kRow, Kind>(t);
-    case 4: return multiply<4, kRow, Kind>(t);
+    case 3: return each(std::integral_constant<int, 3>());
+    case 4: return each(std::integral_constant<int, 4>());
 #endif
 #if defined(__AVX512F__)
-    case 5: return multiply<5, kRow, Kind>(t);
-    case 6: return multiply<6, kRow, Kind>(t);
-    case 7: return multiply<7, kRow, Kind>(t);
-    case 8: return multiply<8, kRow, Kind>(t);
-    case 9: return multiply<9, kRow, Kind>(t);
-    case 10: return multiply<10, kRow, Kind>(t);
-    case 11: return multiply<11, kRow, Kind>(t);
-    case 12: return multiply<12, kRow, Kind>(t);
+    case 5: return each(std::integral_constant<int, 5>());
+    case 6: return each(std::integral_constant<int, 6>());
+    case 7: return each(std::integral_constant<int, 7>());
+    case 8: return each(std::integral_constant<int, 8>());
+    case 9: return each(std::integral_constant<int, 9>());
+    case 10: return each(std::integral_constant<int, 10>());
+    case 11: return each(std::integral_constant<int, 11>());
+    case 12: return each(std::integral_constant<int, 12>());
 #endif
   }
+}
+
+template <int kRow, typename Kind = Bf16Dot>
+INLINE void multiply(int64_t rows, const Tile& t) {
+  with_rows(rows, [&](auto count) { multiply<count(), kRow, Kind>(t); });
 }
 
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }

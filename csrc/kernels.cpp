@@ -10,6 +10,7 @@
 #include "roofline.h"
 #include "gemm.h"
 #include "packing.h"
+#include "packing_quantized.h"
 #include "rows.h"
 #include "sampling.h"
 #include "hyper_connection.h"

@@ -6,6 +6,7 @@ using namespace pypto;
 
 CONSTANT(kPanel)
 CONSTANT(kGateHalf)
+CONSTANT(kScaled)
 CONSTANT(kIndexerTokens)
 CONSTANT(kMaxDim)
 CONSTANT(kMaxLatent)
@@ -26,6 +27,11 @@ API(void, replay, Recording* recording, int32_t tokens, int32_t rows, int32_t lo
   step.context_lens = context_lens, step.logits_rows = logits_rows, step.groups = groups;
   recording->replay(step, seconds);
 }
+
+// 32-bit words of a panel of weights, and of a row of activations, whose matrix has k inputs.
+API(int64_t, panel_words, int64_t k, const Form* form) { return form->panel_words(k); }
+
+API(int64_t, row_words, int64_t k, const Activations* form) { return form->words(k); }
 
 API(const Pages*, pages, Recording* recording, const Pages* values) { return recording->keep(*values); }
 
@@ -72,6 +78,8 @@ constexpr int64_t kCopying = 4;
 bool shares_rows(int64_t rows, int64_t logits) { return rows > 1 && logits > 1 << 20; }
 
 bool shares(const Pack&) { return true; }
+
+bool shares(const PackQuantized&) { return true; }
 
 int64_t passes(const Sample& op) {
   int64_t passes = 0;

@@ -9,35 +9,9 @@
 #include "fields.h"
 #include "team.h"
 #include "types.h"
-
-#define ALWAYS_INLINE inline __attribute__((always_inline))
+#include "weights.h"
 
 namespace pypto {
-
-// Packed weights [n, k]: panels of 32 outputs, each [k / 2][2][16] pairs in VNNI layout. The GEMM reads a panel as one
-// linear stream; two loads fill two registers with 16 outputs each. Outputs behind n are zero.
-constexpr int kPanel = 32;
-constexpr int kGateHalf = kPanel / 2;  // gate or up in a shared panel
-
-// Packed int8 weights: the same panels, [k / 4][2][16] quads. A quad is four int8 along k, the first one lowest. Int8
-// activations: strips of [k / 4][rows] quads of uint8, each number plus 128. The sums start at -128 times the sum of an
-// output's weights, which cancels that offset.
-
-// Packed activations: `rows` rows in strips of nearly equal size, at most `most` rows each. A strip is [k / 2][rows]
-// pairs, so one step along k reads its broadcasts from consecutive addresses.
-struct Strips {  // forced inline: one copy for all instruction sets would be compiled for one of them
-  int64_t rows, most;
-  ALWAYS_INLINE int64_t count() const { return (rows + most - 1) / most; }
-  ALWAYS_INLINE int64_t start(int64_t strip) const { return rows * strip / count(); }
-  ALWAYS_INLINE int64_t size(int64_t strip) const { return start(strip + 1) - start(strip); }
-  ALWAYS_INLINE int64_t of(int64_t row) const { return ((row + 1) * count() - 1) / rows; }
-  // The first pair of `row`, and in `stride` the distance to its next one.
-  ALWAYS_INLINE Pair* at(Pair* base, int64_t pairs, int64_t row, int64_t& stride) const {
-    const int64_t strip = of(row), first = start(strip);
-    stride = size(strip);
-    return base + first * pairs + (row - first);
-  }
-};
 
 // Positions per attention tile. Tiles start at multiples of it.
 constexpr int kTile = 128;
@@ -113,7 +87,16 @@ struct Embed {
   FIELDS(NULLABLE table, NULLABLE packed, width, copies, x)
 };
 
-// RMSNorm (arXiv:1910.07467): out = x / rms(x) * weight, in strips. With `scales` the strips are int8; see Quantize.
+// How activations are packed. In groups, sums over `sum_span` inputs are multiplied by -offset; see weights.h.
+struct Activations {
+  Inputs inputs;
+  int64_t sum_span;
+  int32_t offset;
+  FIELDS(inputs, sum_span, offset)
+  ALWAYS_INLINE int64_t words(int64_t k) const { return row_words(inputs, k, sum_span); }
+};
+
+// RMSNorm (arXiv:1910.07467): out = x / rms(x) * weight, in strips. Int8 strips as of Quantize.
 struct RmsNorm {
   const float* x;
   int64_t stride;  // floats from one row of x to the next
@@ -121,20 +104,22 @@ struct RmsNorm {
   int64_t width;
   float eps;
   Rows rows;
+  Activations form;
   Pair* out;
-  float* scales;  // [rows]
-  FIELDS(x, stride, weight, width, eps, rows, out, NULLABLE scales)
+  float* scales;  // [rows] of int8
+  FIELDS(x, stride, weight, width, eps, rows, form, out, NULLABLE scales)
 };
 
-// Quantizes bfloat16 strips to int8 strips, symmetric, per row: x * 127 / amax, rounded to nearest, ties to even;
-// scales = amax / 127. With a routing, the rows are expert inputs.
+// Quantizes bfloat16 strips to int8 strips, symmetric, per row or per kScaled inputs of it: x * 127 / amax, rounded to
+// nearest, ties to even; scales = amax / 127. With a routing, the rows are expert inputs.
 struct Quantize {
   const Routing* routing;
   const Pair* x;
   int64_t k;
+  Activations form;
   Pair* out;
-  float* scales;  // [rows]
-  FIELDS(NULLABLE routing, x, k, out, scales)
+  float* scales;  // [rows] of int8
+  FIELDS(NULLABLE routing, x, k, form, out, NULLABLE scales)
 };
 
 // What a GEMM does with its sums y.
@@ -144,21 +129,23 @@ ENUM(Epilogue,
      kSwiglu,  // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
      kStrips)  // strips: y, bfloat16
 
-// GEMM: y = x W^T + bias, x in strips of k / 2 pairs. With `scales`, x and W are int8, and the sums are multiplied by
-// x_scales[row], then by scales[output]. Each `group` of outputs (whole panels, or all outputs) has strips x of its
-// own, one group behind the other.
+// GEMM: y = x W^T + bias, x in strips. Sums of int8 are multiplied by x_scales[row], then by scales[output]; those of
+// codes by scales[output]. Each `group` of outputs (whole panels, or all outputs) has strips x of its own, one group
+// behind the other.
 struct Linear {
   const Pair *x, *weight;
+  Inputs inputs;
+  Form form;
   const float *x_scales, *scales;  // [rows] and [panels * 32]
-  const int32_t* compensation;     // [panels * 32]
+  const int32_t* compensation;     // [panels * 32] of int8
   const float* bias;               // [panels * 32]
   int64_t n, k, group;
   float limit;  // of kSwiglu: gate is clamped to at most limit, up to [-limit, limit]
   Rows rows;
   Epilogue epilogue;
   void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kSwiglu, whose n counts gate and up
-  FIELDS(x, weight, NULLABLE x_scales, NULLABLE scales, NULLABLE compensation, NULLABLE bias, n, k, group, limit, rows,
-         epilogue, out)
+  FIELDS(x, weight, inputs, form, NULLABLE x_scales, NULLABLE scales, NULLABLE compensation, NULLABLE bias, n, k, group,
+         limit, rows, epilogue, out)
 };
 
 // Paged KV cache of a layer, in group 0. For every 32 positions, a block of `size` tokens holds for each kv head a
@@ -223,11 +210,11 @@ struct Routing {
 struct MoeGather {
   const Routing* routing;
   const Pair* x;  // strips of all tokens
-  int64_t pairs;  // or quads, of a row
+  int64_t words;  // of a row
   Pair* out;      // strips of each expert's entries
   const float* scales;  // of all tokens
   float* out_scales;    // of the entries
-  FIELDS(routing, x, pairs, out, NULLABLE scales, NULLABLE out_scales)
+  FIELDS(routing, x, words, out, NULLABLE scales, NULLABLE out_scales)
 };
 
 // Grouped GEMM: each entry with the weights of its expert.
@@ -371,21 +358,6 @@ struct MlaAttention {
          NULLABLE indices, out)
 };
 
-// Element types that weights are packed from.
-ENUM(Stored, kBf16, kF32, kF16, kI8)
-
-// Packs weights: row i of a stored matrix [n, k] becomes output offset + i. With `half`, the matrix is gate or up of
-// shared panels: each 16 rows become outputs [offset, offset + 16) of one panel.
-struct Pack {
-  Pair* out;
-  int32_t* compensation;  // of int8
-  const void* source;
-  Stored stored;
-  int64_t n, k, offset;
-  bool half;
-  FIELDS(out, NULLABLE compensation, source, stored, n, k, offset, half)
-};
-
 // Sampling parameters of a row; DRAW in pypto_serving/types/draws.py.
 struct Draw {
   double random, top_p, min_p;
@@ -471,7 +443,12 @@ struct Limits {
   OP(mla_attention, MlaAttention)
 
 // Tasks that an engine runs at once, without a step; their functions are exported too.
-#define TASKS(TASK) TASK(pack, Pack) TASK(sample, Sample) TASK(sample_adjusted, AdjustedSample) TASK(logprobs, Logprobs)
+#define TASKS(TASK)                     \
+  TASK(pack, Pack)                      \
+  TASK(pack_quantized, PackQuantized)   \
+  TASK(sample, Sample)                  \
+  TASK(sample_adjusted, AdjustedSample) \
+  TASK(logprobs, Logprobs)
 
 struct Kernels {
   const char* name;

@@ -5,18 +5,6 @@
 
 namespace ISA {
 
-INLINE float half_to_float(uint16_t h) {
-  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
-  uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
-  float y;
-  if (exponent == 0) {
-    y = static_cast<float>(fraction) * 5.9604645e-8f;
-    return sign ? -y : y;
-  }
-  std::memcpy(&y, &bits, sizeof y);
-  return y;
-}
-
 template <Stored kStored>
 INLINE bf16 stored_bf16(const void* source, int64_t i) {
   if (kStored == Stored::kBf16) return static_cast<const bf16*>(source)[i];

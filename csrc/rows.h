@@ -1,7 +1,7 @@
-// Row-wise operations: embedding, RMSNorm, int8 quantization, QK-norm and RoPE.
+// Row-wise operations: embedding, RMSNorm, QK-norm and RoPE.
 #pragma once
 
-#include "gemm_tile.h"
+#include "quantizing.h"
 
 namespace ISA {
 
@@ -21,46 +21,6 @@ INLINE float inverse_rms(const float* x, int64_t width, float eps) {
   return 1.0f / std::sqrt(total / static_cast<float>(width) + eps);
 }
 
-// Returns the larger of two magnitudes, which are the bits of floats. Not-a-number is the largest.
-INLINE Ints larger_bits(Ints a, Ints b) { return (Ints)select(at_most(a, b), (Floats)b, (Floats)a); }
-
-INLINE Ints magnitude_bits(Floats x) { return (Ints)x & 0x7fffffff; }
-
-INLINE Ints largest_bits(Ints x) {
-  int32_t top = 0;
-  for (int i = 0; i < kLanes; i++) top = x[i] > top ? x[i] : top;
-  return Ints{} + top;
-}
-
-// What a row whose largest magnitude is `top` is multiplied by: 0 where 127 / top might be infinite.
-INLINE Floats byte_factor(Floats top) {
-  return select(at_most((Ints)top, (Ints)set1(1e-30f)), Floats{}, set1(127.0f) / top);
-}
-
-// Whole numbers nearest to x in [-127, 127], ties to even, plus 128: what 1.5 * 2^23 more leaves in the low bits.
-INLINE Ints round_bytes(Floats x) { return (Ints)(x + set1(12582912.0f + 128.0f)) & 0xff; }
-
-INLINE Floats low_half(Ints pair) { return (Floats)(pair << 16); }
-
-INLINE Floats high_half(Ints pair) { return (Floats)(pair & static_cast<int32_t>(0xffff0000)); }
-
-INLINE Ints pair_magnitude_bits(Ints pair) {
-  return larger_bits(magnitude_bits(low_half(pair)), magnitude_bits(high_half(pair)));
-}
-
-// The two bytes of a pair.
-INLINE Ints pair_bytes(Ints pair, Floats factor) {
-  return round_bytes(low_half(pair) * factor) | round_bytes(high_half(pair) * factor) << 8;
-}
-
-// Stores the low bytes of 4 * `count` lanes as quads, `stride` quads apart.
-INLINE void store_quads(Pair* out, int64_t stride, int64_t count, Ints x) {
-  typedef uint8_t Bytes __attribute__((vector_size(16)));
-  const Bytes bytes = __builtin_convertvector(x, Bytes);
-  for (int64_t i = 0; i < count; i++)
-    std::memcpy(out + i * stride, reinterpret_cast<const char*>(&bytes) + 4 * i, sizeof(Pair));
-}
-
 INLINE void rms_norm_bf16(const RmsNorm& op, const float* x, float scale, int64_t begin, int64_t end, Pair* out,
                        int64_t stride) {
   int64_t i = begin;
@@ -71,37 +31,36 @@ INLINE void rms_norm_bf16(const RmsNorm& op, const float* x, float scale, int64_
                           static_cast<Pair>(narrow(x[i + 1] * scale * op.weight[i + 1])) << 16;
 }
 
-// As `rms_norm_bf16`; returns the row's scale. Its largest magnitude takes all of the row.
-INLINE float rms_norm_int8(const RmsNorm& op, const float* x, float scale, int64_t begin, int64_t end, Pair* out,
-                        int64_t stride) {
-  const auto normed = [&](int64_t i) __attribute__((always_inline)) {
+// A row of the norm, 16 inputs at a time; those behind its end are zero.
+struct NormedRow {
+  const RmsNorm& op;
+  const float* x;
+  float scale;
+  ALWAYS_INLINE Floats load16(int64_t i) const {
     if (i + kLanes <= op.width) return load(x + i) * set1(scale) * load(op.weight + i);
     const int64_t count = op.width - i;
     return (Floats)load_some(x + i, count) * set1(scale) * (Floats)load_some(op.weight + i, count);
-  };
+  }
+};
+
+// As `rms_norm_bf16`; returns the row's scale. Its largest magnitude takes all of the row.
+INLINE float rms_norm_int8(const RmsNorm& op, const float* x, float scale, int64_t begin, int64_t end, Pair* out,
+                        int64_t stride) {
+  const NormedRow normed{op, x, scale};
   Ints top{};
-  for (int64_t i = 0; i < op.width; i += kLanes) top = larger_bits(top, magnitude_bits(normed(i)));
+  for (int64_t i = 0; i < op.width; i += kLanes) top = larger_bits(top, magnitude_bits(normed.load16(i)));
   const Floats largest = (Floats)largest_bits(top), factor = byte_factor(largest);
   for (int64_t i = begin; i < end; i += kLanes)
-    store_quads(out + i / 4 * stride, stride, min(kLanes, end - i) / 4, round_bytes(normed(i) * factor));
+    store_quads(out + i / 4 * stride, stride, min(kLanes, end - i) / 4, round_bytes(normed.load16(i) * factor));
   return largest[0] / 127.0f;
 }
-
-// Threads take whole strips, or parts of the columns where there are too few strips. No two write to one cache line.
-struct Parts {
-  int64_t count, width, size;
-  Parts(int64_t strips, int64_t width, int64_t line, const Member& member)
-      : count(strips < member.count() ? member.count() : 1),
-        width(width),
-        size((width / line + count - 1) / count * line) {}
-  int64_t begin(int64_t part) const { return part * size; }
-  int64_t end(int64_t part) const { return part + 1 == count ? width : min(width, begin(part) + size); }
-};
 
 static void rms_norm(const RmsNorm& op, const Step& step, Member& member) {
   const Strips strips{count(step, op.rows), kMaxRows};
   if (strips.rows == 0) return;
-  const Parts parts(strips.count(), op.width, op.scales ? kLanes * 4 : kLanes, member);
+  const Inputs inputs = op.form.inputs;
+  const int64_t line = inputs == Inputs::kBf16 ? kLanes : inputs == Inputs::kInt8 ? kLanes * 4 : kScaled;
+  const Parts parts(strips.count(), op.width, line, member);
   Share share(member, strips.count() * parts.count, 1);
   while (share.next()) {
     const int64_t strip = share.begin / parts.count, part = share.begin % parts.count, stride = strips.size(strip);
@@ -110,75 +69,16 @@ static void rms_norm(const RmsNorm& op, const Step& step, Member& member) {
       const int64_t row = strips.start(strip) + m;
       const float* x = op.x + (op.rows == Rows::kTokens ? row : step.logits_rows[row]) * op.stride;
       const float scale = inverse_rms(x, op.width, op.eps);
-      if (!op.scales) {
-        rms_norm_bf16(op, x, scale, begin, end, op.out + strips.start(strip) * (op.width / 2) + m, stride);
-        continue;
+      Pair* out = op.out + strips.start(strip) * op.form.words(op.width) + m;
+      if (inputs == Inputs::kBf16) {
+        rms_norm_bf16(op, x, scale, begin, end, out, stride);
+      } else if (inputs == Inputs::kInt8) {
+        const float byte_scale = rms_norm_int8(op, x, scale, begin, end, out, stride);
+        if (part == 0) op.scales[row] = byte_scale;
+      } else {
+        quantize_blocks(NormedRow{op, x, scale}, begin, end, op.form, op.width, out, stride);
       }
-      Pair* out = op.out + strips.start(strip) * (op.width / 4) + m;
-      const float byte_scale = rms_norm_int8(op, x, scale, begin, end, out, stride);
-      if (part == 0) op.scales[row] = byte_scale;
     }
-  }
-}
-
-// Quantizes quads [begin, end) of a strip of one row. The scale comes from the whole row.
-INLINE void quantize_row(const Pair* x, int64_t pairs, int64_t begin, int64_t end, Pair* out, float* scale) {
-  const auto pair = [&](int64_t p) __attribute__((always_inline)) { return load_some(x + p, min(kLanes, pairs - p)); };
-  Ints top{};
-  for (int64_t p = 0; p < pairs; p += kLanes) top = larger_bits(top, pair_magnitude_bits(pair(p)));
-  const Floats largest = (Floats)largest_bits(top), factor = byte_factor(largest);
-  for (int64_t p = 2 * begin; p < 2 * end; p += kLanes) {
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    const Halves bytes = __builtin_convertvector(pair_bytes(pair(p), factor), Halves);
-    std::memcpy(reinterpret_cast<char*>(out) + 2 * p, &bytes, 2 * min(kLanes, 2 * end - p));
-  }
-  if (scale) *scale = largest[0] / 127.0f;
-}
-
-// The same of several rows: a lane is a row.
-INLINE void quantize_rows(const Pair* x, int64_t rows, int64_t pairs, int64_t begin, int64_t end, Pair* out,
-                          float* scales) {
-  Ints top{};
-  for (int64_t p = 0; p < pairs; p++) top = larger_bits(top, pair_magnitude_bits(load_some(x + p * rows, rows)));
-  const Floats factor = byte_factor((Floats)top);
-  for (int64_t q = begin; q < end; q++) {
-    const Ints first = pair_bytes(load_some(x + 2 * q * rows, rows), factor);
-    const Ints second = pair_bytes(load_some(x + (2 * q + 1) * rows, rows), factor);
-    store_some(out + q * rows, first | second << 16, rows);
-  }
-  if (scales) store_some(scales, (Ints)((Floats)top / set1(127.0f)), rows);
-}
-
-// Where `scales` is null, another member writes them.
-INLINE void quantize_strip(const Quantize& op, const Strips& strips, int64_t strip, int64_t above, int64_t begin,
-                           int64_t end, float* scales) {
-  const int64_t first = above + strips.start(strip), rows = strips.size(strip), pairs = op.k / 2;
-  const Pair* x = op.x + first * pairs;
-  Pair* out = op.out + first * (op.k / 4);
-  if (scales) scales += first;
-  if (rows == 1) return quantize_row(x, pairs, begin, end, out, scales);
-  quantize_rows(x, rows, pairs, begin, end, out, scales);
-}
-
-static void quantize_experts(const Quantize& op, Member& member) {
-  const Routing& routing = *op.routing;
-  Share share(member, routing.active[routing.experts], 1);
-  while (share.next()) {
-    const int64_t expert = routing.active[share.begin], above = routing.starts[expert];
-    const Strips strips{routing.starts[expert + 1] - above, kMaxRows};
-    for (int64_t strip = 0; strip < strips.count(); strip++)
-      quantize_strip(op, strips, strip, above, 0, op.k / 4, op.scales);
-  }
-}
-
-static void quantize(const Quantize& op, const Step& step, Member& member) {
-  if (op.routing) return quantize_experts(op, member);
-  const Strips strips{step.tokens, kMaxRows};
-  const Parts parts(strips.count(), op.k / 4, kLanes, member);
-  Share share(member, strips.count() * parts.count, 1);
-  while (share.next()) {
-    const int64_t strip = share.begin / parts.count, part = share.begin % parts.count;
-    quantize_strip(op, strips, strip, 0, parts.begin(part), parts.end(part), part == 0 ? op.scales : nullptr);
   }
 }
 

@@ -202,6 +202,18 @@ INLINE bf16 narrow(float x) {
   return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+INLINE float half_to_float(uint16_t h) {
+  const uint32_t sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+  float y;
+  if (exponent == 0) {
+    y = static_cast<float>(fraction) * 5.9604645e-8f;
+    return sign ? -y : y;
+  }
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+
 // Stores 16 floats as bfloat16.
 INLINE void store_narrow(bf16* p, Floats x) {
 #if defined(__AVX512BF16__)
@@ -235,88 +247,6 @@ INLINE Floats store_rounded(bf16* p, Floats x) {
 #else
   store_narrow(p, x);
   return load_widen(p);
-#endif
-}
-
-// One machine register, for sums that must stay in it: compilers keep vectors of several registers in memory. 16 lanes
-// with AVX-512, 8 with AVX2, 4 elsewhere.
-#if defined(__AVX512F__)
-constexpr int kRegisterLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kRegisterLanes = 8;
-#else
-constexpr int kRegisterLanes = 4;
-#endif
-typedef float Register __attribute__((vector_size(4 * kRegisterLanes), may_alias));
-typedef int32_t PairRegister __attribute__((vector_size(4 * kRegisterLanes), may_alias));
-
-INLINE PairRegister load_register(const Pair* p) {
-  PairRegister x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-
-INLINE Register load_sums(const float* p) {
-  Register x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-
-INLINE PairRegister broadcast(Pair x) { return PairRegister{} + static_cast<int32_t>(x); }
-
-INLINE void store_sums(float* p, Register x) { std::memcpy(p, &x, sizeof x); }
-
-// Converts integers to float32, rounded to nearest, ties to even.
-INLINE Register as_floats(PairRegister x) { return __builtin_convertvector(x, Register); }
-
-// Forces x to be computed although nothing reads it.
-INLINE void keep(Register x) { asm volatile("" : : "m"(x)); }
-
-INLINE Register fma_register(Register a, Register b, Register c) {
-#if defined(__AVX512F__)
-  return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
-
-// total + a.low * b.low + a.high * b.high in every lane; one vdpbf16ps where the machine has it.
-INLINE Register dot(Register total, PairRegister a, PairRegister b) {
-#if defined(__AVX512BF16__)
-  return (Register)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
-#else
-  const PairRegister high = PairRegister{} + static_cast<int32_t>(0xffff0000);
-  const Register low = fma_register((Register)(a << 16), (Register)(b << 16), total);
-  return fma_register((Register)(a & high), (Register)(b & high), low);
-#endif
-}
-
-// The sum of two products of 16-bit integers in every lane.
-INLINE PairRegister multiply_shorts(PairRegister a, PairRegister b) {
-#if defined(__AVX512BW__)
-  return (PairRegister)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (PairRegister)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-  return (PairRegister)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-  return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
-#endif
-}
-
-// total + the sum of four products of a signed byte of a and an unsigned byte of b in every lane; one vpdpbusd where
-// the machine has it. Elsewhere even and odd bytes become 16-bit integers, because vpmaddubsw saturates.
-INLINE PairRegister dot_bytes(PairRegister total, PairRegister a, PairRegister b) {
-#if defined(__AVX512VNNI__)
-  return (PairRegister)_mm512_dpbusd_epi32((__m512i)total, (__m512i)b, (__m512i)a);
-#else
-  typedef int16_t Shorts __attribute__((vector_size(4 * kRegisterLanes), may_alias));
-  const PairRegister bytes = PairRegister{} + 0x00ff00ff;
-  const PairRegister even = multiply_shorts((PairRegister)((Shorts)((Shorts)a << 8) >> 8), b & bytes);
-  const PairRegister odd = multiply_shorts((PairRegister)((Shorts)a >> 8), (b >> 8) & bytes);
-  return total + even + odd;
 #endif
 }
 

@@ -67,7 +67,7 @@ class StepBuffers:
             context_lens=zeros(rows),
             logits_rows=zeros(rows * (1 + limits.traits.max_drafts) + limits.max_scored_tokens),
             slot_mapping=tuple(zeros(tokens) for _ in groups),
-            block_tables=tuple(zeros(rows, -(-limits.max_model_len // g.block_size)) for g in groups),
+            block_tables=tuple(zeros(rows, g.table_blocks(limits.max_model_len)) for g in groups),
             rows=zeros(rows),
             num_drafts=zeros(rows),
         )

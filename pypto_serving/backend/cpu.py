@@ -82,7 +82,8 @@ class CpuBackend(Backend):
         identity = program_fingerprint(config, progress, architecture, name, *numerics)
         file = None
         if config.packed_cache:
-            shapes = (f"{name} {shape}" for name, shape in family.inventory(model_config).tensors().items())
+            tensors = family.inventory(model_config).expected().items()
+            shapes = (f"{name} {wanted}" for name, wanted in tensors)
             key = packed_key(config.model, architecture, name, *shapes)
             file = PackedFile(config.packed_cache, key, engine)
         model = model_class(model_config, PackedWeights(config.model, engine, progress, file), engine, config)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pypto_serving.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pypto_serving.model.convert.encodings import Encoding
+
 app = typer.Typer(add_completion=False)
+_GROUP_SIZES = (32, 64, 128)
 
 
 class Format(StrEnum):
     """Formats that can be written."""
 
     W8A8 = "w8a8"
+    W4A16 = "w4a16"
+    MXFP4 = "mxfp4"
 
 
 @app.command()
@@ -24,19 +32,40 @@ def convert(
     format: Annotated[
         Format,
         typer.Option(
-            "--format", help="w8a8: int8 weights and activations in linear layers, in half the bytes of bf16."
+            "--format",
+            help="w8a8: int8 weights and activations in linear layers, half the bytes of bf16. "
+            "w4a16: int4 weights, a bit more than a quarter. mxfp4: 4-bit floats, a quarter.",
         ),
     ],
+    group_size: Annotated[
+        int | None,
+        typer.Option("--group-size", help="Inputs that share a scale in w4a16: 32 (default), 64 or 128."),
+    ] = None,
 ) -> None:
-    """Write a checkpoint of bf16, f16 or f32 in another format. After an interruption, run the same command again."""
+    """Write a checkpoint of bf16, f16, f32, FP8 or MXFP4 in another format. After an interruption, run it again."""
     from pypto_serving.cli.progress import LoadProgress
-    from pypto_serving.model.qwen3.convert import convert_to_w8a8
+    from pypto_serving.model.convert.conversion import convert as convert_checkpoint
     from pypto_serving.setup.locate import locate_model
 
+    encoding = _encoding(format, group_size)
     progress = LoadProgress()
     try:
         folder = locate_model(source)
-        convert_to_w8a8(folder, target.expanduser(), lambda phase, *done: progress(f"converting {phase}", *done))
+        wanted = target.expanduser()
+        convert_checkpoint(folder, wanted, encoding, lambda phase, *done: progress(f"converting {phase}", *done))
     finally:
         progress.close()
     typer.echo(f"{target} is complete; serve it with `pypto-serving serve {target}`")
+
+
+def _encoding(format: Format, group_size: int | None) -> Encoding:
+    """Return the encoding that options name; raises ConfigError."""
+    from pypto_serving.model.convert.encodings import W4A16, W8A8, Mxfp4
+
+    if format != Format.W4A16:
+        if group_size is not None:
+            raise ConfigError(f"--group-size is {group_size}, but only w4a16 lets it be chosen; drop it")
+        return W8A8() if format == Format.W8A8 else Mxfp4()
+    if group_size not in (None, *_GROUP_SIZES):
+        raise ConfigError(f"--group-size is {group_size}, but must be 32, 64 or 128")
+    return W4A16(group_size or _GROUP_SIZES[0])

@@ -37,8 +37,12 @@ def show(resolved: Resolved, model: ModelSpec, *, err: bool) -> None:
 
 
 def show_files(model: ModelSpec, contents: Contents) -> None:
-    """Print the tensors in a model's files, and the memory of one sequence in each KV group, to stdout."""
-    for title, lines in (("Tensors", _tensor_lines(contents)), ("KV of one sequence", _sequence_lines(model))):
+    """Print a model's tensors, the forms of its weights, and the memory of a sequence in each KV group, to stdout."""
+    for title, lines in (
+        ("Tensors", _tensor_lines(contents)),
+        ("Weights", _weight_lines(model, contents)),
+        ("KV of one sequence", _sequence_lines(model)),
+    ):
         typer.secho(title, bold=True)
         echo(lines, indent=2)
 
@@ -72,12 +76,24 @@ def as_json(
         "model": {name: getattr(model, name) for name in _MODEL_FACTS} | {"num_parameters_with_drafts": drafts},
         "obstacle": obstacle,
         "tensors": contents.tensors if contents is not None else [],
+        "weights": _weights(model, contents),
         "checkpoint": None if contents is None else {name: getattr(contents, name) for name in _CHECKPOINT_FACTS},
         "settings": resolved.settings if resolved is not None else [],
         "sampling_defaults": sampling or {},
         "memory": _unplanned(model) if resolved is None else _planned(model, resolved.memory),
     }
     return msgspec.json.encode(content).decode()
+
+
+def _weights(model: ModelSpec, contents: Contents | None) -> dict[str, Any]:
+    forms = contents.forms if contents is not None else ()
+    return {
+        "token_bytes": model.token_bytes,
+        "bits_per_weight": round(contents.bits_per_weight, 4) if contents is not None else 0.0,
+        "linear_layers": [
+            msgspec.structs.asdict(form) | {"bits_per_weight": round(form.bits_per_weight, 4)} for form in forms
+        ],
+    }
 
 
 def _unplanned(model: ModelSpec) -> dict[str, Any]:
@@ -135,6 +151,16 @@ def _tensor_lines(contents: Contents) -> Iterable[str]:
         size = "" if index.total_size is None else f", {index.total_size} bytes"
         yield f"index: {counted(index.num_tensors, 'tensor')} in {counted(index.num_files, 'file')}{size}"
     yield from contents.verdicts
+
+
+def _weight_lines(model: ModelSpec, contents: Contents) -> Iterable[str]:
+    rows = [
+        (form.name, str(form.matrices), str(form.num_parameters), f"{form.bits_per_weight:.4g}")
+        for form in contents.forms
+    ]
+    yield from columns([("linear layers", "matrices", "weights", "bits per weight"), *rows])
+    yield f"{contents.bits_per_weight:.4g} bits per weight of all"
+    yield f"a token reads {model.token_bytes} bytes of weights, {format_size(model.token_bytes)}"
 
 
 def _source(contents: Contents) -> str:

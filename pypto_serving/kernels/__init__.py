@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from pypto_serving.kernels.constants import INDEXER_TOKENS, PANEL
-from pypto_serving.kernels.engine import Engine, Int8Strips, Matrix, Stored, Strips, hashes, zeros
+from pypto_serving.kernels.engine import Engine, hashes, zeros
+from pypto_serving.kernels.forms import (
+    BF16,
+    INT8,
+    Form,
+    GroupStrips,
+    Int8Strips,
+    Matrix,
+    Stored,
+    Strips,
+    most_int8_words,
+    packed_form,
+    strips_for,
+)
 from pypto_serving.kernels.library import runnable
+from pypto_serving.kernels.packing import pack_quantized
 from pypto_serving.kernels.recording import (
     KVCacheLayer,
     MlaSizes,
@@ -18,9 +32,13 @@ from pypto_serving.kernels.recording import (
 from pypto_serving.kernels.sampling import NativeSampler
 
 __all__ = [
+    "BF16",
     "INDEXER_TOKENS",
+    "INT8",
     "PANEL",
     "Engine",
+    "Form",
+    "GroupStrips",
     "Int8Strips",
     "KVCacheLayer",
     "Matrix",
@@ -35,6 +53,10 @@ __all__ = [
     "Stored",
     "Strips",
     "hashes",
+    "most_int8_words",
+    "pack_quantized",
+    "packed_form",
     "runnable",
+    "strips_for",
     "zeros",
 ]

@@ -10,6 +10,9 @@ PANEL = 32
 GATE_HALF = 16
 """Outputs of gate, or of up, in a panel that they share."""
 
+SCALED = 128
+"""Inputs that share a scale of int8 activations in groups."""
+
 INDEXER_TOKENS = 16
 """Tokens scored at once before their top-k."""
 
@@ -31,6 +34,7 @@ HYPER_CONNECTION_STREAMS = 4
 _IN_LIBRARY = {
     "kPanel": PANEL,
     "kGateHalf": GATE_HALF,
+    "kScaled": SCALED,
     "kIndexerTokens": INDEXER_TOKENS,
     "kMaxDim": MAX_DIM,
     "kMaxLatent": MAX_LATENT,

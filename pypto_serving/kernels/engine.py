@@ -1,16 +1,10 @@
-"""The kernels' Engine of threads, and the layouts of weights and activations.
-
-Activations pass between operations as float32 rows, `[rows, width]`, or as strips, the packed layout that GEMMs read
-(csrc/ops.h): bfloat16 pairs, or int8 quads with a scale per row. All are numpy arrays of the caller's.
-"""
+"""The kernels' Engine of threads, and memory in huge pages."""
 
 from __future__ import annotations
 
-import enum
 import math
 import mmap
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,66 +12,11 @@ from numpy.typing import NDArray
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.arguments import Handle
-from pypto_serving.kernels.constants import GATE_HALF, PANEL
+from pypto_serving.kernels.constants import GATE_HALF
+from pypto_serving.kernels.forms import Matrix, Stored
 from pypto_serving.kernels.library import library, runnable
-from pypto_serving.types.arrays import Array, Float32Array, Int32Array, PairArray
+from pypto_serving.types.arrays import Array, Int32Array, PairArray
 from pypto_serving.util import ceil_div
-
-
-class Stored(enum.Enum):
-    """Element types that weights are packed from."""
-
-    BF16 = enum.auto()
-    F32 = enum.auto()
-    F16 = enum.auto()
-    I8 = enum.auto()
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of an element."""
-        return {Stored.F32: 4, Stored.I8: 1}.get(self, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """Packed weights of matrices [n, k]: pairs of bfloat16, uint32 [panels of all * k / 2 * 32]; see csrc/ops.h.
-
-    Int8 weights are quads, [panels of all * k / 4 * 32], with `scales` and `compensation`, [panels of all * 32].
-    """
-
-    words: PairArray
-    n: int
-    k: int
-    bias: Float32Array | None = None
-    scales: Float32Array | None = None
-    compensation: Int32Array | None = None
-
-    @property
-    def int8(self) -> bool:
-        """Return True if the weights are int8."""
-        return self.scales is not None
-
-    @staticmethod
-    def size(n: int, k: int, count: int = 1) -> int:
-        """Count the pairs of `count` matrices [n, k]."""
-        return Matrix.outputs(n, count) * k // 2
-
-    @staticmethod
-    def outputs(n: int, count: int = 1) -> int:
-        """Count the outputs of `count` matrices of n outputs, in whole panels."""
-        return count * ceil_div(n, PANEL) * PANEL
-
-
-@dataclass(frozen=True, slots=True)
-class Int8Strips:
-    """Int8 activations: strips of quads, uint32 [rows * k / 4], and a scale per row, float32 [rows]."""
-
-    words: PairArray
-    scales: Float32Array
-
-
-Strips = PairArray | Int8Strips
-"""Activations that a GEMM reads: int8 if its weights are int8, else bfloat16."""
 
 
 class _Pool:

@@ -13,7 +13,17 @@ from numpy.typing import NDArray
 
 from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.constants import PANEL
-from pypto_serving.kernels.engine import Engine, Int8Strips, Matrix, Strips
+from pypto_serving.kernels.engine import Engine
+from pypto_serving.kernels.forms import (
+    BF16,
+    GroupStrips,
+    Int8Strips,
+    Matrix,
+    Strips,
+    activations,
+    multiplies,
+    row_words,
+)
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray
 
 
@@ -112,15 +122,17 @@ class Routing:
 
 def _parts(x: Strips, words: str = "x", scales: str = "x_scales") -> dict[str, Array | None]:
     """Make the fields of activations: their words, and for int8 their scales."""
-    return {words: x.words, scales: x.scales} if isinstance(x, Int8Strips) else {words: x, scales: None}
+    if isinstance(x, np.ndarray):
+        return {words: x, scales: None}
+    return {words: x.words, scales: x.scales if isinstance(x, Int8Strips) else None}
 
 
-def _factors(x: Strips, matrix: Matrix) -> dict[str, Array | None]:
-    """Make the fields of a GEMM's inputs. Raises ValueError where only one of them is int8."""
-    if isinstance(x, Int8Strips) != matrix.int8:
-        raise ValueError("activations and weights of a GEMM must both be int8, or neither")
+def _factors(x: Strips, matrix: Matrix) -> dict[str, Any]:
+    """Make the fields of a GEMM's inputs. Raises ValueError where there is none of such inputs."""
+    if not multiplies(matrix.form, x):
+        raise ValueError(f"{type(x).__name__} are no activations for weights of {matrix.form}")
     weights = {"weight": matrix.words, "scales": matrix.scales, "compensation": matrix.compensation}
-    return {**_parts(x), **weights}
+    return {**_parts(x), **weights, "inputs": activations(x)["inputs"], **matrix.form.fields()}
 
 
 def _product(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array) -> dict[str, Any]:
@@ -180,7 +192,12 @@ class Recording:
         self._embed(table, None, x)
 
     def embed_packed(self, table: Matrix, x: Float32Array) -> None:
-        """As `embed`, from a packed `table` [vocab, width], such as a tied output layer."""
+        """As `embed`, from a packed `table` [vocab, width] of bfloat16, such as a tied output layer.
+
+        Raises ValueError for other weights.
+        """
+        if table.form != BF16:
+            raise ValueError(f"embeddings must be bfloat16, not {table.form}")
         self._embed(None, table.words, x)
 
     def _embed(self, table: BFloat16Array | None, packed: PairArray | None, x: Float32Array) -> None:
@@ -192,19 +209,19 @@ class Recording:
     ) -> None:
         """RMSNorm (arXiv:1910.07467) of x [tokens, width] times `weight` [width], into strips.
 
-        x may be columns of an array. Int8 strips are quantized per row.
+        x may be columns of an array. Int8 strips are quantized per row or per SCALED inputs.
         """
         start, stride = _columns(x)
         sizes = {"stride": stride, "width": x.shape[1], "eps": eps, "rows": rows}
-        self._add("rms_norm", x=start, weight=weight, **sizes, **_parts(out, "out", "scales"))
+        self._add("rms_norm", x=start, weight=weight, **sizes, **activations(out), **_parts(out, "out", "scales"))
 
-    def quantize(self, x: PairArray, k: int, out: Int8Strips, routing: Routing | None = None) -> None:
-        """Quantize bfloat16 strips [tokens, k] to int8: symmetric, a scale per row, its largest magnitude 127.
+    def quantize(self, x: PairArray, k: int, out: Int8Strips | GroupStrips, routing: Routing | None = None) -> None:
+        """Quantize bfloat16 strips [tokens, k] to int8, symmetric: the largest magnitude that shares a scale is 127.
 
-        With `routing`, the rows are expert inputs.
+        A row or SCALED inputs of it share a scale. With `routing`, the rows are expert inputs.
         """
         of = None if routing is None else routing.handle
-        self._add("quantize", routing=of, x=x, k=k, **_parts(out, "out", "scales"))
+        self._add("quantize", routing=of, x=x, k=k, **activations(out), **_parts(out, "out", "scales"))
 
     def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
         """GEMM: out [rows, n] = x W^T + b."""
@@ -296,10 +313,10 @@ class Recording:
 
     def moe_gather(self, routing: Routing, x: Strips, k: int, out: Strips) -> None:
         """Gather each expert's input rows from strips x [tokens, k] into strips `out`."""
-        if isinstance(x, Int8Strips) != isinstance(out, Int8Strips):
-            raise ValueError("activations and expert inputs must both be int8, or neither")
+        if activations(x) != activations(out):
+            raise ValueError("activations and expert inputs must be of one form")
         parts = {**_parts(x, "x", "scales"), **_parts(out, "out", "out_scales")}
-        self._add("moe_gather", routing=routing.handle, pairs=k // (4 if isinstance(x, Int8Strips) else 2), **parts)
+        self._add("moe_gather", routing=routing.handle, words=row_words(x, k), **parts)
 
     def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
         """Grouped GEMM: out [entries, n] = x W_e^T, with the matrix of each entry's expert e."""

@@ -133,7 +133,7 @@ class Fetcher:
         filled = zip(sequence.parts, found, strict=True)
         wanted = [missing for part, blocks in filled for missing in part.fill(num_tokens, blocks)]
         sequence.set_capacity()
-        sequence.filled = sequence.settled = num_tokens
+        sequence.filled = sequence.computed = sequence.settled = num_tokens
         sequence.origins.update(self._promotions.load(request_id, wanted, num_spared))
         return Fetch.BEGUN
 

@@ -35,6 +35,8 @@ class KVGroup(ABC):
         self.spec: GroupSpec = spec
         self.keeps_history = spec.keeps_history
         self.block_size = spec.block_size
+        self.run = spec.run
+        self._run_tokens = spec.run * spec.block_size
         self.block_bytes = spec.block_bytes
         self.pool: BlockPool
         self._points = points
@@ -47,6 +49,16 @@ class KVGroup(ABC):
     def num_blocks(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
         return ceil_div(num_tokens, self.block_size)
+
+    def missing(self, capacity: int, num_tokens: int) -> int:
+        """Return how many blocks a table that holds `capacity` tokens has to get to hold `num_tokens`.
+
+        If these are fewer than a run, they are all up to the end of one.
+        """
+        count = -((capacity - num_tokens) // self.block_size)
+        if 0 < count < self.run:
+            count = (ceil_div(num_tokens, self._run_tokens) * self._run_tokens - capacity) // self.block_size
+        return count
 
     def live_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Return the most blocks that a request of `num_tokens` holds, `step_tokens` of them not settled."""
@@ -114,13 +126,14 @@ class TailGroup(KVGroup):
         return self.spec.last_reader((block + 1) * self.block_size - 1) + 1
 
     def useful(self, start: int, end: int) -> Iterator[int]:
-        first, stop = start // self.block_size, end // self.block_size
+        size, first_needed = self.block_size, self.spec.first_needed
+        first, stop = start // size, end // size
         position = self._points.last(start)
         while first < stop:
             position += self._points.step
-            needed = self.needed(position)
-            yield from range(max(first, needed.start), min(stop, needed.stop))
-            first = max(first, needed.stop)
+            ended = position // size
+            yield from range(max(first, first_needed(position) // size), min(stop, ended))
+            first = ended
 
 
 GroupKey = tuple[KVGroup, bytes]

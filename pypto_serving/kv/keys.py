@@ -50,23 +50,23 @@ class KeyChain:
 class DerivedKeys(Keys):
     """Keys of one group, made when they are asked for.
 
-    Block i is block b of link l, where l, b = divmod(i, blocks in a link). Its key is BLAKE2b-128(links[l] + tag + b).
+    Block i is block b of link l, where l, b = divmod(i, blocks in a link). Its key is BLAKE2b-128(links[l] + tags[b]).
     """
 
-    __slots__ = ("_known", "_links", "_per_link", "_tag")
+    __slots__ = ("_known", "_links", "_tags")
 
-    def __init__(self, chain: KeyChain, tag: bytes, per_link: int) -> None:
-        self._links, self._tag, self._per_link = chain.links, tag, per_link
+    def __init__(self, chain: KeyChain, tags: Sequence[bytes]) -> None:
+        self._links, self._tags = chain.links, tags
         self._known: dict[int, bytes] = {}
 
     def __len__(self) -> int:
-        return len(self._links) * self._per_link
+        return len(self._links) * len(self._tags)
 
     def __getitem__(self, i: int) -> bytes:  # type: ignore[override]  # no slices
         key = self._known.get(i)
         if key is None:
-            link, place = divmod(i, self._per_link)
-            content = self._links[link] + self._tag + place.to_bytes(4, "little")
+            tags = self._tags
+            content = self._links[i // len(tags)] + tags[i % len(tags)]
             key = self._known[i] = blake2b(content, digest_size=KEY_BYTES).digest()
         return key
 
@@ -80,7 +80,10 @@ class KeyRule:
     def __init__(self, groups: Sequence[GroupSpec], step: int, lag: int) -> None:
         self._step, self._lag = step, lag
         self._tags = [hash128(group.name.encode(), group.block_size.to_bytes(4, "little")) for group in groups]
-        self._per_link = [step // group.block_size for group in groups]
+        places = [range(step // group.block_size) for group in groups]
+        self._tags_in_link = [
+            [tag + place.to_bytes(4, "little") for place in each] for tag, each in zip(self._tags, places, strict=True)
+        ]
         of_links = [g for g, group in enumerate(groups) if group.block_size == step]
         self._named_by_links = min(of_links, key=lambda g: not groups[g].keeps_history, default=None)
 
@@ -92,6 +95,6 @@ class KeyRule:
         root = hash128(VERSION, fingerprint, cache_salt.encode(), *self._tags)
         chain = KeyChain(root, self._step, self._lag)
         return chain, [
-            chain.links if g == self._named_by_links else DerivedKeys(chain, tag, per_link)
-            for g, (tag, per_link) in enumerate(zip(self._tags, self._per_link, strict=True))
+            chain.links if g == self._named_by_links else DerivedKeys(chain, tags)
+            for g, tags in enumerate(self._tags_in_link)
         ]

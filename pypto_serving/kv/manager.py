@@ -73,7 +73,6 @@ class KVCacheManager:
         self._has_tiers = bool(self._tiers.tiers)
         self._settler = Settler(self.points, prefix_caching, self._has_tiers, events)
         self._sequences: dict[str, SequenceState] = {}
-        self._nothing: BlockIds = tuple([] for _ in specs)
         self.open(num_blocks, fingerprint)
 
     def open(self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Iterable[TierInventory] = ()) -> None:
@@ -95,7 +94,7 @@ class KVCacheManager:
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
-            sequence = SequenceState(self.groups, self._key_rule, self.fingerprint, cache_salt)
+            sequence = SequenceState(self.groups, self.points, self._key_rule, self.fingerprint, cache_salt)
             self._sequences[request_id] = sequence
         if sequence.filled:
             return Match(sequence.filled)
@@ -191,7 +190,7 @@ class KVCacheManager:
         """
         sequence = self._sequences[request_id]
         if num_tokens <= sequence.capacity:
-            return self._nothing
+            return room.NOTHING
         if match.num_tokens and not sequence.capacity:
             return room.start(sequence, num_tokens, match.num_tokens)
         return room.grow(sequence, num_tokens)
@@ -231,6 +230,7 @@ class KVCacheManager:
         does not need are freed.
         """
         sequence = self._sequences[request_id]
+        sequence.computed = num_computed
         if num_computed >= sequence.due:
             self._settler.settle(sequence, tokens, num_computed, prompt_len)
 
@@ -245,6 +245,8 @@ class KVCacheManager:
         if sequence is None:
             return
         self._tiers.promotions.abandon(request_id)
+        if not sequence.capacity:
+            return
         self._settler.keep_tails(sequence, sequence.held)
         for part in sequence.parts:
             part.group.pool.free(part.tail)
@@ -345,7 +347,8 @@ class KVCacheManager:
             for sequence in self._sequences.values():
                 part = sequence.parts[g]
                 live = part.live()
-                assert part.first == part.group.first_needed(sequence.settled), "a block was freed too early or late"
+                passed = part.group.first_needed(sequence.settled) - part.first
+                assert 0 <= passed <= part.group.run, "a block was freed too early or late"
                 assert NULL_BLOCK not in live, f"null block inside the live part of group {group.spec.name}"
                 references.update(live)
                 references.update(part.tail)

@@ -77,7 +77,10 @@ class BlockPool:
             raise RuntimeError(f"{count} blocks asked for, {self.num_free} are free")
         self.num_free -= count
         empty, references = self._empty, self._references
-        block_ids = [empty.pop() for _ in range(min(count, len(empty)))]
+        left = max(0, len(empty) - count)
+        block_ids = empty[left:]
+        block_ids.reverse()
+        del empty[left:]
         for block_id in block_ids:
             references[block_id] = 1
         if self._used_before_new:
@@ -109,21 +112,21 @@ class BlockPool:
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one reference to each block; the first of `block_ids` is evicted last."""
-        references, keys = self._references, self._keys
+        references, keys, empty, free = self._references, self._keys, self._empty, self._free
+        before = len(empty) + len(free)
         for block_id in reversed(block_ids):
-            left = references[block_id] - 1
-            if left < 0:
+            count = references[block_id]
+            references[block_id] = count - 1
+            if count == 1:
+                if keys[block_id] is None:
+                    empty.append(block_id)
+                else:
+                    free[block_id] = None
+                    if block_id in self._kept:
+                        self.released[block_id] = None
+            elif count < 1:
                 raise RuntimeError(f"block {block_id} is freed twice")
-            references[block_id] = left
-            if left:
-                continue
-            self.num_free += 1
-            if keys[block_id] is None:
-                self._empty.append(block_id)
-            else:
-                self._free[block_id] = None
-                if block_id in self._kept:
-                    self.released[block_id] = None
+        self.num_free += len(empty) + len(free) - before
 
     def publish(self, block_id: int, key: bytes) -> None:
         """Make a complete block findable by `key`, unless it has a key or another block holds this one."""

@@ -7,19 +7,26 @@ from collections.abc import Iterable, Sequence
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.sequence import SequenceState
 
-BlockIds = tuple[list[int], ...]
+BlockIds = Sequence[list[int]]
 """Block ids per group, in order of position."""
+NOTHING: BlockIds = ()
 
 
 def grow(sequence: SequenceState, num_tokens: int) -> BlockIds | None:
-    """Append fresh blocks until `num_tokens` tokens fit. Return them, or None without changes if a pool lacks some."""
+    """Append fresh blocks until `num_tokens` tokens fit. Return them, or append none if a pool lacks some: None.
+
+    Blocks of windows and states that are not needed any more are freed before: while a sequence decodes, here alone.
+    """
+    settled = sequence.computed - sequence.points.lag
+    if sequence.tails and settled > sequence.settled:
+        sequence.free_passed(settled)
     growing = [(part, part.missing(num_tokens)) for part in sequence.parts if part.capacity < num_tokens]
     for part, count in growing:
         if count > part.group.pool.num_free:
             return None
-    added: BlockIds = tuple([] for _ in sequence.parts)
+    added: list[list[int]] = [[]] * len(sequence.parts)
     for part, count in growing:
-        added[part.group.index].extend(part.grow(count))
+        added[part.group.index] = part.grow(count)
     sequence.set_capacity()
     return added
 
@@ -29,13 +36,13 @@ def start(sequence: SequenceState, num_tokens: int, matched: int) -> BlockIds | 
     cached = [part.cached(matched) for part in sequence.parts]
     for part, blocks in zip(sequence.parts, cached, strict=True):
         pool = part.group.pool
-        missing = part.group.num_blocks(num_tokens) - len(blocks)
+        missing = part.group.missing(len(blocks) * part.group.block_size, num_tokens)
         if missing + sum(map(pool.is_free, blocks)) > pool.num_free:
             return None
     for part, blocks in zip(sequence.parts, cached, strict=True):
         part.start(blocks)
         part.grow(part.missing(num_tokens))
-    sequence.settled = matched
+    sequence.computed = sequence.settled = matched
     sequence.set_capacity()
     return sequence.tables()
 
@@ -62,6 +69,6 @@ def fits(
 def will_fit(sequence: SequenceState, num_tokens: int, coming_free: Sequence[int]) -> bool:
     """Return whether a sequence can grow to `num_tokens` once `coming_free` more blocks of each group are free."""
     return all(
-        part.group.num_blocks(num_tokens) - len(part.table) <= part.group.pool.num_free + coming
+        part.missing(num_tokens) <= part.group.pool.num_free + coming
         for part, coming in zip(sequence.parts, coming_free, strict=True)
     )

@@ -11,6 +11,7 @@ from pypto_serving.kv.group import Find, GroupKey, KVGroup
 from pypto_serving.kv.keys import KeyRule, Keys
 from pypto_serving.kv.lease import Wanted
 from pypto_serving.kv.pool import NULL_BLOCK
+from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.types.tier import Tier
 
 FindIn = Callable[[KVGroup], Find]
@@ -25,11 +26,11 @@ class SequencePart:
     """The blocks of one request in one group.
 
     `keys[i]` names block i, `table[i]` is its id: the null block before `first`, where it was freed or is not needed.
-    Block `first` is freed at `passed_at` settled tokens. `tail` are the blocks, this request's or others', that
-    resuming at `SequenceState.held` needs; a window or state holds one reference to each, beside the table's.
+    At `due` settled tokens more than a run of blocks can be freed. `tail` are the blocks, this request's or others',
+    that resuming at `SequenceState.held` needs; a window or state holds one reference to each, beside the table's.
     """
 
-    __slots__ = ("capacity", "first", "group", "keys", "passed_at", "table", "tail")
+    __slots__ = ("capacity", "due", "first", "group", "keys", "table", "tail")
 
     def __init__(self, group: KVGroup, keys: Keys) -> None:
         self.group = group
@@ -46,11 +47,11 @@ class SequencePart:
     def _begin(self, first: int) -> None:
         """Note the first block that is not freed."""
         self.first = first
-        self.passed_at = self.group.passed_at(first)
+        self.due = self.group.passed_at(first + self.group.run)
 
     def missing(self, num_tokens: int) -> int:
-        """Return how many more blocks the table needs to hold `num_tokens` tokens."""
-        return -((self.capacity - num_tokens) // self.group.block_size)
+        """Return how many more blocks the table has to get to hold `num_tokens` tokens."""
+        return self.group.missing(self.capacity, num_tokens)
 
     def live(self) -> list[int]:
         """Return the part of the table that is not freed."""
@@ -99,9 +100,10 @@ class SequencePart:
     def free_passed(self, num_tokens: int) -> None:
         """Free the blocks that are not needed at `num_tokens` settled tokens."""
         first, stop, table = self.first, self.group.first_needed(num_tokens), self.table
-        self.group.pool.free(table[first:stop])
-        table[first:stop] = [NULL_BLOCK] * (stop - first)
-        self._begin(stop)
+        if first < stop:
+            self.group.pool.free(table[first:stop])
+            table[first:stop] = [NULL_BLOCK] * (stop - first)
+            self._begin(stop)
 
     def tail_at(self, position: int) -> list[int]:
         """Return the blocks on the device, this request's or others', that resuming at `position` needs."""
@@ -125,8 +127,9 @@ class SequencePart:
 class SequenceState:
     """The blocks of one request in all groups. Changed by the KVCacheManager alone.
 
-    - `settled`: the number of tokens that are certainly computed and whose blocks depend on known tokens only. Their
-      blocks are published up to the last resume point; blocks not needed to resume there are freed.
+    - `computed`: the number of tokens that are certainly computed.
+    - `settled`: the number of those that were taken into account, and whose blocks depend on known tokens only. Their
+      blocks are published up to the last resume point. Of those not needed to resume here, at most a run is not freed.
     - `capacity`: the number of tokens that fit the reserved blocks.
     - `due`: the number of computed tokens from which a commit has work to do: a resume point, or blocks to free.
     - `held`: the last settled resume point. The parts hold its tails.
@@ -142,18 +145,23 @@ class SequenceState:
         "asked",
         "capacity",
         "chain",
+        "computed",
         "due",
         "filled",
         "held",
         "histories",
         "origins",
         "parts",
+        "points",
         "salted",
         "settled",
         "tails",
     )
 
-    def __init__(self, groups: Sequence[KVGroup], rule: KeyRule, fingerprint: bytes, cache_salt: str) -> None:
+    def __init__(
+        self, groups: Sequence[KVGroup], points: ResumePoints, rule: KeyRule, fingerprint: bytes, cache_salt: str
+    ) -> None:
+        self.points = points
         self.chain, keys = rule.keys(fingerprint, cache_salt)
         self.parts = tuple(map(SequencePart, groups, keys))
         self.histories = tuple(part for part in self.parts if part.group.keeps_history)
@@ -161,12 +169,16 @@ class SequenceState:
         self.salted = bool(cache_salt)
         self.asked = False
         self.origins: dict[GroupKey, Tier] = {}
-        self.clear()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Note that there are no blocks."""
+        self.capacity = self.computed = self.settled = self.held = self.filled = 0
+        self.due: float = 0
 
     def clear(self) -> None:
         """Forget all blocks; the caller has freed them."""
-        self.capacity = self.settled = self.held = self.filled = 0
-        self.due: float = 0
+        self._begin()
         for part in self.parts:
             part.clear()
 
@@ -183,7 +195,7 @@ class SequenceState:
         candidate, agreed = limit, -1
         for part in self.histories:
             candidate = part.group.accepted(part.keys, candidate, find_in(part.group))
-        while candidate != agreed:
+        while candidate and candidate != agreed:
             agreed = candidate
             for part in self.tails:
                 candidate = part.group.accepted(part.keys, candidate, find_in(part.group))
@@ -203,6 +215,15 @@ class SequenceState:
         """Forget the tiers of blocks that did not arrive: whoever computes them gets the credit."""
         origins = self.origins.items()
         self.origins = {(group, key): tier for (group, key), tier in origins if group.pool.find(key) is not None}
+
+    def free_passed(self, num_tokens: int) -> None:
+        """Settle `num_tokens` and free the blocks that are not needed to resume there."""
+        due: float = self.points.last(num_tokens) + self.points.step
+        for part in self.tails:
+            part.free_passed(num_tokens)
+            if part.due < due:
+                due = part.due
+        self.settled, self.due = num_tokens, due
 
     def tables(self) -> tuple[list[int], ...]:
         """Return a copy of the block table of each group."""

@@ -25,7 +25,7 @@ class Settler:
     def settle(self, sequence: SequenceState, tokens: array[int], num_computed: int, prompt_len: int) -> None:
         """Do what `KVCacheManager.commit` does for a sequence that is due."""
         if not self._caching:
-            self._free_passed(sequence, num_computed)
+            sequence.free_passed(num_computed)
             return
         end = min(num_computed, len(tokens) - self._points.lag)
         if sequence.settled >= end:
@@ -36,7 +36,7 @@ class Settler:
             for part in sequence.parts:
                 self._publish(part, sequence, tokens, start, position)
             self._pass_resume_points(sequence, start, position, prompt_len)
-        self._free_passed(sequence, end)
+        sequence.free_passed(end)
 
     def _publish(self, part: SequencePart, sequence: SequenceState, tokens: array[int], start: int, end: int) -> None:
         """Publish the useful blocks of one group that end in (start, end], between two resume points."""
@@ -67,13 +67,3 @@ class Settler:
         for part in sequence.tails if self._keeps else ():
             for block_id in part.tail_at(position):
                 part.group.pool.keep(block_id)
-
-    def _free_passed(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Settle `num_tokens` and free the blocks that are not needed to resume there."""
-        due: float = self._points.last(num_tokens) + self._points.step
-        for part in sequence.tails:
-            if part.passed_at <= num_tokens:
-                part.free_passed(num_tokens)
-            if part.passed_at < due:
-                due = part.passed_at
-        sequence.settled, sequence.due = num_tokens, due

@@ -15,13 +15,25 @@ from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.util import parse_json
 
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Bytes per item of the stored dtypes that can be served."""
+FLOATS = ("F32", "BF16", "F16")
+"""Stored dtypes of weights that are not quantised."""
 INT8, INT64 = "I8", "I64"
 """Stored dtypes of quantised weights, and of tables of ids."""
+ITEM_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "F32": 4,
+    "I32": 4,
+    "BF16": 2,
+    "F16": 2,
+    "I8": 1,
+    "U8": 1,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+}
+"""Bytes per item by stored dtype."""
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-_INTEGER_BYTES = {INT8: 1, INT64: 8}
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -39,6 +51,18 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor that a model needs: its shape, and the dtypes that it may have.
+
+    `usual` is its dtype where no file tells; empty for the checkpoint's own, or for the only one.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS
+    usual: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,32 +90,27 @@ class Checkpoint:
                 tensors[tensor.name] = tensor
         return cls(directory, files, tensors)
 
-    def require(
-        self,
-        inventory: Mapping[str, tuple[int, ...]],
-        ignores: Callable[[str], bool],
-        integers: Mapping[str, str] | None = None,
-    ) -> None:
-        """Raise ModelError naming a tensor that is missing, surplus, or of another shape or dtype.
-
-        `inventory` has shapes by name, `integers` the dtypes of integer tensors.
-        """
-        integers = integers or {}
-        for name, shape in inventory.items():
+    def require(self, expected: Mapping[str, Expected], ignores: Callable[[str], bool]) -> None:
+        """Raise ModelError naming a tensor that is missing, surplus, or of another shape or dtype."""
+        for name, wanted in expected.items():
             stored = self.tensors.get(name)
             if stored is None:
                 raise ModelError(f"{self.directory}: tensor {name} is missing")
-            if stored.shape != shape:
-                found, wanted = list(stored.shape), list(shape)
-                raise ModelError(f"{stored.file}: tensor {name} has shape {found}, but config.json makes it {wanted}")
-            allowed = (integers[name],) if name in integers else tuple(ITEM_BYTES)
-            if stored.dtype not in allowed:
-                supported = ", ".join(allowed)
+            if not same_shape(stored.shape, wanted.shape):
+                shapes = f"has shape {list(stored.shape)}, but config.json makes it {list(wanted.shape)}"
+                raise ModelError(f"{stored.file}: tensor {name} {shapes}")
+            if stored.dtype not in wanted.dtypes:
+                supported = ", ".join(wanted.dtypes)
                 raise ModelError(f"{stored.file}: tensor {name} has dtype {stored.dtype}; supported: {supported}")
-        surplus = sorted(name for name in self.tensors if name not in inventory and not ignores(name))
+        surplus = sorted(name for name in self.tensors if name not in expected and not ignores(name))
         if surplus:
             more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
+
+
+def same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return True for equal shapes; a single number may have one dimension or none."""
+    return found == wanted or (found == () and wanted == (1,))
 
 
 def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
@@ -142,7 +161,7 @@ def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, si
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
             0 <= begin <= end and all(isinstance(size, int) and size >= 0 for size in shape)
         ):
-            item_bytes = (ITEM_BYTES | _INTEGER_BYTES).get(dtype)
+            item_bytes = ITEM_BYTES.get(dtype)
             if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
                 raise ModelError(f"{file}: tensor {name} of shape {shape} in {dtype} has {end - begin} bytes")
             if data_start + end > size:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import Checkpoint, StoredTensor, read_index, weight_files
-from pypto_serving.types.model import Contents, IndexFacts, Source, StoredTensors
+from pypto_serving.model.checkpoint import (
+    ITEM_BYTES,
+    Checkpoint,
+    Expected,
+    StoredTensor,
+    read_index,
+    same_shape,
+    weight_files,
+)
+from pypto_serving.types.model import Contents, IndexFacts, Source, StoredForm, StoredTensors
 
 Shape = tuple[int, ...]
 STORED_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """The dtypes of config.json by their safetensors names."""
-
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +35,29 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix of a linear layer: how it is stored, the number of its weights, and its tensors by name."""
+
+    scheme: str
+    num_parameters: int
+    tensors: tuple[str, ...]
 
 
 class Inventory(Protocol):
     """The tensors of a checkpoint that its config.json implies. `mtp` includes draft layers."""
 
-    def tensors(self) -> dict[str, Shape]:
-        """Return the shape of every required tensor by name."""
+    def expected(self) -> dict[str, Expected]:
+        """List every required tensor by name."""
 
     def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
         """Return every tensor as files hold it. Weights have `dtype`, a key of STORED_DTYPES, unless quantised."""
+
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """Yield the matrices of linear layers, without draft layers."""
 
     def num_parameters(self, mtp: bool) -> int:
         """Count the elements of all float tensors before quantisation."""
@@ -48,15 +66,27 @@ class Inventory(Protocol):
         """Return True for optional tensors that nothing reads, such as draft layers."""
 
 
-def read_contents(model_dir: str | Path, inventory: Inventory, dtype: str) -> Contents:
-    """Read the best source present and compare all sources with `inventory`, one line per finding.
+def as_stored(expected: Mapping[str, Expected], dtype: str) -> dict[str, Stored]:
+    """Return tensors as files hold them; those of the checkpoint's own dtype have `dtype`, a key of STORED_DTYPES."""
 
-    Without headers, dtypes and shapes come from `inventory` and `dtype`. Draft layers count if the source lists them;
-    config.json alone lists all that it names.
+    def usual(wanted: Expected) -> str:
+        return wanted.usual or (wanted.dtypes[0] if len(wanted.dtypes) == 1 else STORED_DTYPES[dtype])
+
+    return {name: Stored(usual(wanted), wanted.shape) for name, wanted in expected.items()}
+
+
+def read_contents(
+    model_dir: str | Path, take_inventory: Callable[[Mapping[str, StoredTensor]], Inventory], dtype: str
+) -> Contents:
+    """Read the best source present and compare all sources with the inventory, one line per finding.
+
+    `take_inventory` takes it, with the help of the headers that are there. Without headers, dtypes and shapes come from
+    the inventory and `dtype`. Draft layers count if the source lists them; config.json alone lists all that it names.
     """
-    required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
     index, names = _read_index(Path(model_dir))
     headers, error = _read_headers(Path(model_dir))
+    inventory = take_inventory(headers)
+    required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
     verdicts = [error] if error else []
     found: Mapping[str, Stored | StoredTensor] = headers
     source: Source = "files" if headers else "index" if index else "config.json"
@@ -72,6 +102,7 @@ def read_contents(model_dir: str | Path, inventory: Inventory, dtype: str) -> Co
     return Contents(
         source=source,
         tensors=_count(found.values()),
+        forms=_forms(inventory, found),
         draft_tensors=len(drafts),
         draft_bytes=sum(tensor.num_bytes for tensor in drafts),
         num_parameters=inventory.num_parameters(False),
@@ -119,7 +150,7 @@ def _differences(
 def _shapes(found: Mapping[str, StoredTensor], required: Mapping[str, Stored]) -> Iterator[str]:
     """Yield a line for the first tensor whose shape differs from that in config.json."""
     for name, tensor in required.items():
-        if name in found and found[name].shape != tensor.shape:
+        if name in found and not same_shape(found[name].shape, tensor.shape):
             yield f"files: {name} has shape {list(found[name].shape)}, but config.json makes it {list(tensor.shape)}"
             return
 
@@ -140,3 +171,19 @@ def _count(tensors: Collection[Stored | StoredTensor]) -> tuple[StoredTensors, .
     for tensor in tensors:
         sizes[tensor.dtype] += tensor.num_bytes
     return tuple(StoredTensors(dtype=dtype, count=counts[dtype], num_bytes=size) for dtype, size in sizes.most_common())
+
+
+def _forms(inventory: Inventory, found: Mapping[str, Stored | StoredTensor]) -> tuple[StoredForm, ...]:
+    """Count the matrices, weights and bytes of each way in which matrices are stored."""
+    counts, weights, sizes = Counter[str](), Counter[str](), Counter[str]()
+    for matrix in inventory.matrices():
+        held = [found[name] for name in matrix.tensors if name in found]
+        if held:
+            name = matrix.scheme or held[0].dtype.lower()
+            counts[name] += 1
+            weights[name] += matrix.num_parameters
+            sizes[name] += sum(tensor.num_bytes for tensor in held)
+    return tuple(
+        StoredForm(name=name, matrices=counts[name], num_parameters=weights[name], num_bytes=size)
+        for name, size in sizes.most_common()
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.contents import Inventory
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
@@ -16,6 +17,12 @@ class ParseConfig(Protocol):
     """Parse the object in config.json at `source`. Raises ModelError naming an unsupported key and value."""
 
     def __call__(self, raw: dict[str, Any], source: str) -> Any: ...
+
+
+class TakeInventory(Protocol):
+    """List the tensors that a configuration needs; `headers`, if any, settle what the configuration leaves open."""
+
+    def __call__(self, config: Any, headers: Mapping[str, StoredTensor] = ..., /) -> Inventory: ...
 
 
 class MakeGroups(Protocol):
@@ -32,19 +39,25 @@ class MakeSpec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """The parts of one model family. Programs are named `module:class` and imported on first use."""
+    """The parts of one model family. Programs are named `module:name` and imported on first use."""
 
     parse: ParseConfig
-    inventory: Callable[[Any], Inventory]
+    inventory: TakeInventory
     kv_groups: MakeGroups
     spec: MakeSpec
     torch_program: str
     kernel_program: str
+    conversion: str
 
     @property
     def program(self) -> Any:
         """Import the class that runs the model in torch, and torch itself."""
         return _load(self.torch_program)
+
+    @property
+    def plan_conversion(self) -> Any:
+        """Import what plans conversions to other formats; see model/convert."""
+        return _load(self.conversion)
 
     @property
     def native_program(self) -> Any:
@@ -55,6 +68,11 @@ class ModelFamily:
 def refused_dtype(dtype: str) -> tuple[str, str]:
     """Name the option `dtype` and say why the CPU kernels refuse its value; both are empty if they take it."""
     return ("", "") if dtype == "bfloat16" else ("dtype", f"the kernels serve bfloat16 only, not {dtype}")
+
+
+def not_served(quantization: str) -> str:
+    """Say why nothing serves a model whose weights are `quantization`."""
+    return f"its weights are {quantization}, which is not served yet: it needs a checkpoint of bfloat16 or float32"
 
 
 def _load(target: str) -> Any:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import PANEL, Engine, Matrix, Stored, zeros
-from pypto_serving.model.checkpoint import INT8, StoredTensor
+from pypto_serving.errors import ModelError
+from pypto_serving.kernels import INT8, Engine, Matrix, zeros
+from pypto_serving.model.checkpoint import Expected, StoredTensor
+from pypto_serving.model.contents import Shape
+from pypto_serving.model.formats.eight_bits import Int8
+from pypto_serving.model.formats.schemes import Coded, Plain, Scheme
+from pypto_serving.model.matrix_parts import Part, part_of
 from pypto_serving.model.packed_file import PackedFile
-from pypto_serving.model.quantization import scale_name
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
 from pypto_serving.util import ceil_div
 
 TABLE_PIECE = 1 << 20
 """Elements of a table converted at once."""
-
-_STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16, INT8: Stored.I8}
 
 
 class PackedWeights:
@@ -36,7 +38,23 @@ class PackedWeights:
         self._engine = engine
         self._file = file
         self._tensors = StoredTensors(model_dir, progress)
-        self.require, self.has = self._tensors.require, self._tensors.has
+        self._schemes: Mapping[str, Scheme] = {}
+        self._shapes: Mapping[str, Shape] = {}
+        self.has, self.headers = self._tensors.has, self._tensors.headers
+
+    def require(
+        self,
+        expected: Mapping[str, Expected],
+        ignores: Callable[[str], bool],
+        schemes: Mapping[str, Scheme] | None = None,
+        shapes: Mapping[str, Shape] | None = None,
+    ) -> None:
+        """Check all tensors before any is read; raises ModelError (see Checkpoint.require).
+
+        schemes, shapes: how matrices are stored and their [n, k], by module; those without are stored in their dtype.
+        """
+        self._tensors.require(expected, ignores)
+        self._schemes, self._shapes = schemes or {}, shapes or {}
 
     def vector(self, name: str) -> NDArray[np.float32]:
         """Read a vector in float32, rounded to bfloat16, the serving dtype."""
@@ -69,65 +87,76 @@ class PackedWeights:
 
     def matrix(self, names: Sequence[str], bias: bool = False) -> Matrix:
         """Pack the named matrices [n_i, k] as one, concatenated along outputs; with `bias`, their biases too."""
-        tensors = self._weights(names)
-        n, k = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
+        parts = self._parts(names)
+        n = sum(part.n for part in parts)
 
         def fill(room: Matrix) -> None:
             offset = 0
-            for tensor in tensors:
-                self._pack(room, tensor, offset)
-                offset += tensor.shape[0]
+            for part in parts:
+                self._pack(part, room, offset)
+                offset += part.n
 
-        return self._matrices("matrix", tensors, n, k, 1, fill, self._bias(names, n) if bias else None)
+        return self._matrices("matrix", parts, n, 1, fill, self._bias(names, n) if bias else None)
 
     def gate_up(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
         """Pack gate and up matrices [n, k], interleaved by half panels; experts lie one behind the other."""
-        tensors = self._weights([name for pair in zip(gates, ups, strict=True) for name in pair])
-        n, k = tensors[0].shape
+        parts = self._parts([name for pair in zip(gates, ups, strict=True) for name in pair])
 
         def fill(room: Matrix) -> None:
-            for i, tensor in enumerate(tensors):
-                self._pack(_nth(room, i // 2, len(gates)), tensor, half=i % 2)
+            for i, part in enumerate(parts):
+                self._pack(part, _nth(room, i // 2, len(gates)), half=i % 2)
 
-        return self._matrices("gated", tensors, 2 * n, k, len(gates), fill)
+        return self._matrices("gated", parts, 2 * parts[0].n, len(gates), fill)
 
     def several(self, names: Sequence[str]) -> Matrix:
         """Pack matrices of one shape [n, k] (experts), one behind the other."""
-        tensors = self._weights(names)
-        n, k = tensors[0].shape
+        parts = self._parts(names)
 
         def fill(room: Matrix) -> None:
-            for i, tensor in enumerate(tensors):
-                self._pack(_nth(room, i, len(names)), tensor)
+            for i, part in enumerate(parts):
+                self._pack(part, _nth(room, i, len(names)))
 
-        return self._matrices("several", tensors, n, k, len(names), fill)
+        return self._matrices("several", parts, parts[0].n, len(names), fill)
+
+    def _pack(self, part: Part, room: Matrix, offset: int = 0, half: int | None = None) -> None:
+        part.pack(self._engine, room, offset, half)
+        for tensor in part.tensors:
+            self._tensors.forget(tensor)
+
+    def _parts(self, modules: Sequence[str]) -> list[Part]:
+        """Return the matrices of modules. Raises ModelError where they do not have one form."""
+        parts = [self._part(module) for module in modules]
+        for module, part in zip(modules, parts, strict=True):
+            if part.form != parts[0].form:
+                raise ModelError(f"{modules[0]} and {module} are one product here, but are not quantised alike")
+        return parts
+
+    def _part(self, module: str) -> Part:
+        scheme = self._schemes.get(module)
+        coded = None if scheme is None or isinstance(scheme, Plain | Int8) else cast("Coded", scheme)
+        return part_of(self._tensors, module, coded, self._shapes.get(module, (0, 0)))
 
     def _matrices(
         self,
         how: str,
-        tensors: Sequence[StoredTensor],
+        parts: Sequence[Part],
         n: int,
-        k: int,
         count: int,
         fill: Callable[[Matrix], None],
         bias: NDArray[np.float32] | None = None,
     ) -> Matrix:
-        """Pack `count` matrices [n, k] into one piece of memory: words, then for int8 scales and compensation."""
-        outputs, int8 = Matrix.outputs(n, count), tensors[0].dtype == INT8
-        words = outputs * k // (4 if int8 else 2)
+        """Pack `count` matrices of n outputs into one piece of memory: words, then what outputs have of their own."""
+        form, k, outputs = parts[0].form, parts[0].k, Matrix.outputs(n, count)
+        words, rows = form.words(n, k, count), 2 if form == INT8 else int(form.codes)
 
         def view(memory: NDArray[np.uint32]) -> Matrix:
-            if not int8:
-                return Matrix(memory, n, k, bias)
-            scales, compensation = memory[words:].reshape(2, outputs)
-            return Matrix(memory[:words], n, k, bias, scales.view(np.float32), compensation.view(np.int32))
+            own = memory[words:].reshape(rows, outputs)
+            scales = own[0].view(np.float32) if rows else None
+            return Matrix(memory[:words], n, k, bias, scales, own[1].view(np.int32) if rows > 1 else None, form)
 
-        scales = [self._tensors[scale_name(tensor.name)] for tensor in tensors] if int8 else []
-        size = words + 2 * outputs if int8 else words
-        return view(self._packed(how, [*tensors, *scales], np.uint32, size, lambda memory: fill(view(memory))))
-
-    def _weights(self, names: Sequence[str]) -> list[StoredTensor]:
-        return [self._tensors[f"{name}.weight"] for name in names]
+        tensors = [tensor for part in parts for tensor in part.tensors]
+        size = words + rows * outputs
+        return view(self._packed(f"{how} {form.name}", tensors, np.uint32, size, lambda memory: fill(view(memory))))
 
     def _packed(
         self, how: str, tensors: Sequence[StoredTensor], dtype: Any, size: int, fill: Callable[[NDArray[Any]], None]
@@ -150,26 +179,6 @@ class PackedWeights:
         bias = np.zeros(ceil_div(n, 32) * 32, np.float32)
         bias[:n] = np.concatenate([self.vector(f"{name}.bias") for name in names])
         return bias
-
-    def _pack(self, room: Matrix, tensor: StoredTensor, offset: int = 0, half: int | None = None) -> None:
-        """Pack a tensor and its scales into outputs `offset` on of `room`, or into one half of each panel."""
-        source, stored = self._stored(tensor), _STORED[tensor.dtype]
-        n, k = tensor.shape
-        if half is None:
-            self._engine.pack(room.words, source, stored, n, k, offset, room.compensation)
-        else:
-            self._engine.pack_gate_up(room.words, source, stored, n, k, half, room.compensation)
-        self._tensors.forget(tensor)
-        if room.scales is not None:
-            scales = self._read(scale_name(tensor.name))
-            if half is None:
-                room.scales[offset : offset + n] = scales
-            else:
-                room.scales[: 2 * n].reshape(-1, 2, PANEL // 2)[:, half] = scales.reshape(-1, PANEL // 2)
-
-    def _stored(self, tensor: StoredTensor) -> NDArray[np.uint8]:
-        """View the bytes of a tensor in its file's map."""
-        return np.frombuffer(self._tensors.map(tensor), np.uint8, tensor.num_bytes, tensor.begin)
 
     def _read(self, name: str) -> NDArray[np.float32]:
         """Read a tensor in float32, flat."""

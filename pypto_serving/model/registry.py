@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pypto_serving.errors import ModelError
 from pypto_serving.model.contents import STORED_DTYPES, read_contents
 from pypto_serving.model.family import ModelFamily
 from pypto_serving.model.fields import Fields, read_json_file
-from pypto_serving.model.quantization import SECTION
+from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import LazyRegistry, brief
 
@@ -74,7 +75,7 @@ class CheckpointConfig:
         """Describe the checkpoint to the engine, without its weights.
 
         `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and
-        bfloat16 beside int8 weights.
+        bfloat16 beside quantised weights.
         """
         serving = self.serving_dtype(dtype)
         spec = self.family.spec(self.model, self.directory, self.architecture, serving, block_size)
@@ -86,7 +87,7 @@ class CheckpointConfig:
 
         Raises ModelError for a damaged index too.
         """
-        return read_contents(self.directory, self.family.inventory(self.model), self.stored_dtype())
+        return read_contents(self.directory, partial(self.family.inventory, self.model), self.stored_dtype())
 
 
 def read_config(model_dir: str | Path) -> CheckpointConfig:

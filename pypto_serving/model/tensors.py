@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import Checkpoint, StoredTensor
+from pypto_serving.model.checkpoint import Checkpoint, Expected, StoredTensor
 from pypto_serving.util import ceil_div
 
-_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I8": np.dtype("i1"),
+    "U8": np.dtype("u1"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+}
 
 Progress = Callable[[str, int, int], None]
 
@@ -30,21 +41,27 @@ class StoredTensors:
         self._progress = progress
         self._maps: dict[Path, mmap.mmap] = {}
         self._done = self._total = 0
+        self._expected: Mapping[str, Expected] = {}
 
-    def require(
-        self,
-        inventory: Mapping[str, tuple[int, ...]],
-        ignores: Callable[[str], bool],
-        integers: Mapping[str, str] | None = None,
-    ) -> None:
+    @property
+    def headers(self) -> Mapping[str, StoredTensor]:
+        """Return where all tensors are, by name."""
+        return self._checkpoint.tensors
+
+    def require(self, expected: Mapping[str, Expected], ignores: Callable[[str], bool]) -> None:
         """Check all tensors before any is read; raises ModelError (see Checkpoint.require)."""
-        self._checkpoint.require(inventory, ignores, integers)
-        self._total = sum(t.end - t.begin for t in (self._checkpoint.tensors[name] for name in inventory))
+        self._checkpoint.require(expected, ignores)
+        self._expected = expected
+        self._total = sum(self._checkpoint.tensors[name].num_bytes for name in expected)
         self._progress("weights", 0, self._total)
 
     def has(self, name: str) -> bool:
         """Return True if the checkpoint has a tensor called `name`."""
         return name in self._checkpoint.tensors
+
+    def is_surplus(self, name: str) -> bool:
+        """Return True if the checkpoint has a tensor called `name` that `require` was not asked for."""
+        return self.has(name) and name not in self._expected
 
     def __getitem__(self, name: str) -> StoredTensor:
         return self._checkpoint.tensors[name]
@@ -55,6 +72,11 @@ class StoredTensors:
             with tensor.file.open("rb") as stream:
                 self._maps[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[tensor.file]
+
+    def view(self, tensor: StoredTensor) -> NDArray[Any]:
+        """View a tensor in its file's map; bfloat16 and 8-bit floats as unsigned integers."""
+        stored = np.frombuffer(self.map(tensor), _NUMPY[tensor.dtype], math.prod(tensor.shape), tensor.begin)
+        return stored.reshape(tensor.shape)
 
     def read(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.float32]:
         """Copy elements [begin, end) of a flat `tensor` in float32."""

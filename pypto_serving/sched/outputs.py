@@ -7,7 +7,7 @@ import msgspec
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import RowResult
 from pypto_serving.types.request import RequestFault, RequestOutput, TokenLogprobs
-from pypto_serving.types.tokens import pack_few
+from pypto_serving.types.tokens import pack_list
 
 
 def stop_reason(request: Request, token_id: int) -> str | None:
@@ -41,7 +41,7 @@ def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
     values = [TokenLogprobs(each.logprob, each.rank, each.top_ids, each.top_logprobs) for each in row.logprobs[:count]]
     return RequestOutput(
         request_id=request.id,
-        token_ids=pack_few(row.token_ids[:count]),
+        token_ids=pack_list(row.token_ids[:count]),
         logprobs=values or None,
         num_cached_tokens=max(0, request.num_cached_tokens),
     )

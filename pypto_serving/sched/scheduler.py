@@ -143,7 +143,7 @@ class Scheduler:
                 step.admits = False
                 return
             blocks = self.kv.reserve(request.id, request.num_computed_tokens + count)
-        if any(blocks):
+        if blocks:
             step.add_blocks(request.row, blocks)
         step.schedule(request, count, num_drafts)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from pypto_serving.sched.request import Request
 from pypto_serving.types.step import NewRow, RowFault, RowLogprobs, StepPlan, StepResult
-from pypto_serving.types.tokens import id_list, pack_ids
+from pypto_serving.types.tokens import id_list, pack_list
 
 
 class Scheduled(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ def new_row(request: Request, block_table: Sequence[Sequence[int]]) -> NewRow:
         token_ids=request.tokens.tobytes(),
         prompt_len=request.prompt_len,
         num_computed=request.num_computed_tokens,
-        blocks=tuple(pack_ids(ids) for ids in block_table),
+        blocks=tuple(pack_list(ids) for ids in block_table),
         sampling=request.row_sampling(),
     )
 
@@ -128,12 +128,12 @@ def step_plan(step: Step, dropped_rows: Sequence[int]) -> StepPlan:
     return StepPlan(
         step_id=step.step_id,
         epoch=0,
-        rows=pack_ids([entry.request.row for entry in step.scheduled]),
-        num_tokens=pack_ids([entry.count for entry in step.scheduled]),
+        rows=pack_list([entry.request.row for entry in step.scheduled]),
+        num_tokens=pack_list([entry.count for entry in step.scheduled]),
         new_rows=step.new_rows,
-        new_blocks=tuple(pack_ids(pairs) for pairs in step.new_blocks),
-        drops=pack_ids(dropped_rows),
-        num_drafts=pack_ids([entry.num_drafts for entry in step.scheduled]) if step.has_drafts else b"",
+        new_blocks=tuple([pack_list(pairs) for pairs in step.new_blocks]),
+        drops=pack_list(dropped_rows),
+        num_drafts=pack_list([entry.num_drafts for entry in step.scheduled]) if step.has_drafts else b"",
     )
 
 

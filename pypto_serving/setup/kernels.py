@@ -43,7 +43,7 @@ def _check_quantized(options: Options, model: ModelSpec, obstacle: str) -> None:
     """Raise ConfigError for quantised weights that torch would have to serve."""
     if model.quantization and (obstacle or options.kernels == "torch"):
         raise ConfigError(
-            f"the weights of {model.path} are int8 ({model.quantization}), which only the CPU kernels "
+            f"the weights of {model.path} are quantised ({model.quantization}), which only the CPU kernels "
             f"serve, but {obstacle or 'torch was chosen by ' + options.label('kernels')}; change that"
         )
 

@@ -14,13 +14,13 @@ from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
-from pypto_serving.util import ceil_div, format_size
+from pypto_serving.util import format_size
 
 PROCESS_BYTES, TOKEN_BYTES = 384 << 20, 3584
 """Resident memory of the API process, its idle readers, the core, the worker and its guide processes, beside weights,
-KV, activations and matchers; and more of it for each token of the vocabulary, which five of them hold.
+KV, activations and matchers of slow grammars; and more of it for each token of the vocabulary, which five of them hold.
 
-Measured: 300 MiB with 640 tokens, 800 MiB with 151,936.
+Measured: 300 MiB with 640 tokens, 800 MiB with 151,936. Matchers of quick grammars take 0.3 MiB for each row.
 """
 
 
@@ -228,7 +228,7 @@ def row_bytes(groups: Sequence[KVCacheGroupSpec], limits: BackendLimits) -> int:
 
     They are taken as rows are first used, and kept.
     """
-    tables = sum(ceil_div(limits.max_model_len, group.block_size) for group in groups)
+    tables = sum(group.table_blocks(limits.max_model_len) for group in groups)
     rows = max(limits.max_num_seqs, *limits.traits.padded_rows, 0)
     kept, copied = limits.max_num_seqs * (limits.max_model_len + tables), limits.held_dispatches * rows * tables
     return 4 * (kept + copied)
@@ -243,7 +243,7 @@ def workspace_bytes(model: ModelSpec, limits: BackendLimits) -> int:
     width = int((model.num_parameters / (12 * max(1, model.num_layers))) ** 0.5)
     step_tokens = limits.max_num_batched_tokens
     rows = min(limits.max_logits, step_tokens)
-    processes = PROCESS_BYTES + TOKEN_BYTES * model.vocab_size + 2 * MAX_MATCHER_BYTES
+    processes = PROCESS_BYTES + TOKEN_BYTES * model.vocab_size + MAX_MATCHER_BYTES
     return processes + 4 * (32 * width * step_tokens + 2 * model.vocab_size * rows)
 
 

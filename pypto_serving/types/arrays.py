@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Float32Array = NDArray[np.float32]
 Int32Array = NDArray[np.int32]
+UInt8Array = NDArray[np.uint8]
 UInt64Array = NDArray[np.uint64]
 BFloat16Array = NDArray[np.uint16]
 """bfloat16 as uint16 bits, since numpy has no bfloat16."""

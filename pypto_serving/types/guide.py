@@ -9,7 +9,8 @@ import msgspec
 MAX_GRAMMAR_CHARS = 1 << 18
 """Characters of a grammar, which travels with each row that follows it."""
 MAX_MATCHER_BYTES = 256 << 20
-"""Memory of each of a worker's two guide processes for all grammars that its rows follow; the memory plan counts it."""
+"""Memory of each of a worker's two guide processes for all grammars that its rows follow. The memory plan counts that
+of slow grammars; others need little of it."""
 
 GrammarSyntax = Literal["json_schema", "regex", "lark", "gbnf"]
 

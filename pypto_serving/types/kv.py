@@ -16,6 +16,9 @@ from pypto_serving.util import ceil_div
 CHECKPOINT_TOKENS = 2048
 """Tails of windows and states are kept at multiples of this, and at the ends of prompts and turns."""
 
+RUN_TOKENS = 16
+"""While a sequence decodes, windows and states take and give back blocks of so many tokens at once, if not of more."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
 
 
@@ -83,6 +86,15 @@ class GroupSpec(msgspec.Struct, metaclass=_AbstractStruct, frozen=True, kw_only=
         """Bytes of one block over all layers of the group."""
         return sum(len(t.layers) * (self.block_size // t.ratio) * t.row_bytes for t in self.tensors)
 
+    @property
+    def run(self) -> int:
+        """Blocks that a growing table takes at once."""
+        return 1
+
+    def table_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks, those given back included, in the table of a sequence of `num_tokens` tokens."""
+        return ceil_div(num_tokens, self.block_size * self.run) * self.run
+
     @abc.abstractmethod
     def first_needed(self, num_tokens: int) -> int:
         """Return the first position whose row the token at position `num_tokens`, or one after it, reads."""
@@ -131,35 +143,54 @@ class CompressedSpec(FullSpec, frozen=True, kw_only=True, tag="compressed"):
 class TailSpec(GroupSpec, frozen=True, kw_only=True):
     """A group whose queries read only the last rows: an interval of positions, whose blocks are needed.
 
-    `first_needed` never decreases, so a block that is not needed any more stays so.
+    A query at position p reads the rows of its period up to p, and `overlap` rows before that period: those of
+    [p // period * period - overlap, p]. What is not needed any more stays so.
     """
 
     keeps_history: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
-    def _repeat(self) -> int:
-        """Tokens after which the places of rows in blocks repeat."""
+    def period(self) -> int: ...
 
+    @property
     @abc.abstractmethod
+    def overlap(self) -> int: ...
+
+    @property
+    def run(self) -> int:
+        return max(1, RUN_TOKENS // self.block_size)
+
+    def first_needed(self, num_tokens: int) -> int:
+        return max(0, num_tokens // self.period * self.period - self.overlap)
+
     def last_reader(self, position: int) -> int:
         """Return the last position that reads the row at `position`."""
+        return (position + self.overlap) // self.period * self.period + self.period - 1
 
-    @abc.abstractmethod
     def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks over which `step_tokens` successive tokens and the rows they read can extend."""
+        """Return the most blocks from the first row that `step_tokens` successive tokens read to the end of their runs.
 
-    @abc.abstractmethod
+        The last of the tokens may be the first of a run. A run begins at a multiple of gcd(period, tokens of a run).
+        """
+        shared = math.gcd(self.period, self.run * self.block_size)
+        before = ceil_div(step_tokens - 1, shared) * shared
+        return self.run + ceil_div(before + self.period - shared + self.overlap, self.block_size)
+
     def tail_blocks(self, step: int) -> int:
-        """Return the most blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple."""
+        """Return the most blocks needed to resume at a multiple of `step` tokens. A block ends at each multiple.
+
+        A multiple lies at most `period - gcd(period, step)` tokens into its period.
+        """
+        return ceil_div(self.period - math.gcd(self.period, step) + self.overlap, self.block_size)
 
     def min_live_blocks(self, num_tokens: int) -> int:
-        recent = range(max(0, num_tokens - self._repeat), num_tokens)
+        recent = range(max(0, num_tokens - math.lcm(self.block_size, self.period)), num_tokens)
         return max(n // self.block_size - self.first_needed(n) // self.block_size + 1 for n in recent)
 
     def live_blocks(self, num_tokens: int, step_tokens: int, step: int) -> int:
-        """Return the blocks read by the unsettled tokens, plus the tail at the last multiple of `step`."""
-        total = ceil_div(num_tokens, self.block_size)
+        """Return the blocks that the unsettled tokens read or took, plus the tail at the last multiple of `step`."""
+        total = self.table_blocks(num_tokens)
         return min(total, self.read_blocks(step_tokens)) + min(total, self.tail_blocks(step))
 
     def blocks_per_token(self, step: int) -> Fraction:
@@ -178,21 +209,12 @@ class WindowSpec(TailSpec, frozen=True, kw_only=True, tag="sliding_window"):
             raise ConfigError(f"KV group {self.name}: a sliding window of {self.window} tokens must be at least 1")
 
     @property
-    def _repeat(self) -> int:
-        return self.block_size
+    def period(self) -> int:
+        return 1
 
-    def first_needed(self, num_tokens: int) -> int:
-        return max(0, num_tokens - self.window + 1)
-
-    def last_reader(self, position: int) -> int:
-        return position + self.window - 1
-
-    def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks; the rows that the tokens read can begin anywhere in a block."""
-        return ceil_div(self.block_size - 1 + self.window - 1 + step_tokens, self.block_size)
-
-    def tail_blocks(self, step: int) -> int:
-        return ceil_div(self.window - 1, self.block_size)
+    @property
+    def overlap(self) -> int:
+        return self.window - 1
 
 
 class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
@@ -204,7 +226,7 @@ class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
         periods |---|---|---|---|---|---|---|---|
         blocks  [       0       |       1       )
                             [-------)               token 19 reads [12, 20): blocks 0 and 1
-                                [----)              token 20 reads [16, 21): block 0 is free
+                                [----)              token 20 reads [16, 21): block 0 is not needed
                                             [---)   resuming at 32 needs [28, 32): block 1
     """
 
@@ -217,30 +239,6 @@ class StateSpec(TailSpec, frozen=True, kw_only=True, tag="rolling_state"):
             raise ConfigError(
                 f"KV group {self.name}: period {self.period} must be at least 1, and overlap {self.overlap} at least 0"
             )
-
-    @property
-    def _repeat(self) -> int:
-        return math.lcm(self.block_size, self.period)
-
-    def first_needed(self, num_tokens: int) -> int:
-        return max(0, num_tokens // self.period * self.period - self.overlap)
-
-    def last_reader(self, position: int) -> int:
-        return (position + self.overlap) // self.period * self.period + self.period - 1
-
-    def read_blocks(self, step_tokens: int) -> int:
-        """Return the most blocks.
-
-        The rows that the tokens read begin `overlap` tokens before a period, at -overlap modulo
-        gcd(period, block_size).
-        """
-        shared = math.gcd(self.period, self.block_size)
-        start = self.block_size - shared + -self.overlap % shared
-        return ceil_div(start + self.overlap + self.period - 1 + step_tokens, self.block_size)
-
-    def tail_blocks(self, step: int) -> int:
-        """Return the most blocks; a multiple lies at most `period - gcd(period, step)` tokens into its period."""
-        return ceil_div(self.period - math.gcd(self.period, step) + self.overlap, self.block_size)
 
 
 KVCacheGroupSpec = FullSpec | CompressedSpec | WindowSpec | StateSpec

@@ -21,6 +21,19 @@ class StoredTensors(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class StoredForm(msgspec.Struct, frozen=True, kw_only=True):
+    """Matrices of linear layers that are stored in one way: `num_parameters` weights in `num_bytes`, with scales."""
+
+    name: str
+    matrices: int
+    num_parameters: int
+    num_bytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.num_bytes / self.num_parameters
+
+
 Source = Literal["files", "index", "config.json"]
 
 
@@ -37,6 +50,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a checkpoint, as `source` lists them.
 
     tensors: all tensors by dtype.
+    forms: matrices of linear layers by how they are stored, without draft layers.
     draft_tensors, draft_bytes: tensors of draft layers among them, which nothing reads.
     num_parameters: elements of float tensors before quantisation.
     verdicts: differences between the sources, one line each.
@@ -44,6 +58,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
 
     source: Source
     tensors: tuple[StoredTensors, ...]
+    forms: tuple[StoredForm, ...]
     draft_tensors: int
     draft_bytes: int
     num_parameters: int
@@ -51,16 +66,23 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexFacts | None
     verdicts: tuple[str, ...]
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Return the stored bits of all tensors, per weight."""
+        num_bytes = sum(tensors.num_bytes for tensors in self.tensors)
+        return 8 * num_bytes / max(1, self.num_parameters_with_drafts)
+
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Describe a checkpoint to the engine. `dtype` is the serving dtype of weights, activations and KV.
 
     max_position_embeddings: longest sequence in tokens, rope scaling included.
     weight_bytes, packed_bytes: bytes of the weights in torch, and in the CPU kernels.
+    token_bytes: bytes of weights that a step of one token reads.
     position_bytes: bytes for each position of the longest sequence, such as tables of angles.
     needs_torch: why the kernels cannot serve the model; empty if they can.
     needs_torch_option: name of the option that this depends on, such as `dtype`; empty if it is the model alone.
-    quantization: how weights are quantised; only the kernels serve quantised ones.
+    quantization: how weights are quantised, empty if they are not; only the kernels serve quantised ones.
     obstacle: why nothing serves the model; empty if something does.
     own_blocks: the KV groups have block sizes of their own, so none can be chosen.
     eos_token_ids: end-of-sequence ids of config.json, which generation_config.json may replace.
@@ -75,6 +97,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     weight_bytes: int
     packed_bytes: int = 0
+    token_bytes: int = 0
     position_bytes: int = 0
     needs_torch: str = "it has no program for the CPU kernels"
     needs_torch_option: str = ""

@@ -33,6 +33,6 @@ def view_ids(data: bytes) -> Sequence[int]:
     return memoryview(data).cast("i")
 
 
-def pack_few(ids: Sequence[int]) -> bytes:
-    """Encode ids like `pack_ids`, quicker for a few."""
+def pack_list(ids: Sequence[int]) -> bytes:
+    """Encode ids like `pack_ids`, quicker than that if they are in a list or tuple."""
     return struct.pack(f"<{len(ids)}i", *ids)

@@ -98,6 +98,7 @@ def test_a_chat_that_takes_long_does_not_hold_up_others(hostile: RunningServer) 
         for _ in range(3):
             assert hostile.post(CHAT, chat("hello")).status_code == 200
         assert slow.turns.taken and not long.done()
+        hostile.wait_for(lambda: slow.process._output)  # it has started
         assert slow.process._child is not None
         os.kill(slow.process._child.pid, signal.SIGKILL)
         assert long.result(WAIT_S).status_code == 500

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import roofline_kernels
+import roofline_quantized
 import roofline_work as work
 from roofline_kernels import Bench, Result, Rounds
 from roofline_report import Ceilings, Rated, kernel_table, plot, save_json, speed_table, step_table
@@ -152,3 +153,16 @@ def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str, int8: bool)
         parts = [result.best for name, result in results.items() if name != STEP]
         assert sum(parts) == pytest.approx(results[STEP].best)
         assert {"embed", "norm", "qkv", "heads", "attend", "o", "lm_head", REST, STEP} <= set(results)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", roofline_quantized.KINDS, ids=lambda kind: kind.name)
+def test_products_of_quantized_weights(
+    kind: roofline_quantized.Kind, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a few bytes: the work counts all that are packed."""
+    for name, value in (("N", 32), ("K", 128), ("ROTATED_BYTES", 1)):
+        monkeypatch.setattr(roofline_quantized, name, value)
+    (result,) = roofline_quantized.linear(kind, bench)(2)
+    bits = 8 * result.works[0].bytes / (32 * 128)
+    assert result.median > 0 and 4 < bits < 12 and result.works[0].int8 == kind.bytes

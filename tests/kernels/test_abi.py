@@ -15,15 +15,18 @@ from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Rows, Scoring
 from pypto_serving.kernels.abi import Arguments, Library
 from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.constants import differing
+from pypto_serving.kernels.forms import Inputs, Scale, Weights
 from pypto_serving.kernels.library import library
 from pypto_serving.kernels.recording import Epilogue
+from pypto_serving.types.weights import Layout
 from tests.kernels.layouts import Array
 from tests.kernels.stage import Stage, engine_of, int32, matrix_of
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
 ELEMENTS = ("u1", "u2", "u4", "u8", "i4", "i8", "f2", "f4", "f8")
-ENUMS: dict[str, type[enum.Enum]] = {kind.__name__: kind for kind in (Rows, Epilogue, Scoring, Stored)}
+_ENUMS: tuple[type[enum.Enum], ...] = (Rows, Epilogue, Scoring, Stored, Weights, Inputs, Scale, Layout)
+ENUMS = {kind.__name__: kind for kind in _ENUMS}
 
 
 def bound() -> Library:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pypto_serving.kernels import Engine, Int8Strips, Matrix, Rows, Scoring, Stored
+from pypto_serving.kernels import INT8, Engine, Int8Strips, Matrix, Rows, Scoring, Stored
 from tests.kernels.layouts import (
     Array,
     bytes_from_strips,
@@ -67,7 +67,7 @@ def matrix_of(several: list[Weights], bias: Array | None = None) -> Matrix:
     scales = np.concatenate([padded(one.scales) for one in several])
     sums = [one.values.sum(1, dtype=np.int32) for one in several]
     compensation = np.concatenate([padded(-128 * each) for each in sums])
-    return Matrix(words, n, k, None if bias is None else padded(bias), scales, compensation)
+    return Matrix(words, n, k, None if bias is None else padded(bias), scales, compensation, INT8)
 
 
 def quads_room(stage: Stage, rows: int, k: int) -> Int8Strips:
@@ -302,5 +302,5 @@ def test_what_does_not_fit_is_refused(engine: Engine, n: int, k: int, offset: in
 def test_a_product_of_bytes_and_numbers_is_refused(engine: Engine) -> None:
     stage = Stage(engine)
     weights = Weights.random(np.random.default_rng(0), 16, 4)
-    with pytest.raises(ValueError, match="both be int8"):
+    with pytest.raises(ValueError, match="no activations for weights"):
         stage.record.linear(stage.strip_room(1, 4), weights.matrix(), stage.room(np.float32, 1, 16))

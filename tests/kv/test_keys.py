@@ -64,20 +64,20 @@ def test_a_match_hashes_no_more_than_that_of_a_plain_model(hashes: Counter[str])
     kv.check()
 
 
-def test_decoding_looks_at_groups_only_where_blocks_end(hashes: Counter[str]) -> None:
-    """Rows of state come free every 4 tokens, those of the window and keys every 128."""
+def test_decoding_looks_at_groups_only_where_runs_end(hashes: Counter[str]) -> None:
+    """Blocks of state change hands every 16 tokens, and a commit has work where the sequence can be resumed."""
     kv = manager(V4)
     tokens = TOKENS[:129]
     kv.match("a", tokens)
     compute(kv, "a", tokens)
     hashes.clear()
-    busy, due = 0, kv._sequences["a"].due
+    grown = settled = 0
     for length in range(130, 130 + 256):
         tokens.append(length)
-        assert kv.reserve("a", length) is not None
+        grown += bool(kv.reserve("a", length))
+        settled += length >= kv._sequences["a"].due
         kv.commit("a", tokens, length, 129)
-        busy, due = busy + (due != kv._sequences["a"].due), kv._sequences["a"].due
-    assert busy == 256 // 4 + 256 // 128
+    assert (grown, settled) == (1 + 256 // 16, 256 // 128), "the first run begins in its middle"
     assert hashes["hashes"] == 2 * 5
     kv.check()
 

@@ -33,12 +33,12 @@ def compute(kv: KVCacheManager, request_id: str, tokens: array[int]) -> int:
 
 
 def test_growth_is_all_or_nothing_over_the_groups() -> None:
-    groups = (group(FullSpec, 4), group(WindowSpec, 4, window=8))
+    groups = (group(FullSpec, 16), group(WindowSpec, 16, window=32))
     kv = KVCacheManager(groups, (64, 3))
-    kv.match("a", ids(*range(20)))
-    assert kv.reserve("a", 12) is None
+    kv.match("a", ids(*range(80)))
+    assert kv.reserve("a", 48) is None
     assert blocks_in_use(kv) == (0, 0), "a group kept blocks although another had none"
-    assert kv.reserve("a", 8) is not None
+    assert kv.reserve("a", 32) is not None
     kv.check()
 
 
@@ -85,10 +85,10 @@ def test_release_of_a_preempted_request_lets_it_find_its_own_blocks() -> None:
 
 
 def test_window_blocks_are_given_back_once_out_of_reach() -> None:
-    kv = manager((group(WindowSpec, 4, window=6),))
-    tokens = ids(*range(40))
+    kv = manager((group(WindowSpec, 16, window=24),))
+    tokens = ids(*range(160))
     kv.match("a", tokens)
-    for end in range(4, 41, 4):
+    for end in range(16, 161, 16):
         kv.reserve("a", end)
         kv.commit("a", tokens, end, len(tokens))
     table = kv.table("a")[0]

@@ -21,30 +21,34 @@ from safetensors.torch import load_file, save_file
 from pypto_serving.errors import ConfigError, ModelError, PyptoError
 from pypto_serving.kernels import runnable
 from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from pypto_serving.model.qwen3.convert import STATE_FILE, convert_to_w8a8
+from pypto_serving.model.convert.conversion import convert as convert_checkpoint
+from pypto_serving.model.convert.encodings import W8A8, Encoding
+from pypto_serving.model.convert.files import STATE_FILE
 from pypto_serving.model.registry import load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
 
+INT8 = W8A8()
 TOKENS = np.random.default_rng(0).integers(0, 256, 50)
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
 from pypto_serving.model.checkpoint import Checkpoint, INDEX_FILE, SINGLE_FILE
-from pypto_serving.model.qwen3.convert import convert_to_w8a8
+from pypto_serving.model.convert.conversion import convert
+from pypto_serving.model.convert.encodings import W8A8
 source, target, calls = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 def progress(*_):
     global calls
     calls -= 1
     if calls == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-convert_to_w8a8(source, target, progress)
+convert(source, target, W8A8(), progress)
 """
 
 
-def convert(source: Path, target: Path) -> Path:
-    convert_to_w8a8(source, target, lambda *_: None)
+def convert(source: Path, target: Path, encoding: Encoding = INT8) -> Path:
+    convert_checkpoint(source, target, encoding, lambda *_: None)
     return target
 
 
@@ -149,6 +153,16 @@ def test_a_killed_conversion_goes_on(checkpoint: MakeCheckpoint, tmp_path: Path)
     assert contents(target) == wanted
 
 
+def test_a_finished_file_that_was_damaged_meanwhile(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """All files are checked at the end, and config.json is not written."""
+    source, target = checkpoint("qwen3_moe", sharded=True), tmp_path / "target"
+    run_killed(source, target, 50)
+    file = min(target.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 1)
+    assert f"{file.name} is truncated" in refused(source, target)
+    assert not (target / "config.json").exists()
+
+
 def test_a_kill_before_anything_is_written(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """What it was is not on disk yet."""
     target = tmp_path / "target"
@@ -175,7 +189,7 @@ def test_a_source_that_changes_meanwhile(checkpoint: MakeCheckpoint, tmp_path: P
     source = tmp_path / "source"
     shutil.copytree(checkpoint(), source)
     with pytest.raises(ModelError, match="changed meanwhile"):
-        convert_to_w8a8(source, tmp_path / "target", lambda *_: os.utime(source / SINGLE_FILE, (0, 0)))
+        convert_checkpoint(source, tmp_path / "target", INT8, lambda *_: os.utime(source / SINGLE_FILE, (0, 0)))
     assert not (tmp_path / "target" / "config.json").exists()
 
 

@@ -43,7 +43,7 @@ def open_checked(path: Path, dtype: str = "float32") -> Weights:
     _, config = load_config(path)
     weights = Weights(path, dtype, lambda *_: None)
     inventory = Qwen3Inventory(config)
-    weights.require(inventory.tensors(), inventory.ignores)
+    weights.require(inventory.expected(), inventory.ignores)
     return weights
 
 
@@ -70,7 +70,7 @@ def test_reading_joins_converts_and_reports(checkpoint: MakeCheckpoint) -> None:
     weights = Weights(path, "bfloat16", lambda *state: seen.append(state))
     _, config = load_config(path)
     inventory = Qwen3Inventory(config)
-    weights.require(inventory.tensors(), inventory.ignores)
+    weights.require(inventory.expected(), inventory.ignores)
     names = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkv"]
     joined = weights.read(*names)
     stored = load_file(path / SINGLE_FILE)

@@ -73,23 +73,23 @@ def test_int8_weights_are_served_in_bfloat16(tmp_path: Path, dtype: Any) -> None
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("quant_method", "gptq"),
-        ("format", "pack-quantized"),
+        ("quant_method", "quark"),
+        ("format", "marlin-24"),
         ("quantization_status", "frozen"),
         ("kv_cache_scheme", {"num_bits": 8}),
         ("sparsity_config", {"format": "sparse-24-bitmask"}),
         ("transform_config", {"config_groups": {"R1": {}}}),
         ("config_groups", {}),
         ("config_groups.group_1", {"targets": ["Linear"]}),
-        ("config_groups.group_0.targets", ["re:.*mlp.*"]),
-        ("config_groups.group_0.format", "float-quantized"),
+        ("config_groups.group_0.targets", []),
+        ("config_groups.group_0.format", "mxfp8-quantized"),
         ("config_groups.group_0.output_activations", {"num_bits": 8}),
         ("config_groups.group_0.input_activations", None),
         ("config_groups.group_0.input_activations.dynamic", False),
         ("config_groups.group_0.input_activations.strategy", "tensor"),
         ("config_groups.group_0.input_activations.symmetric", False),
         ("config_groups.group_0.weights", None),
-        ("config_groups.group_0.weights.num_bits", 4),
+        ("config_groups.group_0.weights.num_bits", 3),
         ("config_groups.group_0.weights.type", "float"),
         ("config_groups.group_0.weights.symmetric", False),
         ("config_groups.group_0.weights.symmetric", 1),
@@ -105,9 +105,10 @@ def test_other_schemes_are_named(tmp_path: Path, key: str, value: Any) -> None:
     with pytest.raises(ModelError) as caught:
         load_spec(with_section(tmp_path, RELEASED, key, value, IGNORED))
     message = str(caught.value)
-    shown = "config_groups" if key.startswith("config_groups.group_1") else key
+    whole = key == "config_groups.group_1"
+    shown, value = (f"{key}.weights", None) if whole else (key, value)
     assert f"quantization_config.{shown} is " in message and "\n" not in message
-    assert key.startswith("config_groups.group_1") or json.dumps(value) in message
+    assert json.dumps(value) in message
 
 
 @pytest.mark.parametrize(
@@ -116,13 +117,16 @@ def test_other_schemes_are_named(tmp_path: Path, key: str, value: Any) -> None:
         (["lm_head", "re:.*k_proj"], "layers.0.self_attn.k_proj and model.layers.0.self_attn.q_proj"),
         (["lm_head", "re:.*layers.2.*up_proj"], "layers.2.mlp.up_proj"),
         (["re:.*mlp.gate$", "model.layers.1.mlp.experts.5.down_proj"], "layers.1.mlp.experts.5.down_proj"),
-        (["re:(("], "no pattern"),
     ],
 )
 def test_products_that_are_int8_in_part(tmp_path: Path, ignore: list[str], words: str) -> None:
-    with pytest.raises(ModelError, match="ignore") as caught:
-        load_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
-    assert words in str(caught.value)
+    path = write(tmp_path, MOE, quantization_config=quantization_config(ignore))
+    assert words in load_spec(path).obstacle
+
+
+def test_patterns_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"ignore has 're:\(\(', which is no pattern"):
+        load_spec(write(tmp_path, MOE, quantization_config=quantization_config(["re:(("])))
 
 
 def resolve_error(path: Path, has: tuple[str, ...] = ("portable",), **options: Any) -> str:
@@ -166,7 +170,8 @@ SCALE = "model.layers.1.self_attn.o_proj.weight_scale"
         (SCALE, ..., "missing"),
         (SCALE, torch.ones(64), r"shape \[64\]"),
         (SCALE, torch.ones(64, 1, dtype=torch.int8), "dtype I8"),
-        (SCALE.removesuffix("_scale"), torch.ones(64, 128), "dtype F32; supported: I8"),
+        (SCALE.removesuffix("_scale"), torch.ones(64, 128, dtype=torch.uint8), "dtype U8; supported: I8"),
+        (SCALE.removesuffix("_scale"), torch.ones(64, 128), "weight_scale is not part"),
         ("model.norm.weight", torch.ones(64, dtype=torch.int8), "dtype I8"),
         (f"{SCALE.removesuffix('scale')}zero_point", torch.ones(64, 1), "zero_point is not part"),
     ],

@@ -105,7 +105,7 @@ def test_longest_sequence(tmp_path: Path, scaling: Any, longest: int) -> None:
         ({"use_sliding_window": True, "sliding_window": 512}, ["use_sliding_window", "true"]),
         ({"layer_types": ["sliding_attention"]}, ["layer_types", "sliding_attention"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"quantization_config": {"quant_method": "quark"}}, ["quantization_config.quant_method", "quark"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_type", "longrope", "yarn"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "missing"]),

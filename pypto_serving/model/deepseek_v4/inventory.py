@@ -2,49 +2,83 @@
 
 from __future__ import annotations
 
-from pypto_serving.model.checkpoint import INT64
-from pypto_serving.model.contents import Shape, Stored
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import get_args
+
+from pypto_serving.model.checkpoint import Expected, StoredTensor
+from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.deepseek_v4.storage import Role, Tensor
+from pypto_serving.model.deepseek_v4.storage import MATRICES, Role, Tensor, expected_plain
+from pypto_serving.model.formats.schemes import Scheme, held
 
 
 class DeepseekV4Inventory:
     """The tensors of a checkpoint: `model` and `drafts` by upstream name. Implements Inventory.
 
-    `drafts` are the tensors of draft (MTP) layers, which are not read.
+    `drafts` are the tensors of draft (MTP) layers, which are not read. `headers`, if any, decide where config.json
+    leaves a choice.
     """
 
-    def __init__(self, config: DeepseekV4Config) -> None:
+    def __init__(self, config: DeepseekV4Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
         self.model, self.drafts = model_tensors(config), draft_tensors(config)
-        self._storage = config.storage
+        self._config, self._headers = config, headers or {}
+        self._schemes = {role: config.storage.schemes_of(role) for role in get_args(Role)}
+
+    def scheme(self, name: str) -> Scheme:
+        """Return how the tensor `name` is stored."""
+        tensor = self.model[name] if name in self.model else self.drafts[name]
+        schemes = self._schemes[tensor.role]
+        if len(schemes) == 1 or not self._headers:
+            return schemes[0]
+        n, k = tensor.shape
+        return held(schemes, self._headers, name.removesuffix(".weight"), n, k)
+
+    def expected(self, mtp: bool = False) -> dict[str, Expected]:
+        """List every required tensor by name, with draft layers if `mtp`."""
+        tensors: dict[str, Expected] = {}
+        for name, tensor in self._all(mtp).items():
+            is_matrix = tensor.role in MATRICES
+            tensors |= self._of_matrix(name, tensor) if is_matrix else {name: expected_plain(tensor)}
+        return tensors
 
     def tensors(self) -> dict[str, Shape]:
-        """List name and shape of every tensor that a plain checkpoint must have."""
-        return {name: tensor.shape for name, tensor in self.model.items()}
+        """Return the shape of every required tensor by name."""
+        return {name: wanted.shape for name, wanted in self.expected().items()}
 
     def stored(self, dtype: str = "bfloat16", mtp: bool = True) -> dict[str, Stored]:
         """List every tensor as files hold it, in `dtype` unless quantised; with draft layers if `mtp`."""
-        return {
-            key: stored
-            for name, tensor in self._all(mtp).items()
-            for key, stored in self._storage.stored(name, tensor, dtype).items()
-        }
+        return as_stored(self.expected(mtp), dtype)
+
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """Yield the matrices of linear layers, without draft layers."""
+        for name, tensor in self.model.items():
+            if tensor.role in MATRICES:
+                tensors = self._of_matrix(name, tensor)
+                yield StoredMatrix(self.scheme(name).name, tensor.count, tuple(tensors))
 
     def num_parameters(self, mtp: bool = False) -> int:
         """Count the elements of all float tensors before quantisation, with draft layers if `mtp`."""
         return sum(tensor.count for tensor in self._all(mtp).values() if tensor.role != "ids")
 
+    def token_share(self, name: str) -> Fraction:
+        """Return the part of all tensors called like `name` that a token reads: of experts, the chosen ones."""
+        tensor, experts = self.model[name], self._config.experts
+        if tensor.role == "expert":
+            return Fraction(experts.per_token, experts.count)
+        return Fraction(int(tensor.role != "ids" and name != "embed.weight"))
+
     def ignores(self, name: str) -> bool:
         """Return True for tensors of draft layers."""
         return name.startswith("mtp.")
 
-    def integers(self) -> dict[str, str]:
-        """List the tensors that hold integers, with their stored dtypes."""
-        return {name: INT64 for name, tensor in self.model.items() if tensor.role == "ids"}
-
     def _all(self, mtp: bool) -> dict[str, Tensor]:
         return self.model | self.drafts if mtp else self.model
+
+    def _of_matrix(self, name: str, tensor: Tensor) -> dict[str, Expected]:
+        n, k = tensor.shape
+        return self.scheme(name).expected(name.removesuffix(".weight"), n, k)
 
 
 def model_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:

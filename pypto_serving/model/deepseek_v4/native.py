@@ -48,8 +48,8 @@ class NativeDeepseekV4:
         return "deepseek-v4-native-2"
 
     def __init__(self, model: DeepseekV4Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
-        inventory = DeepseekV4Inventory(model)
-        weights.require(inventory.tensors(), inventory.ignores, inventory.integers())
+        inventory = DeepseekV4Inventory(model, weights.headers)
+        weights.require(inventory.expected(), inventory.ignores)
         self.model, self._weights = model, weights
         self.step = Recording(engine)
         self._arenas = Arenas(config, self.step)
@@ -227,7 +227,7 @@ class Buffers:
         self.post_comb = zeros(np.float32, tokens, _POST_COMB)
         self.x, self.y = (zeros(np.float32, tokens, hidden) for _ in range(2))
         self.normed = zeros(np.uint32, max(tokens, rows) * hidden // 2)
-        shapes = DeepseekV4Inventory(model).tensors()
+        shapes = {name: tensor.shape for name, tensor in DeepseekV4Inventory(model).model.items()}
         self.widths: dict[LayerKind, list[int]] = {}
         self.projected: dict[LayerKind, Float32Array] = {}
         self.heads: dict[LayerKind, Float32Array] = {}

@@ -62,7 +62,7 @@ class DeepseekV4Program:
 
     def __init__(self, model: DeepseekV4Config, weights: Weights, config: EngineConfig) -> None:
         inventory = DeepseekV4Inventory(model)
-        weights.require(inventory.tensors(), inventory.ignores, inventory.integers())
+        weights.require(inventory.expected(), inventory.ignores)
         self.model = model
         device = torch.get_default_device()
         self._groups = {

@@ -6,17 +6,16 @@ from pypto_serving.kernels.constants import HYPER_CONNECTION_STREAMS, MAX_DIM, M
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.family import ModelFamily, refused_dtype
+from pypto_serving.model.deepseek_v4.storage import MATRICES
+from pypto_serving.model.family import ModelFamily, not_served, refused_dtype
 from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
-
-_QUANTISED = "its weights are {}, which is not served yet: it needs a checkpoint of bfloat16 or float32"
 
 
 def model_spec(config: DeepseekV4Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
     """Describe the checkpoint to the engine. `block_size` is ignored: the KV groups have their own."""
     inventory, quantised = DeepseekV4Inventory(config), config.storage.name
-    option, reason = refused_dtype(dtype)
+    packed, (option, reason) = _packed_bytes(inventory), refused_dtype(dtype)
     return ModelSpec(
         path=path,
         architecture=architecture,
@@ -26,12 +25,13 @@ def model_spec(config: DeepseekV4Config, path: str, architecture: str, dtype: st
         max_position_embeddings=config.max_position_embeddings,
         num_parameters=inventory.num_parameters(),
         weight_bytes=_weight_bytes(inventory, quantised, dtype),
-        packed_bytes=_packed_bytes(inventory),
+        packed_bytes=sum(packed.values()),
+        token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=sum(rope.position_bytes for rope in set(config.ropes().values())),
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,
-        obstacle=_QUANTISED.format(quantised) if quantised else "",
+        obstacle=not_served(quantised) if quantised else "",
         own_blocks=True,
         kv_groups=kv_groups(config, dtype),
     )
@@ -45,13 +45,16 @@ def _weight_bytes(inventory: DeepseekV4Inventory, quantised: str, dtype: str) ->
     return sum(t.count * sizes.get(t.role, DTYPE_BYTES[dtype]) for t in inventory.model.values())
 
 
-def _packed_bytes(inventory: DeepseekV4Inventory) -> int:
-    """Count the bytes of the weights in the CPU kernels: routers in float32, other matrices in bfloat16."""
-    sizes = {"float": 4, "ids": 4}
-    return sum(
-        tensor.count * (4 if name.endswith("ffn.gate.weight") else sizes.get(tensor.role, 2))
-        for name, tensor in inventory.model.items()
-    )
+def _packed_bytes(inventory: DeepseekV4Inventory) -> dict[str, int]:
+    """Count the bytes of every tensor in the CPU kernels: routers in float32, other plain tensors in bfloat16."""
+    sizes, plain = {}, {"float": 4, "ids": 4}
+    for name, tensor in inventory.model.items():
+        if tensor.role in MATRICES:
+            n, k = tensor.shape
+            sizes[name] = inventory.scheme(name).packed_bytes(n, k)
+        else:
+            sizes[name] = tensor.count * (4 if name.endswith("ffn.gate.weight") else plain.get(tensor.role, 2))
+    return sizes
 
 
 def _needs_torch(config: DeepseekV4Config) -> str:
@@ -93,4 +96,5 @@ FAMILY = ModelFamily(
     spec=model_spec,
     torch_program="pypto_serving.model.deepseek_v4.program:DeepseekV4Program",
     kernel_program="pypto_serving.model.deepseek_v4.native:NativeDeepseekV4",
+    conversion="pypto_serving.model.deepseek_v4.convert:plan_conversion",
 )

@@ -6,10 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pypto_serving.model.contents import STORED_DTYPES, Shape, Stored
+from pypto_serving.model.checkpoint import FLOATS, INT64, Expected
+from pypto_serving.model.contents import Shape
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.quantization import SECTION
-from pypto_serving.util import ceil_div
+from pypto_serving.model.formats import compressed_tensors
+from pypto_serving.model.formats.eight_bits import E8M0, Fp8, Int8
+from pypto_serving.model.formats.four_bits import DEEPSEEK_FP4
+from pypto_serving.model.formats.quantization import SECTION, require
+from pypto_serving.model.formats.schemes import PLAIN, Scheme
 
 Role = Literal["plain", "precise", "float", "ids", "latent", "linear", "expert"]
 """What a tensor is.
@@ -18,10 +22,9 @@ Role = Literal["plain", "precise", "float", "ids", "latent", "linear", "expert"]
 `float` ones are float32 everywhere, `ids` int64. The others are matrices: a latent's, one of the large ones, an
 expert's.
 """
-Form = Literal["fp8", "fp4", "int8"]
 
-_PLAIN: dict[Role, str] = {"float": "F32", "ids": "I64"}
-_FP8_BLOCK, _FP4_BLOCK = 128, 32
+MATRICES: tuple[Role, ...] = ("latent", "linear", "expert")
+_BLOCK = (128, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,45 +42,49 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The form of quantised matrices by role; roles that are not named are plain. `name` is for people.
+    """The schemes that matrices of a role may have, the likeliest first; roles not named are plain.
 
-    fp8: e4m3 with an e8m0 scale for every 128 x 128 block. fp4: two e2m1 in a byte, the even column in the low
-    half, and an e8m0 scale for every 32 columns. int8: symmetric, and a float32 scale for every output.
+    `name` is for people. Scales are called `scale`.
     """
 
     name: str = ""
-    forms: tuple[tuple[Role, Form], ...] = ()
+    schemes: tuple[tuple[Role, tuple[Scheme, ...]], ...] = ()
 
     @classmethod
     def from_json(cls, config: Fields) -> Self:
         """Read `quantization_config` and `expert_dtype`; raises ModelError for what no release has."""
-        section = config.section(SECTION)
-        method = section.get("quant_method")
         if config.get(SECTION) is None:
             return cls()
-        known = ("fp8", "compressed-tensors")
-        section.require(method in known, f"{SECTION}.quant_method", method, " or ".join(known))
-        if method == "compressed-tensors":
-            return cls("int8", (("linear", "int8"), ("expert", "int8")))
-        block = section.get("weight_block_size")
-        section.require(block == [_FP8_BLOCK] * 2, f"{SECTION}.weight_block_size", block, "[128, 128]")
-        given = config.get("expert_dtype") or section.get("expert_dtype") or "fp8"
-        config.require(given in ("fp4", "fp8"), "expert_dtype", given, "fp4 or fp8")
-        expert: Form = "fp4" if given == "fp4" else "fp8"
-        name = "fp8" if expert == "fp8" else "fp8 with fp4 experts"
-        return cls(name, (("latent", "fp8"), ("linear", "fp8"), ("expert", expert)))
+        section = config.section(SECTION)
+        if require(section, "quant_method", ("fp8", "compressed-tensors")) == "compressed-tensors":
+            return cls._int8(section)
+        require(section, "weight_block_size", (list(_BLOCK),))
+        given = config.get("expert_dtype") or section.get("expert_dtype")
+        config.require(given in ("fp4", "fp8", None), "expert_dtype", given, "fp4 or fp8")
+        # Base releases, which say fp8, have float32 scales; repackaged ones, which say nothing, have e8m0.
+        usual = "F32" if given == "fp8" else E8M0
+        fp8 = Fp8(_BLOCK, "scale", (E8M0, *FLOATS), usual)
+        experts: tuple[Scheme, ...] = (DEEPSEEK_FP4, fp8) if given == "fp4" else (fp8, DEEPSEEK_FP4)
+        name = "fp8 with fp4 experts" if given == "fp4" else "fp8"
+        return cls(name, (("latent", (fp8,)), ("linear", (fp8,)), ("expert", experts)))
 
-    def stored(self, name: str, tensor: Tensor, dtype: str) -> dict[str, Stored]:
-        """List what a file holds for a tensor: itself in `dtype`, or its quantised form with scales."""
-        form = dict(self.forms).get(tensor.role)
-        if form is None:
-            return {name: Stored(_PLAIN.get(tensor.role, STORED_DTYPES[dtype]), tensor.shape)}
-        rows, columns = tensor.shape
-        scale = f"{name.removesuffix('.weight')}.scale"
-        if form == "fp8":
-            blocks = (ceil_div(rows, _FP8_BLOCK), ceil_div(columns, _FP8_BLOCK))
-            return {name: Stored("F8_E4M3", tensor.shape), scale: Stored("F8_E8M0", blocks)}
-        if form == "fp4":
-            scales = Stored("F8_E8M0", (rows, ceil_div(columns, _FP4_BLOCK)))
-            return {name: Stored("I8", (rows, ceil_div(columns, 2))), scale: scales}
-        return {name: Stored("I8", tensor.shape), scale: Stored("F32", (rows,))}
+    @classmethod
+    def _int8(cls, section: Fields) -> Self:
+        """Read W8A8: large matrices and experts are int8, and their scales have DeepSeek's name."""
+        for rule in compressed_tensors.read(section).rules:
+            for scheme in rule.schemes:
+                served = scheme == PLAIN or isinstance(scheme, Int8)
+                section.require(served, f"{SECTION}.config_groups", scheme.name, "int8 per channel")
+        int8 = (Int8("scale"),)
+        return cls("int8", (("linear", int8), ("expert", int8)))
+
+    def schemes_of(self, role: Role) -> tuple[Scheme, ...]:
+        """Return the ways in which tensors of a role may be stored, the likeliest first."""
+        return (*dict(self.schemes).get(role, ()), PLAIN)
+
+
+def expected_plain(tensor: Tensor) -> Expected:
+    """Return what is expected of a tensor that is no matrix."""
+    if tensor.role == "ids":
+        return Expected(tensor.shape, (INT64,))
+    return Expected(tensor.shape, usual="F32" if tensor.role == "float" else "")

@@ -8,7 +8,9 @@ from typing import Any, Self
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.quantization import SECTION, Quantization
+from pypto_serving.model.formats.quantization import SECTION, Quantization
+from pypto_serving.model.formats.schemes import PLAIN
+from pypto_serving.model.formats.section import read_quantization
 from pypto_serving.model.rope import Rope
 
 
@@ -69,22 +71,19 @@ class Qwen3Config:
             attention_bias=config.flag("attention_bias", False),
             max_position_embeddings=max(max_len, rope.max_len),
             experts=_read_experts(config, layers),
-            quantization=Quantization.from_json(config),
+            quantization=read_quantization(config),
         )
         model._check_quantization(config)
         return model
 
     def _check_quantization(self, config: Fields) -> None:
-        """Raise ModelError if a product is int8 in part, or a tied embedding would be int8."""
-        if self.quantization is None:
+        """Raise ModelError if a tied embedding would be quantised."""
+        if self.quantization is None or not self.tied_embeddings:
             return
-        key, ignore = f"{SECTION}.ignore", list(self.quantization.ignore)
-        for modules in self.products():
-            covered = [self.quantization.covers(module) for module in modules]
-            odd = modules[covered.index(not covered[0])] if len(set(covered)) > 1 else ""
-            config.require(not odd, key, ignore, f"the same for {odd} and {modules[0]}, which are one product here")
-        tied = self.tied_embeddings and self.quantization.covers("lm_head")
-        config.require(not tied, key, ignore, "a list with lm_head, which is the embedding (tie_word_embeddings)")
+        if self.quantization.schemes("lm_head")[0] != PLAIN:
+            ignored = config.section(SECTION).get("ignore")
+            wanted = "a list with lm_head, which is the embedding (tie_word_embeddings)"
+            config.require(False, f"{SECTION}.ignore", ignored, wanted)
 
     def products(self) -> Iterator[tuple[str, ...]]:
         """Yield the linear layers in tuples that are computed as one product."""

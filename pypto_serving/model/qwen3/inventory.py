@@ -4,50 +4,104 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 
-from pypto_serving.model.checkpoint import INT8
-from pypto_serving.model.contents import STORED_DTYPES, Shape, Stored
-from pypto_serving.model.quantization import scale_name
+from pypto_serving.model.checkpoint import Expected, StoredTensor
+from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
+from pypto_serving.model.formats.eight_bits import Int8
+from pypto_serving.model.formats.schemes import PLAIN, Scheme, held
 from pypto_serving.model.qwen3.config import Qwen3Config
 
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+_EXPERT = re.compile(r".*\.mlp\.experts\.\d+\.")
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class Qwen3Inventory:
-    """The tensors of a checkpoint with this config. Implements Inventory."""
+    """The tensors of a checkpoint with this config. Implements Inventory.
 
-    def __init__(self, config: Qwen3Config) -> None:
+    schemes: how each matrix is stored, by module; `headers`, if any, decide where config.json leaves a choice.
+    """
+
+    def __init__(self, config: Qwen3Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
         self.config = config
+        self._weights = self._list_weights()
+        self.schemes = {
+            module: self._scheme(module, headers or {}) for product in config.products() for module in product
+        }
+
+    def _scheme(self, module: str, headers: Mapping[str, StoredTensor]) -> Scheme:
+        quantization = self.config.quantization
+        if quantization is None:
+            return PLAIN
+        schemes = quantization.schemes(module)
+        return held(schemes, headers, module, *self._sizes(module)) if headers else schemes[0]
+
+    def sizes(self) -> dict[str, Shape]:
+        """Return [n, k] of every linear layer by module."""
+        return {module: self._sizes(module) for module in self.schemes}
+
+    def _sizes(self, module: str) -> tuple[int, int]:
+        n, k = self._weights[f"{module}.weight"]
+        return n, k
+
+    def quantization(self) -> str:
+        """Name the schemes of quantised matrices; empty if there are none."""
+        return " + ".join(dict.fromkeys(scheme.name for scheme in self.schemes.values() if scheme.name))
+
+    def expected(self) -> dict[str, Expected]:
+        """List every required tensor by name."""
+        tensors: dict[str, Expected] = {}
+        for name, shape in self._weights.items():
+            module = name.removesuffix(".weight")
+            scheme = self.schemes.get(module)
+            tensors |= {name: Expected(shape)} if scheme is None else scheme.expected(module, *self._sizes(module))
+        return tensors
 
     def tensors(self) -> dict[str, Shape]:
         """Return the shape of every required tensor by name."""
-        weights, int8 = self.weights(), self.int8_weights()
-        return weights | {scale_name(name): (shape[0], 1) for name, shape in weights.items() if name in int8}
+        return {name: wanted.shape for name, wanted in self.expected().items()}
 
     def stored(self, dtype: str, mtp: bool) -> dict[str, Stored]:
-        """Return every tensor as files hold it: int8 weights, others in `dtype`. There are no draft layers."""
-        int8 = self.int8_weights()
-        return {
-            name: Stored(INT8 if name in int8 else STORED_DTYPES[dtype], shape)
-            for name, shape in self.tensors().items()
-        }
+        """Return every tensor as files hold it, in `dtype` unless quantised. There are no draft layers."""
+        return as_stored(self.expected(), dtype)
+
+    def matrices(self) -> Iterator[StoredMatrix]:
+        """Yield the matrices of linear layers. A tied embedding is none."""
+        for module, scheme in self.schemes.items():
+            n, k = self._sizes(module)
+            yield StoredMatrix(scheme.name, n * k, tuple(scheme.expected(module, n, k)))
 
     def num_parameters(self, mtp: bool = False) -> int:
-        """Count the elements of all tensors except scales of int8 weights."""
-        return sum(math.prod(shape) for shape in self.weights().values())
+        """Count the elements of all weights before quantisation."""
+        return sum(math.prod(shape) for shape in self._weights.values())
+
+    def packed_bytes(self, item_bytes: int) -> dict[str, int]:
+        """Count the bytes of every weight as kernels read it; weights that are not quantised have `item_bytes`."""
+        sizes = {}
+        for name, shape in self._weights.items():
+            scheme = self.schemes.get(name.removesuffix(".weight"), PLAIN)
+            sizes[name] = math.prod(shape) * item_bytes if scheme == PLAIN else scheme.packed_bytes(*shape)
+        return sizes
+
+    def token_share(self, name: str) -> Fraction:
+        """Return the part of all weights called like `name` that a token reads: of experts, the chosen ones."""
+        if _EXPERT.match(name) and self.config.experts is not None:
+            return Fraction(self.config.experts.per_token, self.config.experts.count)
+        return Fraction(int(name != EMBEDDING or self.config.tied_embeddings))
 
     def int8_weights(self) -> frozenset[str]:
-        """Return the names of the int8 weights; each has a tensor of scales."""
-        quantization = self.config.quantization
-        if quantization is None:
-            return frozenset()
-        modules = (module for product in self.config.products() for module in product)
-        return frozenset(f"{module}.weight" for module in modules if quantization.covers(module))
+        """Return the names of the int8 weights."""
+        return frozenset(f"{module}.weight" for module, scheme in self.schemes.items() if isinstance(scheme, Int8))
 
     def weights(self) -> dict[str, Shape]:
-        """Return the shape of every tensor by name, except scales of int8 weights."""
+        """Return the shape of every weight by name, as it is before quantisation."""
+        return dict(self._weights)
+
+    def _list_weights(self) -> dict[str, Shape]:
         model, hidden = self.config, self.config.hidden_size
-        tensors: dict[str, Shape] = {"model.embed_tokens.weight": (model.vocab_size, hidden)}
+        tensors: dict[str, Shape] = {EMBEDDING: (model.vocab_size, hidden)}
         for layer in range(model.num_layers):
             prefix = f"model.layers.{layer}."
             tensors |= {prefix + name: shape for name, shape in self._layer_tensors(layer).items()}
@@ -76,7 +130,9 @@ class Qwen3Inventory:
 
     def ignores(self, name: str) -> bool:
         """Return True for tensors in some checkpoints that nothing reads."""
-        return bool(_IGNORED.fullmatch(name)) or (self.config.tied_embeddings and name == "lm_head.weight")
+        module, _, last = name.rpartition(".")
+        extra = last in self.schemes.get(module, PLAIN).extras
+        return extra or bool(_IGNORED.fullmatch(name)) or (self.config.tied_embeddings and name == "lm_head.weight")
 
 
 def _mlp_tensors(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:

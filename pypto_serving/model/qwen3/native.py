@@ -17,9 +17,10 @@ from pypto_serving.kernels import (
     Rows,
     Scoring,
     Strips,
+    most_int8_words,
+    strips_for,
     zeros,
 )
-from pypto_serving.model.checkpoint import INT8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
@@ -42,11 +43,11 @@ class NativeQwen3:
     @staticmethod
     def name(model: Qwen3Config) -> str:
         """Name program and arithmetic, for the fingerprint."""
-        return f"qwen3-native-2 {model.quantization.name}" if model.quantization else "qwen3-native-2"
+        return f"qwen3-native-2 {Qwen3Inventory(model).quantization()}".rstrip()
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
-        inventory = Qwen3Inventory(model)
-        weights.require(inventory.tensors(), inventory.ignores, dict.fromkeys(inventory.int8_weights(), INT8))
+        inventory = Qwen3Inventory(model, weights.headers)
+        weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
         self.model = model
         self.pages = _pages(config.groups[0], config.num_blocks[0], model)
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
@@ -69,7 +70,7 @@ class NativeQwen3:
             self._record_attention(weights, buffers, index, cos, sin)
             self._record_mlp(weights, buffers, index)
         norm = weights.vector("model.norm.weight")
-        normed = buffers.int8_strips if lm_head.int8 else buffers.normed
+        normed = buffers.inputs(lm_head, buffers.normed)
         self.step.rms_norm(buffers.x, norm, model.rms_norm_eps, normed, Rows.LOGITS)
         self.step.linear(normed, lm_head, buffers.logits, Rows.LOGITS)
 
@@ -81,7 +82,7 @@ class NativeQwen3:
         eps, cache = model.rms_norm_eps, KVCacheLayer(self.pages, index, model.head_dim)
         qkv = weights.matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"], bias=model.attention_bias)
         o = weights.matrix([f"{prefix}self_attn.o_proj"], bias=model.attention_bias)
-        normed = b.int8_strips if qkv.int8 else b.normed
+        normed = b.inputs(qkv, b.normed)
         self.step.rms_norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, normed)
         self.step.linear(normed, qkv, b.projected)
         self.step.qk_norm_rope(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
@@ -90,10 +91,10 @@ class NativeQwen3:
 
     def _gemm_input(self, x: NDArray[np.uint32], matrix: Matrix, b: Buffers, routing: Routing | None = None) -> Strips:
         """Return the GEMM input for `matrix`: strips x, or x quantized to int8."""
-        if not matrix.int8:
-            return x
-        self.step.quantize(x, matrix.k, b.int8_strips, routing)
-        return b.int8_strips
+        inputs = b.inputs(matrix, x)
+        if not isinstance(inputs, np.ndarray):
+            self.step.quantize(x, matrix.k, inputs, routing)
+        return inputs
 
     def _head_norms(self, weights: PackedWeights, prefix: str) -> NDArray[np.float32]:
         """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2."""
@@ -112,7 +113,7 @@ class NativeQwen3:
             return
         gate_up = weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
         down = weights.matrix([f"{prefix}mlp.down_proj"])
-        normed = b.int8_strips if gate_up.int8 else b.normed
+        normed = b.inputs(gate_up, b.normed)
         self.step.rms_norm(b.x, norm, model.rms_norm_eps, normed)
         self.step.linear_swiglu(normed, gate_up, b.gated)
         self.step.linear_add(self._gemm_input(b.gated, down, b), down, b.x)
@@ -124,7 +125,7 @@ class NativeQwen3:
         self.step.linear(self._gemm_input(b.normed, router, b), router, b.router_logits)
         scoring = Scoring.RENORMALIZED if experts.normalize else Scoring.SOFTMAX
         routing = self.step.route(b.router_logits, experts.per_token, scoring)
-        rows = b.expert_int8 if gate_up.int8 else b.expert_rows
+        rows = strips_for(gate_up.form, b.expert_rows, b.expert_int8)
         self.step.moe_gather(routing, self._gemm_input(b.normed, gate_up, b), self.model.hidden_size, rows)
         self.step.expert_swiglu(routing, rows, gate_up, b.expert_gated)
         gated = self._gemm_input(b.expert_gated, down, b, routing)
@@ -148,16 +149,20 @@ class Buffers:
         self.gated = zeros(np.uint32, tokens * model.intermediate_size // 2)
         self.logits = zeros(np.float32, rows, model.vocab_size)
         widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
-        most, words = max(tokens, rows), max(tokens, rows) * widest // 4
+        most, words = max(tokens, rows), max(tokens, rows) * most_int8_words(widest)
         if experts := model.experts:
             entries = tokens * experts.per_token
-            most, words = max(most, entries), max(words, entries * experts.intermediate_size // 4)
-            self.expert_int8 = _int8_strips(entries, entries * model.hidden_size // 4)
+            most, words = max(most, entries), max(words, entries * most_int8_words(experts.intermediate_size))
+            self.expert_int8 = _int8_strips(entries, entries * most_int8_words(model.hidden_size))
             self.router_logits = zeros(np.float32, tokens, experts.count)
             self.expert_rows = zeros(np.uint32, entries * model.hidden_size // 2)
             self.expert_gated = zeros(np.uint32, entries * experts.intermediate_size // 2)
             self.expert_out = zeros(np.float32, entries, model.hidden_size)
         self.int8_strips = _int8_strips(most, words)
+
+    def inputs(self, matrix: Matrix, x: NDArray[np.uint32]) -> Strips:
+        """Return where the GEMM input for `matrix` goes: bfloat16 strips x, or int8 strips."""
+        return strips_for(matrix.form, x, self.int8_strips)
 
 
 def _int8_strips(rows: int, size: int) -> Int8Strips:

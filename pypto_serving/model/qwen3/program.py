@@ -79,7 +79,7 @@ class Qwen3Program:
 
     def __init__(self, model: Qwen3Config, weights: Weights, config: EngineConfig) -> None:
         inventory = Qwen3Inventory(model)
-        weights.require(inventory.tensors(), inventory.ignores)
+        weights.require(inventory.expected(), inventory.ignores)
         self.model = model
         self.arena = KVArena(config.groups[0], config.num_blocks[0], weights.dtype)
         self.pages = (self.arena.pages,)

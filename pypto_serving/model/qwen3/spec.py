@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from pypto_serving.kernels.constants import ITEM_ROWS, MAX_DIM
 from pypto_serving.model.family import ModelFamily, refused_dtype
 from pypto_serving.model.qwen3.config import Qwen3Config
@@ -22,8 +20,9 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
 
 def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
-    num_parameters = Qwen3Inventory(config).num_parameters()
-    option, reason = _refused_option(dtype, block_size)
+    inventory = Qwen3Inventory(config)
+    num_parameters, packed = inventory.num_parameters(), inventory.packed_bytes(DTYPE_BYTES[dtype])
+    quantised, (option, reason) = inventory.quantization(), _refused_option(dtype, block_size)
     resident = num_parameters + (config.vocab_size * config.hidden_size if config.tied_embeddings else 0)
     return ModelSpec(
         path=path,
@@ -33,27 +32,26 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         num_parameters=num_parameters,
-        weight_bytes=resident * DTYPE_BYTES[dtype],
-        packed_bytes=_packed_bytes(config, dtype),
+        weight_bytes=sum(packed.values()) if quantised else resident * DTYPE_BYTES[dtype],
+        packed_bytes=sum(packed.values()),
+        token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=config.rope.position_bytes,
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
-        quantization=config.quantization.name if config.quantization else "",
+        quantization=quantised,
+        obstacle=_obstacle(inventory),
         kv_groups=kv_groups(config, dtype, block_size),
     )
 
 
-def _packed_bytes(config: Qwen3Config, dtype: str) -> int:
-    """Count the bytes of the weights in the CPU kernels.
-
-    Int8 weights have a scale and a compensation, 4 bytes each, for every output.
-    """
-    inventory = Qwen3Inventory(config)
-    int8 = inventory.int8_weights()
-    return sum(
-        shape[0] * (shape[1] + 8) if name in int8 else math.prod(shape) * DTYPE_BYTES[dtype]
-        for name, shape in inventory.weights().items()
-    )
+def _obstacle(inventory: Qwen3Inventory) -> str:
+    """Say why nothing serves the weights; empty if the kernels do."""
+    schemes = inventory.schemes
+    for first, *others in inventory.config.products():
+        odd = next((module for module in others if schemes[module] != schemes[first]), "")
+        if odd:
+            return f"{odd} and {first} are one product here, but only one of them is quantised"
+    return ""
 
 
 def _refused_option(dtype: str, block_size: int) -> tuple[str, str]:
@@ -94,4 +92,5 @@ FAMILY = ModelFamily(
     spec=model_spec,
     torch_program="pypto_serving.model.qwen3.program:Qwen3Program",
     kernel_program="pypto_serving.model.qwen3.native:NativeQwen3",
+    conversion="pypto_serving.model.qwen3.convert:plan_conversion",
 )

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.deepseek_v4.layers import apply_rope
-from pypto_serving.model.qwen3.convert import convert_to_w8a8
 from pypto_serving.model.registry import load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Sequences, load_program
@@ -81,8 +80,3 @@ def test_pairs_of_neighbours_turn() -> None:
     cos, sin = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]])
     assert apply_rope(x, cos, sin).flatten().tolist() == [0.0, 1.0, -3.0, 2.0, 4.0, 5.0]
     assert torch.equal(apply_rope(apply_rope(x, cos, sin), cos, -sin), x)
-
-
-def test_it_cannot_be_converted_to_int8(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="DeepseekV4ForCausalLM, which cannot be converted"):
-        convert_to_w8a8(checkpoint(KIND), tmp_path / "target", lambda *_: None)

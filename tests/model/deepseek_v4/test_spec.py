@@ -16,8 +16,11 @@ from pypto_serving.model.deepseek_v4.released import FLASH
 from pypto_serving.model.deepseek_v4.spec import model_spec
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.model.registry import load_config, load_spec, read_config
+from tests.compressed import quantization_config
 from tests.model.deepseek_v4.configs import PLAIN_FLASH, PRO
 
+EXPERT = "layers.4.ffn.experts.3.w1"
+W8A8 = quantization_config(["head"])
 SMALL_RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16}
 FULL_NAMES = {
     "swa": "sliding_attention",
@@ -60,6 +63,45 @@ def test_a_released_config(tmp_path: Path) -> None:
     assert sum(tensors.num_bytes for tensors in contents.tensors) == 159_609_485_896
     assert [tensors.dtype for tensors in contents.tensors] == ["I8", "F8_E8M0", "F8_E4M3", "BF16", "F32", "I64"]
     assert (contents.num_parameters, contents.num_parameters_with_drafts) == (284_332_240_471, 290_942_289_362)
+
+
+@pytest.mark.parametrize(
+    ("changes", "form", "scales"),
+    [
+        ({}, ("I8", (2048, 2048)), ("F8_E8M0", (2048, 128))),
+        ({"expert_dtype": "fp8"}, ("F8_E4M3", (2048, 4096)), ("F32", (16, 32))),
+        ({"expert_dtype": ...}, ("F8_E4M3", (2048, 4096)), ("F8_E8M0", (16, 32))),
+    ],
+    ids=["released", "base", "repackaged"],
+)
+def test_experts_of_releases(changes: dict[str, Any], form: Any, scales: Any) -> None:
+    """Base models have float32 scales, in all layers."""
+    stored = DeepseekV4Inventory(config_of(**changes)).stored()
+    for name, (dtype, shape) in ((f"{EXPERT}.weight", form), (f"{EXPERT}.scale", scales)):
+        assert (stored[name].dtype, stored[name].shape) == (dtype, shape)
+    assert stored["layers.0.attn.wo_a.scale"].dtype == scales[0]
+    assert stored["layers.0.attn.wo_a.scale"].shape == (64, 32)
+
+
+def test_the_form_in_int8() -> None:
+    """As pypto-lib converts to it: scales are called `scale`, and latents are plain."""
+    model = config_of(expert_dtype=..., quantization_config=W8A8)
+    stored = DeepseekV4Inventory(model).stored()
+    assert (stored[f"{EXPERT}.scale"].dtype, stored[f"{EXPERT}.scale"].shape) == ("F32", (2048,))
+    assert stored["layers.2.attn.indexer.wq_b.weight"].dtype == stored["mtp.0.e_proj.weight"].dtype == "I8"
+    assert stored["layers.0.attn.wq_a.weight"].dtype == "BF16" and "layers.0.attn.wq_a.scale" not in stored
+    spec = model_spec(model, "", "DeepseekV4ForCausalLM", "bfloat16", 0)
+    assert spec.quantization == "int8" and "not served yet" in spec.obstacle
+    assert 15.9e9 < spec.token_bytes < 16.3e9
+    odd = W8A8 | {"config_groups": {"group_0": W8A8["config_groups"]["group_0"] | {"format": "pack-quantized"}}}
+    with pytest.raises(ModelError, match="num_bits is 8"):
+        config_of(quantization_config=odd)
+
+
+def test_what_a_token_reads() -> None:
+    """As counted from the release: fp8 5.86, fp4 6.49, bf16 .36 GB (elements), and the output layer."""
+    assert 11.0e9 < model_spec(config_of(), "", "", "bfloat16", 0).token_bytes < 11.4e9
+    assert 26.0e9 < model_spec(config_of(PLAIN_FLASH), "", "", "bfloat16", 0).token_bytes < 27.0e9
 
 
 def test_a_plain_checkpoint_of_the_same_shape() -> None:

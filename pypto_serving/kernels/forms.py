@@ -1,0 +1,231 @@
+"""Forms of packed weights and activations: csrc/weights.h.
+
+Activations pass between operations as float32 rows, `[rows, width]`, or as strips, the packed layout that GEMMs read:
+bfloat16 pairs, int8 quads with a scale per row, or int8 quads with scales and sums of groups of inputs. All are numpy
+arrays of the caller's.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from pypto_serving.kernels.constants import GATE_HALF, PANEL, SCALED
+from pypto_serving.kernels.library import library
+from pypto_serving.types.arrays import Float32Array, Int32Array, PairArray
+from pypto_serving.types.weights import CodesForm, Fp8Form, Table
+from pypto_serving.util import ceil_div
+
+
+class Stored(enum.Enum):
+    """Element types that weights are packed from."""
+
+    BF16 = enum.auto()
+    F32 = enum.auto()
+    F16 = enum.auto()
+    I8 = enum.auto()
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of an element."""
+        return {Stored.F32: 4, Stored.I8: 1}.get(self, 2)
+
+
+class Weights(enum.Enum):
+    """What weights are packed as."""
+
+    BF16 = enum.auto()
+    INT8 = enum.auto()
+    INT4 = enum.auto()
+    E2M1 = enum.auto()
+    FP8 = enum.auto()
+
+
+class Inputs(enum.Enum):
+    """What activations are packed as."""
+
+    BF16 = enum.auto()
+    INT8 = enum.auto()
+    GROUPS = enum.auto()
+
+
+class Scale(enum.Enum):
+    """How scales are packed: one for each of 16 outputs, or one float32 shared by them."""
+
+    BF16 = enum.auto()
+    F16 = enum.auto()
+    F32 = enum.auto()
+    E8M0 = enum.auto()
+    SHARED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of packed weights; of codes and FP8, `span` inputs share a scale, and with `zeros` a zero point."""
+
+    weights: Weights
+    scale: Scale = Scale.F32
+    span: int = 0
+    zeros: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name the form, another name for each."""
+        parts = (self.weights.name, self.scale.name, self.span, "zeros") if self.span else (self.weights.name,)
+        return "-".join(str(part) for part in parts[: None if self.zeros else 3]).lower()
+
+    @property
+    def codes(self) -> bool:
+        """Return True for 4-bit codes, which multiply int8 activations in groups, or bfloat16 ones."""
+        return self.weights in (Weights.INT4, Weights.E2M1)
+
+    @property
+    def offset(self) -> int:
+        """Return what the kernels' table adds to the values of codes; with zero points, 1 of each."""
+        return 1 if self.zeros else {Weights.INT4: 8, Weights.E2M1: 12}.get(self.weights, 0)
+
+    @property
+    def unit(self) -> float:
+        """Return the value of 1 in the kernels' table."""
+        return 0.5 if self.weights is Weights.E2M1 else 1.0
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of Form in csrc/weights.h."""
+        return {"weights": self.weights, "scale": self.scale, "span": self.span, "zeros": self.zeros}
+
+    def words(self, n: int, k: int, count: int = 1) -> int:
+        """Count the 32-bit words of `count` packed matrices [n, k]."""
+        lib = library()
+        assert lib is not None
+        return count * ceil_div(n, PANEL) * int(lib.panel_words(k, **self.fields()))
+
+
+BF16, INT8 = Form(Weights.BF16), Form(Weights.INT8)
+
+_SCALES = {"BF16": Scale.BF16, "F16": Scale.F16, "F32": Scale.F32, "F8_E8M0": Scale.E8M0}
+_WEIGHTS = {Table.INT4: Weights.INT4, Table.E2M1: Weights.E2M1}
+_LEAST_GROUP = {Table.INT4: 32, Table.E2M1: 16}
+_CODES_INPUTS, _FP8_INPUTS = 32, 4
+
+
+def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> Form:
+    """Return the form in which a stored matrix [n, k] is packed. Raises ValueError for forms without a kernel.
+
+    Matrices of one form can lie in one packed matrix. Scales of more than SCALED inputs are repeated.
+    """
+    return _fp8_form(stored, n, k) if isinstance(stored, Fp8Form) else _codes_form(stored, k)
+
+
+def _codes_form(stored: CodesForm, k: int) -> Form:
+    group = SCALED if stored.group >= k else stored.group
+    if k % _CODES_INPUTS:
+        raise ValueError(f"4-bit weights of {k} inputs; they must be a multiple of {_CODES_INPUTS}")
+    if group < _LEAST_GROUP[stored.table] or (SCALED % group and group % SCALED):
+        raise ValueError(f"{stored.table.name} weights in groups of {group} inputs; 32, 64, 128 or all are supported")
+    if stored.zeros and stored.table is not Table.INT4:
+        raise ValueError(f"{stored.table.name} weights with zero points are not supported")
+    if stored.scale_dtype not in _SCALES:
+        raise ValueError(f"scales in {stored.scale_dtype}; {', '.join(_SCALES)} are supported")
+    return Form(_WEIGHTS[stored.table], _SCALES[stored.scale_dtype], min(group, SCALED), stored.zeros)
+
+
+def _fp8_form(stored: Fp8Form, n: int, k: int) -> Form:
+    rows, columns = stored.block
+    span = min(columns, k)
+    if k % _FP8_INPUTS or span % _FP8_INPUTS:
+        raise ValueError(f"FP8 weights of {k} inputs in blocks of {columns}; must be multiples of {_FP8_INPUTS}")
+    return Form(Weights.FP8, Scale.F32 if rows % GATE_HALF and rows < n else Scale.SHARED, span)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Packed weights of matrices [n, k], one behind the other: `form.words` 32-bit words; see csrc/weights.h.
+
+    Int8 weights have `scales` and `compensation`, [panels of all * 32], and codes `scales`.
+    """
+
+    words: PairArray
+    n: int
+    k: int
+    bias: Float32Array | None = None
+    scales: Float32Array | None = None
+    compensation: Int32Array | None = None
+    form: Form = BF16
+
+    @property
+    def int8(self) -> bool:
+        """Return True if the weights are int8."""
+        return self.form.weights is Weights.INT8
+
+    @staticmethod
+    def size(n: int, k: int, count: int = 1) -> int:
+        """Count the pairs of `count` bfloat16 matrices [n, k]."""
+        return Matrix.outputs(n, count) * k // 2
+
+    @staticmethod
+    def outputs(n: int, count: int = 1) -> int:
+        """Count the outputs of `count` matrices of n outputs, in whole panels."""
+        return count * ceil_div(n, PANEL) * PANEL
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Strips:
+    """Int8 activations: strips of quads, uint32 [rows * k / 4], and a scale per row, float32 [rows]."""
+
+    words: PairArray
+    scales: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStrips:
+    """Int8 activations with a scale per SCALED inputs, for codes: strips of quads, scales and sums.
+
+    `words` are uint32 [rows * `row_words`]. `span` and `offset` are those of the weights' form.
+    """
+
+    words: PairArray
+    span: int
+    offset: int
+
+    @staticmethod
+    def row_words(k: int, span: int) -> int:
+        """Count the words of a row of k inputs."""
+        return k // 4 + ceil_div(k, SCALED) + ceil_div(k, span)
+
+
+Strips = PairArray | Int8Strips | GroupStrips
+"""Activations that a GEMM reads: int8 if its weights are int8, either kind with codes, else bfloat16."""
+
+
+def activations(x: Strips) -> dict[str, Any]:
+    """Return the fields of Activations in csrc/ops.h."""
+    if isinstance(x, GroupStrips):
+        return {"inputs": Inputs.GROUPS, "sum_span": x.span, "offset": x.offset}
+    return {"inputs": Inputs.INT8 if isinstance(x, Int8Strips) else Inputs.BF16, "sum_span": 0, "offset": 0}
+
+
+def row_words(x: Strips, k: int) -> int:
+    """Count the words of a row of k inputs."""
+    if isinstance(x, GroupStrips):
+        return GroupStrips.row_words(k, x.span)
+    return k // 4 if isinstance(x, Int8Strips) else k // 2
+
+
+def multiplies(form: Form, x: Strips) -> bool:
+    """Return True if there is a GEMM of such weights and activations."""
+    if isinstance(x, GroupStrips):
+        return form.codes and (form.span, form.offset) == (x.span, x.offset)
+    return (form.weights is Weights.INT8) == isinstance(x, Int8Strips)
+
+
+def strips_for(form: Form, pairs: PairArray, int8: Int8Strips) -> Strips:
+    """Return the activations that weights of `form` multiply, in one of these two memories."""
+    if form.codes:
+        return GroupStrips(int8.words, form.span, form.offset)
+    return int8 if form.weights is Weights.INT8 else pairs
+
+
+def most_int8_words(k: int) -> int:
+    """Count the words that int8 strips of any form need for a row of k inputs."""
+    return GroupStrips.row_words(k, min(_LEAST_GROUP.values()))

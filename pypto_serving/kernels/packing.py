@@ -1,0 +1,118 @@
+"""Pack quantized weights on an engine's threads, from the layouts of checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.kernels.constants import GATE_HALF, PANEL
+from pypto_serving.kernels.engine import Engine
+from pypto_serving.kernels.forms import Matrix, packed_form
+from pypto_serving.types.arrays import Array, Float32Array, UInt8Array
+from pypto_serving.types.weights import Layout, StoredCodes, StoredFp8, StoredQuantized
+from pypto_serving.util import ceil_div
+
+MOST_ZERO = 16
+"""Largest zero point: 15, and 1 that GPTQ adds."""
+
+_NAN_E8M0 = 0xFF
+_SCALE_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E8M0": np.uint8}
+
+
+def pack_quantized(
+    engine: Engine, room: Matrix, stored: StoredQuantized, n: int, offset: int = 0, half: int | None = None
+) -> None:
+    """Pack a stored matrix of n rows into outputs `offset` on of `room`, or into half 0 (gate) or 1 (up) of each panel.
+
+    Raises ValueError where it is of another form than `room`, does not fit, or holds what its form may not, such as
+    not-a-number.
+    """
+    k = room.k
+    if packed_form(stored.form, n, k) != room.form:
+        raise ValueError(f"[{n}, {k}] of form {stored.form} does not go among weights of form {room.form}")
+    outputs = 2 * n if half is not None else offset + n
+    if offset % GATE_HALF or offset < 0 or n < 1 or half not in (None, 0, 1) or (half is not None and n % GATE_HALF):
+        raise ValueError(f"[{n}, {k}] does not go into half panels at output {offset}, half {half}")
+    if room.words.size < room.form.words(outputs, k):
+        raise ValueError(f"[{n}, {k}] does not go into {room.words.size} words at output {offset}")
+    if isinstance(stored, StoredFp8):
+        source, span, zeros, layout = stored.weights, min(stored.form.block[1], k), None, Layout.BYTES
+        scales: Array = _fp8_scales(stored, n, k)
+    else:
+        source, span, zeros, layout = stored.codes, min(stored.form.group, k), _zeros(stored, n, k), stored.layout
+        scales = _code_scales(stored, n, k)
+        _fill_factors(room, stored.factor, n, offset, half)
+    _check_bytes(source, layout, n, k)
+    refused = np.zeros(1, np.int64)
+    places: dict[str, Any] = (
+        {"offset": offset, "half": False} if half is None else {"offset": half * GATE_HALF, "half": True}
+    )
+    inputs = {"source": source, "scales": scales, "zero_points": zeros, "layout": layout, "stored_span": span}
+    engine._lib.pack_quantized(
+        engine._handle, out=room.words, **room.form.fields(), **inputs, n=n, k=k, **places, refused=refused
+    )
+    if refused[0]:
+        wrong = "is not a number" if isinstance(stored, StoredFp8) else "is not in [-8, 7]"
+        raise ValueError(f"a weight of output {refused[0] - 1} {wrong}")
+
+
+def _check_bytes(source: Array, layout: Layout, n: int, k: int) -> None:
+    size = n * k if layout is Layout.BYTES else n * k // 2
+    if source.nbytes != size:
+        raise ValueError(f"{source.nbytes} bytes are no [{n}, {k}] of {size}")
+    if layout in (Layout.GPTQ, Layout.AWQ) and n % 8:
+        raise ValueError(f"{n} outputs in layout {layout.name}; they must be a multiple of 8")
+
+
+def _fill_factors(room: Matrix, factor: float, n: int, offset: int, half: int | None) -> None:
+    """Write what all weights are multiplied by."""
+    if room.scales is None:
+        raise ValueError("a matrix of codes needs scales of its outputs")
+    value = np.float32(factor * room.form.unit)
+    if not np.isfinite(value):
+        raise ValueError(f"the factor of all weights is {factor}")
+    if half is None:
+        room.scales[offset : offset + n] = value
+    else:
+        room.scales[: 2 * n].reshape(-1, 2, PANEL // 2)[:, half] = value
+
+
+def _code_scales(stored: StoredCodes, n: int, k: int) -> Array:
+    scales, form = np.ascontiguousarray(stored.scales), stored.form
+    wanted = (n, ceil_div(k, min(form.group, k)))
+    if scales.shape != wanted or scales.dtype != _SCALE_DTYPES[form.scale_dtype]:
+        raise ValueError(f"scales must be {form.scale_dtype} {list(wanted)}, not {scales.dtype} {list(scales.shape)}")
+    if form.scale_dtype == "F8_E8M0":
+        finite = bool((scales != _NAN_E8M0).all())
+    elif form.scale_dtype == "BF16":
+        finite = bool(((scales & 0x7F80) != 0x7F80).all())
+    else:
+        finite = bool(np.isfinite(scales).all())
+    if not finite:
+        raise ValueError("a scale is not finite")
+    return scales
+
+
+def _zeros(stored: StoredCodes, n: int, k: int) -> UInt8Array | None:
+    if (stored.zeros is not None) != stored.form.zeros:
+        raise ValueError(f"zero points {'are missing' if stored.form.zeros else 'belong to no such form'}")
+    if stored.zeros is None:
+        return None
+    zeros, wanted = np.ascontiguousarray(stored.zeros), (n, ceil_div(k, min(stored.form.group, k)))
+    if zeros.shape != wanted or zeros.dtype != np.uint8:
+        raise ValueError(f"zero points must be uint8 {list(wanted)}, not {zeros.dtype} {list(zeros.shape)}")
+    if zeros.max(initial=0) > MOST_ZERO:
+        raise ValueError(f"a zero point is {zeros.max()}, more than {MOST_ZERO}")
+    return zeros
+
+
+def _fp8_scales(stored: StoredFp8, n: int, k: int) -> Float32Array:
+    """Return scales of each output [n, groups]."""
+    (rows, columns), scales = stored.form.block, stored.scales
+    wanted = (ceil_div(n, rows), ceil_div(k, columns))
+    if scales.shape != wanted or scales.dtype != np.float32:
+        raise ValueError(f"scales must be float32 {list(wanted)}, not {scales.dtype} {list(scales.shape)}")
+    if not np.isfinite(scales).all():
+        raise ValueError("a scale is not finite")
+    return np.ascontiguousarray(scales if rows == 1 else np.repeat(scales, min(rows, n), axis=0)[:n])

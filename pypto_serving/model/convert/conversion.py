@@ -1,0 +1,218 @@
+"""Convert a checkpoint file by file; a killed conversion resumes. Torch-free.
+
+A file gets its name when it is complete and on disk, and config.json comes last, so an unfinished conversion never
+looks like a checkpoint. The output depends on the source alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, Checkpoint
+from pypto_serving.model.convert.encodings import Encoding
+from pypto_serving.model.convert.files import STATE_FILE, as_json, claim, new_file, write
+from pypto_serving.model.convert.plan import Plan, Weight
+from pypto_serving.model.fields import read_json_file
+from pypto_serving.model.formats.dequantise import dequantised
+from pypto_serving.model.formats.eight_bits import Fp8
+from pypto_serving.model.formats.four_bits import Rows
+from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.registry import CONFIG_FILE, CheckpointConfig, read_config
+from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
+from pypto_serving.types.arrays import Array
+from pypto_serving.util import write_at
+
+_CHUNK = 1 << 18
+"""Elements converted at once by a thread: they stay in a cache."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor goes: bytes [begin, end) behind the header of its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def convert(source: Path, target: Path, encoding: Encoding, progress: Progress) -> None:
+    """Convert the checkpoint `source` to `encoding` in the folder `target`, or resume an unfinished conversion there.
+
+    Reports `progress("weights", bytes read, bytes in total)`. Raises ModelError, or ConfigError for a `target` that
+    cannot be used, in one line.
+    """
+    config, stored = read_config(source), Checkpoint.open(source)
+    try:
+        plan = config.family.plan_conversion(config.model, stored.tensors, encoding)
+        plan.check()
+    except ModelError as error:
+        raise ModelError(f"{source} cannot be converted: {error}") from None
+    stored.require(plan.expected, plan.ignores)
+    try:
+        with claim(source, target, encoding.name):
+            tensors = StoredTensors(source, progress)
+            tensors.require(plan.expected, plan.ignores)
+            _Conversion(config, target, tensors, plan).run()
+    except OSError as error:
+        reason = f"{error.filename or target}: {error.strerror}"
+        raise ModelError(
+            f"converting to {target} failed: {reason}; once that is mended, the same command goes on"
+        ) from None
+
+
+class _Conversion:
+    """Owns the files of `target`."""
+
+    def __init__(self, config: CheckpointConfig, target: Path, tensors: StoredTensors, plan: Plan) -> None:
+        self._config, self._source, self._target = config, Path(config.directory), target
+        self._tensors, self._plan = tensors, plan
+
+    def run(self) -> None:
+        files: dict[str, dict[str, Weight]] = {}
+        for name, weight in self._plan.weights.items():
+            files.setdefault(self._tensors[weight.tensors()[0]].file.name, {})[name] = weight
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            for file in sorted(files):
+                self._write_file(self._target / file, files[file], threads)
+        self._copy_other_files()
+        if list(files) != [SINGLE_FILE]:
+            write(self._target / INDEX_FILE, as_json(self._index(files)))
+        config = self._target_config()
+        self._verify(config)
+        write(self._target / CONFIG_FILE, as_json(config))
+
+    def _verify(self, config: dict[str, Any]) -> None:
+        """Raise ModelError unless the files hold what config.json will say."""
+        family, written = self._config.family, Checkpoint.open(self._target)
+        inventory = family.inventory(family.parse(config, str(self._target / CONFIG_FILE)), written.tensors)
+        written.require(inventory.expected(), inventory.ignores)
+
+    def _places(self, weights: Mapping[str, Weight]) -> dict[str, _Place]:
+        """Place tensors with the widest elements first, as safetensors does, so that all are aligned."""
+        kinds = {name: kind for weight in weights.items() for name, kind in self._kinds(*weight)}
+        places, end = {}, 0
+        for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-ITEM_BYTES[item[1][0]], item[0])):
+            begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+            places[name] = _Place(dtype, shape, begin, end)
+        return places
+
+    def _kinds(self, name: str, weight: Weight) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+        """Yield dtype and shape of the tensors that a weight becomes."""
+        if weight.encoding is None:
+            yield name, (weight.dtype or self._tensors[weight.source].dtype, weight.shape)
+            return
+        n, k = weight.shape
+        for tensor, wanted in weight.encoding.scheme.expected(name.removesuffix(".weight"), n, k).items():
+            dtype = weight.encoding.dtypes.get(tensor.rpartition(".")[2], wanted.dtypes[0])
+            yield tensor, (dtype, wanted.shape)
+
+    def _write_file(self, path: Path, weights: Mapping[str, Weight], threads: ThreadPoolExecutor) -> None:
+        """Write what `weights` become to `path`, unless the file exists: then it is complete."""
+        places = self._places(weights)
+        header = _header(places)
+        if path.exists():
+            for name, weight in weights.items():
+                self._count(name, weight)
+            return
+        with new_file(path, len(header) + max(place.end for place in places.values())) as file:
+            write_at(file.fileno(), header, 0)
+            for name, weight in weights.items():
+                convert_rows = self._writer(file.fileno(), len(header), name, weight, places)
+                rows, step = weight.shape[0], max(1, _CHUNK // math.prod(weight.shape[1:]))
+                _run_all(threads, [partial(convert_rows, at, min(rows, at + step)) for at in range(0, rows, step)])
+                self._count(name, weight)
+
+    def _writer(
+        self, file: int, start: int, name: str, weight: Weight, places: Mapping[str, _Place]
+    ) -> Callable[[int, int], None]:
+        """Return what converts rows [first, last) of a weight and writes them behind byte `start`."""
+        read, encoding, module = self._reader(weight), weight.encoding, name.removesuffix(".weight")
+
+        def put(tensor: str, values: Array, first: int) -> None:
+            offset = start + places[tensor].begin + first * (values.nbytes // len(values))
+            write_at(file, np.ascontiguousarray(values).data.cast("B"), offset)
+
+        def convert_rows(first: int, last: int) -> None:
+            values = read(first, last)
+            if encoding is None:
+                put(name, bfloat16(values) if values.dtype == np.float32 and weight.dtype else values, first)
+                return
+            if not np.isfinite(values).all():
+                raise ModelError(f"{self._source}: {weight.source} has numbers that are not finite")
+            for tensor, encoded in encoding.encode(values).items():
+                put(f"{module}.{tensor}", encoded, first)
+
+        if f"{module}.weight_shape" in places:
+            put(f"{module}.weight_shape", np.array(weight.shape, "<i8"), 0)
+        return convert_rows
+
+    def _reader(self, weight: Weight) -> Callable[[int, int], Array]:
+        """Return what reads rows [first, last) of a weight: in float32, or as stored if they are kept so."""
+        tensors, module = self._tensors, weight.source.removesuffix(".weight")
+        if isinstance(weight.scheme, Fp8 | Rows):
+            n, k = weight.shape
+            return partial(dequantised, weight.scheme.read(MatrixTensors(tensors, module), n, k))
+        tensor, width = tensors[weight.source], math.prod(weight.shape[1:])
+        if weight.encoding is None and weight.dtype in ("", tensor.dtype):
+            view = tensors.view(tensor)
+            return lambda first, last: view[first:last]
+        return lambda first, last: tensors.read(tensor, first * width, last * width).reshape(last - first, width)
+
+    def _count(self, name: str, weight: Weight) -> None:
+        """Count what a weight is made of as read, once where two are made of the same."""
+        if name == weight.source or weight.source not in self._plan.weights:
+            for tensor in weight.tensors():
+                self._tensors.forget(self._tensors[tensor])
+
+    def _copy_other_files(self) -> None:
+        """Copy all files but the weights: tokenizer, generation config, chat template and others."""
+        for file in sorted(self._source.iterdir()):
+            if file.is_file() and file.name not in (CONFIG_FILE, STATE_FILE) and not file.name.endswith(_WEIGHTS):
+                write(self._target / file.name, file.read_bytes())
+
+    def _index(self, files: Mapping[str, Mapping[str, Weight]]) -> dict[str, Any]:
+        places = {file: self._places(weights) for file, weights in files.items()}
+        total = sum(place.end - place.begin for of_file in places.values() for place in of_file.values())
+        weight_map = {name: file for file, of_file in places.items() for name in of_file}
+        return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+
+    def _target_config(self) -> dict[str, Any]:
+        config = read_json_file(self._source / CONFIG_FILE)
+        for key in [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]:
+            config[key] = "bfloat16"
+        return {key: value for key, value in (config | dict(self._plan.config)).items() if value is not None}
+
+
+def _run_all(threads: ThreadPoolExecutor, tasks: Sequence[Callable[[], None]]) -> None:
+    """Run all tasks. After a failure, start no other, and return once those that run have ended."""
+    futures = [threads.submit(task) for task in tasks]
+    try:
+        for future in futures:
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+
+
+def _header(places: Mapping[str, _Place]) -> bytes:
+    entries = {
+        name: {"dtype": place.dtype, "shape": place.shape, "data_offsets": [place.begin, place.end]}
+        for name, place in places.items()
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

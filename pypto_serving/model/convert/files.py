@@ -1,0 +1,103 @@
+"""The files of a conversion: a folder that one process owns, files that appear once complete. Torch-free."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pypto_serving.errors import ConfigError, ModelError
+from pypto_serving.model.fingerprint import checkpoint_state
+
+STATE_FILE = "unfinished-conversion.json"
+"""Names the source of an unfinished conversion; locked while a process converts."""
+
+
+@contextmanager
+def claim(source: Path, target: Path, format: str) -> Iterator[None]:
+    """Own `target` for the conversion of `source` to `format`; raises ConfigError where it holds anything else."""
+    identity, state = checkpoint_state(source).hex(), target / STATE_FILE
+    _make_target(target)
+    with _locked(target) as file:
+        what = as_json({"format": format, "source": identity})
+        # What a process that was killed at once left is empty.
+        if (found := file.read()) and found != what:
+            raise ConfigError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
+        file.seek(0)
+        file.write(what)
+        _flush(file)
+        yield
+        if checkpoint_state(source).hex() != identity:
+            (target / "config.json").unlink()
+            raise ModelError(f"{source} changed meanwhile; delete {target} and convert again")
+        state.unlink()
+
+
+def _make_target(target: Path) -> None:
+    """Make the folder `target`. Raises ConfigError if it holds anything but an unfinished conversion."""
+    advice = "give a folder that is empty or not there yet"
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"TARGET {target} is a file; {advice}")
+    if target.exists() and not (target / STATE_FILE).exists():
+        if (target / "config.json").exists():
+            raise ConfigError(f"TARGET {target} is a complete checkpoint already; {advice}")
+        if any(target.iterdir()):
+            raise ConfigError(f"TARGET {target} is not empty; {advice}")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or "it cannot be made").lower()
+        raise ConfigError(f"TARGET {target} cannot be made: {reason}; give another folder") from None
+
+
+@contextmanager
+def _locked(target: Path) -> Iterator[BinaryIO]:
+    """Open and lock the state file, which is made if missing. Raises ConfigError if another process has `target`."""
+    state = target / STATE_FILE
+    with os.fdopen(os.open(state, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"TARGET {target} is being written by another process") from None
+        if not (state.exists() and os.path.samestat(os.fstat(file.fileno()), state.stat())):
+            raise ConfigError(f"TARGET {target} was finished by another process just now")
+        yield file
+
+
+@contextmanager
+def new_file(path: Path, size: int) -> Iterator[BinaryIO]:
+    """Open a new file, allocate its `size` bytes, and name it `path` once all is written and on disk."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            if size:
+                os.posix_fallocate(file.fileno(), 0, size)
+            yield file
+            _flush(file)
+        part.rename(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write(path: Path, content: bytes) -> None:
+    with new_file(path, len(content)) as file:
+        file.write(content)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def as_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

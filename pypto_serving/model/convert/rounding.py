@@ -1,0 +1,103 @@
+"""Round rows of weights to few bits, without calibration data. Torch-free.
+
+The results depend on the weights alone: all sums are added in one order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pypto_serving.model.formats.bits import E2M1
+from pypto_serving.model.tensors import bfloat16
+from pypto_serving.types.arrays import BFloat16Array, Float32Array, UInt8Array
+
+INT4_LEVELS = (7.0, 7.5, 8.0, 8.75, 9.75, 11.0)
+"""Levels of int4 that the largest magnitude of a group is tried at; above 8 it is clipped, and the others get finer."""
+MXFP4_GROUP = 32
+_SMALLEST = np.finfo(np.float32).tiny
+"""Scales below it have no inverse in float32, and weights that small become 0."""
+_LARGEST_EXPONENT = 2
+"""That of 6, the largest 4-bit float."""
+
+
+def to_int8(rows: Float32Array) -> tuple[NDArray[np.int8], Float32Array]:
+    """Round rows [m, k], overwriting them, to codes [m, k] and scales [m, 1]; ties round to even."""
+    scales = _tops(rows)[:, None] / np.float32(127)
+    scales[scales == 0] = 1
+    codes = np.rint(np.divide(rows, scales, out=rows), out=rows)
+    return np.clip(codes, -127, 127, out=rows).astype(np.int8), scales
+
+
+def to_int4(rows: Float32Array, size: int) -> tuple[UInt8Array, BFloat16Array]:
+    """Round rows [m, k] to codes [m, k] of 0 to 15, which stand for -8 to 7, and scales [m, k / size] in bfloat16.
+
+    Each group gets the scale with the least squared error among some. For codes q of weights w the best scale is
+    w q / q q, and leaves the error w w - (w q)^2 / q q.
+    """
+    weights = _columns(rows, size)
+    tops, codes, products = np.abs(weights).max(axis=0), np.empty_like(weights), np.empty_like(weights)
+    best, scales = np.full_like(tops, -1), np.ones_like(tops)
+    for level in INT4_LEVELS:
+        _round_int4(weights, tops / np.float32(level), codes)
+        along = np.multiply(weights, codes, out=products).sum(axis=0)
+        across = np.multiply(codes, codes, out=products).sum(axis=0)
+        across[across == 0] = 1
+        scale = along / across
+        gain = scale * along
+        better = gain > best
+        best[better], scales[better] = gain[better], scale[better]
+    stored = bfloat16(scales)
+    _round_int4(weights, (stored.astype(np.uint32) << 16).view(np.float32), codes)
+    return _rows((codes + 8).astype(np.uint8), rows.shape), stored.reshape(len(rows), -1)
+
+
+def to_mxfp4(rows: Float32Array) -> tuple[UInt8Array, UInt8Array]:
+    """Round rows [m, k] to codes [m, k] of 4-bit floats and scales [m, k / 32], exponents with a bias of 127.
+
+    A group's scale makes its largest magnitude at least 4, and clips it above 6; or is twice that if the squared error
+    is less.
+    """
+    weights = _columns(rows, MXFP4_GROUP)
+    exponents = np.frexp(np.abs(weights).max(axis=0))[1] - 1 - _LARGEST_EXPONENT
+    fine, coarse = (_round_mxfp4(weights, exponents + more) for more in (0, 1))
+    use_coarse = coarse[2] < fine[2]
+    codes = np.where(use_coarse, coarse[0], fine[0])
+    scales = np.where(use_coarse, coarse[1], fine[1])
+    return _rows(codes, rows.shape), scales.reshape(len(rows), -1)
+
+
+def _tops(rows: Float32Array) -> Float32Array:
+    """Return the largest magnitude of each row."""
+    tops: Float32Array = np.maximum(rows.max(axis=1), -rows.min(axis=1))
+    return tops
+
+
+def _columns(rows: Float32Array, size: int) -> Float32Array:
+    """Copy rows [m, k] to [size, groups]: groups side by side, so that loops run over many of them."""
+    return np.ascontiguousarray(rows.reshape(-1, size).T)
+
+
+def _rows(codes: UInt8Array, shape: tuple[int, ...]) -> UInt8Array:
+    return np.ascontiguousarray(codes.T).reshape(shape)
+
+
+def _round_int4(weights: Float32Array, scales: Float32Array, codes: Float32Array) -> None:
+    """Write the codes -8 to 7 of groups [size, m]."""
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales >= _SMALLEST)
+    np.multiply(weights, inverse, out=codes)
+    np.clip(np.rint(codes, out=codes), -8, 7, out=codes)
+
+
+def _round_mxfp4(weights: Float32Array, exponents: NDArray[np.int32]) -> tuple[UInt8Array, UInt8Array, Float32Array]:
+    """Return codes, biased exponents and squared errors of groups [32, m]."""
+    biased = np.clip(exponents + 127, 0, 254)
+    magnitudes = np.minimum(np.abs(np.ldexp(weights, 127 - biased)), np.float32(6))
+    # From 1 on a code has the two lowest bits of the exponent and one of the mantissa; below 1, steps of a half.
+    bits = magnitudes.view(np.uint32)
+    rounded = (bits + 0x1FFFFF + (bits >> 22 & 1)) >> 22
+    halves = np.rint(2 * magnitudes).astype(np.uint8)
+    codes = np.where(magnitudes < 1, halves, (rounded - np.uint32(252)).astype(np.uint8))
+    codes |= np.signbit(weights).astype(np.uint8) << 3
+    errors = np.ldexp(E2M1[codes], biased - 127) - weights
+    return codes, biased.astype(np.uint8), np.multiply(errors, errors, out=errors).sum(axis=0)

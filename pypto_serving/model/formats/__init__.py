@@ -1,0 +1,1 @@
+"""How released checkpoints store quantised weights: their sections of config.json, their tensors, their values."""

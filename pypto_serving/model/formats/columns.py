@@ -1,0 +1,84 @@
+"""Weights of 4 bits by columns: GPTQ and AWQ, int4 packed into words of 32 bits. Torch-free.
+
+    GPTQ  qweight [k / 8, n]: bits 4 i of word [r, c] hold input 8 r + i of output c
+    AWQ   qweight [k, n / 8]: bits 4 i of word [r, c] hold input r of output 8 c + AWQ_ORDER[i]
+
+Both have scales [groups, n] and zero points [groups, n / 8], packed along outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pypto_serving.kernels.constants import SCALED
+from pypto_serving.model.checkpoint import FLOATS, Expected
+from pypto_serving.model.formats.bits import AWQ_ORDER, nibbles
+from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.formats.schemes import groups_in
+from pypto_serving.types.arrays import UInt8Array
+from pypto_serving.types.weights import CodesForm, Layout, StoredCodes, Table
+from pypto_serving.util import ceil_div
+
+_WORD = 8
+_CENTRE = 8
+"""The zero point of symmetric weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """int4 by columns; a group of 0 stands for all inputs.
+
+    zeros: zero points differ; else all are 8.
+    offset: added to stored zero points, 1 in version 1 of GPTQ.
+    """
+
+    layout: Layout
+    group: int
+    zeros: bool
+    offset: int = 0
+
+    @property
+    def name(self) -> str:
+        name = f"int4 g{self.group}" if self.group else "int4 per output"
+        return f"{name} with zero points" if self.zeros else name
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return ("g_idx", "bias") if self.layout == Layout.GPTQ else ("bias",)
+
+    def expected(self, module: str, n: int, k: int) -> dict[str, Expected]:
+        groups = groups_in(module, k, self.group, self.name)
+        words = (k // _WORD, n) if self.layout == Layout.GPTQ else (k, n // _WORD)
+        tensors = {
+            "qweight": Expected(words, ("I32",)),
+            "qzeros": Expected((groups, -(-n // _WORD)), ("I32",)),
+            "scales": Expected((groups, n), FLOATS, "F16"),
+        }
+        return {f"{module}.{name}": wanted for name, wanted in tensors.items()}
+
+    def packed_bytes(self, n: int, k: int) -> int:
+        return n * (k // 2 + ceil_div(k, min(self.group or k, SCALED)) * (2 + self.zeros))
+
+    def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
+        tensors.require_order("g_idx", self.group or k)
+        if tensors.is_surplus("bias") and tensors.float32("bias").any():
+            tensors.refuse("bias", "is not zero, but config.json gives the model no biases")
+        scales = np.ascontiguousarray(tensors.scales("scales").T)
+        zeros = self._zeros(tensors, n)
+        form = CodesForm(Table.INT4, self.group or k, tensors.dtype("scales"), self.zeros)
+        return StoredCodes(form, self.layout, tensors.view("qweight"), scales, zeros, 1.0)
+
+    def _zeros(self, tensors: MatrixTensors, n: int) -> UInt8Array | None:
+        """Unpack zero points to [n, groups]; None for symmetric weights."""
+        zeros = nibbles(tensors.view("qzeros"))
+        if self.layout == Layout.AWQ:
+            zeros = zeros.reshape(len(zeros), -1, _WORD)[:, :, np.argsort(AWQ_ORDER)].reshape(len(zeros), -1)
+        zeros = np.ascontiguousarray((zeros[:, :n] + np.uint8(self.offset)).T)
+        if self.zeros:
+            return zeros
+        odd = zeros[zeros != _CENTRE]
+        if len(odd):
+            tensors.refuse("qzeros", f"has zero point {odd[0]}, but sym is true, which makes all {_CENTRE}")
+        return None

@@ -1,0 +1,52 @@
+"""How all matrices of a checkpoint are stored: rules by module. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pypto_serving.model.fields import Fields
+from pypto_serving.model.formats.modules import Modules
+from pypto_serving.model.formats.schemes import PLAIN, Scheme
+
+SECTION = "quantization_config"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Stores `modules` as one of `schemes`; which one, files tell."""
+
+    modules: Modules
+    schemes: tuple[Scheme, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Rules for linear layers: the first that has a module counts; layers without a rule are not quantised."""
+
+    rules: tuple[Rule, ...]
+
+    def schemes(self, module: str) -> tuple[Scheme, ...]:
+        """Return the ways in which a module may be stored, the likeliest first."""
+        found = next((rule.schemes for rule in self.rules if module in rule.modules), ())
+        return (*found, PLAIN)
+
+
+def require(fields: Fields, key: str, wanted: tuple[Any, ...], path: str = "", why: str = "") -> Any:
+    """Return the value of `key`. Raises ModelError naming it unless it is one of `wanted`, or absent and None is."""
+    found = fields.get(key)
+    same = any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in wanted)
+    shown = " or ".join("absent" if value is None else _shown(value) for value in wanted)
+    fields.require(same, f"{SECTION}.{path}{key}", found, f"{shown}{why and f': {why}'}")
+    return found
+
+
+def refuse(fields: Fields, keys: tuple[str, ...], path: str = "") -> None:
+    """Raise ModelError naming one of `keys` that is there and not empty."""
+    for key in keys:
+        found = fields.get(key)
+        fields.require(not found, f"{SECTION}.{path}{key}", found, "absent: it is not supported")
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,98 @@
+"""The matrices of a checkpoint that one packed matrix is made of. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from pypto_serving.errors import ModelError
+from pypto_serving.kernels import BF16, INT8, PANEL, Engine, Form, Matrix, Stored, pack_quantized, packed_form
+from pypto_serving.model import checkpoint
+from pypto_serving.model.checkpoint import StoredTensor
+from pypto_serving.model.formats.eight_bits import scale_name
+from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.formats.schemes import Coded
+from pypto_serving.model.tensors import StoredTensors
+
+_STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16}
+
+
+class Part(Protocol):
+    """A stored matrix [n, k]: its tensors, and the form in which it is packed."""
+
+    n: int
+    k: int
+    tensors: list[StoredTensor]
+    form: Form
+
+    def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
+        """Pack into outputs `offset` on of `room`, or into half 0 (gate) or 1 (up) of each panel."""
+
+
+class PlainPart:
+    """bfloat16, float16 or float32, packed in bfloat16."""
+
+    def __init__(self, stored: StoredTensors, module: str) -> None:
+        self._stored, tensor = stored, stored[f"{module}.weight"]
+        (self.n, self.k), self.tensors, self.form = tensor.shape, [tensor], BF16
+
+    def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
+        _pack(engine, room, self._stored, self.tensors[0], _STORED[self.tensors[0].dtype], offset, half)
+
+
+class Int8Part:
+    """int8 with a scale per output."""
+
+    def __init__(self, stored: StoredTensors, module: str) -> None:
+        self._stored, tensor = stored, stored[f"{module}.weight"]
+        (self.n, self.k), self.form = tensor.shape, INT8
+        self.tensors = [tensor, stored[scale_name(tensor.name)]]
+
+    def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
+        weights, scales = self.tensors
+        _pack(engine, room, self._stored, weights, Stored.I8, offset, half)
+        values = self._stored.read(scales, 0, self.n)
+        assert room.scales is not None
+        if half is None:
+            room.scales[offset : offset + self.n] = values
+        else:
+            room.scales[: 2 * self.n].reshape(-1, 2, PANEL // 2)[:, half] = values.reshape(-1, PANEL // 2)
+
+
+class CodedPart:
+    """Codes of 4 bits or FP8."""
+
+    def __init__(self, stored: StoredTensors, module: str, scheme: Coded, n: int, k: int) -> None:
+        self._module, self.n, self.k = module, n, k
+        self.tensors = [stored[name] for name in scheme.expected(module, n, k)]
+        self._matrix = scheme.read(MatrixTensors(stored, module), n, k)
+        try:
+            self.form = packed_form(self._matrix.form, n, k)
+        except ValueError as error:
+            raise ModelError(f"{module}: {error}") from None
+
+    def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
+        try:
+            pack_quantized(engine, room, self._matrix, self.n, offset, half)
+        except ValueError as error:
+            raise ModelError(f"{self.tensors[0].file}: {self._module}: {error}") from None
+
+
+def part_of(stored: StoredTensors, module: str, scheme: Coded | None, shape: Sequence[int]) -> Part:
+    """Return the matrix of a module that is stored by `scheme`; of its dtype where that is None."""
+    if scheme is not None:
+        return CodedPart(stored, module, scheme, shape[0], shape[1])
+    return (Int8Part if stored[f"{module}.weight"].dtype == checkpoint.INT8 else PlainPart)(stored, module)
+
+
+def _pack(
+    engine: Engine, room: Matrix, stored: StoredTensors, tensor: StoredTensor, of: Stored, offset: int, half: int | None
+) -> None:
+    source = np.frombuffer(stored.map(tensor), np.uint8, tensor.num_bytes, tensor.begin)
+    n, k = tensor.shape
+    if half is None:
+        engine.pack(room.words, source, of, n, k, offset, room.compensation)
+    else:
+        engine.pack_gate_up(room.words, source, of, n, k, half, room.compensation)

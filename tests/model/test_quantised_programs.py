@@ -1,0 +1,98 @@
+"""Programs with quantised weights of every format: what they compute, and that it does not depend on company."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from pypto_serving.errors import ModelError
+from pypto_serving.kernels import runnable
+from tests.checkpoints import make_checkpoint
+from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
+from tests.model.sequences import Array, Sequences, load_program
+from tests.quantised import FORMATS, quantise
+
+pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+
+WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "moe_intermediate_size": 128}
+CODED = sorted(set(FORMATS) - {"w8a8"})
+CODES_ERROR, FP8_ERROR = 0.05, 0.02
+"""Of logits, rms, relative: rounding activations to int8 per 128 inputs, and to bfloat16."""
+
+
+def made(path: Path, format: str, kind: str = "qwen3") -> tuple[Path, Path]:
+    """A quantised checkpoint, and one in float32 with the weights that it stands for."""
+    both = [make_checkpoint(path / name, kind, **WIDE) for name in (format, "float32")]
+    means, file = quantise(both[0], format), both[1] / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {f"{module}.weight": mean.float() for module, mean in means.items()}, file, {"format": "pt"})
+    return both[0], both[1]
+
+
+def logits(program: Any, tokens: Array = TOKENS[:60]) -> Array:
+    sequences = Sequences(program)
+    sequence = sequences.add(tokens)
+    sequences.step([(sequence, len(tokens))], everywhere=True)
+    return np.stack([sequence.logits[i] for i in range(len(tokens))])
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [*((format, "qwen3") for format in CODED), *((format, "qwen3_moe") for format in ("awq", "nvfp4", "blocks_e8m0"))],
+)
+def test_logits_are_those_of_the_values(tmp_path: Path, format: str, kind: str) -> None:
+    quantised, plain = made(tmp_path, format, kind)
+    wanted = logits(load_program(plain, "float32"))
+    found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]))
+    errors = np.sqrt(((found - wanted) ** 2).mean(1) / (wanted**2).mean(1))
+    error = float(np.median(errors))  # near a tie, experts change
+    assert error < (FP8_ERROR if "fp8" in FORMATS[format].name else CODES_ERROR), error
+
+
+def alone(program: Any) -> dict[int, Array]:
+    sequence = (sequences := Sequences(program)).add(TOKENS)
+    sequences.run(sequence, [PROMPT, *[1] * OUTPUT])
+    return {position: row for position, row in sequence.logits.items() if position >= PROMPT - 1}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("format", ["awq", "nvfp4", "blocks_f32"])
+def test_chunks_neighbours_and_threads(tmp_path: Path, format: str, kind: str) -> None:
+    quantised, _ = made(tmp_path, format, kind)
+    program, other = (
+        load_program(quantised, "bfloat16", 900, threads=threads, kernels=runnable()[0]) for threads in (1, 3)
+    )
+    wanted = alone(program)
+    assert_same(alone(other), wanted)
+    assert_same(run_among_others(program, 36, [100, 1, 30, 128, 16, *[1] * OUTPUT], seed=2), wanted)
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def test_what_has_no_kernel_names_the_matrix(tmp_path: Path) -> None:
+    """A width that is not whole lines of codes."""
+    path = make_checkpoint(tmp_path / "odd", **WIDE | {"intermediate_size": 48})
+    quantise(path, "gptq_v2")
+    with pytest.raises(ModelError, match=r"mlp\.down_proj: .* multiple of 32"):
+        load_program(path, "bfloat16", kernels=runnable()[0])
+
+
+def test_a_packed_file_knows_the_form(tmp_path: Path) -> None:
+    """It is found again, and another form of the same tensors is not taken for it."""
+    quantised, _ = made(tmp_path, "awq")
+    folder = str(tmp_path / "packed")
+    first = load_program(quantised, "bfloat16", kernels=runnable()[0], packed_cache=folder)
+    wanted = logits(first)
+    second = load_program(quantised, "bfloat16", kernels=runnable()[0], packed_cache=folder)
+    assert np.array_equal(logits(second), wanted)
+    assert json.loads((quantised / "config.json").read_text())["quantization_config"]
