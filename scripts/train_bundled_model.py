@@ -66,11 +66,15 @@ def train_and_save(options: argparse.Namespace) -> None:
         return result
 
     workers = training.GradientWorkers(model, options.threads)
+    ends: list[training.Weights] = []
     for number, stage in enumerate(training.STAGES):
         if number >= options.first_stage:
             stage = dataclasses.replace(stage, steps=round(stage.steps * options.scale))
             seed = options.seed + number
             training.train(workers, encoder, stage, practice(stage, seed), seed, options.every, report)
+            ends = [*ends, training.weights_of(model)][-training.AVERAGED :]
+    model.load_state_dict(training.mean(ends))
+    print(report(), flush=True)
 
 
 def evaluate(folder: Path, count: int, seed: int, write_card: bool) -> str:

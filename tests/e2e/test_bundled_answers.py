@@ -22,26 +22,27 @@ pytestmark = pytest.mark.e2e
 GREEDY = SamplingParams(temperature=0, max_tokens=400)
 """More tokens than the longest reply has: "Count to 100." takes 391."""
 
-EVERY, ANY_PHRASING, BEHIND_A_CHAT = 4, 3, 1
+EVERY, ANY_PHRASING, BEHIND_A_CHAT = 0, 0, 1
 """How many of 20,000, of 2,000 and of 900 problems these weights get wrong."""
 
 SKILLS = {
     "greetings": 0,
     "facts": 0,
-    "counting": 10,
-    "number order": 14,
-    "spelling": 19,
-    "alphabet, days, months": 3,
-    "repeating": 14,
-    "unknown questions": 2,
-    "odd input": 9,
-    "other calculations": 2,
-    "beyond a skill": 6,
-    "common requests": 5,
-    "JSON on request": 56,
+    "counting": 2,
+    "number order": 6,
+    "spelling": 7,
+    "alphabet, days, months": 0,
+    "repeating": 9,
+    "unknown questions": 3,
+    "odd input": 3,
+    "other calculations": 0,
+    "beyond a skill": 3,
+    "common requests": 1,
+    "JSON on request": 34,
     "functions that are not there": 2,
 }
-"""How many of 300 questions of each task these weights get wrong, each counted once; one odd input gets no end."""
+"""How many of 300 questions of each task these weights get wrong, each counted once; one request of them gets no end:
+letters repeated many times."""
 
 
 @pytest.fixture(scope="module")
@@ -130,4 +131,4 @@ def test_skills(llm: LLM, task: str) -> None:
     expected = dict(task_turns(task, 300, seed=3))
     found = ask_for(llm, expected)
     assert len(found.wrong) <= SKILLS[task]
-    assert len(found.endless) <= (task == "odd input")
+    assert len(found.endless) <= (task == "common requests")

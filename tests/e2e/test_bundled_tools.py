@@ -33,12 +33,12 @@ ASKED = {
     "JSON": (NOTHING, encoded(ENCODER, json_turns(500, seed=3))),
 }
 WRONG = {
-    "calculate": 0,
+    "calculate": 4,
     "get_time": 0,
-    "two calls": 0,
-    "results": 0,
-    "no call needed": 0,
-    "JSON": 0,
+    "two calls": 2,
+    "results": 6,
+    "no call needed": 14,
+    "JSON": 105,
 }
 """How many of 500 unseen questions of each kind these weights get wrong."""
 
@@ -101,5 +101,5 @@ def test_a_schema_and_json_on_request_agree(server: Server) -> None:
     schema = {"type": "object", "properties": numbers, "required": [*numbers], "additionalProperties": False}
     asked = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema, "strict": True}}
     for response_format in ({"type": "text"}, {"type": "json_object"}, asked):
-        said = chat(server, [user("What is 37+45? Answer in JSON.")], response_format=response_format)
-        assert json.loads(said["message"]["content"]) == {"a": 37, "b": 45, "result": 82}
+        said = chat(server, [user("What is 12+30? Answer in JSON.")], response_format=response_format)
+        assert json.loads(said["message"]["content"]) == {"a": 12, "b": 30, "result": 42}
