@@ -38,8 +38,8 @@ The seed fixes the data and the first weights, and threads do not change the res
 versions may. A new run is meant to give an equivalent model and not the same bytes, and that has not been checked.
 These weights went through the stages one after the other while data and code were being settled: each later stage
 saw more kinds of questions than those before it, stages 4 and 5 were planned with 800 steps each, stage 7 was cut off
-after 300 of its 450 steps, stages 4 to 7 looked for what goes badly in all phrasings, and those from the eighth on followed
-a clock instead of counting their steps. The weights are the mean of those after the last three stages.
+after 300 of its 450 steps, stages 4 to 7 looked for what goes badly in all phrasings, and those from the eighth on
+followed a clock instead of counting their steps. The weights are the mean of those after the last three stages.
 
 ## Functions and JSON
 

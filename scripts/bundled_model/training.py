@@ -32,7 +32,7 @@ MIXED = {64: 3, 128: 5, 256: 2, 512: 1, 1024: 1, 2048: 2, 4096: 0.5}
 MOSTLY_SHORT = {64: 3, 128: 5, 256: 2.5, 512: 1, 1024: 1, 2048: 1.5, 4096: 0.4}
 FOR_TOOLS = {128: 3, 256: 4, 512: 2, 1024: 0.7, 2048: 0.6, 4096: 0.1}
 AVERAGED = 3
-"""How many of the last stages are averaged. Their means are right where each is wrong now and then (arXiv:2203.05482)."""
+"""How many of the last stages are averaged: the mean is right where each is wrong now and then (arXiv:2203.05482)."""
 Weights = dict[str, torch.Tensor]
 TWO_FORMS = ("What is {a}{o}{b}?", "{a}{o}{b}")
 
