@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -256,3 +257,19 @@ def test_a_grammar_without_a_copy_gets_a_503_and_is_good_when_it_comes_again(
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable"), response.text
     reader.rlimit(psutil.RLIMIT_NOFILE, limits)
     assert guided(server, guided_regex="no copy").status_code == 200
+
+
+def test_a_server_that_ends_waits_for_no_grammar(caplog: pytest.LogCaptureFixture, checkpoint: Path) -> None:
+    server = RunningServer(new_engine(Tokenizer.load(checkpoint)), load_serving_config(checkpoint))
+    assert guided(server, guided_regex="first").status_code == 200
+    quick = lanes_of(server)[0]
+    assert quick.process._child is not None
+    os.kill(quick.process._child.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as other:
+        waits = other.submit(guided, server, guided_regex="a")
+        server.wait_for(lambda: quick.turns.taken)
+        server.call(server.server.stop)
+        response = waits.result(WAIT_S)
+    server.stop()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable"), response.text
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
