@@ -276,7 +276,6 @@ def test_a_copy_that_is_killed_costs_no_request(checkpoint: Path, tokenizer: Tok
         await reader.start()
         reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
         process = psutil.Process((await in_work(reader)).pid)
-        assert process.num_threads() == 1, "a process with threads makes no safe copies"
         process.children()[0].kill()
         assert list((await reading).prompts[0].token_ids) == [1]
         await reader.close()
