@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -187,13 +187,22 @@ class Child:
     them, and until then they wait. Raises OSError if it cannot be started.
     """
 
-    def __init__(self, module: str, start: msgspec.Struct, *ends: socket.socket, shared: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        start: msgspec.Struct,
+        *ends: socket.socket,
+        shared: tuple[int, ...] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables` are added to the environment."""
+        environment = {**os.environ, **(variables or {})}
         self.pipe, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(end.fileno() for end in ends), *shared]
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         try:
             with terminal_signals_held():
-                self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+                self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environment)
         except OSError:
             self.pipe.close()
             raise
@@ -260,7 +269,9 @@ class Parent(Generic[T]):
     def __init__(self, fd: int, start_type: type[T], watches: bool = True) -> None:
         self._pipe = socket.socket(fileno=fd)
         self._stream = self._pipe.makefile("rb")
-        self.start: T = msgspec.json.decode(self._stream.readline(), type=start_type)
+        if not (line := self._stream.readline()).endswith(b"\n"):
+            sys.exit()  # the parent ended meanwhile
+        self.start: T = msgspec.json.decode(line, type=start_type)
         ignore_terminal_signals()
         die_with_parent()
         if watches:

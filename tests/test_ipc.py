@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.ipc import FRAME_BYTES, Child, SocketChannel
+from pypto_serving.ipc import FRAME_BYTES, Child, Parent, SocketChannel
 
 
 class Text(msgspec.Struct, frozen=True, tag="text"):
@@ -141,3 +143,14 @@ def test_a_child_outlives_terminal_signals_from_its_first_line_on(
     child = Child("raising", Text("start"))
     assert (child.end(patience_s=30), capfd.readouterr().err) == (7, "")
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"text": "x'])
+def test_a_child_whose_parent_ends_before_it_starts_ends_in_silence(sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(sent)
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(SystemExit) as ended:
+            Parent(os.dup(theirs.fileno()), Text)
+    assert ended.value.code is None

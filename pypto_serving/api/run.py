@@ -106,6 +106,7 @@ class ApiServer:
     async def _drain_then_exit(self) -> None:
         try:
             await asyncio.wait_for(self._service.admission.wait_idle(), self._drain_timeout_s)
+            await self._reading.close()
             self._server.exit()
         except TimeoutError:
             left = counted(self._service.admission.in_flight, "request")

@@ -9,10 +9,12 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import psutil
 import pytest
 
 from pypto_serving.api.reading import grammars, known, process
@@ -21,7 +23,7 @@ from pypto_serving.api.reading.grammars import COMPILE_S, LANES_S, Grammars
 from pypto_serving.api.reading.lane import Client, Lane
 from pypto_serving.api.reading.loop import apart
 from pypto_serving.api.reading.process import ReaderProcess
-from pypto_serving.api.reading.wire import Compiles, Ended
+from pypto_serving.api.reading.wire import Busy, Compiles, Ended
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import RequestError
@@ -150,7 +152,9 @@ def test_a_busy_machine_is_not_the_fault_of_a_grammar_or_body(
     assert guided(server, guided_regex="idle").status_code == 200
     for reader, path, body in requests:
         assert reader._child is not None
-        os.kill(reader._child.pid, signal.SIGSTOP)
+        at_work = psutil.Process(reader._child.pid)
+        for each in (at_work, *at_work.children()):
+            each.suspend()
         with monkeypatch.context() as impatient:
             impatient.setattr(process, "PATIENCE", 0)
             impatient.setattr(process, "PATIENCE_S", 0.05)
@@ -223,3 +227,61 @@ ENDS = {
 def test_a_copy_that_ends_says_how(name: str) -> None:
     answer, code = ENDS[name]
     assert msgspec.msgpack.decode(apart(answer, 0, b"", 0.05), type=Ended) == Ended(code)
+
+
+@pytest.mark.parametrize("name", ["pipe", "fork"])
+def test_too_few_processes_or_files_for_a_copy_are_no_fault_of_the_grammar(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, name, fail)
+    before = psutil.Process().num_fds()
+    said = msgspec.msgpack.decode(apart(ENDS["exits"][0], 0, b"", 0.05), type=Busy)
+    assert "Resource temporarily unavailable" in said.reason
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_grammar_without_a_copy_gets_a_503_and_is_good_when_it_comes_again(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert guided(server, guided_regex="idle").status_code == 200
+    quick = lanes_of(server)[0].process
+    assert quick._child is not None
+    reader = psutil.Process(quick._child.pid)
+    limits = reader.rlimit(psutil.RLIMIT_NOFILE)
+    reader.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+    response = guided(server, guided_regex="no copy")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable"), response.text
+    reader.rlimit(psutil.RLIMIT_NOFILE, limits)
+    assert guided(server, guided_regex="no copy").status_code == 200
+
+
+def test_a_server_that_ends_waits_for_no_grammar(caplog: pytest.LogCaptureFixture, checkpoint: Path) -> None:
+    server = RunningServer(new_engine(Tokenizer.load(checkpoint)), load_serving_config(checkpoint))
+    assert guided(server, guided_regex="first").status_code == 200
+    quick = lanes_of(server)[0]
+    assert quick.process._child is not None
+    os.kill(quick.process._child.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as other:
+        waits = other.submit(guided, server, guided_regex="a")
+        server.wait_for(lambda: quick.turns.taken)
+        server.call(server.server.stop)
+        response = waits.result(WAIT_S)
+    server.stop()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable"), response.text
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+def test_a_reader_that_makes_copies_has_no_threads() -> None:
+    """Not even those that numpy starts when it is imported, and that end with the first copy."""
+
+    async def scenario() -> None:
+        reader = Lane(COMPILE_S, 99).process
+        await reader.ensure()
+        assert reader._child is not None
+        assert psutil.Process(reader._child.pid).num_threads() == 1
+        await reader.close()
+
+    asyncio.run(scenario())

@@ -31,6 +31,7 @@ from pypto_serving.api.reading.wire import Fault
 from pypto_serving.api.settings import load_serving_config
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.errors import QueueFullError, RequestError, UnavailableError
+from pypto_serving.ipc import Child
 from tests.api.bad_bodies import BAD_CHATS, BAD_COMPLETIONS, HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
@@ -90,17 +91,25 @@ def test_a_template_that_does_not_end_costs_its_own_chat_only(
 
 
 def test_a_chat_that_takes_long_does_not_hold_up_others(hostile: RunningServer) -> None:
-    """Others are read while it is, as long as it takes."""
-    slow: BodyProcess = hostile.app.state.reading._slow
-    with ThreadPoolExecutor(1) as other:
-        long = other.submit(hostile.post, CHAT, chat("loops"))
+    """They wait until the quick reader gives it up, but for no start of a process."""
+    quick, slow = hostile.app.state.reading._quick, hostile.app.state.reading._slow
+    assert hostile.post(CHAT, chat("hello")).status_code == 200
+    reader = quick.process._child
+    with ThreadPoolExecutor(2) as others:
+        long = others.submit(hostile.post, CHAT, chat("loops"))
+        hostile.wait_for(lambda: quick.turns.taken)
+        beside = others.submit(hostile.post, CHAT, chat("hello"))
         hostile.wait_for(lambda: slow.turns.taken)
         for _ in range(3):
             assert hostile.post(CHAT, chat("hello")).status_code == 200
+        assert beside.result(WAIT_S).status_code == 200
         assert slow.turns.taken and not long.done()
-        hostile.wait_for(lambda: slow.process._output)  # it has started
-        assert slow.process._child is not None
-        os.kill(slow.process._child.pid, signal.SIGKILL)
+        assert quick.process._child is reader and reader.process.poll() is None, "only its copy ends"
+        for _ in range(2):
+            hostile.wait_for(lambda: slow.process._output)  # it has started
+            killed = slow.process._child
+            os.kill(killed.pid, signal.SIGKILL)
+            hostile.wait_for(lambda killed=killed: slow.process._child is not killed)
         assert long.result(WAIT_S).status_code == 500
 
 
@@ -161,6 +170,20 @@ def test_an_error_of_ours_reaches_the_log_of_the_api_process() -> None:
     assert "ZeroDivisionError: b'x'" in fault.traceback
 
 
+def test_a_panic_of_native_code_reaches_it_too() -> None:
+    """It is no Exception."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic(kind: int, raw: bytes) -> msgspec.Struct:
+        raise Panic(raw)
+
+    fault = guarded(panic, 1, b"x")
+    assert isinstance(fault, Fault)
+    assert "Panic: b'x'" in fault.traceback
+
+
 def test_parameters_come_from_a_reader_once(roomy: RunningServer) -> None:
     """However many prompts there are; and the core gets no stop strings."""
     stops = [f"{i:04}" + "s" * 1000 for i in range(16)]
@@ -198,33 +221,83 @@ def test_a_client_that_leaves_takes_no_turn_and_gets_nobody_elses_answer(
     asyncio.run(scenario())
 
 
+async def in_work(reader: BodyProcess) -> Child:
+    """The process that a body is being written to."""
+    while reader.process._output is None or not reader.process._output.transport.get_write_buffer_size():
+        await asyncio.sleep(0)
+    assert reader.process._child is not None
+    return reader.process._child
+
+
 @pytest.mark.parametrize(
-    ("number", "words"), [(signal.SIGKILL, "ended unexpectedly"), (signal.SIGABRT, "too much memory")]
+    ("number", "times", "words"),
+    [
+        (signal.SIGKILL, 1, None),
+        (signal.SIGKILL, 2, "ended unexpectedly"),
+        (signal.SIGABRT, 1, "too much memory"),
+    ],
 )
-def test_a_reader_that_dies_costs_one_request_and_is_replaced(
-    checkpoint: Path, tokenizer: Tokenizer, number: signal.Signals, words: str
+def test_a_reader_that_dies_costs_one_request_at_most_and_is_replaced(
+    checkpoint: Path, tokenizer: Tokenizer, number: signal.Signals, times: int, words: str | None
 ) -> None:
+    """A body whose reader was killed, which may be nobody's fault, is read once more."""
+
     async def scenario() -> None:
         reader = new_reader(checkpoint, tokenizer)
         await reader.start()
-        assert reader.process._child is not None
-        assert Path(f"/proc/{reader.process._child.pid}/oom_score_adj").read_text() == "1000\n", (
-            "it must be the first to go"
-        )
         reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
-        assert reader.process._output is not None
-        while not reader.process._output.transport.get_write_buffer_size():
-            await asyncio.sleep(0)
-        os.kill(reader.process._child.pid, number)
-        with pytest.raises(RequestError, match=words):
-            await reading
+        for _ in range(times):
+            child = await in_work(reader)
+            score = Path(f"/proc/{child.pid}/oom_score_adj").read_text()
+            assert score == "1000\n", "it must be the first to go"
+            os.kill(child.pid, number)
+            while reader.process._child is child:
+                await asyncio.sleep(0)
+        if words is None:
+            assert list((await reading).prompts[0].token_ids) == [1]
+        else:
+            with pytest.raises(RequestError, match=words):
+                await reading
         assert list((await reader.read("completions", completion([2]), WAIT_S)).prompts[0].token_ids) == [2]
+        assert reader.process._child is not None
         os.kill(reader.process._child.pid, number)  # idle: this costs nobody anything
         os.waitid(os.P_PID, reader.process._child.pid, os.WEXITED | os.WNOWAIT)
         assert list((await reader.read("completions", completion([3]), WAIT_S)).prompts[0].token_ids) == [3]
         await reader.close()
         with pytest.raises(UnavailableError):
             await reader.read("completions", completion([3]), WAIT_S)
+
+    asyncio.run(scenario())
+
+
+def test_a_copy_that_is_killed_costs_no_request(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        reader = new_reader(checkpoint, tokenizer)
+        await reader.start()
+        reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
+        process = psutil.Process((await in_work(reader)).pid)
+        process.children()[0].kill()
+        assert list((await reading).prompts[0].token_ids) == [1]
+        await reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_no_reader_starts_while_the_server_ends(checkpoint: Path, tokenizer: Tokenizer) -> None:
+    """It had died, and the next request found that out just then."""
+
+    async def scenario() -> None:
+        reader = new_reader(checkpoint, tokenizer)
+        await reader.start()
+        assert reader.process._child is not None
+        reader.process._child.process.kill()
+        reader.process._child.process.wait()
+        starting = asyncio.ensure_future(reader.start())
+        while reader.process._child is not None:
+            await asyncio.sleep(0)
+        await reader.close()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await starting
 
     asyncio.run(scenario())
 

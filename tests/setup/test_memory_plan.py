@@ -15,12 +15,14 @@ from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.sched.validation import require_blocks
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import TRANSFERRED_PART, max_sequence_bytes, plan_groups, tail_bytes
-from pypto_serving.setup.memory_planner import largest, row_bytes, size_option, workspace_bytes
+from pypto_serving.setup.locate import BUNDLED
+from pypto_serving.setup.memory_planner import PROCESS_BYTES, largest, row_bytes, size_option
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.util import GIB, ceil_div, parse_size
 from pypto_serving.worker.batch import RowBatch
+from tests.e2e.server import Server
 from tests.setup.small import FULL, GROUPS, MIB, STATE, WINDOW, make_model, make_resolved, setting
 from tests.simulation import in_pages
 
@@ -95,11 +97,17 @@ def test_tables_for_every_position_are_planned() -> None:
     assert tables.workspace_bytes == without.workspace_bytes + 4096 * 1024
 
 
-def test_vocabularies_that_processes_hold_are_planned() -> None:
-    """Measured: five processes hold a tokenizer, of about 700 bytes for each token."""
-    limits = BackendLimits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=2)
-    small, large = (workspace_bytes(make_model(vocab_size=size), limits) for size in (1000, 152_000))
-    assert large - small > 5 * 700 * 151_000
+@pytest.mark.e2e
+def test_processes_take_no_more_than_is_planned() -> None:
+    """Once all have had work: the readers of bodies and of grammars, and both guide processes."""
+    with Server(BUNDLED, "--backend", "null", "--log-level", "error") as server:
+        body = {"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
+        quick, slow = {"type": "integer"}, {"type": "integer", "multipleOf": 20_011}
+        for more in ({}, {"guided_json": quick}, {"guided_json": slow}, {"chat_template_kwargs": {"a": "x" * 300_000}}):
+            answer = server.http.post("/v1/chat/completions", json={**body, **more})
+            assert answer.status_code == 200, answer.text
+        sizes = [(each.cmdline()[-2:], each.memory_full_info().pss) for each in server.family()]
+    assert sum(size for _, size in sizes) < PROCESS_BYTES, sizes
 
 
 @pytest.mark.parametrize("groups", [(FULL,), deepseek_v4_groups()])

@@ -125,7 +125,7 @@ def lasting(server: Server) -> dict[str, psutil.Process]:
     return {role: process for role, process in found.items() if not role.startswith(EXPENDABLE)}
 
 
-def withstand(kind: str, seconds: float, seed: int) -> Siege:
+def withstand(kind: str, seconds: float, seed: int, slack: float = 1.0) -> Siege:
     options = ("--max-num-seqs", "64", "--kv-memory", "32MiB", "--trust-request-chat-template", "--log-level", "error")
     with Server(*options) as server:
         besieged(server, kind, 5, seed + 1)  # memory and files that are taken once
@@ -136,6 +136,7 @@ def withstand(kind: str, seconds: float, seed: int) -> Siege:
         for good, latencies in siege.latencies.items():
             middle = sorted(latencies)[len(latencies) // 2]
             print(f"{kind}: {len(latencies)} of {good}, the median {middle:.3f} s, the slowest {max(latencies):.2f} s")
+            assert max(latencies) < slack * GOOD[good][2], good
         growth = {role: peak - start.get(role, 0) for role, peak in siege.peaks.items()}
         print(f"{kind}: memory grew by {growth}")
         assert lasting(server) == processes, "a process ended"
@@ -148,14 +149,12 @@ def withstand(kind: str, seconds: float, seed: int) -> Siege:
 
 @pytest.mark.parametrize("kind", ["bytes", "requests"])
 def test_hostile_clients_for_seconds(kind: str) -> None:
-    assert withstand(kind, 8, seed=1).num_sent > 0
+    """Other tests may use the CPUs meanwhile."""
+    assert withstand(kind, 8, seed=1, slack=5).num_sent > 0
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["bytes", "requests"])
 def test_hostile_clients_for_twenty_minutes(kind: str) -> None:
-    siege = withstand(kind, 1200, seed=int(time.time()))
-    assert siege.num_sent >= NUM_MUTATED
-    for good, (_, _, answer_s) in GOOD.items():
-        assert max(siege.latencies[good]) < answer_s, good
+    assert withstand(kind, 1200, seed=int(time.time())).num_sent >= NUM_MUTATED

@@ -1,4 +1,7 @@
-"""Run a reader of bodies: `python -m pypto_serving.api.reading FD`. FD is its end of the control pipe."""
+"""Run a reader of bodies: `python -m pypto_serving.api.reading FD`. FD is its end of the control pipe.
+
+A copy of it reads the bodies, so that one that takes too long costs the next one no start of a process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pypto_serving.api.generation.prompts import Prompter
 from pypto_serving.api.openai.body import ReadBody
 from pypto_serving.api.openai.reader import BodyReader
 from pypto_serving.api.reading.bodies import ENDPOINTS, BodyStart
-from pypto_serving.api.reading.loop import here, limit_memory, run
+from pypto_serving.api.reading.loop import limit_memory, run_copies
 from pypto_serving.api.reading.wire import Refusal
 from pypto_serving.errors import EXIT_OK, PyptoError
 from pypto_serving.ipc import Parent
@@ -25,10 +28,10 @@ def answer(reader: BodyReader, kind: int, raw: bytes) -> ReadBody | Refusal:
 
 
 def main() -> int:
-    start = Parent(int(sys.argv[1]), BodyStart).start
+    start = Parent(int(sys.argv[1]), BodyStart, watches=False).start
     limit_memory()
     reader = BodyReader(Prompter.load(start.config, start.serving), start.serving)
-    run(start.channel, partial(here, partial(answer, reader)))
+    run_copies(start.channel, partial(answer, reader))
     return EXIT_OK
 
 

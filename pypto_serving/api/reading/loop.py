@@ -10,14 +10,16 @@ import os
 import resource
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from io import BufferedRWPair
 from pathlib import Path
 
 import msgspec
 
-from pypto_serving.api.reading.wire import HEAD, SIZE_BYTES, Ended, Fault, Refusal
+from pypto_serving.api.reading.wire import HEAD, SIZE_BYTES, Busy, Ended, Fault, Refusal
 from pypto_serving.ipc import die_with_parent
 from pypto_serving.util import GIB, format_size
 
@@ -25,6 +27,8 @@ MAX_BYTES = 2 * GIB
 """Memory that a reader may take for data."""
 OOM_SCORE = Path("/proc/self/oom_score_adj")
 """Short of memory, the kernel ends the process with the highest score first: a reader, and not the worker."""
+ENDED_BY_TASK = (-signal.SIGPROF, -signal.SIGABRT)
+"""What ends a reader whose task takes too long, and, in native code, too much memory."""
 
 Answer = Callable[[int, bytes], msgspec.Struct]
 """Reads a task of a kind."""
@@ -41,8 +45,31 @@ def limit_memory() -> None:
 
 def run(fd: int, read: Read) -> None:
     """Answer tasks until the other side closes the channel."""
+    channel = open_channel(fd)
+    answer_all(channel, read)
+
+
+def run_copies(fd: int, answer: Answer) -> None:
+    """Have a copy of this process answer tasks, and another one whenever a task ended it.
+
+    So the next task waits for no start of a process. There must be no threads. Ends when the channel closes, or when
+    something else ended a copy, which may then not have read all of its task.
+    """
+    channel = open_channel(fd)
+    while (code := wait(copy(partial(answer_all, channel, partial(here, answer))))) in ENDED_BY_TASK:
+        send(channel, msgspec.msgpack.encode(Ended(code)))
+    if code:
+        sys.exit(f"the copy of a reader ended with code {code}")
+
+
+def open_channel(fd: int) -> BufferedRWPair:
+    """Say that this process can read now."""
     channel = socket.socket(fileno=fd).makefile("rwb")
     send(channel, b"")
+    return channel
+
+
+def answer_all(channel: BufferedRWPair, read: Read) -> None:
     while head := channel.read(HEAD.size):
         kind, size, allowed_s = HEAD.unpack(head)
         send(channel, read(kind, channel.read(size), allowed_s))
@@ -58,21 +85,39 @@ def here(answer: Answer, kind: int, raw: bytes, allowed_s: float) -> bytes:
 
 def apart(answer: Answer, kind: int, raw: bytes, allowed_s: float) -> bytes:
     """Answer a task in a copy of this process, which ends alone if it takes too long. There must be no threads."""
-    reading, writing = os.pipe()
-    if not (pid := os.fork()):
-        try:
-            die_with_parent()
-            os.close(reading)
+
+    def say() -> None:
+        pipe.write(here(answer, kind, raw, allowed_s))
+        pipe.flush()
+
+    try:
+        reading, writing = os.pipe()
+        with os.fdopen(reading, "rb") as answers:
             with os.fdopen(writing, "wb") as pipe:
-                pipe.write(here(answer, kind, raw, allowed_s))
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return msgspec.msgpack.encode(Ended(code)) if code else said
+                pid = copy(say)
+            said = answers.read()
+    except OSError as error:
+        return msgspec.msgpack.encode(Busy(str(error)))
+    return msgspec.msgpack.encode(Ended(code)) if (code := wait(pid)) else said
+
+
+def copy(work: Callable[[], None]) -> int:
+    """Do work in a copy of this process; return its id. Raises OSError."""
+    if pid := os.fork():
+        return pid
+    try:
+        die_with_parent()
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def wait(pid: int) -> int:
+    """Wait for a copy to end; return its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def guarded(answer: Answer, kind: int, raw: bytes) -> msgspec.Struct:
@@ -86,7 +131,7 @@ def guarded(answer: Answer, kind: int, raw: bytes) -> msgspec.Struct:
             "request_too_large",
             None,
         )
-    except Exception:
+    except BaseException:  # a panic of Rust is no Exception
         return Fault(traceback.format_exc())
 
 

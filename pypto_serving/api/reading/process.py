@@ -7,11 +7,12 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import msgspec
 
-from pypto_serving.api.reading.wire import HEAD, SIZE_BYTES, Ended, Failure, Fault, Refusal, RefusedError
+from pypto_serving.api.reading.wire import HEAD, SIZE_BYTES, Busy, Ended, Failure, Fault, Refusal, RefusedError
 from pypto_serving.errors import RequestError, RequestFailedError, UnavailableError
 from pypto_serving.ipc import Child
 
@@ -23,6 +24,8 @@ PATIENCE, PATIENCE_S = 6, 10.0
 """The real time may be this multiple of the CPU time, and so much more: other processes use the CPUs too."""
 PIECE_BYTES = 1 << 18
 """Bytes written to a reader before others have their turn."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""Readers make copies of themselves, so numpy must start no threads there."""
 T = TypeVar("T")
 
 
@@ -63,8 +66,14 @@ class ReaderProcess(Generic[T]):
         """Return the answer to one task, which may take `allowed_s` of CPU time. One call at a time, never cancelled.
 
         Raises RefusedError if that is the answer, TooSlowError, TooLargeError, RequestFailedError if the process ended
-        in another way, UnavailableError if there is none or the machine is too busy, RuntimeError if the reader failed.
+        in another way twice, UnavailableError if there is none or the machine is too busy, RuntimeError if the reader
+        failed.
         """
+        with suppress(RequestFailedError):
+            return await self._ask(kind, raw, allowed_s)
+        return await self._ask(kind, raw, allowed_s)
+
+    async def _ask(self, kind: int, raw: bytes | bytearray, allowed_s: float) -> T:
         output = await self.ensure()
         real_s = PATIENCE_S + PATIENCE * allowed_s
         try:
@@ -91,15 +100,18 @@ class ReaderProcess(Generic[T]):
             raise RuntimeError(f"a reader failed:\n{answer.traceback}")
         if isinstance(answer, Ended):
             raise _error_of(answer.code)
+        if isinstance(answer, Busy):
+            logger.error("a reader could not start its copy: %s", answer.reason)
+            raise UnavailableError("the machine is too busy to read this request; try again later")
         return answer
 
     async def ensure(self) -> asyncio.StreamWriter:
         """Start the process if there is none; return where tasks are written. Raises UnavailableError."""
-        if self._closed:
-            raise UnavailableError("the server is shutting down")
         if self._output is not None and self._child is not None and self._child.process.poll() is None:
             return self._output
         await self._end()
+        if self._closed:
+            raise UnavailableError("the server is shutting down")
         try:
             async with asyncio.timeout(START_S):
                 return await self._start()
@@ -128,7 +140,7 @@ class ReaderProcess(Generic[T]):
 
     async def _start(self) -> asyncio.StreamWriter:
         ours, theirs = socket.socketpair()
-        self._child = Child(self._module, self._start_of(theirs.fileno()), theirs)
+        self._child = Child(self._module, self._start_of(theirs.fileno()), theirs, variables=ONE_THREAD)
         self._input, output = await asyncio.open_unix_connection(sock=ours)
         try:
             await self._receive()

@@ -30,7 +30,8 @@ class Reading:
     """Read bodies so that none holds up the event loop. Owned by the application; used in its event loop only.
 
     Chats that run a template of the checkpoint always go to a reader, and grammars to theirs, since only a process can
-    be stopped. No body waits for a grammar of another one, and no usual one for a body that takes long.
+    be stopped. No body waits for a grammar of another one, and a usual one for each that has its turn before it waits
+    for QUICK_S of CPU time at most.
     """
 
     def __init__(self, reader: BodyReader, require_admission: Callable[[int], None]) -> None:

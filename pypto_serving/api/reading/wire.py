@@ -44,7 +44,13 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     code: int
 
 
-Failure = Refusal | Fault | Ended
+class Busy(msgspec.Struct, frozen=True, tag="busy"):
+    """The machine has no process or file left to read a task with."""
+
+    reason: str
+
+
+Failure = Refusal | Fault | Ended | Busy
 
 
 class RefusedError(RequestError):
