@@ -87,21 +87,6 @@ def test_forced_calls_are_read_back(compiler: Compiler, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("one", [False, True])
-def test_calls_of_strict_functions_match_in_free_text(compiler: Compiler, family: str, one: bool) -> None:
-    """Wherever the parser reads a call of one, in texts full of beginnings of calls."""
-    functions, found = [FIND, LOOSE], 0
-    grammar = strict_calls(FAMILIES[family].form, functions, one, no_special, json_options())
-    for seed in range(150):
-        text = walk(compiler, grammar, random.Random(seed), BEGINNINGS, 500)
-        for call in [] if text is None else read(family, functions, text, one).tool_calls:
-            if call.name == "find":
-                jsonschema.validate(json.loads(call.arguments), FIND["parameters"])
-                found += 1
-    assert found > 0
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_named_function_is_the_only_one(compiler: Compiler, family: str) -> None:
     grammar = forced_calls(FAMILIES[family].form, [NOW], True, no_special, json_options())
     text = walk(compiler, grammar, random.Random(0))
@@ -136,7 +121,7 @@ def test_special_tokens_stand_for_themselves(compiler: Compiler) -> None:
     assert grammar.text.startswith("start: <[7]> ")
     assert '"</tool_call>' not in grammar.text.replace("}\\n</tool_call>", "")
     strict = strict_calls(FAMILIES["hermes"].form, [{**NOW, "strict": True}], False, ids.get, json_options())
-    assert "TEXT <[7]>" in strict.text
+    assert " <[7]>" in strict.text and '"<tool_call>' not in strict.text
     for family, mark in (
         ("deepseek_v4", "｜DSML｜"),
         ("pythonic", "<|python_start|>"),
