@@ -206,6 +206,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 
 
+def test_formats_are_refused_without_strict() -> None:
+    """What a function calls strict says only where `auto` holds: a forced call is enforced."""
+    tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "format": "date"}}}}
+    with pytest.raises(RequestError, match="parameters of f: #/properties/x: format of a text"):
+        forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options())
+
+
 @pytest.mark.parametrize(("family", "function", "properties", "message"), REFUSED)
 def test_what_cannot_be_enforced_is_refused_by_name(
     family: str, function: str, properties: dict[str, Any], message: str
@@ -228,6 +235,10 @@ def test_what_cannot_be_enforced_is_refused_by_name(
         ("pythonic", {"type": "object", "not": {"required": ["a"]}}, "#/not cannot be enforced"),
         ("qwen3_coder", {"properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, "#/dependentRequired cannot be"),
         ("qwen3_coder", {"properties": {"a": {}}, "const": {"a": "1"}}, "const of all parameters"),
+        *(
+            (family, {"additionalProperties": {"type": "integer"}}, "additionalProperties of all parameters")
+            for family in ("deepseek_v4", "pythonic", "qwen3_coder")
+        ),
         (
             "qwen3_coder",
             {"$ref": "#/$defs/F", "required": ["b"], "$defs": {"F": FIND["parameters"]}},

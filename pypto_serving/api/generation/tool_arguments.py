@@ -41,13 +41,13 @@ Numbers, lists and objects are told from text by how they begin, since a grammar
 """
 
 
-def json_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+def json_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write a JSON object."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return rules.json({**as_object({key: schema[key] for key in schema if key not in shared}), **shared})
 
 
-def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+def python_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write `a=1, b="x"`: required ones first, and any of the others behind them."""
     if is_any_object(schema):
         one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
@@ -63,15 +63,15 @@ def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
     return f"{alone}?" if alone else ""
 
 
-def xml_arguments(rules: GrammarText, schema: Schema, strict: bool, gap: str = '"\\n"') -> str:
+def xml_arguments(rules: GrammarText, schema: Schema, gap: str = '"\\n"') -> str:
     """Write `<parameter=a>`, a line with the value, and `</parameter>` for each, with `gap` behind them."""
     if is_any_object(schema):
         name = regex(qwen3_coder.NAME.pattern)
         return f'("<parameter=" {name} ">" {rules.until([XML_END])} {gap})*'
-    return _each(schema, lambda one: _xml_parameter(rules, one, strict, gap))
+    return _each(schema, lambda one: _xml_parameter(rules, one, gap))
 
 
-def dsml_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+def dsml_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write texts as they are with `string="true"`, other values as JSON."""
     if is_any_object(schema):
         name, value = regex(r'[^"<>]{1,60}'), _dsml_any(rules)
@@ -106,7 +106,7 @@ def _check_name(one: Property, can_write: Callable[[str], Any]) -> None:
         raise SchemaError(f"this form of calls cannot write the name {brief(one.name)}")
 
 
-def _xml_parameter(rules: GrammarText, one: Property, strict: bool, gap: str) -> str:
+def _xml_parameter(rules: GrammarText, one: Property, gap: str) -> str:
     _check_name(one, qwen3_coder.NAME.fullmatch)
     kinds = types_of(one.schema, one.schema)
     others = [kind for kind in kinds if kind != "string"]
@@ -114,8 +114,8 @@ def _xml_parameter(rules: GrammarText, one: Property, strict: bool, gap: str) ->
         values = [f'{rules.json(one.schema)} "\\n{XML_END}"']
     else:
         texts = read_texts(one.schema, one.schema)
-        if strict and any(text.format is not None for text in texts):
-            raise SchemaError("format of a text is not supported in this form of calls")
+        if any(text.format is not None for text in texts):
+            raise SchemaError("format of a text is not supported in this form of calls; leave it out")
         values = [_xml_text(rules, text, kinds) for text in texts]
         words = read_words(one.schema, one.schema) if others else []
         values += [f'"{word}\\n{XML_END}"' for word in words]
@@ -230,7 +230,7 @@ def _dsml_value(rules: GrammarText, text: Text) -> str:
     return any_of([f'"\\"true\\">" {rules.text(value + end)}' for value in text.values])
 
 
-ARGUMENTS: Mapping[str, Callable[[GrammarText, Schema, bool], str]] = {
+ARGUMENTS: Mapping[str, Callable[[GrammarText, Schema], str]] = {
     "json": json_arguments,
     "python": python_arguments,
     "xml": xml_arguments,

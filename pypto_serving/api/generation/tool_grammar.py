@@ -145,7 +145,7 @@ class _Writer:
         form, name, schema = self._form, function["name"], _parameters(function)
         if not FUNCTION_NAME[form.arguments](name):
             raise SchemaError(f"this form of calls cannot write the name {brief(name)}")
-        arguments = ARGUMENTS[form.arguments](self.rules, schema, bool(function.get("strict")))
+        arguments = ARGUMENTS[form.arguments](self.rules, schema)
         return name + form.middle, self.rules.new(joined(arguments, self.rules.text(form.tail)) or '""')
 
 

@@ -93,10 +93,13 @@ def properties_of(schema: Schema) -> Iterator[Property]:
         if word in whole:
             raise SchemaError(f"{word} of all parameters together is not supported in this form of calls")
     found, needed = dict(whole.get("properties", {})), dict.fromkeys(whole.get("required", ()))
-    if whole.get("additionalProperties", True) in (True, {}):
+    others = whole.get("additionalProperties", True)
+    if others in (True, {}):
         found |= {name: {} for name in needed if name not in found}
     if missing := [name for name in needed if found.get(name, False) is False]:
         raise SchemaError(f"{brief(missing[0])} is required, but properties allows no value for it")
+    if not found and others not in (True, False, {}):
+        raise SchemaError("additionalProperties of all parameters is not supported in this form of calls; name them")
     definitions = Definitions({**schema, **whole})
     for name, one in found.items():
         if one is not False:

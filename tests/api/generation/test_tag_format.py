@@ -54,6 +54,7 @@ item ::= [^/[\\]] |
   ("[" root
   "]")"""
 XML = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["s"]}
+STRUCTURES = {"structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
     "const_string": (const('a"\\\n/'), ['a"\\\n/'], ["a", ""]),
     "json_schema": (JSON, ['{"a": 1}'], ['{"a": "x"}', "{}", '{"a": 1, "b": 2}']),
@@ -108,6 +109,7 @@ FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
         ["", "<1>", "<1><2>"],
         ["<"],
     ),
+    "dispatch again": ({"type": "dispatch", "rules": [["n=", DIGIT]], "loop": None}, ["n=1 n=2"], ["n=x"]),
     "nothing": (const(""), [""], ["a"]),
     "regex of slashes": ({"type": "regex", "pattern": "a/\\/[/]\\\\\n"}, ["a///\\\n"], ["a"]),
     "regex of nothing": (tag("<", {"type": "regex", "pattern": ""}, ">"), ["<>"], ["<a>"]),
@@ -138,7 +140,7 @@ FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
         ["<function=f>\n\n</function>"],
     ),
     "structures": (
-        {"structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]},
+        STRUCTURES,
         ["a", 'a <f=x>{"a": 1}</f> b'],
         ["<f>", "<f=x>1</f>"],
     ),
@@ -259,6 +261,16 @@ REFUSED: list[tuple[Any, str]] = [
     (tag("a", parts(*[ANY] * 2000, kind="or"), f"{START}{'c' * 2000}"), TOO_LONG),
     (const("a" * 300_000), TOO_LONG),
     (xml_of({"properties": {f"p{i}": {"enum": ["x" * 1000]} for i in range(300)}}), TOO_LONG),
+    ({**JSON, "style": "qwen_xml", "any_order": True}, "any_order is not"),
+    ({**JSON, "style": "qwen_xml", "max_whitespace_cnt": 2}, "format has max_whitespace_cnt, but the style qwen_xml"),
+    ({**JSON, "any_order": 1}, "format.any_order is 1, but must be true or false"),
+    ({**CALLS, "at_least_one": "false"}, "format.at_least_one is 'false', but must be true or false"),
+    ({**CALLS, "stop_after_first": []}, r"format.stop_after_first is \[\], but must be true or false"),
+    ({"type": "dispatch", "rules": [["n=", DIGIT]], "loop": "no"}, "format.loop is 'no', but must be true or false"),
+    ({**ANY, "excludes": 0}, "format.excludes is 0, but must be a list"),
+    ({**STRUCTURES, "x": 1}, "it has 'x', but may have structures, triggers, type"),
+    ({**STRUCTURES, "format": ANY}, "it has 'structures', but may have format, type"),
+    ({"structures": [{**STRUCTURES["structures"][0], "x": 1}], "triggers": ["<"]}, r"structures\[0\] has 'x', but may"),
     ({"structures": [{"begin": "", "schema": {}, "end": ""}] * (MAX_STRUCTURES + 1), "triggers": []}, "may have 128"),
 ]
 
