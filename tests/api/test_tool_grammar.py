@@ -189,6 +189,8 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     ("qwen3_coder", "f", {"x": {"type": "string", "not": {}}}, "parameters of f: #/properties/x/not"),
     ("qwen3_coder", "f", {"x": {"enum": ["a</parameter>b"]}}, "x: a text with </parameter>"),
+    ("qwen3_coder", "f", {"x": {"type": "string", "pattern": "(^|x)y"}}, r"x: the pattern '\(\^[|]x\)y' has \^ or"),
+    ("qwen3_coder", "f", {"x": {"type": "string", "minLength": 5, "maxLength": 2}}, "x: nothing satisfies minLength 5"),
     ("qwen3_coder", "f", {"x": {"enum": ["5", 7]}}, "'5' is read as another type"),
     ("qwen3_coder", "f", {"x": {"type": "string", "format": "date"}}, "x: format of a text"),
     ("qwen3_coder", "f", {"x": {"$ref": "#/properties/y"}, "y": {}}, "may refer to [$]defs"),

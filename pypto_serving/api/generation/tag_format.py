@@ -81,7 +81,11 @@ class FormatWriter:
 
     def gbnf(self, given: Format, place: str, ends: Ends) -> str:
         grammar = _str(given, "grammar", place)
-        return self._ended(f"{self._rules.include(lambda prefix: lark_rules(grammar, prefix))}root", ends)
+        try:
+            prefix = self._rules.include(lambda prefix: lark_rules(grammar, prefix))
+        except ValueError as error:
+            raise ValueError(f"{place}.grammar: {error}") from None
+        return self._ended(f"{prefix}root", ends)
 
     def any_text(self, given: Format, place: str, ends: Ends) -> str:
         text = self._free_text(given, place)

@@ -26,6 +26,8 @@ from pypto_serving.api.generation.tool_schema import (
 from pypto_serving.util import brief
 
 XML_END, DSML_END = qwen3_coder.PARAMETER_END, PARAMETER_END
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""Escapes, classes and characters of a pattern."""
 _SPACE = r"[\s\x1c-\x1f]*"
 _LOOKS = {
     "null": ("null|None", ""),
@@ -141,6 +143,8 @@ def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
     )
     if text.is_free and not looks:
         return rules.until([XML_END])
+    if text.most is not None and text.least > text.most:
+        raise SchemaError(f"nothing satisfies minLength {text.least} beside maxLength {text.most}")
     parts = [without(XML_END)]
     if looks:
         parts.append(f"~{regex(looks)}")
@@ -152,12 +156,14 @@ def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
 
 
 def _whole(pattern: str) -> str:
-    """Return a pattern that matches all of a text in which `pattern` is found."""
+    """Return a pattern that matches all of a text in which `pattern` is found. Raises SchemaError."""
     found = []
     for branch in _branches(pattern):
         begins, bare = branch.startswith("^"), branch.removesuffix("$")
         ends = bare != branch and not (len(bare) - len(bare.rstrip("\\"))) & 1
         inner = (bare if ends else branch).removeprefix("^")
+        if any(part in ("^", "$") for part in _PARTS.findall(inner)):
+            raise SchemaError(f"the pattern {brief(pattern)} has ^ or $ in a group; put them around all of a branch")
         found.append(f"{'' if begins else ANY}({inner}){'' if ends else ANY}")
     return "|".join(found)
 
@@ -165,7 +171,7 @@ def _whole(pattern: str) -> str:
 def _branches(pattern: str) -> list[str]:
     """Split a pattern at each `|` that stands in no group."""
     found, depth = [""], 0
-    for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+    for part in _PARTS.findall(pattern):
         depth += (part == "(") - (part == ")")
         if part == "|" and not depth:
             found.append("")
