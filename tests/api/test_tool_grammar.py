@@ -193,8 +193,8 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("qwen3_coder", "f", {"x": {"type": "string", "minLength": 5, "maxLength": 2}}, "x: nothing satisfies minLength 5"),
     ("qwen3_coder", "f", {"x": {"enum": ["5", 7]}}, "'5' is read as another type"),
     ("qwen3_coder", "f", {"x": {"type": "string", "format": "date"}}, "x: format of a text"),
-    ("qwen3_coder", "f", {"x": {"$ref": "#/properties/y"}, "y": {}}, "may refer to [$]defs"),
-    ("deepseek_v4", "f", {"x": {"$ref": "#"}}, "may refer to [$]defs"),
+    ("qwen3_coder", "f", {"x": {"$ref": "other#/properties/y"}}, "is not in this schema"),
+    ("deepseek_v4", "f", {"x": {"$ref": "#/properties/y"}}, "is not in this schema"),
     ("pythonic", "f", {"x": {"$ref": "#/$defs/A"}}, "'#/[$]defs/A' is not in this schema"),
     ("pythonic", "get-weather", {}, "cannot write the name"),
     ("pythonic", "2d", {}, "cannot write the name"),
@@ -329,3 +329,37 @@ def test_the_root_may_be_a_definition(compiler: Compiler) -> None:
         assert text is not None
         (call,) = read(family, [FIND], text).tool_calls
         jsonschema.validate(json.loads(call.arguments), FIND["parameters"])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_references_may_lead_anywhere_in_the_parameters(compiler: Compiler, family: str) -> None:
+    """To all of them, to another one, or to a part of a definition, also through each other."""
+    properties = {
+        "a": {"type": "integer", "minimum": 3, "maximum": 5},
+        "b": {"$ref": "#/properties/a"},
+        "c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        "d": {"$ref": "#/$defs/part0/properties/e"},
+    }
+    shared = {"part0": {"type": "object", "properties": {"e": {"$ref": "#/properties/b"}}}}
+    schema = {"type": "object", "properties": properties, "required": ["b", "c", "d"], "$defs": shared}
+    tool = {"name": "f", "parameters": {**schema, "additionalProperties": False}}
+    grammar, num_read = forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options()), 0
+    for seed in range(5):
+        text = walk(compiler, grammar, random.Random(seed))
+        for call in [] if text is None else read(family, [tool], text).tool_calls:
+            jsonschema.Draft202012Validator(tool["parameters"]).validate(json.loads(call.arguments))
+            num_read += 1
+    assert num_read > 0
+
+
+def test_parts_that_references_lead_to_are_bounded() -> None:
+    """Parts of each other are copied each."""
+    deep: dict[str, Any] = {"type": "integer", **{f"x{i}": 0 for i in range(10_000)}}
+    paths = ["#/properties/deep"]
+    for _ in range(28):
+        deep = {"type": "object", "properties": {"k": deep}}
+        paths.append(f"{paths[-1]}/properties/k")
+    properties = {"deep": deep, **{f"p{i}": {"$ref": path} for i, path in enumerate(paths)}}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    with pytest.raises(RequestError, match="its references lead to more than 262144 values"):
+        forced_calls(FAMILIES["pythonic"].form, [tool], True, no_special, json_options())
