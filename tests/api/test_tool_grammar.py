@@ -87,21 +87,6 @@ def test_forced_calls_are_read_back(compiler: Compiler, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("one", [False, True])
-def test_calls_of_strict_functions_match_in_free_text(compiler: Compiler, family: str, one: bool) -> None:
-    """Wherever the parser reads a call of one, in texts full of beginnings of calls."""
-    functions, found = [FIND, LOOSE], 0
-    grammar = strict_calls(FAMILIES[family].form, functions, one, no_special, json_options())
-    for seed in range(150):
-        text = walk(compiler, grammar, random.Random(seed), BEGINNINGS, 500)
-        for call in [] if text is None else read(family, functions, text, one).tool_calls:
-            if call.name == "find":
-                jsonschema.validate(json.loads(call.arguments), FIND["parameters"])
-                found += 1
-    assert found > 0
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_named_function_is_the_only_one(compiler: Compiler, family: str) -> None:
     grammar = forced_calls(FAMILIES[family].form, [NOW], True, no_special, json_options())
     text = walk(compiler, grammar, random.Random(0))
@@ -136,7 +121,7 @@ def test_special_tokens_stand_for_themselves(compiler: Compiler) -> None:
     assert grammar.text.startswith("start: <[7]> ")
     assert '"</tool_call>' not in grammar.text.replace("}\\n</tool_call>", "")
     strict = strict_calls(FAMILIES["hermes"].form, [{**NOW, "strict": True}], False, ids.get, json_options())
-    assert "TEXT <[7]>" in strict.text
+    assert " <[7]>" in strict.text and '"<tool_call>' not in strict.text
     for family, mark in (
         ("deepseek_v4", "｜DSML｜"),
         ("pythonic", "<|python_start|>"),
@@ -204,10 +189,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ),
     ("qwen3_coder", "f", {"x": {"type": "string", "not": {}}}, "parameters of f: #/properties/x/not"),
     ("qwen3_coder", "f", {"x": {"enum": ["a</parameter>b"]}}, "x: a text with </parameter>"),
+    ("qwen3_coder", "f", {"x": {"type": "string", "pattern": "(^|x)y"}}, r"x: the pattern '\(\^[|]x\)y' has \^ or"),
+    ("qwen3_coder", "f", {"x": {"type": "string", "minLength": 5, "maxLength": 2}}, "x: nothing satisfies minLength 5"),
     ("qwen3_coder", "f", {"x": {"enum": ["5", 7]}}, "'5' is read as another type"),
     ("qwen3_coder", "f", {"x": {"type": "string", "format": "date"}}, "x: format of a text"),
-    ("qwen3_coder", "f", {"x": {"$ref": "#/properties/y"}, "y": {}}, "may refer to [$]defs"),
-    ("deepseek_v4", "f", {"x": {"$ref": "#"}}, "may refer to [$]defs"),
+    ("qwen3_coder", "f", {"x": {"$ref": "other#/properties/y"}}, "is not in this schema"),
+    ("deepseek_v4", "f", {"x": {"$ref": "#/properties/y"}}, "is not in this schema"),
     ("pythonic", "f", {"x": {"$ref": "#/$defs/A"}}, "'#/[$]defs/A' is not in this schema"),
     ("pythonic", "get-weather", {}, "cannot write the name"),
     ("pythonic", "2d", {}, "cannot write the name"),
@@ -219,6 +206,13 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("deepseek_v4", "f", {'a"b': {}}, "cannot write the name"),
     ("deepseek_v4", "f", {"": {}}, "cannot write the name"),
 ]
+
+
+def test_formats_are_refused_without_strict() -> None:
+    """What a function calls strict says only where `auto` holds: a forced call is enforced."""
+    tool = {"name": "f", "parameters": {"properties": {"x": {"type": "string", "format": "date"}}}}
+    with pytest.raises(RequestError, match="parameters of f: #/properties/x: format of a text"):
+        forced_calls(FAMILIES["qwen3_coder"].form, [tool], True, no_special, json_options())
 
 
 @pytest.mark.parametrize(("family", "function", "properties", "message"), REFUSED)
@@ -243,6 +237,10 @@ def test_what_cannot_be_enforced_is_refused_by_name(
         ("pythonic", {"type": "object", "not": {"required": ["a"]}}, "#/not cannot be enforced"),
         ("qwen3_coder", {"properties": {"a": {}}, "dependentRequired": {"a": ["b"]}}, "#/dependentRequired cannot be"),
         ("qwen3_coder", {"properties": {"a": {}}, "const": {"a": "1"}}, "const of all parameters"),
+        *(
+            (family, {"additionalProperties": {"type": "integer"}}, "additionalProperties of all parameters")
+            for family in ("deepseek_v4", "pythonic", "qwen3_coder")
+        ),
         (
             "qwen3_coder",
             {"$ref": "#/$defs/F", "required": ["b"], "$defs": {"F": FIND["parameters"]}},
@@ -331,3 +329,37 @@ def test_the_root_may_be_a_definition(compiler: Compiler) -> None:
         assert text is not None
         (call,) = read(family, [FIND], text).tool_calls
         jsonschema.validate(json.loads(call.arguments), FIND["parameters"])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_references_may_lead_anywhere_in_the_parameters(compiler: Compiler, family: str) -> None:
+    """To all of them, to another one, or to a part of a definition, also through each other."""
+    properties = {
+        "a": {"type": "integer", "minimum": 3, "maximum": 5},
+        "b": {"$ref": "#/properties/a"},
+        "c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        "d": {"$ref": "#/$defs/part0/properties/e"},
+    }
+    shared = {"part0": {"type": "object", "properties": {"e": {"$ref": "#/properties/b"}}}}
+    schema = {"type": "object", "properties": properties, "required": ["b", "c", "d"], "$defs": shared}
+    tool = {"name": "f", "parameters": {**schema, "additionalProperties": False}}
+    grammar, num_read = forced_calls(FAMILIES[family].form, [tool], True, no_special, json_options()), 0
+    for seed in range(5):
+        text = walk(compiler, grammar, random.Random(seed))
+        for call in [] if text is None else read(family, [tool], text).tool_calls:
+            jsonschema.Draft202012Validator(tool["parameters"]).validate(json.loads(call.arguments))
+            num_read += 1
+    assert num_read > 0
+
+
+def test_parts_that_references_lead_to_are_bounded() -> None:
+    """Parts of each other are copied each."""
+    deep: dict[str, Any] = {"type": "integer", **{f"x{i}": 0 for i in range(10_000)}}
+    paths = ["#/properties/deep"]
+    for _ in range(28):
+        deep = {"type": "object", "properties": {"k": deep}}
+        paths.append(f"{paths[-1]}/properties/k")
+    properties = {"deep": deep, **{f"p{i}": {"$ref": path} for i, path in enumerate(paths)}}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    with pytest.raises(RequestError, match="its references lead to more than 262144 values"):
+        forced_calls(FAMILIES["pythonic"].form, [tool], True, no_special, json_options())

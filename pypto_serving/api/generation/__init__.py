@@ -12,6 +12,7 @@ JSON.
   read exactly
 - `chat_guide`: make outputs of chats be tool calls, and end their reasoning
 - `tool_grammar`, `tool_arguments`, `tool_schema`: write the grammar of calls
+- `references`: lets parts of a schema stand without the rest
 - `grammar_text`: writes the rules of a grammar, for calls and for structural tags
 - `bad_words`: turn bad words into token ids
 - `truncation`, `max_tokens`: cut prompts, fit max_tokens to the context window

@@ -11,6 +11,7 @@ from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
 
 MAX_STRUCTURES = 128
+_FIELDS = {"begin", "schema", "end"}
 
 
 def lark_of(tag: Mapping[str, Any], options: Mapping[str, Any], tokenizer: Tokenizer) -> Grammar:
@@ -19,7 +20,9 @@ def lark_of(tag: Mapping[str, Any], options: Mapping[str, Any], tokenizer: Token
     In the older form, text is free until a trigger; then one of the structures that begin with it must follow, and text
     again. Special tokens are matched as tokens. Raises ValueError, and SchemaError for a schema.
     """
-    return FormatWriter(options, tokenizer).grammar(tag["format"] if "format" in tag else _triggered_tags(tag))
+    given = tag["format"] if "format" in tag else _triggered_tags(tag)
+    _check_known(tag, "it", {"type", "format"} if "format" in tag else {"type", "structures", "triggers"})
+    return FormatWriter(options, tokenizer).grammar(given)
 
 
 def _triggered_tags(tag: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +39,13 @@ def _triggered_tags(tag: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tag(i: int, structure: Any) -> dict[str, Any]:
-    if not isinstance(structure, Mapping) or not {"begin", "schema", "end"} <= structure.keys():
+    if not isinstance(structure, Mapping) or not structure.keys() >= _FIELDS:
         raise ValueError(f"structures[{i}] is {brief(structure)}, but must have begin, schema and end")
+    _check_known(structure, f"structures[{i}]", _FIELDS)
     content = {"type": "json_schema", "json_schema": structure["schema"]}
     return {"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]}
+
+
+def _check_known(given: Mapping[str, Any], place: str, fields: set[str]) -> None:
+    if unknown := sorted(map(str, given.keys() - fields)):
+        raise ValueError(f"{place} has {brief(unknown[0])}, but may have {', '.join(sorted(fields))}")

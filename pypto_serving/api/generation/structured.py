@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from pypto_serving.api.generation import schema_errors
-from pypto_serving.api.generation.gbnf import is_gbnf
+from pypto_serving.api.generation.gbnf import is_gbnf, with_characters
 from pypto_serving.api.generation.grammar_text import literal
 from pypto_serving.api.generation.json_schema import WHITESPACE, SchemaError, prepare
 from pypto_serving.api.generation.prompts import Prompter
@@ -70,7 +70,9 @@ def grammar_of(structured: StructuredOutputsParams, tokenizer: Tokenizer) -> Gra
     if structured.choice is not None:
         return Grammar("regex", "|".join(map(literal, structured.choice)))
     if structured.grammar is not None:
-        return Grammar("gbnf" if is_gbnf(structured.grammar) else "lark", structured.grammar)
+        if is_gbnf(structured.grammar):
+            return Grammar("gbnf", with_characters(structured.grammar))
+        return Grammar("lark", structured.grammar)
     options = json_options(structured)
     if structured.structural_tag is not None:
         return lark_of(read_object(structured.structural_tag), options, tokenizer)

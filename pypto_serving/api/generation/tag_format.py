@@ -53,10 +53,12 @@ class FormatWriter:
 
     def json_schema(self, given: Format, place: str, ends: Ends) -> str:
         style, most = given.get("style", "json"), given.get("max_whitespace_cnt")
-        if style == "qwen_xml":
-            return self.qwen_xml_parameter(given, place, ends)
-        if style != "json" or given.get("any_order"):
+        if style not in ("json", "qwen_xml") or given.get("any_order"):
             raise ValueError(f"{place}: of the styles only json and qwen_xml are supported, and any_order is not")
+        if style == "qwen_xml":
+            if most is not None:
+                raise ValueError(f"{place} has max_whitespace_cnt, but the style qwen_xml knows none")
+            return self.qwen_xml_parameter(given, place, ends)
         if most is not None and (type(most) is not int or most < 0):
             raise ValueError(f"{place}.max_whitespace_cnt is {brief(most)}, but must be a number of characters")
         options = {"whitespace_pattern": rf"[\x20\x09\x0a\x0d]{{1,{most}}}"} if most else {"whitespace_flexible": False}
@@ -68,7 +70,7 @@ class FormatWriter:
         line_break = '"\\n"?'
         with _schema_of(given, place) as schema:
             check_is_object(schema)
-            return self._ended(f"{line_break} {xml_arguments(self._rules, schema, True, line_break)}", ends)
+            return self._ended(f"{line_break} {xml_arguments(self._rules, schema, line_break)}", ends)
 
     def regex(self, given: Format, place: str, ends: Ends) -> str:
         """Write a regular expression as one terminal with plain ends, so that it stops where they begin."""
@@ -79,7 +81,11 @@ class FormatWriter:
 
     def gbnf(self, given: Format, place: str, ends: Ends) -> str:
         grammar = _str(given, "grammar", place)
-        return self._ended(f"{self._rules.include(lambda prefix: lark_rules(grammar, prefix))}root", ends)
+        try:
+            prefix = self._rules.include(lambda prefix: lark_rules(grammar, prefix))
+        except ValueError as error:
+            raise ValueError(f"{place}.grammar: {error}") from None
+        return self._ended(f"{prefix}root", ends)
 
     def any_text(self, given: Format, place: str, ends: Ends) -> str:
         text = self._free_text(given, place)
@@ -160,7 +166,7 @@ class FormatWriter:
             if not isinstance(rule, list) or len(rule) != 2 or not isinstance(rule[0], str) or not rule[0]:
                 raise ValueError(f"{place}.rules[{i}] is {brief(rule)}, but must be a pattern and a format")
             follow.setdefault(rule[0], []).append(self._write(rule[1], f"{place}.rules[{i}][1]", None))
-        return self._dispatched(given, place, ends, follow, None, loop=given.get("loop", True))
+        return self._dispatched(given, place, ends, follow, None, loop=given.get("loop") is not False)
 
     def tags_with_separator(self, given: Format, place: str, ends: Ends) -> str:
         tag = self._rules.new(any_of([self._write(tag, where, None) for where, tag in _tags(given, place)]))
@@ -211,7 +217,7 @@ class FormatWriter:
         for name in ("max_tokens", "max_chars"):
             if given.get(name) is not None:
                 raise ValueError(f"{place}.{name} is not supported")
-        excluded = given.get("excludes") or []
+        excluded = [] if given.get("excludes") is None else given["excludes"]
         if not isinstance(excluded, list) or not all(isinstance(each, str) and each for each in excluded):
             raise ValueError(f"{place}.excludes is {brief(excluded)}, but must be a list of texts")
         if not excluded:
@@ -228,6 +234,7 @@ class FormatWriter:
 
 _JSON = {"json_schema", "style", "any_order", "max_whitespace_cnt"}
 _FREE = {"excludes", "max_tokens", "max_chars"}
+_SWITCHES = {"any_order", "at_least_one", "stop_after_first", "loop"}
 _KINDS: Mapping[str, tuple[Callable[[FormatWriter, Format, str, Ends], str], set[str]]] = {
     "const_string": (FormatWriter.const_string, {"value"}),
     "json_schema": (FormatWriter.json_schema, _JSON),
@@ -265,6 +272,9 @@ def _kind_of(given: Any, place: str) -> str:
     _, fields = _KINDS[kind]
     if unknown := sorted(map(str, given.keys() - fields - {"type"})):
         raise ValueError(f"{place} has {brief(unknown[0])}, but {kind} knows only {', '.join(sorted(fields))}")
+    for name in sorted(_SWITCHES & given.keys()):
+        if given[name] is not None and type(given[name]) is not bool:
+            raise ValueError(f"{place}.{name} is {brief(given[name])}, but must be true or false")
     return kind
 
 

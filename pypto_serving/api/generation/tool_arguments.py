@@ -26,6 +26,8 @@ from pypto_serving.api.generation.tool_schema import (
 from pypto_serving.util import brief
 
 XML_END, DSML_END = qwen3_coder.PARAMETER_END, PARAMETER_END
+_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
+"""Escapes, classes and characters of a pattern."""
 _SPACE = r"[\s\x1c-\x1f]*"
 _LOOKS = {
     "null": ("null|None", ""),
@@ -41,13 +43,13 @@ Numbers, lists and objects are told from text by how they begin, since a grammar
 """
 
 
-def json_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+def json_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write a JSON object."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return rules.json({**as_object({key: schema[key] for key in schema if key not in shared}), **shared})
 
 
-def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+def python_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write `a=1, b="x"`: required ones first, and any of the others behind them."""
     if is_any_object(schema):
         one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
@@ -63,15 +65,15 @@ def python_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
     return f"{alone}?" if alone else ""
 
 
-def xml_arguments(rules: GrammarText, schema: Schema, strict: bool, gap: str = '"\\n"') -> str:
+def xml_arguments(rules: GrammarText, schema: Schema, gap: str = '"\\n"') -> str:
     """Write `<parameter=a>`, a line with the value, and `</parameter>` for each, with `gap` behind them."""
     if is_any_object(schema):
         name = regex(qwen3_coder.NAME.pattern)
         return f'("<parameter=" {name} ">" {rules.until([XML_END])} {gap})*'
-    return _each(schema, lambda one: _xml_parameter(rules, one, strict, gap))
+    return _each(schema, lambda one: _xml_parameter(rules, one, gap))
 
 
-def dsml_arguments(rules: GrammarText, schema: Schema, strict: bool) -> str:
+def dsml_arguments(rules: GrammarText, schema: Schema) -> str:
     """Write texts as they are with `string="true"`, other values as JSON."""
     if is_any_object(schema):
         name, value = regex(r'[^"<>]{1,60}'), _dsml_any(rules)
@@ -106,7 +108,7 @@ def _check_name(one: Property, can_write: Callable[[str], Any]) -> None:
         raise SchemaError(f"this form of calls cannot write the name {brief(one.name)}")
 
 
-def _xml_parameter(rules: GrammarText, one: Property, strict: bool, gap: str) -> str:
+def _xml_parameter(rules: GrammarText, one: Property, gap: str) -> str:
     _check_name(one, qwen3_coder.NAME.fullmatch)
     kinds = types_of(one.schema, one.schema)
     others = [kind for kind in kinds if kind != "string"]
@@ -114,8 +116,8 @@ def _xml_parameter(rules: GrammarText, one: Property, strict: bool, gap: str) ->
         values = [f'{rules.json(one.schema)} "\\n{XML_END}"']
     else:
         texts = read_texts(one.schema, one.schema)
-        if strict and any(text.format is not None for text in texts):
-            raise SchemaError("format of a text is not supported in this form of calls")
+        if any(text.format is not None for text in texts):
+            raise SchemaError("format of a text is not supported in this form of calls; leave it out")
         values = [_xml_text(rules, text, kinds) for text in texts]
         words = read_words(one.schema, one.schema) if others else []
         values += [f'"{word}\\n{XML_END}"' for word in words]
@@ -141,6 +143,8 @@ def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
     )
     if text.is_free and not looks:
         return rules.until([XML_END])
+    if text.most is not None and text.least > text.most:
+        raise SchemaError(f"nothing satisfies minLength {text.least} beside maxLength {text.most}")
     parts = [without(XML_END)]
     if looks:
         parts.append(f"~{regex(looks)}")
@@ -152,12 +156,14 @@ def _xml_text(rules: GrammarText, text: Text, kinds: list[str]) -> str:
 
 
 def _whole(pattern: str) -> str:
-    """Return a pattern that matches all of a text in which `pattern` is found."""
+    """Return a pattern that matches all of a text in which `pattern` is found. Raises SchemaError."""
     found = []
     for branch in _branches(pattern):
         begins, bare = branch.startswith("^"), branch.removesuffix("$")
         ends = bare != branch and not (len(bare) - len(bare.rstrip("\\"))) & 1
         inner = (bare if ends else branch).removeprefix("^")
+        if any(part in ("^", "$") for part in _PARTS.findall(inner)):
+            raise SchemaError(f"the pattern {brief(pattern)} has ^ or $ in a group; put them around all of a branch")
         found.append(f"{'' if begins else ANY}({inner}){'' if ends else ANY}")
     return "|".join(found)
 
@@ -165,7 +171,7 @@ def _whole(pattern: str) -> str:
 def _branches(pattern: str) -> list[str]:
     """Split a pattern at each `|` that stands in no group."""
     found, depth = [""], 0
-    for part in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
+    for part in _PARTS.findall(pattern):
         depth += (part == "(") - (part == ")")
         if part == "|" and not depth:
             found.append("")
@@ -230,7 +236,7 @@ def _dsml_value(rules: GrammarText, text: Text) -> str:
     return any_of([f'"\\"true\\">" {rules.text(value + end)}' for value in text.values])
 
 
-ARGUMENTS: Mapping[str, Callable[[GrammarText, Schema, bool], str]] = {
+ARGUMENTS: Mapping[str, Callable[[GrammarText, Schema], str]] = {
     "json": json_arguments,
     "python": python_arguments,
     "xml": xml_arguments,

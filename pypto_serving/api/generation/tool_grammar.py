@@ -8,7 +8,7 @@ from typing import Any
 
 from pypto_serving.api.chat.parsers.families import CallForm
 from pypto_serving.api.chat.tools import refuse
-from pypto_serving.api.generation.grammar_text import GrammarText, any_of, joined, regex, without
+from pypto_serving.api.generation.grammar_text import ANY, GrammarText, any_of, joined, regex, without
 from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.tool_arguments import ARGUMENTS, FUNCTION_NAME
 from pypto_serving.api.generation.tool_schema import Definitions, as_object, check_is_object
@@ -94,32 +94,42 @@ class _Writer:
         return joined(self._behind(begin + form.head, one), self.rules.text(end))
 
     def marked(self, one: bool) -> list[str]:
-        """Write free text in which a mark begins calls."""
-        form, rules = self._form, self.rules
-        head = (form.begin + form.head).removeprefix(form.mark)
-        block = joined(rules.until([form.mark]), self._behind(head, one or not form.end), rules.text(form.end))
-        return [f"start: block{'?' if one else '*'} TEXT", f"block: {block}"]
+        """Write free text in which each start of calls is followed by calls."""
+        form, rules, text = self._form, self.rules, self._without(self._tokens)
+        blocks = []
+        for start in form.starts:
+            _, _, head = (form.begin + form.head).partition(start)
+            calls = self._behind(head, one or not form.end)
+            blocks.append(joined(rules.until([start], text), calls, rules.text(form.end)))
+        return [f"start: block{'?' if one else '*'} {text}", f"block: {any_of(blocks)}"]
 
     def opened(self, one: bool) -> list[str]:
-        """Write calls at the beginning, or free text that does not begin like one; behind marks there are calls, too.
+        """Write calls at the beginning, or free text that does not begin like one; behind starts there are calls, too.
 
-        A mark that is no special token cannot be followed to its calls, so it does not stand in the text.
+        Where no special token tells a start, its calls could not be followed: it does not stand in the text.
         """
         form, rules = self._form, self.rules
         first = [self.calls(one), *(joined(rules.text(a), self.calls(one), rules.text(b)) for a, b in form.fences)]
-        is_token = form.mark != "" and rules.split(form.mark) != [form.mark]
-        unmarked = without(form.mark) if form.mark and not is_token else ""
-        rest = rules.terminal(" & ".join(filter(None, ["TEXT", unmarked])))
-        free = rules.terminal(f"{rest} & ~{regex(form.opens + '(?s:.*)')}")
-        marked = ""
-        if is_token:
-            close = rules.text(form.close)
-            block = joined(rules.text(form.mark), self.calls(one), f"({close})?" if close else "", rest)
-            marked = f"({block}){'?' if one else '*'}"
+        text = self._without(form.starts)
+        free = rules.terminal(f"{text} & {_not_begun(form.opens)}")
+        rest = rules.terminal(f"{text} & {_not_begun(form.goes_on)}") if form.goes_on and not one else text
+        close, blocks = rules.text(form.close), ""
+        if self._tokens:
+            starts = any_of([rules.text(start) for start in self._tokens])
+            blocks = f"({joined(starts, self.calls(one), f'({close})?' if close else '', rest)}){'?' if one else '*'}"
         calls = rules.new(f"({' | '.join(first)}) {rest}")
         if one:
-            return [f"start: {calls} | {joined(free, marked)}"]
-        return [f"start: {joined(f'({calls} | {free})', marked)}"]
+            return [f"start: {calls} | {joined(free, blocks)}"]
+        return [f"start: {joined(f'({calls} | {free})', blocks)}"]
+
+    @property
+    def _tokens(self) -> list[str]:
+        """Return the starts that hold special tokens: text that spells them is read as they are."""
+        return [start for start in self._form.starts if self.rules.split(start) != [start]]
+
+    def _without(self, starts: Sequence[str]) -> str:
+        """Write text in which none of `starts` is spelled."""
+        return self.rules.terminal(" & ".join(["TEXT", *map(without, starts)])) if starts else "TEXT"
 
     def _behind(self, head: str, one: bool) -> str:
         """Write a call behind `head`, and maybe more calls."""
@@ -135,8 +145,12 @@ class _Writer:
         form, name, schema = self._form, function["name"], _parameters(function)
         if not FUNCTION_NAME[form.arguments](name):
             raise SchemaError(f"this form of calls cannot write the name {brief(name)}")
-        arguments = ARGUMENTS[form.arguments](self.rules, schema, bool(function.get("strict")))
+        arguments = ARGUMENTS[form.arguments](self.rules, schema)
         return name + form.middle, self.rules.new(joined(arguments, self.rules.text(form.tail)) or '""')
+
+
+def _not_begun(pattern: str) -> str:
+    return f"~{regex(pattern + ANY)}"
 
 
 @contextmanager

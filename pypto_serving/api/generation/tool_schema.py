@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 from pypto_serving.api.chat.tools import types_of
 from pypto_serving.api.generation.json_schema import SchemaError, prepare
+from pypto_serving.api.generation.references import DEFINITIONS, with_definitions
 from pypto_serving.util import brief
 
 Schema = Mapping[str, Any]
@@ -19,7 +20,6 @@ MAX_VISITS = 256
 """Schemas that may say together which texts a parameter may be."""
 MAX_COPIED = 1 << 18
 """Values in the definitions that go with parameters, counted for each."""
-_DEFINED = ("$defs", "definitions")
 _UNREADABLE = ("anyOf", "oneOf", "allOf", "enum", "const", "patternProperties", "minProperties", "maxProperties")
 _OF_OBJECTS = {"properties", "required", "additionalProperties"}
 _ASSERTIONS = ("pattern", "minLength", "maxLength", "format")
@@ -81,7 +81,7 @@ def properties_of(schema: Schema) -> Iterator[Property]:
 
     Raises SchemaError for what says more of them than each by itself.
     """
-    whole = schema
+    whole = schema = with_definitions(schema)
     for _ in range(8):
         if not isinstance(whole.get("$ref"), str):
             break
@@ -93,10 +93,13 @@ def properties_of(schema: Schema) -> Iterator[Property]:
         if word in whole:
             raise SchemaError(f"{word} of all parameters together is not supported in this form of calls")
     found, needed = dict(whole.get("properties", {})), dict.fromkeys(whole.get("required", ()))
-    if whole.get("additionalProperties", True) in (True, {}):
+    others = whole.get("additionalProperties", True)
+    if others in (True, {}):
         found |= {name: {} for name in needed if name not in found}
     if missing := [name for name in needed if found.get(name, False) is False]:
         raise SchemaError(f"{brief(missing[0])} is required, but properties allows no value for it")
+    if not found and others not in (True, False, {}):
+        raise SchemaError("additionalProperties of all parameters is not supported in this form of calls; name them")
     definitions = Definitions({**schema, **whole})
     for name, one in found.items():
         if one is not False:
@@ -246,7 +249,7 @@ def _defined(reference: str, root: Schema) -> Schema:
 
 def _place(reference: str) -> Place:
     parts = reference.split("/")
-    if len(parts) < 3 or parts[0] != "#" or parts[1] not in _DEFINED:
+    if len(parts) < 3 or parts[0] != "#" or parts[1] not in DEFINITIONS:
         problem = "but may refer to $defs and definitions only in this form of calls"
         raise SchemaError(f"$ref is {brief(reference)}, {problem}")
     return parts[1], unquote(parts[2]).replace("~1", "/").replace("~0", "~")

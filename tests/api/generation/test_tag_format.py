@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pypto_serving.api.generation import structured
 from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.structural_tag import MAX_STRUCTURES, lark_of
 from pypto_serving.api.generation.structured import json_options
@@ -14,6 +15,7 @@ from pypto_serving.api.generation.tag_format import MAX_TRIGGERS
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.guidance import Compiler, checked
 from pypto_serving.types.guide import Grammar
+from pypto_serving.types.structured import StructuredOutputsParams
 from tests.api.generation.following import COMPILER, accepts
 
 Format = dict[str, Any]
@@ -54,6 +56,7 @@ item ::= [^/[\\]] |
   ("[" root
   "]")"""
 XML = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["s"]}
+STRUCTURES = {"structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
 FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
     "const_string": (const('a"\\\n/'), ['a"\\\n/'], ["a", ""]),
     "json_schema": (JSON, ['{"a": 1}'], ['{"a": "x"}', "{}", '{"a": 1, "b": 2}']),
@@ -67,6 +70,11 @@ FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
     "excludes": ({**ANY, "excludes": ["no", "ne"]}, ["n", "nan"], ["a no", "ne"]),
     "regex": ({"type": "regex", "pattern": "[0-9]+/x"}, ["12/x"], ["/x"]),
     "grammar": ({"type": "grammar", "grammar": GBNF}, ["a", "[b]", "[a[b]]c"], ["/", "[]", ""]),
+    "grammar of emoji": (
+        {"type": "grammar", "grammar": r'root ::= "\U0001F600" [\U0001F600-\U0001F602] "\U00000022\\U00000022"'},
+        ['\U0001f600\U0001f601"\\U00000022'],
+        ["\\U0001F600"],
+    ),
     "sequence": (parts(const("a"), JSON, const("b")), ['a{"a": 1}b'], ["ab"]),
     "text before a const": (parts(ANY, const("END"), JSON), ['x EN END{"a": 1}'], ["END", "x"]),
     "text at last": (parts(const("a"), ANY), ["a", "axy"], ["b"]),
@@ -108,6 +116,7 @@ FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
         ["", "<1>", "<1><2>"],
         ["<"],
     ),
+    "dispatch again": ({"type": "dispatch", "rules": [["n=", DIGIT]], "loop": None}, ["n=1 n=2"], ["n=x"]),
     "nothing": (const(""), [""], ["a"]),
     "regex of slashes": ({"type": "regex", "pattern": "a/\\/[/]\\\\\n"}, ["a///\\\n"], ["a"]),
     "regex of nothing": (tag("<", {"type": "regex", "pattern": ""}, ">"), ["<>"], ["<a>"]),
@@ -138,7 +147,7 @@ FORMATS: dict[str, tuple[Format, list[str], list[str]]] = {
         ["<function=f>\n\n</function>"],
     ),
     "structures": (
-        {"structures": [{"begin": "<f=x>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]},
+        STRUCTURES,
         ["a", 'a <f=x>{"a": 1}</f> b'],
         ["<f>", "<f=x>1</f>"],
     ),
@@ -211,6 +220,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "tag", "begin": {"type": "token", "token": 10**6}, "content": ANY, "end": ""}, "a token of this model"),
     ({"type": "repeat", "min": 2, "max": 1, "content": ANY}, "max must not be below min"),
     ({"type": "grammar", "grammar": 'start: "a"'}, "must be GBNF with a rule root"),
+    (
+        parts(const("a"), {"type": "grammar", "grammar": "root ::= nope"}),
+        r"format.elements\[1\].grammar: a grammar refers to a rule 'nope', which it does not have",
+    ),
+    ({"type": "grammar", "grammar": 'root ::= "\\U00110000"'}, r"has \\U00110000, which is no character"),
     ({"type": "grammar", "grammar": "root ::= " + "[" * 30_000}, "that nothing closes"),
     ({"type": "grammar", "grammar": "root ::= " + '"\\' * 30_000}, "that nothing closes"),
     ({"type": "dispatch", "rules": [["a"]]}, r"format.rules\[0\] is \['a'\]"),
@@ -259,6 +273,16 @@ REFUSED: list[tuple[Any, str]] = [
     (tag("a", parts(*[ANY] * 2000, kind="or"), f"{START}{'c' * 2000}"), TOO_LONG),
     (const("a" * 300_000), TOO_LONG),
     (xml_of({"properties": {f"p{i}": {"enum": ["x" * 1000]} for i in range(300)}}), TOO_LONG),
+    ({**JSON, "style": "qwen_xml", "any_order": True}, "any_order is not"),
+    ({**JSON, "style": "qwen_xml", "max_whitespace_cnt": 2}, "format has max_whitespace_cnt, but the style qwen_xml"),
+    ({**JSON, "any_order": 1}, "format.any_order is 1, but must be true or false"),
+    ({**CALLS, "at_least_one": "false"}, "format.at_least_one is 'false', but must be true or false"),
+    ({**CALLS, "stop_after_first": []}, r"format.stop_after_first is \[\], but must be true or false"),
+    ({"type": "dispatch", "rules": [["n=", DIGIT]], "loop": "no"}, "format.loop is 'no', but must be true or false"),
+    ({**ANY, "excludes": 0}, "format.excludes is 0, but must be a list"),
+    ({**STRUCTURES, "x": 1}, "it has 'x', but may have structures, triggers, type"),
+    ({**STRUCTURES, "format": ANY}, "it has 'structures', but may have format, type"),
+    ({"structures": [{**STRUCTURES["structures"][0], "x": 1}], "triggers": ["<"]}, r"structures\[0\] has 'x', but may"),
     ({"structures": [{"begin": "", "schema": {}, "end": ""}] * (MAX_STRUCTURES + 1), "triggers": []}, "may have 128"),
 ]
 
@@ -267,3 +291,9 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_cannot_be_written_is_named(given: Any, words: str, tokenizer: Tokenizer) -> None:
     with pytest.raises((ValueError, SchemaError), match=words):
         grammar_of(given, tokenizer)
+
+
+def test_a_grammar_alone_reads_the_same_escapes(tokenizer: Tokenizer) -> None:
+    params = StructuredOutputsParams(grammar=r'root ::= "\U0001F600" [\U0001F600-\U0001F602]')
+    matcher = COMPILER.compile(checked(structured.grammar_of(params, tokenizer)))
+    assert accepts(matcher, "\U0001f600\U0001f602") and not accepts(matcher, "\U0001f600\U0001f603")

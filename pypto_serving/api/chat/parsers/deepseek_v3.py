@@ -15,14 +15,15 @@ CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
 FENCE, FENCE_END = "```json", "```"
-_MARKS = (*with_gaps(CALLS + CALL), *with_gaps(CALL))
+STARTS = (CALLS + CALL, CALL)
+_SOUGHT = with_gaps(STARTS)
 _HEAD = re.compile(rf"(?:function{SEPARATOR}([^\n<]+)\n{FENCE}\s*|([^\n<]+){SEPARATOR}\s*)(?=\{{)")
 _MAX_HEAD = 512
 
 
 def read(tape: Tape, tools: Tools) -> Steps[None]:
     """Read content and calls."""
-    while mark := (yield from seek(tape, _MARKS, tape.say)):
+    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
         head = yield from read_head(tape, len(mark), _HEAD, "{", _MAX_HEAD)
         if head is None:
             tape.say(len(mark))

@@ -13,7 +13,8 @@ MAX_HEAD = 512
 NAME = re.compile(r'[^"<>]+')
 _INVOKE = re.compile(rf'<{MARK}invoke name="({NAME.pattern})">')
 _PARAMETER = re.compile(rf'<{MARK}parameter name="({NAME.pattern})" string="(true|false)">')
-_STARTS = (f"\n\n{CALLS_START}", CALLS_START)
+STARTS = (CALLS_START,)
+_SOUGHT = (f"\n\n{CALLS_START}", *STARTS)
 """A gap before a block of calls belongs to it."""
 
 
@@ -23,7 +24,7 @@ def read(tape: Tape, tools: Tools) -> Steps[None]:
     Tags are read in order, so a value may contain end tags of its parents. Of a block that is cut or malformed,
     everything from the first unreadable call on is content.
     """
-    while mark := (yield from seek(tape, _STARTS, tape.say)):
+    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
         if not (yield from _read_block(tape, len(mark))):
             return
 

@@ -17,7 +17,6 @@ from pypto_serving.api.chat.parsers import (
     pythonic,
     qwen3_coder,
 )
-from pypto_serving.api.chat.parsers.json_calls import FIRST_KEY
 from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools
 
 Read = Callable[[Tape, Tools], Steps[None]]
@@ -29,9 +28,10 @@ class CallForm:
 
     - A call is `head`, the name, `middle`, the arguments, `tail`.
     - `alone`: a single call needs neither `begin` nor `end`.
-    - `mark`: begins calls that stand in text; "" if nothing does. `close` may stand behind them.
-    - `opens`: what an output begins with that is read as a call without a mark, as a regular expression; "" if there
-      is no such thing. `fences` may stand around calls there.
+    - `starts`: all that begins calls within text, from the parser; `close` may stand behind them.
+    - `opens`: what an output begins with that is read as a call without a mark, as a regular expression from the
+      parser; "" if there is no such thing. `fences` may stand around calls there.
+    - `goes_on`: what behind calls is read as one more, likewise.
     - `marks`: the parts of all these texts that are special tokens in some tokenizers.
     """
 
@@ -43,9 +43,10 @@ class CallForm:
     end: str = ""
     arguments: Literal["json", "python", "xml", "dsml"] = "json"
     alone: bool = False
-    mark: str = ""
+    starts: tuple[str, ...] = ()
     close: str = ""
     opens: str = ""
+    goes_on: str = ""
     fences: tuple[tuple[str, str], ...] = ()
     marks: tuple[str, ...] = ()
 
@@ -77,7 +78,7 @@ _HERMES = CallForm(
     middle=_ARGUMENTS,
     tail=f"}}\n{hermes.END}",
     between="\n",
-    mark=hermes.START,
+    starts=hermes.STARTS,
     marks=(hermes.START, hermes.END),
 )
 _QWEN3_CODER = CallForm(
@@ -86,23 +87,23 @@ _QWEN3_CODER = CallForm(
     tail=f"{qwen3_coder.FUNCTION_END}\n{qwen3_coder.END}",
     between="\n",
     arguments="xml",
-    mark=qwen3_coder.START,
+    starts=qwen3_coder.STARTS,
     marks=(qwen3_coder.START, qwen3_coder.END),
 )
 _LLAMA3_JSON = CallForm(
-    head=_NAME, middle='", "parameters": ', tail="}", between="; ",
-    mark=llama3_json.TAG, opens=rf"\s*{FIRST_KEY}", marks=(llama3_json.TAG,),
+    head=_NAME, middle='", "parameters": ', tail="}", between=f"{llama3_json.SEPARATOR} ",
+    starts=llama3_json.STARTS, opens=llama3_json.OPENS, goes_on=llama3_json.GOES_ON, marks=(llama3_json.TAG,),
 )  # fmt: skip
 _PYTHONIC = CallForm(
     head="", middle="(", tail=")", begin="[", between=", ", end="]", arguments="python",
-    mark=pythonic.START, close=pythonic.END, opens=rf"\s*{pythonic.OPENING}", marks=(pythonic.START, pythonic.END),
+    starts=pythonic.STARTS, close=pythonic.END, opens=pythonic.OPENS, marks=(pythonic.START, pythonic.END),
 )  # fmt: skip
 _MISTRAL_MARKS = (mistral.MARK, mistral.ARGS, mistral.CALL_ID)
 _MISTRAL = CallForm(
     head=_NAME, middle=_ARGUMENTS, tail="}", begin=f"{mistral.MARK}[", between=", ", end="]",
-    mark=mistral.MARK, marks=_MISTRAL_MARKS,
+    starts=mistral.STARTS, marks=_MISTRAL_MARKS,
 )  # fmt: skip
-_MISTRAL_NAMED = CallForm(head=mistral.MARK, middle=mistral.ARGS, tail="", mark=mistral.MARK, marks=_MISTRAL_MARKS)
+_MISTRAL_NAMED = CallForm(head=mistral.MARK, middle=mistral.ARGS, tail="", starts=mistral.STARTS, marks=_MISTRAL_MARKS)
 _V3_MARKS = (
     deepseek_v3.CALLS,
     deepseek_v3.CALLS_END,
@@ -117,7 +118,7 @@ _DEEPSEEK_V3 = CallForm(
     begin=deepseek_v3.CALLS,
     between="\n",
     end=deepseek_v3.CALLS_END,
-    mark=deepseek_v3.CALLS,
+    starts=deepseek_v3.STARTS,
     marks=_V3_MARKS,
 )
 _DEEPSEEK_V31 = CallForm(
@@ -126,7 +127,7 @@ _DEEPSEEK_V31 = CallForm(
     tail=deepseek_v3.CALL_END,
     begin=deepseek_v3.CALLS,
     end=deepseek_v3.CALLS_END,
-    mark=deepseek_v3.CALLS,
+    starts=deepseek_v3.STARTS,
     marks=_V3_MARKS,
 )
 _DEEPSEEK_V4 = CallForm(
@@ -136,12 +137,12 @@ _DEEPSEEK_V4 = CallForm(
     begin=f"{CALLS_START}\n",
     end=CALLS_END,
     arguments="dsml",
-    mark=CALLS_START,
+    starts=deepseek_v4.STARTS,
     marks=(MARK,),
 )
 _JSON = CallForm(
     head=_NAME, middle=_ARGUMENTS, tail="}", begin="[", between=", ", end="]", alone=True,
-    opens=rf"\s*(?:{json_text.FENCE}\s*)?(?:\[\s*)?{FIRST_KEY}",
+    opens=json_text.OPENS,
     fences=((f"{json_text.FENCE}\n", f"\n{json_text.FENCE_END}"),),
 )  # fmt: skip
 

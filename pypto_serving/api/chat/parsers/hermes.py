@@ -6,12 +6,13 @@ from pypto_serving.api.chat.parsers.json_calls import read_calls
 from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, drop_if, end_calls, seek, with_gaps
 
 START, END = "<tool_call>", "</tool_call>"
-_STARTS = with_gaps(START)
+STARTS = (START,)
+_SOUGHT = with_gaps(STARTS)
 
 
 def read(tape: Tape, tools: Tools) -> Steps[None]:
     """Read content and calls."""
-    while mark := (yield from seek(tape, _STARTS, tape.say)):
+    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
         if (yield from read_calls(tape, len(mark))):
             yield from drop_if(tape, END)
             yield from end_calls(tape, START)

@@ -21,7 +21,9 @@ _HEAD = re.compile(
 _TAIL = re.compile(rf"(?:\s*,\s*{_BESIDE})*\s*\}}")
 _FIRST_KEY = re.compile(rf"\{{\s*(?:{_STRING}|[^\s\"])")
 _KEYS = {"name", "id", "type", *_ARGUMENTS}
-FIRST_KEY = rf'\{{\s*"(?:(?:{"|".join(sorted(_KEYS))})"|[^"]*\\)'
+SPACE = r"[\s\x1c-\x1f]*"
+"""White space of Python, also for engines that count less as such."""
+FIRST_KEY = rf'\{{{SPACE}"(?:(?:{"|".join(sorted(_KEYS))})"|[^"]*\\)'
 """What a call begins with; a key with an escape may be any."""
 
 Names = Collection[str] | None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pypto_serving.api.chat.parsers.json_calls import read_array
+from pypto_serving.api.chat.parsers.json_calls import FIRST_KEY, SPACE, read_array
 from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, drop_if, end_calls, meets, past_space
 
 FENCE, FENCE_END = "```json", "```"
+OPENS = rf"{SPACE}(?:{FENCE}{SPACE})?(?:\[{SPACE})?{FIRST_KEY}"
 
 
 def read(tape: Tape, tools: Tools) -> Steps[None]:

@@ -8,14 +8,15 @@ from pypto_serving.api.chat.parsers.json_calls import read_array, read_head, str
 from pypto_serving.api.chat.parsers.tape import Steps, Tape, Tools, end_calls, past_space, seek, with_gaps
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_MARKS = with_gaps(MARK)
+STARTS = (MARK,)
+_SOUGHT = with_gaps(STARTS)
 _NAME = re.compile(r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 _MAX_NAME = 512
 
 
 def read(tape: Tape, tools: Tools) -> Steps[None]:
     """Read content and calls."""
-    while mark := (yield from seek(tape, _MARKS, tape.say)):
+    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
         if (yield from read_array(tape, len(mark))) or (yield from _read_named(tape, len(mark))):
             yield from end_calls(tape, MARK)
         else:

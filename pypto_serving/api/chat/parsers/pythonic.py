@@ -8,7 +8,7 @@ import re
 import unicodedata
 from typing import Any
 
-from pypto_serving.api.chat.parsers.json_calls import refuse_constant
+from pypto_serving.api.chat.parsers.json_calls import SPACE, refuse_constant
 from pypto_serving.api.chat.parsers.scan import BracketScan
 from pypto_serving.api.chat.parsers.tape import (
     Steps,
@@ -23,10 +23,12 @@ from pypto_serving.api.chat.parsers.tape import (
 )
 
 START, END = "<|python_start|>", "<|python_end|>"
-_STARTS = with_gaps(START)
-OPENING = r"\[\s*[^\W\d][\w.]*\("
-_OPENING = re.compile(OPENING)
-_BEGINNING = re.compile(r"\[\s*(?:[^\W\d][\w.]*)?")
+STARTS = (START,)
+_SOUGHT = with_gaps(STARTS)
+_BEGUN = rf"""\[{SPACE}[^\s\x1c-\x1f()\[\]{{}}"',:;=]*"""
+OPENS = rf"{SPACE}{_BEGUN}\("
+_OPENING = re.compile(rf"{_BEGUN}\(")
+_BEGINNING = re.compile(_BEGUN)
 _MAX_NAME = 256
 _CALL = re.compile(r"\s*([^\W\d][\w.]*)\(\s*")
 _KEY = re.compile(r"((?!\d)(?:\w|[^\x00-\x7F\s])+)\s*=\s*")
@@ -42,7 +44,7 @@ def read(tape: Tape, tools: Tools) -> Steps[None]:
     at = yield from past_space(tape)
     if (yield from _read_list(tape, at)):
         yield from end_calls(tape, START)
-    while mark := (yield from seek(tape, _STARTS, tape.say)):
+    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
         at = yield from past_space(tape, len(mark))
         if (yield from _read_list(tape, at)):
             yield from drop_if(tape, END)

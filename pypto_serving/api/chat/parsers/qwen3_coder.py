@@ -27,7 +27,8 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 BEGINNING = f"{START}\n{FUNCTION}"
 """Ends the reasoning, too: some models call from within it."""
-_STARTS = (*with_gaps(START), *with_gaps(FUNCTION))
+STARTS = (START, FUNCTION)
+_SOUGHT = with_gaps(STARTS)
 _VALUE_ENDS = ("\n" + PARAMETER_END, PARAMETER_END)
 NAME = re.compile(r"[^\s<>][^<>\n]{0,250}")
 _NAME = re.compile(rf"({NAME.pattern})>")
@@ -36,7 +37,7 @@ _MAX_NAME = 256
 
 def read(tape: Tape, tools: Tools) -> Steps[None]:
     """Read content and calls. A function without START must be one of `tools`: the content may be markup, too."""
-    while mark := (yield from seek(tape, _STARTS, tape.say)):
+    while mark := (yield from seek(tape, _SOUGHT, tape.say)):
         at = len(mark)
         if mark.endswith(START):
             at = yield from past_space(tape, at)

@@ -119,9 +119,9 @@ def to_json(value: Any) -> str:
     return text
 
 
-def with_gaps(mark: str) -> tuple[str, str, str]:
-    """Return the forms of `mark` with the line breaks that models write before it, which belong to it."""
-    return ("\n\n" + mark, "\n" + mark, mark)
+def with_gaps(marks: Sequence[str]) -> tuple[str, ...]:
+    """Return the forms of `marks` with the line breaks that models write before them, which belong to them."""
+    return tuple(gap + mark for mark in marks for gap in ("\n\n", "\n", ""))
 
 
 def seek(tape: Tape, marks: Sequence[str], give: Callable[[int], None]) -> Steps[str]:
