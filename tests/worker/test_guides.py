@@ -19,7 +19,7 @@ from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.follower import MAX_MUTE, MAX_STRIKES, OWN_FAULTS
 from pypto_serving.worker.guides import RowGuides, Told
 from pypto_serving.worker.guiding.process import Death
-from pypto_serving.worker.guiding.turns import SLOW_S, FollowedRow, Turns
+from pypto_serving.worker.guiding.turns import DEBT_S, SLOW_S, STEADY_S, FollowedRow, Turns
 from pypto_serving.worker.guiding.wire import GuideAnswers, OpenRow
 from pypto_serving.worker.masks import RowMasks
 from pypto_serving.worker.reasoning import TokenTexts
@@ -240,6 +240,13 @@ def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> Non
     assert str(fault).startswith("structured_outputs: ") and "unheard_of" in str(fault)
 
 
+def quick_row(turns: Turns, text: str, token_s: float) -> FollowedRow:
+    guide = Guide(Grammar("regex", text))
+    row = FollowedRow(OpenRow(1, 0, guide, b"", True, b"", False), turns.cost(guide), deque())
+    row.cost.add(token_s, is_token=True)
+    return row
+
+
 def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -> None:
     turns = Turns()
 
@@ -271,14 +278,47 @@ def test_no_grammar_is_slow_for_good() -> None:
     cost.add(SLOW_S / 2, is_token=False)
     assert not cost.is_quick
     for _ in range(1000):
-        cost.add(SLOW_S / 2, is_token=True)
+        cost.add(STEADY_S, is_token=True)
     assert cost.is_quick and cost.lately_s <= SLOW_S, "many requests are no reason to go last"
     cost.add(20 * SLOW_S, is_token=True)
     num_quick = 0
     while not cost.is_quick:
-        cost.add(SLOW_S / 2, is_token=True)
+        cost.add(SLOW_S / 1000, is_token=True)
         num_quick += 1
-    assert 20 < num_quick < 40
+    assert 20 < num_quick < 200
+
+
+def test_grammars_whose_tokens_add_up_are_slow() -> None:
+    cost, tokens, num_quick = Turns().cost(REGEX), (SLOW_S / 3, STEADY_S / 10), 0
+    for count in range(10_000):
+        cost.add(STEADY_S / 2 if count % 100 else SLOW_S / 2, is_token=True)
+    assert cost.pace == "quick", "a token now and then is nothing"
+    while cost.pace == "quick":
+        cost.add(tokens[num_quick % 2], is_token=True)
+        num_quick += 1
+    assert num_quick * sum(tokens) / 2 < 2 * DEBT_S and cost.pace == "slow"
+
+
+def test_a_quick_row_does_not_take_turns_with_rows_that_take_longer() -> None:
+    """Forty take fifty times as long. It comes back while one of them is followed, and is next; they have a share."""
+    turns = Turns()
+    many, good = [quick_row(turns, str(number), 0.005) for number in range(40)], quick_row(turns, "good", 0.0001)
+    for each in (*many, good):
+        turns.add(each)
+    order: list[FollowedRow] = []
+    while len(order) < 4000:
+        row = turns.next()
+        assert row is not None
+        row.share_s += row.cost.token_s or 0.0
+        if row is not good:
+            turns.add(row)
+        if good not in (row, *order[-1:]):
+            turns.add(good)
+        order.append(row)
+    between = "".join("g" if row is good else "m" for row in order[100:])
+    assert "mmmmm" not in between and all(order.count(row) > 40 for row in many)
+
+
 
 
 def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> None:

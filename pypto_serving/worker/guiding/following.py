@@ -141,6 +141,7 @@ class Following:
             self._walls.allow(0.0)
             used_s = time.process_time() - started_s
             row.used_s += 0.0 if compiles else used_s
+            row.share_s += used_s
             row.cost.add(used_s, is_token=not compiles)
 
     def _prepare(self, eos_ids: bytes) -> tuple[Compiler, MaskArray, TokenTexts]:
