@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pypto_serving.guidance import Matcher
+from pypto_serving.guidance import Compiler, Matcher
 from pypto_serving.types.guide import Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
@@ -139,6 +139,11 @@ def test_steps_wait_less_and_less_for_a_guide_that_comes_late(rows: Rows, monkey
     rows.start(1, Guide(Grammar("regex", "a{100}b|[ab]{100}c")))
     found = [is_waited_for() for _ in range(20)]
     assert [i for i, waited in enumerate(found) if waited] == [0, 2, 5, 10, 19]
+    rows.guides.clear(1)
+    rows.start(1, Guide(Grammar("regex", "a{100}c"), compile_s=SLOW_S))
+    rows.process = rows.slow
+    rows.slow.following._turns.cost(Guide(Grammar("regex", "a{100}c"))).token_s = 1000 * SLOW_S
+    assert not any(is_waited_for() for _ in range(20)), "a slow one"
 
 
 def test_a_death_costs_no_row_anything(rows: Rows, model: Path) -> None:
@@ -179,6 +184,50 @@ def test_who_ended_the_process_is_refused_and_remembered(rows: Rows, ended_by: i
     rows.process.is_stuck = True
     rows.start(3, REGEX)
     assert rows.tell(3).faults.keys() == {0}
+
+
+def test_a_row_that_left_is_to_blame_as_well(rows: Rows) -> None:
+    """What its process found out while it left is remembered: that it ended it, or that it is slow."""
+    rows.start(1, REGEX)
+    rows.start(2, OTHER)
+    told = rows.ready(1, 2)
+    life = told.guides[0].life
+    rows.append(told, [1, 2], ids("aa"))
+    rows.guides.clear(1)
+    rows.process.deaths.append(Death(life, signal.SIGPROF, 1))
+    assert not rows.ready(2).faults
+    rows.start(1, REGEX)
+    assert rows.tell(1).faults.keys() == {0}
+
+
+def test_a_grammar_whose_row_left_while_it_was_slow_is_known(rows: Rows) -> None:
+    rows.start(2, OTHER)
+    rows.append(rows.ready(2), [2], ids("a"))
+    rows.start(1, REGEX)
+    following = rows.process.following
+    following._turns.cost(REGEX).token_s = 2 * SLOW_S
+    while any(row.guide is None for row in following._rows.values()) or following.is_busy or len(following._rows) < 2:
+        following.turn(0.0)
+    rows.guides.clear(1)
+    rows.ready(2)
+    rows.start(1, REGEX)
+    assert len(rows.slow.following._rows) == 0
+    rows.ready(1)
+    assert len(rows.slow.following._rows) == 1
+
+
+def test_the_tokenizer_is_loaded_for_no_row(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that ends the process, no grammar is to blame."""
+    lives, load = [], Compiler.of
+
+    def loading(*args: Any) -> Compiler:
+        lives.append(int(rows.process.shared.at_work[0]))
+        return load(*args)
+
+    monkeypatch.setattr(Compiler, "of", loading)
+    rows.start(1, REGEX)
+    rows.ready(1)
+    assert lives == [0]
 
 
 def test_a_row_is_given_up_when_processes_keep_ending_for_it(rows: Rows) -> None:
@@ -317,8 +366,6 @@ def test_a_quick_row_does_not_take_turns_with_rows_that_take_longer() -> None:
         order.append(row)
     between = "".join("g" if row is good else "m" for row in order[100:])
     assert "mmmmm" not in between and all(order.count(row) > 40 for row in many)
-
-
 
 
 def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> None:

@@ -100,8 +100,9 @@ class Following:
             row.waits_since_s = row.waits_since_s or time.monotonic()
             self._waiting.append(row)
             return
-        self._shared.at_work[0] = row.source.life
         try:
+            self._prepare(row.source.eos_ids)  # no row's fault if it ends the process
+            self._shared.at_work[0] = row.source.life
             self._step(row)
         except RequestError as error:
             self._refuse(row, error)
