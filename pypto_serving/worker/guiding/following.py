@@ -66,6 +66,7 @@ class Following:
 
     def turn(self, wait_s: float) -> None:
         """Take what arrived, work for one row, and answer. Without work, wait at most `wait_s` for some."""
+        self._shared.num_beats[0] += 1
         message = self._channel.receive(0.0 if self._turns else min(wait_s, WAIT_S) if self._waiting else wait_s)
         while message is not None:
             self._take(message)
