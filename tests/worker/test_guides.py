@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pypto_serving.guidance import Compiler, Matcher
-from pypto_serving.types.guide import Grammar, Guide, Reasoning
+from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.follower import MAX_MUTE, MAX_STRIKES, OWN_FAULTS
 from pypto_serving.worker.guides import RowGuides, Told
 from pypto_serving.worker.guiding.process import Death
 from pypto_serving.worker.guiding.turns import DEBT_S, SLOW_S, STEADY_S, FollowedRow, Turns
+from pypto_serving.worker.guiding.walls import WAIT_S
 from pypto_serving.worker.guiding.wire import GuideAnswers, OpenRow
 from pypto_serving.worker.masks import RowMasks
 from pypto_serving.worker.reasoning import TokenTexts
@@ -144,6 +148,55 @@ def test_steps_wait_less_and_less_for_a_guide_that_comes_late(rows: Rows, monkey
     rows.process = rows.slow
     rows.slow.following._turns.cost(Guide(Grammar("regex", "a{100}c"))).token_s = 1000 * SLOW_S
     assert not any(is_waited_for() for _ in range(20)), "a slow one"
+
+
+def test_memory_is_refused_to_those_who_ask_for_it(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row may take a quarter. Others wait while half is taken, and are refused after WAIT_S; those before go on."""
+    ahead_s, walls = 0.0, rows.process.walls
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, process_time=time.process_time)
+    monkeypatch.setattr("pypto_serving.worker.guiding.following.time", clock)
+    for row in (1, 2, 3):
+        rows.start(row, OTHER)
+        told = rows.ready(row)
+        rows.append(told, [row], ids("a"))
+        walls.num_bytes += MAX_MATCHER_BYTES // 5
+        assert not rows.ready(row).faults
+    rows.start(4, REGEX)
+    assert rows.tell(4).withheld
+    ahead_s = WAIT_S - 1
+    assert rows.tell(4).withheld and not rows.tell(4).faults
+    ahead_s = WAIT_S + 1
+    fault = rows.ready(1, 2, 3, 4).faults
+    assert fault.keys() == {3} and fault[3].status == 503
+    rows.append(rows.ready(1), [1], ids("a"))
+    walls.num_bytes += MAX_MATCHER_BYTES // 5
+    told = rows.ready(1, 2, 3)
+    assert told.faults.keys() == {0} and told.faults[0].status == 400 and "64 MiB" in str(told.faults[0])
+
+
+def test_the_newest_large_row_ends_when_memory_is_short(rows: Rows) -> None:
+    for row in range(6):
+        rows.start(row, OTHER)
+        rows.ready(row)
+    faults = {}
+    for row in (5, 4, 0, 1, 2):
+        rows.append(rows.ready(row), [row], ids("a"))
+        rows.process.walls.num_bytes += MAX_MATCHER_BYTES // 4 - 1000
+        told = rows.ready(*range(6))
+        faults = {at: fault.status for at, fault in told.faults.items()}
+    assert faults == {5: 503}
+
+
+def test_a_row_may_take_so_much_cpu_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(0.0, 0.5)
+    clock = SimpleNamespace(monotonic=time.monotonic, process_time=seconds.__next__)
+    monkeypatch.setattr("pypto_serving.worker.guiding.following.time", clock)
+    rows.start(1, Guide(Grammar("regex", "[ab]{1000}")))
+    num_tokens = 0
+    while not (told := rows.ready(1)).faults:
+        rows.append(told, [1], ids("a"))
+        num_tokens += 1
+    assert num_tokens == 7 and "takes too long to follow" in str(told.faults[0])
 
 
 def test_a_death_costs_no_row_anything(rows: Rows, model: Path) -> None:
