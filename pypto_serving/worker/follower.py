@@ -22,6 +22,8 @@ MAX_STRIKES = 3
 """How many processes may end while they work for a row, for reasons that may not be its own."""
 MAX_MUTE = 8
 """How many processes may end one after the other for no row and without an answer."""
+MAX_LEFT = 1024
+"""Rows that left, whose grammars are known while their process may yet work for them."""
 MAX_REMEMBERED = 1024
 """Grammars that ended a process, and as many that were slow."""
 OWN_FAULTS: dict[int, str] = {
@@ -32,7 +34,7 @@ OWN_FAULTS: dict[int, str] = {
 """Why a process ended by a signal that the row brought about for which it worked."""
 
 
-class Grammars:
+class KnownGrammars:
     """Remembers grammars that are refused at once, or known as slow. Owned by RowGuides."""
 
     def __init__(self) -> None:
@@ -68,14 +70,16 @@ class Follower:
     """Owns a guide process and knows the rows that it follows, by their lives. Owned by RowGuides.
 
     What a process says depends on the guide and the tokens of a row alone, so when it dies, another one follows the
-    same rows from their first token on.
+    same rows from their first token on. It may be at work for a row that has left: what becomes of that tells of its
+    grammar.
     """
 
-    def __init__(self, process: GuideProcess, lives: itertools.count[int], known: Grammars) -> None:
+    def __init__(self, process: GuideProcess, lives: itertools.count[int], known: KnownGrammars) -> None:
         self.process = process
         self.rows: dict[int, GuidedRow] = {}
         self._lives = lives
         self._known = known
+        self._left: OrderedDict[int, Grammar] = OrderedDict()
         self._appended: list[tuple[int, Int32Array]] = []
 
     def open(self, guided: GuidedRow) -> None:
@@ -90,6 +94,10 @@ class Follower:
         """Follow a row no longer; what is to be done for it is dropped."""
         if self.rows.pop(guided.life, None) is not None:
             self.process.send(DropRow(guided.life))
+            if guided.guide.grammar is not None:
+                self._left[guided.life] = guided.guide.grammar
+                if len(self._left) > MAX_LEFT:
+                    self._left.popitem(last=False)
 
     def append(self, guided: GuidedRow, token_ids: Int32Array) -> None:
         """Append what a row appended, with the next `flush`."""
@@ -127,15 +135,19 @@ class Follower:
         if guided is not None and choice.num_tokens == len(guided.output):
             mask = self.process.shared.masks[guided.row] if choice.is_masked else None
             guided.choice, guided.pace = Choice(choice.forced, mask, choice.is_done), choice.pace
+        elif choice.pace == "slow" and (grammar := self._left.get(choice.life)) is not None:
+            self._known.add_slow(grammar)
 
     def _bury(self, death: Death) -> None:
         """Find out who is to blame for the death of the process, and let another one follow the rows."""
         guilty = self.rows.get(death.life)
-        grammar = None if guilty is None else guilty.guide.grammar
-        if guilty is not None and grammar is not None and (words := OWN_FAULTS.get(death.signal)) is not None:
+        grammar = self._left.get(death.life) if guilty is None else guilty.guide.grammar
+        self._left.clear()
+        if grammar is not None and (words := OWN_FAULTS.get(death.signal)) is not None:
             error = GrammarError(f"the grammar {words}; simplify it, or make it less ambiguous")
-            self._fail(guilty, error)
             self._known.refuse(grammar, error)
+            if guilty is not None:
+                self._fail(guilty, error)
         elif guilty is not None:
             guilty.num_strikes += 1
             if guilty.num_strikes == MAX_STRIKES:

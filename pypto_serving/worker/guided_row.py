@@ -41,8 +41,13 @@ class GuidedRow:
     def is_busy(self) -> bool:
         return self.choice is None and self.fault is None
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Return whether a step with other rows waits for the choice."""
+        return not self.unwaited and self.pace != "slow"
+
     def fail(self, error: RequestError) -> None:
-        """Let the row go on no more. If that is due to its grammar, name the field of the request that it is from."""
+        """Fail the row. If that is due to its grammar, name the field of the request that it is from."""
         self.fault = error
         if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and self.guide.grammar is not None:
             self.fault = RequestError(f"{self.guide.field}: {error}", param=self.guide.field, code=error.error_code)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pypto_serving.errors import RequestError
 from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.sampling import RowSampling
-from pypto_serving.worker.follower import Follower, Grammars
+from pypto_serving.worker.follower import Follower, KnownGrammars
 from pypto_serving.worker.guided_row import GuidedRow
 from pypto_serving.worker.guiding.process import GuideProcess
 from pypto_serving.worker.guiding.turns import SLOW_S
@@ -50,7 +50,7 @@ class RowGuides:
         self._make_process = make_process
         self._masks = masks
         self._rows: dict[int, GuidedRow] = {}
-        self._known = Grammars()
+        self._known = KnownGrammars()
         self._followers: tuple[Follower, ...] = ()
 
     def start(self, row: int, sampling: RowSampling, output: Sequence[int]) -> None:
@@ -117,13 +117,13 @@ class RowGuides:
     def _wait(self, wanted: set[GuidedRow], num_rows: int) -> None:
         """Take in what was found out, and wait for `wanted`: longer if the step has no other row to sample.
 
-        Rows that came too late before are not waited for.
+        Rows that came too late before are not waited for, nor those whose grammar is slow.
         """
         for follower in self._followers:
             follower.receive(0.0)
         idle = len(wanted) == num_rows
         until_s = time.monotonic() + (IDLE_PATIENCE_S if idle else PATIENCE_S)
-        while late := [guided for guided in wanted if guided.is_busy and (idle or not guided.unwaited)]:
+        while late := [guided for guided in wanted if guided.is_busy and (idle or guided.is_waited_for)]:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not self._receive(left_s, late):
                 break

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -17,7 +18,7 @@ from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.guides import RowGuides, Told
-from pypto_serving.worker.guiding.process import GuideProcess
+from pypto_serving.worker.guiding.process import STUCK_S, GuideProcess
 from pypto_serving.worker.guiding.wire import DropRow
 from pypto_serving.worker.masks import RowMasks
 from tests.checkpoints import NUM_BYTES, write_tokenizer
@@ -169,6 +170,34 @@ def test_steps_wait_while_no_process_may_start(rows: Rows, monkeypatch: pytest.M
         rows.tell()
     waits.clear()
     assert rows.tell().withheld == {0} and sum(waits) > 0
+
+
+def test_a_process_that_is_silent_is_ended_and_no_other(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one whose only row left before its answer, nor one that replays for long; one that stands still."""
+    rng, ahead_s = random.Random(0), 0.0
+    rows.start(1, GOOD)
+    while not rows.outputs[1]:
+        rows.step(rng)
+    pid, shared = rows.process.pid, rows.process.shared
+    assert pid is not None
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, sleep=time.sleep)
+    monkeypatch.setattr("pypto_serving.worker.guiding.process.time", clock)
+    rows.start(2, GOOD)
+    rows.clear(2)
+    for _ in range(3):
+        ahead_s += STUCK_S - 5
+        num_beats = int(shared.num_beats[0])
+        rows.process.send(DropRow(99))
+        while int(shared.num_beats[0]) == num_beats:
+            os.sched_yield()
+        assert rows.process.death() is None
+    os.kill(pid, signal.SIGSTOP)
+    rows.process.death()
+    ahead_s += STUCK_S + 1
+    while rows.process.pid == pid:
+        assert not rows.step(rng)
+    while len(rows.outputs[1]) < 10:
+        assert not rows.step(rng)
 
 
 def test_only_deaths_for_no_row_are_held_against_the_process(rows: Rows) -> None:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pypto_serving.guidance import Matcher
-from pypto_serving.types.guide import Grammar, Guide, Reasoning
+from pypto_serving.guidance import Compiler, Matcher
+from pypto_serving.types.guide import MAX_MATCHER_BYTES, Grammar, Guide, Reasoning
 from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.follower import MAX_MUTE, MAX_STRIKES, OWN_FAULTS
 from pypto_serving.worker.guides import RowGuides, Told
 from pypto_serving.worker.guiding.process import Death
-from pypto_serving.worker.guiding.turns import SLOW_S, FollowedRow, Turns
+from pypto_serving.worker.guiding.turns import DEBT_S, SLOW_S, STEADY_S, FollowedRow, Turns
+from pypto_serving.worker.guiding.walls import WAIT_S
 from pypto_serving.worker.guiding.wire import GuideAnswers, OpenRow
 from pypto_serving.worker.masks import RowMasks
 from pypto_serving.worker.reasoning import TokenTexts
@@ -139,6 +143,60 @@ def test_steps_wait_less_and_less_for_a_guide_that_comes_late(rows: Rows, monkey
     rows.start(1, Guide(Grammar("regex", "a{100}b|[ab]{100}c")))
     found = [is_waited_for() for _ in range(20)]
     assert [i for i, waited in enumerate(found) if waited] == [0, 2, 5, 10, 19]
+    rows.guides.clear(1)
+    rows.start(1, Guide(Grammar("regex", "a{100}c"), compile_s=SLOW_S))
+    rows.process = rows.slow
+    rows.slow.following._turns.cost(Guide(Grammar("regex", "a{100}c"))).token_s = 1000 * SLOW_S
+    assert not any(is_waited_for() for _ in range(20)), "a slow one"
+
+
+def test_memory_is_refused_to_those_who_ask_for_it(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row may take a quarter. Others wait while half is taken, and are refused after WAIT_S; those before go on."""
+    ahead_s, walls = 0.0, rows.process.walls
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s, process_time=time.process_time)
+    monkeypatch.setattr("pypto_serving.worker.guiding.following.time", clock)
+    for row in (1, 2, 3):
+        rows.start(row, OTHER)
+        told = rows.ready(row)
+        rows.append(told, [row], ids("a"))
+        walls.num_bytes += MAX_MATCHER_BYTES // 5
+        assert not rows.ready(row).faults
+    rows.start(4, REGEX)
+    assert rows.tell(4).withheld
+    ahead_s = WAIT_S - 1
+    assert rows.tell(4).withheld and not rows.tell(4).faults
+    ahead_s = WAIT_S + 1
+    fault = rows.ready(1, 2, 3, 4).faults
+    assert fault.keys() == {3} and fault[3].status == 503
+    rows.append(rows.ready(1), [1], ids("a"))
+    walls.num_bytes += MAX_MATCHER_BYTES // 5
+    told = rows.ready(1, 2, 3)
+    assert told.faults.keys() == {0} and told.faults[0].status == 400 and "64 MiB" in str(told.faults[0])
+
+
+def test_the_newest_large_row_ends_when_memory_is_short(rows: Rows) -> None:
+    for row in range(6):
+        rows.start(row, OTHER)
+        rows.ready(row)
+    faults = {}
+    for row in (5, 4, 0, 1, 2):
+        rows.append(rows.ready(row), [row], ids("a"))
+        rows.process.walls.num_bytes += MAX_MATCHER_BYTES // 4 - 1000
+        told = rows.ready(*range(6))
+        faults = {at: fault.status for at, fault in told.faults.items()}
+    assert faults == {5: 503}
+
+
+def test_a_row_may_take_so_much_cpu_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count(0.0, 0.5)
+    clock = SimpleNamespace(monotonic=time.monotonic, process_time=seconds.__next__)
+    monkeypatch.setattr("pypto_serving.worker.guiding.following.time", clock)
+    rows.start(1, Guide(Grammar("regex", "[ab]{1000}")))
+    num_tokens = 0
+    while not (told := rows.ready(1)).faults:
+        rows.append(told, [1], ids("a"))
+        num_tokens += 1
+    assert num_tokens == 7 and "takes too long to follow" in str(told.faults[0])
 
 
 def test_a_death_costs_no_row_anything(rows: Rows, model: Path) -> None:
@@ -179,6 +237,50 @@ def test_who_ended_the_process_is_refused_and_remembered(rows: Rows, ended_by: i
     rows.process.is_stuck = True
     rows.start(3, REGEX)
     assert rows.tell(3).faults.keys() == {0}
+
+
+def test_a_row_that_left_is_to_blame_as_well(rows: Rows) -> None:
+    """What its process found out while it left is remembered: that it ended it, or that it is slow."""
+    rows.start(1, REGEX)
+    rows.start(2, OTHER)
+    told = rows.ready(1, 2)
+    life = told.guides[0].life
+    rows.append(told, [1, 2], ids("aa"))
+    rows.guides.clear(1)
+    rows.process.deaths.append(Death(life, signal.SIGPROF, 1))
+    assert not rows.ready(2).faults
+    rows.start(1, REGEX)
+    assert rows.tell(1).faults.keys() == {0}
+
+
+def test_a_grammar_whose_row_left_while_it_was_slow_is_known(rows: Rows) -> None:
+    rows.start(2, OTHER)
+    rows.append(rows.ready(2), [2], ids("a"))
+    rows.start(1, REGEX)
+    following = rows.process.following
+    following._turns.cost(REGEX).token_s = 2 * SLOW_S
+    while any(row.guide is None for row in following._rows.values()) or following.is_busy or len(following._rows) < 2:
+        following.turn(0.0)
+    rows.guides.clear(1)
+    rows.ready(2)
+    rows.start(1, REGEX)
+    assert len(rows.slow.following._rows) == 0
+    rows.ready(1)
+    assert len(rows.slow.following._rows) == 1
+
+
+def test_the_tokenizer_is_loaded_for_no_row(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that ends the process, no grammar is to blame."""
+    lives, load = [], Compiler.of
+
+    def loading(*args: Any) -> Compiler:
+        lives.append(int(rows.process.shared.at_work[0]))
+        return load(*args)
+
+    monkeypatch.setattr(Compiler, "of", loading)
+    rows.start(1, REGEX)
+    rows.ready(1)
+    assert lives == [0]
 
 
 def test_a_row_is_given_up_when_processes_keep_ending_for_it(rows: Rows) -> None:
@@ -240,6 +342,13 @@ def test_a_grammar_that_only_the_tokenizer_refuses_is_a_fault(rows: Rows) -> Non
     assert str(fault).startswith("structured_outputs: ") and "unheard_of" in str(fault)
 
 
+def quick_row(turns: Turns, text: str, token_s: float) -> FollowedRow:
+    guide = Guide(Grammar("regex", text))
+    row = FollowedRow(OpenRow(1, 0, guide, b"", True, b"", False), turns.cost(guide), deque())
+    row.cost.add(token_s, is_token=True)
+    return row
+
+
 def test_quick_rows_go_before_new_ones_and_those_before_slow_ones(model: Path) -> None:
     turns = Turns()
 
@@ -271,14 +380,45 @@ def test_no_grammar_is_slow_for_good() -> None:
     cost.add(SLOW_S / 2, is_token=False)
     assert not cost.is_quick
     for _ in range(1000):
-        cost.add(SLOW_S / 2, is_token=True)
+        cost.add(STEADY_S, is_token=True)
     assert cost.is_quick and cost.lately_s <= SLOW_S, "many requests are no reason to go last"
     cost.add(20 * SLOW_S, is_token=True)
     num_quick = 0
     while not cost.is_quick:
-        cost.add(SLOW_S / 2, is_token=True)
+        cost.add(SLOW_S / 1000, is_token=True)
         num_quick += 1
-    assert 20 < num_quick < 40
+    assert 20 < num_quick < 200
+
+
+def test_grammars_whose_tokens_add_up_are_slow() -> None:
+    cost, tokens, num_quick = Turns().cost(REGEX), (SLOW_S / 3, STEADY_S / 10), 0
+    for count in range(10_000):
+        cost.add(STEADY_S / 2 if count % 100 else SLOW_S / 2, is_token=True)
+    assert cost.pace == "quick", "a token now and then is nothing"
+    while cost.pace == "quick":
+        cost.add(tokens[num_quick % 2], is_token=True)
+        num_quick += 1
+    assert num_quick * sum(tokens) / 2 < 2 * DEBT_S and cost.pace == "slow"
+
+
+def test_a_quick_row_does_not_take_turns_with_rows_that_take_longer() -> None:
+    """Forty take fifty times as long. It comes back while one of them is followed, and is next; they have a share."""
+    turns = Turns()
+    many, good = [quick_row(turns, str(number), 0.005) for number in range(40)], quick_row(turns, "good", 0.0001)
+    for each in (*many, good):
+        turns.add(each)
+    order: list[FollowedRow] = []
+    while len(order) < 4000:
+        row = turns.next()
+        assert row is not None
+        row.share_s += row.cost.token_s or 0.0
+        if row is not good:
+            turns.add(row)
+        if good not in (row, *order[-1:]):
+            turns.add(good)
+        order.append(row)
+    between = "".join("g" if row is good else "m" for row in order[100:])
+    assert "mmmmm" not in between and all(order.count(row) > 40 for row in many)
 
 
 def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> None:

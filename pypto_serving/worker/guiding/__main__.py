@@ -15,7 +15,8 @@ from pypto_serving.worker.guiding.following import Following
 from pypto_serving.worker.guiding.walls import Walls
 from pypto_serving.worker.guiding.wire import GuideStart, SharedMasks, ToGuides
 
-IDLE_S = 60.0
+IDLE_S = 10.0
+"""How long the process is silent without work."""
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.tokens import id_list, unpack_ids
 from pypto_serving.util import format_size
 from pypto_serving.worker.guiding.turns import FollowedRow, Turns
-from pypto_serving.worker.guiding.walls import OPEN_S, ROW_S, ROW_TOKEN_S, TOKEN_S, TRIM_BYTES, WAIT_S, Walls
+from pypto_serving.worker.guiding.walls import OPEN_S, ROW_BYTES, ROW_S, ROW_TOKEN_S, TOKEN_S, TRIM_BYTES, WAIT_S, Walls
 from pypto_serving.worker.guiding.wire import (
     AppendTokens,
     GuideAnswers,
@@ -30,7 +30,9 @@ from pypto_serving.worker.guiding.wire import (
 from pypto_serving.worker.reasoning import TokenTexts
 from pypto_serving.worker.row_guide import RowGuide
 
-HELD = f"the grammar takes more memory than any other, and others waited {WAIT_S:g} s for some; try again later"
+HELD = (
+    f"other grammars take the memory that there is to follow grammars, and none ended in {WAIT_S:g} s; try again later"
+)
 ANSWER_S = 0.002
 """How long answers are collected while quick rows are followed."""
 
@@ -39,7 +41,8 @@ class Following:
     """Owns the guides of rows in a guide process. Each has matchers of its own, so no row depends on others.
 
     Memory: while all matchers together take more than half of what they may, rows that are not open yet wait for others
-    to leave, for WAIT_S at most; then, and beyond all of it, the row that takes the most ends.
+    to leave, for WAIT_S at most. A row that takes more than ROW_BYTES ends; beyond all of it, the newest of those that
+    take at least their share.
     """
 
     def __init__(
@@ -66,12 +69,15 @@ class Following:
 
     def turn(self, wait_s: float) -> None:
         """Take what arrived, work for one row, and answer. Without work, wait at most `wait_s` for some."""
+        self._shared.num_beats[0] += 1
         message = self._channel.receive(0.0 if self._turns else min(wait_s, WAIT_S) if self._waiting else wait_s)
         while message is not None:
             self._take(message)
             message = self._channel.receive()
-        if self._waiting and time.monotonic() - min(row.waits_since_s for row in self._waiting) > WAIT_S:
-            self._refuse(self._largest(), UnavailableError(HELD))
+        if self._waiting:
+            now_s = time.monotonic()
+            for late in [each for each in self._waiting if now_s - each.waits_since_s > WAIT_S]:
+                self._refuse(late, UnavailableError(HELD))
         if (row := self._turns.next()) is not None:
             self._work(row)
         if not self._turns.has_quick or time.monotonic() - self._answered_s > ANSWER_S:
@@ -100,8 +106,9 @@ class Following:
             row.waits_since_s = row.waits_since_s or time.monotonic()
             self._waiting.append(row)
             return
-        self._shared.at_work[0] = row.source.life
         try:
+            self._prepare(row.source.eos_ids)  # no row's fault if it ends the process
+            self._shared.at_work[0] = row.source.life
             self._step(row)
         except RequestError as error:
             self._refuse(row, error)
@@ -141,6 +148,7 @@ class Following:
             self._walls.allow(0.0)
             used_s = time.process_time() - started_s
             row.used_s += 0.0 if compiles else used_s
+            row.share_s += used_s
             row.cost.add(used_s, is_token=not compiles)
 
     def _prepare(self, eos_ids: bytes) -> tuple[Compiler, MaskArray, TokenTexts]:
@@ -182,7 +190,7 @@ class Following:
             self._turns.add(each)
 
     def _measure(self, row: FollowedRow) -> None:
-        """Count the memory that a row took; if there is too little, the row that has the most ends."""
+        """Count the memory that a row took; end it if that is too much, or another one if there is too little."""
         resident_bytes = self._walls.resident()
         grown_bytes = max(0, resident_bytes - self._resident_bytes)
         self._resident_bytes = resident_bytes
@@ -190,11 +198,12 @@ class Following:
             return
         row.num_bytes += grown_bytes
         self._held_bytes += grown_bytes
-        if self._held_bytes > MAX_MATCHER_BYTES:
-            self._refuse(self._largest(), too_large())
-
-    def _largest(self) -> FollowedRow:
-        return max(self._rows.values(), key=lambda each: each.num_bytes)
+        if row.num_bytes > ROW_BYTES:
+            self._refuse(row, too_large())
+        elif self._held_bytes > MAX_MATCHER_BYTES:
+            share = self._held_bytes / len(self._rows)
+            newest = max(each.source.life for each in self._rows.values() if each.num_bytes >= share)
+            self._refuse(self._rows[newest], UnavailableError(HELD))
 
     def _answer(self) -> None:
         """Send what was found out since the last answer."""
@@ -205,5 +214,4 @@ class Following:
 
 
 def too_large() -> GrammarError:
-    size = format_size(MAX_MATCHER_BYTES)
-    return GrammarError(f"the grammar takes too much memory to follow: it has the most of {size} for all; simplify it")
+    return GrammarError(f"the grammar takes more than {format_size(ROW_BYTES)} of memory to follow; simplify it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -12,14 +11,14 @@ from typing import NamedTuple
 import msgspec
 
 from pypto_serving.ipc import Child, SocketChannel
-from pypto_serving.worker.guiding.wire import DropRow, GuideAnswers, GuideStart, SharedMasks
+from pypto_serving.worker.guiding.wire import GuideAnswers, GuideStart, SharedMasks
 
 logger = logging.getLogger("pypto_serving.worker")
 
 FIRST_WAIT_S, MAX_WAIT_S = 0.05, 5.0
 """Waits between processes that end without an answer. They double."""
 STUCK_S = 60.0
-"""How long a process may be silent while it is asked. CPU time has walls of its own."""
+"""How long a process may be silent. CPU time has walls of its own."""
 CPUS = tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
 """Those of the worker when it imports this module, before a backend pins its main thread."""
 
@@ -54,7 +53,8 @@ class GuideProcess:
         self._unsent: list[msgspec.Struct] = []
         self._num_mute = 0
         self._restart_s = 0.0
-        self._asked_s = math.inf
+        self._num_beats = 0
+        self._heard_s = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -62,8 +62,6 @@ class GuideProcess:
 
     def send(self, message: msgspec.Struct) -> None:
         """Tell the process something; never waits."""
-        if not isinstance(message, DropRow):  # which has no answer
-            self._asked_s = min(self._asked_s, time.monotonic())
         self._unsent.append(message)
         self._flush()
 
@@ -77,6 +75,7 @@ class GuideProcess:
 
     def _launch(self) -> SocketChannel[GuideAnswers]:
         channel, theirs = SocketChannel.pair(GuideAnswers)
+        self._heard_s = time.monotonic()
         start = msgspec.structs.replace(self._start, channel=theirs.fileno())
         try:
             self._child = Child("pypto_serving.worker.guiding", start, theirs, shared=(self._memory,))
@@ -96,14 +95,12 @@ class GuideProcess:
             return None
         answers = self._channel.receive(timeout_s)
         if answers is not None:
-            self._num_mute, self._asked_s = 0, math.inf
+            self._num_mute = 0
         return answers
 
     def death(self) -> Death | None:
         """Return how the process ended, once, if it did. One that is silent for too long is ended."""
-        if self._channel is None:
-            return None
-        if not (self._child is None or self._channel.gone or time.monotonic() - self._asked_s > STUCK_S):
+        if self._channel is None or not (self._child is None or self._channel.gone or self._is_stuck()):
             return None
         life = int(self.shared.at_work[0])
         code = self._end()
@@ -112,6 +109,13 @@ class GuideProcess:
             self._restart_s = time.monotonic() + min(MAX_WAIT_S, FIRST_WAIT_S * 2**self._num_mute)
             self._num_mute += 1
         return Death(life, max(0, -code), self._num_mute)
+
+    def _is_stuck(self) -> bool:
+        """Return whether the process has been silent for too long."""
+        now_s, num_beats = time.monotonic(), int(self.shared.num_beats[0])
+        if num_beats != self._num_beats:
+            self._num_beats, self._heard_s = num_beats, now_s
+        return now_s - self._heard_s > STUCK_S
 
     def _end(self) -> int:
         """End the process; return its exit code."""
@@ -122,7 +126,6 @@ class GuideProcess:
         code = 0 if child is None else child.end(0.0)
         self.shared.at_work[0] = 0
         self._unsent.clear()
-        self._asked_s = math.inf
         return code
 
     def close(self) -> None:

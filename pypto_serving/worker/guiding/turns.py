@@ -15,6 +15,10 @@ SLOW_S = 0.02
 """CPU time to compile a grammar, or to follow a token, from which on that is slow."""
 FADING = 0.9
 """What a token took counts that much less with each one that follows, so that no grammar is slow for good."""
+STEADY_S = 0.001
+"""CPU time that each token of a grammar may take in the long run; what goes beyond it adds up."""
+DEBT_S = 0.1
+"""A grammar with so much CPU time beyond STEADY_S for each token is slow, however little one token takes."""
 OLDEST_TURN = 4
 MAX_COSTS = 4096
 """Grammars whose cost is remembered."""
@@ -26,10 +30,12 @@ class Cost:
 
     - `compile_s`: the last time that it was compiled, maybe by the API.
     - `token_s`: the slowest token lately; None until one was followed.
+    - `debt_s`: what tokens took beyond STEADY_S each, less what later ones left of it.
     """
 
     compile_s: float = 0.0
     token_s: float | None = None
+    debt_s: float = 0.0
 
     @property
     def lately_s(self) -> float:
@@ -38,11 +44,11 @@ class Cost:
     @property
     def is_quick(self) -> bool:
         """Return whether tokens were followed, and lately each of them quickly."""
-        return self.token_s is not None and self.token_s < SLOW_S
+        return self.token_s is not None and self.token_s < SLOW_S and self.debt_s < DEBT_S
 
     @property
     def pace(self) -> Pace:
-        if self.compile_s >= SLOW_S or (self.token_s or 0.0) >= SLOW_S:
+        if self.compile_s >= SLOW_S or (self.token_s or 0.0) >= SLOW_S or self.debt_s >= DEBT_S:
             return "slow"
         return "quick" if self.is_quick else "new"
 
@@ -50,6 +56,7 @@ class Cost:
         """Add the CPU time to compile the grammar, or to follow a token."""
         if is_token:
             self.token_s = max(FADING * (self.token_s or 0.0), used_s)
+            self.debt_s = min(2 * DEBT_S, max(0.0, self.debt_s + used_s - STEADY_S))
         else:
             self.compile_s = used_s
 
@@ -63,6 +70,7 @@ class FollowedRow:
     - `is_busy`: whether it has a turn to come, or waits for memory.
     - `is_gone`: whether it was dropped.
     - `num_bytes`, `used_s`: memory and CPU time that its guide took.
+    - `share_s`: CPU time on the clock of shares, see Turns.
     - `waits_since_s`: when it began to wait for memory.
     """
 
@@ -75,20 +83,24 @@ class FollowedRow:
     is_gone: bool = False
     num_bytes: int = 0
     used_s: float = 0.0
+    share_s: float = 0.0
     waits_since_s: float = 0.0
 
 
 class Turns:
     """Owns the order of rows that have something to do.
 
-    First come rows whose next token, or grammar, has proven quick, in order of arrival. Behind them the others: the
+    First come rows whose next token, or grammar, has proven quick, by fair queuing: each moves on by what it takes, and
+    the one that will be behind all others after its turn is next. So one that takes a tenth of the time has ten times
+    the turns. One that had nothing to do begins at `_clock_s`, where the foremost began its turn. Then the others: the
     grammar that lately cost the least first, so that one that is slow holds up the others for one token at most; of
     those that cost hardly anything, or are new, the shortest. Every OLDEST_TURN-th turn of theirs goes to the one that
     waits longest.
     """
 
     def __init__(self) -> None:
-        self._quick: deque[FollowedRow] = deque()
+        self._quick: list[tuple[float, int, FollowedRow]] = []
+        self._clock_s = 0.0
         self._others: list[tuple[float, int, int, FollowedRow]] = []
         self._arrivals = itertools.count()
         self._num_turns = 0
@@ -117,21 +129,27 @@ class Turns:
             return
         row.is_busy = True
         if row.cost.is_quick and (row.guide is not None or row.cost.compile_s < SLOW_S):
-            self._quick.append(row)
+            row.share_s = max(self._clock_s, row.share_s)
+            entry = (row.share_s + (row.cost.token_s or 0.0), next(self._arrivals), row)
+            heapq.heappush(self._quick, entry)
         else:
             grammar = row.source.guide.grammar
             size = 0 if grammar is None else len(grammar.text)
-            entry = (row.cost.lately_s // SLOW_S, size, next(self._arrivals), row)
-            heapq.heappush(self._others, entry)
+            heapq.heappush(self._others, (row.cost.lately_s // SLOW_S, size, next(self._arrivals), row))
 
     def next(self) -> FollowedRow | None:
         """Take the next turn; None if there is none. Rows that are gone have none."""
         while self:
-            row = self._quick.popleft() if self._quick else self._next_other()
+            row = self._next_quick() if self._quick else self._next_other()
             if not row.is_gone:
                 row.is_busy = False
                 return row
         return None
+
+    def _next_quick(self) -> FollowedRow:
+        row = heapq.heappop(self._quick)[-1]
+        self._clock_s = max(self._clock_s, row.share_s)
+        return row
 
     def _next_other(self) -> FollowedRow:
         self._num_turns += 1

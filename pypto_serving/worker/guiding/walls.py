@@ -19,7 +19,9 @@ The API's readers compile within 2 s, without the tokenizer.
 ROW_S, ROW_TOKEN_S = 3.0, 0.01
 """CPU time that a row may take in all to follow its output, and more of it for each of its tokens."""
 WAIT_S = 10.0
-"""How long rows wait for memory; then the row that has the most of it ends."""
+"""How long a row waits for memory before it ends."""
+ROW_BYTES = MAX_MATCHER_BYTES // 4
+"""Memory that one row may take."""
 BASE_BYTES = 1 << 30
 """Memory for all but the matchers. Beyond MAX_MATCHER_BYTES more than this the process ends."""
 TRIM_BYTES = 8 << 20

@@ -98,6 +98,7 @@ class SharedMasks:
     """Memory that a worker and a guide process share.
 
     - `masks` [R, words]: what each row may choose. Written by the process before it answers, then read by the worker.
+    - `num_beats` [1]: how many turns the process began. It is alive while they become more.
     - `at_work` [1]: the life of the row that the process works for; 0 for none. It tells who ended the process.
     """
 
@@ -105,6 +106,7 @@ class SharedMasks:
         words = -(-vocab_size // 32)
         memory = mmap.mmap(fd, HEAD_BYTES + 4 * max_rows * words)
         self.at_work: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1)
+        self.num_beats: NDArray[np.int64] = np.frombuffer(memory, np.int64, 1, offset=8)
         self.masks: MaskArray = np.frombuffer(memory, np.uint32, offset=HEAD_BYTES).reshape(max_rows, words)
 
     @staticmethod
