@@ -205,7 +205,7 @@ def test_the_commands(checkpoint: MakeCheckpoint, tmp_path: Path, capsys: pytest
     shown = capsys.readouterr().out
     assert re.search(r"int4 g64 +21 +147456 +4.268", shown)
     assert "a token reads 120576 bytes of weights" in shown
-    assert "Cannot be served: its weights are int4 g64" in shown
+    assert "Cannot be served" not in shown
     assert main(["check", target, "--json"]) == 0
     weights = json.loads(capsys.readouterr().out)["weights"]
     assert weights["linear_layers"][0]["name"] == "int4 g64" and weights["token_bytes"] == 120_576
