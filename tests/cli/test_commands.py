@@ -145,7 +145,11 @@ MISTAKES: list[tuple[list[str], int, str]] = [
     ([*NULL, "--max-model-len", "99999"], 2, "give at most 40960"),
     ([*NULL, "--config", "no/such.yaml"], 2, "--config no/such.yaml cannot be read: No such file"),
     ([*NULL, "deepseek_v4", "--block-size", "32"], 2, "--block-size cannot be chosen for deepseek_v4"),
-    (["convert", "a", "b", "--format", "x"], 2, "Invalid value for '--format': 'x' is not one of 'w8a8', 'w4a16', 'mxfp4'."),
+    (
+        ["convert", "a", "b", "--format", "x"],
+        2,
+        "Invalid value for '--format': 'x' is not one of 'w8a8', 'w4a16', 'mxfp4'.",
+    ),
     (["bench", "serve", "--backend", "x"], 2, "Invalid value for '--backend': 'x' is not one of 'openai', 'openai-"),
     (["check", "--backend", "gpu"], 2, "--backend is gpu, but must be one of cpu, null"),
     (
