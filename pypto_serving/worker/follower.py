@@ -11,10 +11,11 @@ import numpy as np
 from pypto_serving.errors import RequestError, RequestFailedError
 from pypto_serving.guidance import GrammarError
 from pypto_serving.types.arrays import Int32Array
-from pypto_serving.types.guide import Grammar
+from pypto_serving.types.guide import Grammar, Guide
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.guided_row import GuidedRow
 from pypto_serving.worker.guiding.process import Death, GuideProcess
+from pypto_serving.worker.guiding.turns import SLOW_S
 from pypto_serving.worker.guiding.wire import AppendTokens, DropRow, OpenRow, RowChoice, RowRefusal
 from pypto_serving.worker.row_guide import Choice
 
@@ -25,7 +26,7 @@ MAX_MUTE = 8
 MAX_LEFT = 1024
 """Rows that left, whose grammars are known while their process may yet work for them."""
 MAX_REMEMBERED = 1024
-"""Grammars that ended a process, and as many that were slow."""
+"""Grammars that ended a process, and as many that were slower or quicker than told."""
 OWN_FAULTS: dict[int, str] = {
     signal.SIGPROF: "takes too long to follow: one token took more CPU time than is allowed",
     signal.SIGABRT: "takes too much memory to follow, or nests too deeply",
@@ -35,19 +36,15 @@ OWN_FAULTS: dict[int, str] = {
 
 
 class KnownGrammars:
-    """Remembers grammars that are refused at once, or known as slow. Owned by RowGuides."""
+    """Remembers grammars that are refused at once, and which were slow here. Owned by RowGuides."""
 
     def __init__(self) -> None:
         self._refused: OrderedDict[int, RequestError] = OrderedDict()
-        self._slow: OrderedDict[int, None] = OrderedDict()
+        self._slow: OrderedDict[int, bool] = OrderedDict()
 
     def refusal(self, grammar: Grammar | None) -> RequestError | None:
         """Return why a grammar is refused, or None."""
         return None if grammar is None else self._refused.get(hash(grammar))
-
-    def is_slow(self, grammar: Grammar | None) -> bool:
-        """Return whether a grammar was slow."""
-        return hash(grammar) in self._slow
 
     def refuse(self, grammar: Grammar, error: RequestError) -> None:
         """Refuse a grammar when it comes again."""
@@ -55,15 +52,16 @@ class KnownGrammars:
         if len(self._refused) > MAX_REMEMBERED:
             self._refused.popitem(last=False)
 
-    def add_slow(self, grammar: Grammar) -> None:
-        """Remember that a grammar is slow."""
-        self._slow[hash(grammar)] = None
-        if len(self._slow) > MAX_REMEMBERED:
-            self._slow.popitem(last=False)
+    def is_slow(self, guide: Guide) -> bool:
+        """Return whether a guide's grammar was slow here, or if it is new, when it was checked."""
+        return self._slow.get(hash(guide.grammar), guide.compile_s >= SLOW_S)
 
-    def remove_slow(self, grammar: Grammar | None) -> None:
-        """Forget that a grammar was slow."""
-        self._slow.pop(hash(grammar), None)
+    def set_slow(self, guide: Guide, is_slow: bool) -> None:
+        """Remember whether a guide's grammar is slow."""
+        if self.is_slow(guide) != is_slow:
+            self._slow[hash(guide.grammar)] = is_slow
+            if len(self._slow) > MAX_REMEMBERED:
+                self._slow.popitem(last=False)
 
 
 class Follower:
@@ -79,7 +77,7 @@ class Follower:
         self.rows: dict[int, GuidedRow] = {}
         self._lives = lives
         self._known = known
-        self._left: OrderedDict[int, Grammar] = OrderedDict()
+        self._left: OrderedDict[int, Guide] = OrderedDict()
         self._appended: list[tuple[int, Int32Array]] = []
 
     def open(self, guided: GuidedRow) -> None:
@@ -95,7 +93,7 @@ class Follower:
         if self.rows.pop(guided.life, None) is not None:
             self.process.send(DropRow(guided.life))
             if guided.guide.grammar is not None:
-                self._left[guided.life] = guided.guide.grammar
+                self._left[guided.life] = guided.guide
                 if len(self._left) > MAX_LEFT:
                     self._left.popitem(last=False)
 
@@ -135,13 +133,14 @@ class Follower:
         if guided is not None and choice.num_tokens == len(guided.output):
             mask = self.process.shared.masks[guided.row] if choice.is_masked else None
             guided.choice, guided.pace = Choice(choice.forced, mask, choice.is_done), choice.pace
-        elif choice.pace == "slow" and (grammar := self._left.get(choice.life)) is not None:
-            self._known.add_slow(grammar)
+        elif choice.pace == "slow" and (guide := self._left.get(choice.life)) is not None:
+            self._known.set_slow(guide, True)
 
     def _bury(self, death: Death) -> None:
         """Find out who is to blame for the death of the process, and let another one follow the rows."""
         guilty = self.rows.get(death.life)
-        grammar = self._left.get(death.life) if guilty is None else guilty.guide.grammar
+        guide = self._left.get(death.life) if guilty is None else guilty.guide
+        grammar = None if guide is None else guide.grammar
         self._left.clear()
         if grammar is not None and (words := OWN_FAULTS.get(death.signal)) is not None:
             error = GrammarError(f"the grammar {words}; simplify it, or make it less ambiguous")

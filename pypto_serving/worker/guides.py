@@ -13,7 +13,6 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.worker.follower import Follower, KnownGrammars
 from pypto_serving.worker.guided_row import GuidedRow
 from pypto_serving.worker.guiding.process import GuideProcess
-from pypto_serving.worker.guiding.turns import SLOW_S
 from pypto_serving.worker.masks import RowMasks
 
 PATIENCE_S = 0.01
@@ -60,7 +59,7 @@ class RowGuides:
         if (error := self._known.refusal(grammar)) is not None:
             guided.fail(error)
         else:
-            self._open(guided, guided.guide.compile_s >= SLOW_S or self._known.is_slow(grammar))
+            self._open(guided, self._known.is_slow(guided.guide))
 
     def _open(self, guided: GuidedRow, is_slow: bool) -> None:
         """Let a row be followed from its first token on."""
@@ -74,7 +73,7 @@ class RowGuides:
         if (guided := self._rows.pop(row, None)) is None:
             return
         if guided.pace == "quick":
-            self._known.remove_slow(guided.guide.grammar)
+            self._known.set_slow(guided.guide, False)
         self._drop(guided)
 
     def _drop(self, guided: GuidedRow) -> None:
@@ -153,9 +152,9 @@ class RowGuides:
             guided.choice = None
             guided.unwaited = max(0, guided.unwaited - 1)
             guided.output += new.tolist()
-            grammar = guided.guide.grammar
-            if guided.pace == "slow" and grammar is not None and guided.life in self._followers[0].rows:
-                self._known.add_slow(grammar)
+            is_here = guided.life in self._followers[0].rows
+            if guided.pace == "slow" and guided.guide.grammar is not None and is_here:
+                self._known.set_slow(guided.guide, True)
                 self._drop(guided)
                 self._open(guided, is_slow=True)
             else:

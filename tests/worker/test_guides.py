@@ -450,6 +450,16 @@ def test_rows_that_are_slow_move_to_another_process(rows: Rows, model: Path) -> 
     assert num_slow() == 2, "it was quick there"
 
 
+def test_what_a_worker_measures_counts_more_than_what_the_api_did(rows: Rows) -> None:
+    """A busy machine makes any grammar slow once."""
+    for is_slow in (True, False):
+        rows.start(1, Guide(REGEX.grammar, compile_s=SLOW_S))
+        rows.append(rows.ready(1), [1], ids("a"))
+        rows.ready(1)
+        assert len(rows.process.following._rows) == (not is_slow)
+        rows.guides.clear(1)
+
+
 def test_rows_that_were_quick_come_first_in_a_new_process(rows: Rows) -> None:
     rows.start(1, REGEX)
     for _ in "aa":
