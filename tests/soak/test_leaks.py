@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.e2e.questions import ask_all, user
 from tests.e2e.server import Server
 from tests.soak.clean import SLACK_DESCRIPTORS, check_clean, footprint, settle
 
@@ -60,6 +61,7 @@ def meet_every_batch_size(server: Server) -> None:
 def test_hundreds_of_requests_leave_nothing() -> None:
     with Server("--max-num-seqs", "16", "--kv-memory", "16MiB", "--log-level", "warning") as server:
         asyncio.run(many(server.url, 100, seed=1))
+        ask_all(server, [[user("Hi")]])  # once it is answered, the reader of chats has started
         before = footprint(server)
         ends = asyncio.run(many(server.url, 500, seed=2))
         assert min(ends.values()) > 50
@@ -74,6 +76,7 @@ def test_ten_thousand_requests_leave_nothing() -> None:
     with Server("--max-num-seqs", "16", "--kv-memory", "16MiB", "--log-level", "warning") as server:
         meet_every_batch_size(server)
         asyncio.run(many(server.url, 2000, seed=1))
+        ask_all(server, [[user("Hi")]])
         settle(server)
         before = footprint(server)
         ends = asyncio.run(many(server.url, 8000, seed=2))
