@@ -276,7 +276,9 @@ def test_a_copy_that_is_killed_costs_no_request(checkpoint: Path, tokenizer: Tok
         await reader.start()
         reading = asyncio.ensure_future(reader.read("completions", completion([1], 10_000_000), WAIT_S))
         process = psutil.Process((await in_work(reader)).pid)
-        process.children()[0].kill()
+        while not (copies := process.children()):
+            await asyncio.sleep(0)
+        copies[0].kill()
         assert list((await reading).prompts[0].token_ids) == [1]
         await reader.close()
 

@@ -185,7 +185,7 @@ def test_a_killed_server_leaves_no_process() -> None:
     with Server() as victim:
         victim.http.post("/v1/chat/completions", json=chat).raise_for_status()
         family = victim.family()
-        assert len(family) == 4  # API process, core, worker, reader
+        assert len(family) == 5  # API process, core, worker, reader and its copy
         victim.process.kill()
         victim.process.wait()
         _, alive = psutil.wait_procs(family, timeout=5)
