@@ -37,11 +37,13 @@ def executor() -> Iterator[ProcessExecutor]:
 
 
 def greeted(executor: ProcessExecutor, clock: Clock) -> int:
-    """Start a worker; returns its pid, stopped."""
+    """Start a worker and stop it, with nothing of its own left to read; returns its pid."""
     while True:
         for event in executor.poll(clock.now_s):
             if isinstance(event, WorkerHello):
                 os.kill(event.pid, signal.SIGSTOP)
+                os.waitid(os.P_PID, event.pid, os.WSTOPPED | os.WNOWAIT)
+                assert polled(executor, clock.now_s) == []
                 return event.pid
 
 
