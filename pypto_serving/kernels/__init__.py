@@ -18,7 +18,7 @@ from pypto_serving.kernels.forms import (
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
-from pypto_serving.kernels.packing import pack_quantized
+from pypto_serving.kernels.packing import pack_quantized, pack_rounded
 from pypto_serving.kernels.recording import (
     KVCacheLayer,
     MlaSizes,
@@ -55,6 +55,7 @@ __all__ = [
     "hashes",
     "most_int8_words",
     "pack_quantized",
+    "pack_rounded",
     "packed_form",
     "runnable",
     "strips_for",
