@@ -152,13 +152,20 @@ struct Linear {
 
 // Paged KV cache of a layer, in group 0. For every 32 positions, a block of `size` tokens holds for each kv head a
 // panel of keys, [dim / 2][32] pairs of dimensions, and a panel of values, [dim / 32][16][32] pairs of positions. Both
-// are in the order in which attention reads them. The panels of a block's heads follow each other.
+// are in the order in which attention reads them. The panels of a block's heads follow each other. With `int8`, panels
+// are [dim / 4][32] quads of dimensions, and [dim / 32][8][32] quads of positions, of bytes plus 128; behind them lie
+// the scales of the 32 positions, float32.
 struct KvCache {
-  bf16* keys;    // of block 0
-  bf16* values;  // of block 0
-  int64_t block_stride;  // bf16 from one block to the next
+  Pair* keys;    // of block 0
+  Pair* values;  // of block 0
+  int64_t block_stride;  // words from one block to the next
   int32_t kv_heads, dim, size;
-  FIELDS(keys, values, block_stride, kv_heads, dim, size)
+  bool int8;
+  FIELDS(keys, values, block_stride, kv_heads, dim, size, int8)
+  // Words of a panel's numbers, of a panel, and of all panels of a head in a block.
+  ALWAYS_INLINE int64_t number_words() const { return kPanel * dim / (int8 ? 4 : 2); }
+  ALWAYS_INLINE int64_t panel_words() const { return number_words() + (int8 ? kPanel : 0); }
+  ALWAYS_INLINE int64_t head_words() const { return size / kPanel * panel_words(); }
 };
 
 // QK-norm and RoPE: splits x [t, (heads + 2 kv_heads) * dim], applies RMSNorm per head and RoPE to queries and keys,

@@ -25,7 +25,10 @@ from pypto_serving.kernels.forms import (
     multiplies,
     row_words,
 )
-from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray
+from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
+
+KV_SCALE_BYTES = 4
+"""Bytes of the scale of a key or value of int8."""
 
 
 class Rows(enum.Enum):
@@ -54,9 +57,12 @@ class Scoring(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheLayer:
-    """One layer of a KV cache: bfloat16 pages as uint16 [blocks, layers, k or v, kv_heads, block_size * dim]."""
+    """One layer of a KV cache: pages [blocks, layers, k or v, kv_heads, numbers of a head].
 
-    pages: BFloat16Array
+    Pages are bfloat16 as uint16, block_size * dim numbers; or int8 as uint8, block_size * (dim + KV_SCALE_BYTES).
+    """
+
+    pages: BFloat16Array | UInt8Array
     layer: int
     dim: int
 
@@ -64,10 +70,11 @@ class KVCacheLayer:
         """Return the fields of KvCache in csrc/ops.h. Raises ValueError for pages that are not contiguous."""
         if not self.pages.flags.c_contiguous:
             raise ValueError("KV cache pages must be contiguous")
-        _, layers, _, kv_heads, elements = self.pages.shape
-        keys, values = (self.pages[:1, self.layer, half] for half in (0, 1))
-        sizes = {"kv_heads": kv_heads, "dim": self.dim, "size": elements // self.dim}
-        return {"keys": keys, "values": values, "block_stride": layers * 2 * kv_heads * elements, **sizes}
+        int8, (_, _, _, kv_heads, elements) = self.pages.dtype == np.uint8, self.pages.shape
+        keys, values = (self.pages[:1, self.layer, half].view(np.uint32) for half in (0, 1))
+        size = elements // (self.dim + KV_SCALE_BYTES if int8 else self.dim)
+        sizes = {"kv_heads": kv_heads, "dim": self.dim, "size": size, "int8": int8}
+        return {"keys": keys, "values": values, "block_stride": self.pages.strides[0] // 4, **sizes}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,10 @@ class MakeGroups(Protocol):
 
 
 class MakeSpec(Protocol):
-    """Describe a checkpoint at `path` to the engine; `head` is auto or int8 (see EngineConfig)."""
+    """Describe a checkpoint at `path` to the engine; `head` and `kv_dtype` are the options."""
 
     def __call__(
-        self, config: Any, /, path: str, architecture: str, dtype: str, block_size: int, head: str
+        self, config: Any, /, path: str, architecture: str, dtype: str, block_size: int, head: str, kv_dtype: str
     ) -> ModelSpec: ...
 
 

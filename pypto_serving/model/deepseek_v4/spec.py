@@ -13,11 +13,17 @@ from pypto_serving.types.model import ModelSpec
 
 
 def model_spec(
-    config: DeepseekV4Config, path: str, architecture: str, dtype: str, block_size: int, head: str = "auto"
+    config: DeepseekV4Config,
+    path: str,
+    architecture: str,
+    dtype: str,
+    block_size: int,
+    head: str = "auto",
+    kv_dtype: str = "auto",
 ) -> ModelSpec:
     """Describe the checkpoint to the engine. `block_size` is ignored: the KV groups have their own.
 
-    The output layer is served as it is stored, whatever `head` says.
+    Output layer and KV caches are served in their own forms, whatever `head` and `kv_dtype` say.
     """
     inventory, quantised = DeepseekV4Inventory(config), config.storage.name
     packed, (option, reason) = _packed_bytes(inventory), refused_dtype(dtype)

@@ -24,6 +24,7 @@ from pypto_serving.kernels import (
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
+from pypto_serving.types.arrays import BFloat16Array, UInt8Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 
@@ -33,12 +34,12 @@ LOG2_E = math.log2(math.e)
 class NativeQwen3:
     """Owns packed weights, KV pages and the recorded step of a Qwen3 model.
 
-    `pages` is bfloat16 as uint16 [blocks, layers, k or v, kv_heads, block_size * head_dim]; csrc/ops.h says how a
-    head's part of a block is laid out. `logits` is float32 [max_logits, vocab].
+    `pages` are those of KVCacheLayer; csrc/ops.h says how a head's part of a block is laid out. `logits` is float32
+    [max_logits, vocab].
     """
 
     layout = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
-    """Order of the dimensions of a block's pages; part of the fingerprint."""
+    """Order of the dimensions of a block's pages in bfloat16; part of the fingerprint, as the dtype is."""
 
     @staticmethod
     def name(model: Qwen3Config, config: EngineConfig) -> str:
@@ -177,6 +178,9 @@ def _int8_strips(rows: int, size: int) -> Int8Strips:
     return Int8Strips(zeros(np.uint32, size), zeros(np.float32, rows))
 
 
-def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> NDArray[np.uint16]:
-    shape = (num_blocks, model.num_layers, 2, model.num_kv_heads, group.block_size * model.head_dim)
-    return zeros(np.uint16, *shape)
+def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> BFloat16Array | UInt8Array:
+    heads = (num_blocks, model.num_layers, 2, model.num_kv_heads)
+    num_bytes = group.block_bytes // math.prod(heads[1:])
+    if group.tensors[0].dtype == "int8":
+        return zeros(np.uint8, *heads, num_bytes)
+    return zeros(np.uint16, *heads, num_bytes // 2)
