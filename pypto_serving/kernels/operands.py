@@ -1,0 +1,103 @@
+"""What operations of a recording work on: rows of a step, paged caches, and how vectors are rotated and routed."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from pypto_serving.kernels.arguments import Handle
+from pypto_serving.types.arrays import BFloat16Array, Float32Array
+
+
+class Rows(enum.Enum):
+    """Rows of a step that an operation works on: all tokens, or the rows that need logits."""
+
+    TOKENS = enum.auto()
+    LOGITS = enum.auto()
+
+
+class Epilogue(enum.Enum):
+    """What a GEMM does with its sums; see csrc/ops.h."""
+
+    STORE = enum.auto()
+    ADD = enum.auto()
+    SWIGLU = enum.auto()
+    STRIPS = enum.auto()
+
+
+class Scoring(enum.Enum):
+    """How router logits become scores and expert weights; see csrc/ops.h."""
+
+    SOFTMAX = enum.auto()
+    RENORMALIZED = enum.auto()
+    SQRT_SOFTPLUS = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheLayer:
+    """One layer of a KV cache: bfloat16 pages as uint16 [blocks, layers, k or v, kv_heads, block_size * dim]."""
+
+    pages: BFloat16Array
+    layer: int
+    dim: int
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of KvCache in csrc/ops.h. Raises ValueError for pages that are not contiguous."""
+        if not self.pages.flags.c_contiguous:
+            raise ValueError("KV cache pages must be contiguous")
+        _, layers, _, kv_heads, elements = self.pages.shape
+        keys, values = (self.pages[:1, self.layer, half] for half in (0, 1))
+        sizes = {"kv_heads": kv_heads, "dim": self.dim, "size": elements // self.dim}
+        return {"keys": keys, "values": values, "block_stride": layers * 2 * kv_heads * elements, **sizes}
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Handle of the paged rows of one tensor in one layer of a KV group."""
+
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormRopeParams:
+    """RMSNorm, scale and partial RoPE of vectors of `dim`; see NormRopeParams in csrc/ops.h.
+
+    RMSNorm is skipped where eps < 0; `weight` [dim] defaults to ones. RoPE rotates interleaved pairs of the trailing
+    `rope_dim` dimensions; `cos` and `sin` are [positions, rope_dim / 2].
+    """
+
+    dim: int
+    cos: Float32Array
+    sin: Float32Array
+    eps: float = -1.0
+    weight: Float32Array | None = None
+    scale: float = 1.0
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions that RoPE rotates."""
+        return 2 * int(self.cos.shape[1])
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of NormRopeParams in csrc/ops.h."""
+        sizes = {"dim": self.dim, "rope_dim": self.rope_dim, "eps": self.eps, "scale": self.scale}
+        return {"weight": self.weight, "cos": self.cos, "sin": self.sin, **sizes}
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSizes:
+    """Query heads, sliding window in tokens, and groups of the output projection."""
+
+    heads: int
+    window: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Handle of a recorded routing: the experts of each token in one layer."""
+
+    handle: Handle
+    experts: int
+    per_token: int
