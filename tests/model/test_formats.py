@@ -75,8 +75,8 @@ def test_matrices_of_deepseek_v4(tmp_path: Path, form: str) -> None:
         scheme: Any = inventory.scheme(f"{module}.weight")
         stored = scheme.read(MatrixTensors(tensors, module), *wanted.shape)
         assert np.array_equal(dequantised(stored), wanted.numpy())
-    spec, contents = load_spec(path), read_config(path).contents()
-    assert "not served yet" in spec.obstacle and contents.verdicts == ()
+    contents = read_config(path).contents()
+    assert contents.verdicts == ()
     forms = {form.name: form.matrices for form in contents.forms}
     experts = 4 * 8 * 3
     assert forms == {"fp8 128x128": len(means)} | (
@@ -126,7 +126,6 @@ def test_a_spec_and_what_files_hold(tmp_path: Path, format: str) -> None:
     path, means = made(tmp_path, format)
     spec, contents = load_spec(path), read_config(path).contents()
     assert spec.quantization == FORMATS[format].name
-    assert not spec.obstacle
     assert spec.dtype == "bfloat16" and [line for line in contents.verdicts if "left alone" not in line] == []
     (form,) = contents.forms
     assert (form.name, form.matrices) == (FORMATS[format].name, len(means))
@@ -324,7 +323,7 @@ def test_groups_of_mixed_precision(tmp_path: Path) -> None:
     assert found["model.layers.3.mlp.up_proj"] == found["model.layers.1.mlp.experts.7.up_proj"] == "int4 g128"
     assert found["lm_head"] == found["model.layers.5.self_attn.q_proj"] == found["model.layers.1.mlp.gate"] == ""
     spec = load_spec(tmp_path)
-    assert spec.quantization == "fp8 per output + int4 g128 + mxfp4" and not spec.obstacle
+    assert spec.quantization == "fp8 per output + int4 g128 + mxfp4"
     del groups["group_1"]["format"]
     section |= {"format": "mixed-precision", "config_groups": groups}
     assert "config_groups.group_1.format is null" in refused(tmp_path, section)

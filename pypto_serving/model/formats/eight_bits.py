@@ -72,8 +72,3 @@ class Fp8:
 
     def _scales(self, n: int, k: int) -> tuple[int, int]:
         return ceil_div(n, self.block[0] or n), ceil_div(k, self.block[1] or k)
-
-
-def scale_name(weight: str) -> str:
-    """Name the tensor with the scales of the int8 tensor `weight`."""
-    return f"{weight}_scale"

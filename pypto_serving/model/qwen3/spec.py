@@ -39,19 +39,8 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,
-        obstacle=_obstacle(inventory),
         kv_groups=kv_groups(config, dtype, block_size),
     )
-
-
-def _obstacle(inventory: Qwen3Inventory) -> str:
-    """Say why nothing serves the weights; empty if the kernels do."""
-    schemes = inventory.schemes
-    for first, *others in inventory.config.products():
-        odd = next((module for module in others if schemes[module] != schemes[first]), "")
-        if odd:
-            return f"{odd} and {first} are one product here, but only one of them is quantised"
-    return ""
 
 
 def _refused_option(dtype: str, block_size: int) -> tuple[str, str]:
