@@ -173,7 +173,7 @@ LLAMA_FLAGS = {
 
 
 def llama(root: Path, say: Say, version: str) -> Environment:
-    """Compile llama-server for this machine from the sources in llama-cpp-python's sdist."""
+    """Compile llama-server and llama-quantize for this machine from the sources in llama-cpp-python's sdist."""
 
     def build(env: Environment) -> dict[str, str]:
         tools = env.folder / "venv"
@@ -201,7 +201,7 @@ def llama(root: Path, say: Say, version: str) -> Environment:
             f"-DCMAKE_MAKE_PROGRAM={ninja}",
             *options,
         )
-        env.run(cmake, "--build", folder, "--target", "llama-server")
+        env.run(cmake, "--build", folder, "--target", "llama-server", "llama-quantize")
         return {"llama-cpp-python": version, "llama.cpp": llama_version(env)}
 
     env = Environment(root / "llama", {"llama-cpp-python": version, **LLAMA_FLAGS, "revision": 1}, say)
