@@ -6,6 +6,8 @@ from pathlib import Path
 
 import deepseek_v4
 import make_checkpoint
+import make_gptq
+import numpy as np
 import pytest
 import random_weights
 
@@ -54,3 +56,19 @@ def test_a_qwen3_moe_checkpoint(format: str, tmp_path: Path, monkeypatch: pytest
     if hasattr(scheme, "read"):
         values = dequantised(scheme.read(MatrixTensors(stored, module), 128, 128), 0, 128)
         assert values.std() == pytest.approx(128**-0.5, rel=0.3)
+
+
+def test_gptq_has_the_weights_it_was_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 512}
+    monkeypatch.setitem(make_checkpoint.SHAPES, "tiny", make_checkpoint.SHAPES["tiny"] | small)
+    source, made = tmp_path / "source", tmp_path / "made"
+    make_checkpoint.main("tiny", source, "w4a16", 128)
+    make_gptq.main(source, made)
+    values = []
+    for folder in (source, made):
+        config, stored = read_config(str(folder)), StoredTensors(folder, lambda phase, done, total: None)
+        inventory = Qwen3Inventory(config.model, stored.headers)
+        stored.require(inventory.expected(), inventory.ignores)
+        module = "model.layers.0.mlp.down_proj"
+        values.append(dequantised(inventory.schemes[module].read(MatrixTensors(stored, module), 128, 256), 0, 128))
+    assert np.allclose(values[0], values[1], rtol=1e-3) and values[0].std() > 0
