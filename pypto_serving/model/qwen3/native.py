@@ -56,7 +56,7 @@ class NativeQwen3:
 
     def _record(self, weights: PackedWeights, config: EngineConfig) -> None:
         model, tokens = self.model, config.max_num_batched_tokens
-        buffers = Buffers(model, tokens, config.limits.max_logits)
+        buffers = Buffers(model, tokens, config.limits.max_logits, exact=config.activations == "bf16")
         self.logits = buffers.logits
         embedding = "model.embed_tokens"
         if model.tied_embeddings:
@@ -125,7 +125,7 @@ class NativeQwen3:
         self.step.linear(self._gemm_input(b.normed, router, b), router, b.router_logits)
         scoring = Scoring.RENORMALIZED if experts.normalize else Scoring.SOFTMAX
         routing = self.step.route(b.router_logits, experts.per_token, scoring)
-        rows = strips_for(gate_up.form, b.expert_rows, b.expert_int8)
+        rows = b.expert_inputs(gate_up)
         self.step.moe_gather(routing, self._gemm_input(b.normed, gate_up, b), self.model.hidden_size, rows)
         self.step.expert_swiglu(routing, rows, gate_up, b.expert_gated)
         gated = self._gemm_input(b.expert_gated, down, b, routing)
@@ -137,9 +137,13 @@ _PARTS = ("gate", "up", "down")
 
 
 class Buffers:
-    """Activations of a step of up to `tokens` tokens, of which `rows` get logits; see kernels/engine.py for layouts."""
+    """Activations of a step of up to `tokens` tokens, of which `rows` get logits; see kernels/engine.py for layouts.
 
-    def __init__(self, model: Qwen3Config, tokens: int, rows: int) -> None:
+    With `exact`, 4-bit codes multiply bfloat16 activations.
+    """
+
+    def __init__(self, model: Qwen3Config, tokens: int, rows: int, exact: bool = False) -> None:
+        self._exact = exact
         heads = model.num_heads + 2 * model.num_kv_heads
         self.x = zeros(np.float32, tokens, model.hidden_size)
         self.normed = zeros(np.uint32, max(tokens, rows) * model.hidden_size // 2)
@@ -162,7 +166,11 @@ class Buffers:
 
     def inputs(self, matrix: Matrix, x: NDArray[np.uint32]) -> Strips:
         """Return where the GEMM input for `matrix` goes: bfloat16 strips x, or int8 strips."""
-        return strips_for(matrix.form, x, self.int8_strips)
+        return strips_for(matrix.form, x, self.int8_strips, self._exact)
+
+    def expert_inputs(self, matrix: Matrix) -> Strips:
+        """Return where the experts' rows for `matrix` go."""
+        return strips_for(matrix.form, self.expert_rows, self.expert_int8, self._exact)
 
 
 def _int8_strips(rows: int, size: int) -> Int8Strips:

@@ -40,6 +40,7 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
         needs_torch_option=option,
         quantization=quantised,
         obstacle=_obstacle(inventory),
+        choices=("activations",) if inventory.has_codes() else (),
         kv_groups=kv_groups(config, dtype, block_size),
     )
 
