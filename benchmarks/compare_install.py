@@ -226,15 +226,27 @@ source, *sys.argv = sys.argv[1:]
 sys.path.insert(0, source)
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+if "--q4_0" in sys.argv:
+    import gguf
+    def chosen(self, name, new_name, bid, n_dims):
+        is_layer = new_name.startswith("blk.") and n_dims > 1 and "ffn_gate_inp" not in new_name
+        return gguf.GGMLQuantizationType.Q4_0 if is_layer else False
+    sys.argv.remove("--q4_0")
+    TextModel.tensor_force_quant = chosen
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """llama.cpp identifies tokenizers by a hash of their output and does not know ours, which splits text like GPT-2's."""
 
 
-def gguf(checkpoint: Path, name: str, env: Environment, version: str, reader: Environment, say: Say) -> Path:
-    """Convert the checkpoint to one bf16 file for llama.cpp, once per `name`. Raises PeerError."""
-    source = llama_source(env, version)
-    script = [source / "convert_hf_to_gguf.py", checkpoint, "--outtype", "bf16", "--outfile"]
+def gguf(
+    checkpoint: Path, name: str, env: Environment, version: str, reader: Environment, say: Say, q4: bool = False
+) -> Path:
+    """Convert the checkpoint to one bf16 file for llama.cpp, once per `name`. Raises PeerError.
+
+    q4: the layers become Q4_0 at once, which takes the room of no larger file, and the output layer Q8_0.
+    """
+    source, wanted = llama_source(env, version), ["q8_0", "--q4_0"] if q4 else ["bf16"]
+    script = [source / "convert_hf_to_gguf.py", checkpoint, "--outtype", *wanted, "--outfile"]
     target = env.folder.parent / "gguf" / f"{name}.gguf"
     return _made(target, say, lambda part: reader.run(reader.python, "-c", CONVERT, source, *script, part))
 

@@ -413,6 +413,20 @@ struct Logprobs {
   FIELDS(logits, stride, vocab, count, width, rows, tokens, values, ranks, best, best_values)
 };
 
+constexpr int kMostRounded = 128;
+
+// Rounds rows of `groups` groups of `size` inputs, a multiple of 8 up to kMostRounded, to int4 codes, two in a byte, and
+// scales. Of those that put a group's largest magnitude at one of `levels` each group gets the best.
+struct RoundInt4 {
+  const float* rows;
+  int64_t groups, size;
+  const float* levels;
+  int64_t num_levels;
+  uint8_t* codes;
+  bf16* scales;
+  FIELDS(rows, groups, size, levels, num_levels, codes, scales)
+};
+
 // Benchmark of the machine's limits: the memory to read, and the rounds of arithmetic.
 struct Limits {
   const Pair* data;
@@ -461,6 +475,7 @@ struct Kernels {
 #undef OPERATION
 #undef TASK
 
+  void (*round_int4)(const RoundInt4&);
   void (*read)(const Limits&, Member&);
   void (*compute)(const Limits&, Member&);
   int round_flops;  // of `compute`, by each member

@@ -29,6 +29,7 @@ from pypto_serving.kernels.recording import (
     Rows,
     Scoring,
 )
+from pypto_serving.kernels.rounding import round_int4
 from pypto_serving.kernels.sampling import NativeSampler
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "most_int8_words",
     "pack_quantized",
     "packed_form",
+    "round_int4",
     "runnable",
     "strips_for",
     "zeros",
