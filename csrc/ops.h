@@ -77,14 +77,16 @@ ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::
 
 struct Routing;
 
-// x[t] = embedding of token t, from a row-major table, or from the packed output layer where embeddings are tied.
+// x[t] = embedding of token t, from a row-major table, or from the packed output layer where embeddings are tied: of
+// int8 where there are scales [vocab].
 struct Embed {
   const bf16* table;
   const Pair* packed;
+  const float* scales;
   int64_t width;
   int32_t copies;  // of each row, one behind the other
   float* x;
-  FIELDS(NULLABLE table, NULLABLE packed, width, copies, x)
+  FIELDS(NULLABLE table, NULLABLE packed, NULLABLE scales, width, copies, x)
 };
 
 // How activations are packed. In groups, sums over `sum_span` inputs are multiplied by -offset; see weights.h.
@@ -416,6 +418,20 @@ struct Logprobs {
   FIELDS(logits, stride, vocab, count, width, rows, tokens, values, ranks, best, best_values)
 };
 
+constexpr int kMostRounded = 128;
+
+// Rounds rows of `groups` groups of `size` inputs, a multiple of 8 up to kMostRounded, to int4 codes, two in a byte, and
+// scales. Of those that put a group's largest magnitude at one of `levels` each group gets the best.
+struct RoundInt4 {
+  const float* rows;
+  int64_t groups, size;
+  const float* levels;
+  int64_t num_levels;
+  uint8_t* codes;
+  bf16* scales;
+  FIELDS(rows, groups, size, levels, num_levels, codes, scales)
+};
+
 // Benchmark of the machine's limits: the memory to read, and the rounds of arithmetic.
 struct Limits {
   const Pair* data;
@@ -449,6 +465,7 @@ struct Limits {
 #define TASKS(TASK)                     \
   TASK(pack, Pack)                      \
   TASK(pack_quantized, PackQuantized)   \
+  TASK(pack_rounded, PackRounded)       \
   TASK(sample, Sample)                  \
   TASK(sample_adjusted, AdjustedSample) \
   TASK(logprobs, Logprobs)
@@ -464,6 +481,7 @@ struct Kernels {
 #undef OPERATION
 #undef TASK
 
+  void (*round_int4)(const RoundInt4&);
   void (*read)(const Limits&, Member&);
   void (*compute)(const Limits&, Member&);
   int round_flops;  // of `compute`, by each member

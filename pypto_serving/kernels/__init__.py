@@ -28,8 +28,9 @@ from pypto_serving.kernels.operands import (
     Rows,
     Scoring,
 )
-from pypto_serving.kernels.packing import pack_quantized
+from pypto_serving.kernels.packing import pack_quantized, pack_rounded
 from pypto_serving.kernels.recording import Recording
+from pypto_serving.kernels.rounding import round_int4
 from pypto_serving.kernels.sampling import NativeSampler
 
 __all__ = [
@@ -57,7 +58,9 @@ __all__ = [
     "hashes",
     "most_int8_words",
     "pack_quantized",
+    "pack_rounded",
     "packed_form",
+    "round_int4",
     "runnable",
     "strips_for",
     "zeros",

@@ -221,9 +221,12 @@ def multiplies(form: Form, x: Strips) -> bool:
     return (form.weights is Weights.INT8) == isinstance(x, Int8Strips)
 
 
-def strips_for(form: Form, pairs: PairArray, int8: Int8Strips) -> Strips:
-    """Return the activations that weights of `form` multiply, in one of these two memories."""
-    if form.codes:
+def strips_for(form: Form, pairs: PairArray, int8: Int8Strips, exact: bool = False) -> Strips:
+    """Return the activations that weights of `form` multiply, in one of these two memories.
+
+    With `exact`, codes multiply bfloat16 activations too.
+    """
+    if form.codes and not exact:
         return GroupStrips(int8.words, form.span, form.offset)
     return int8 if form.weights is Weights.INT8 else pairs
 

@@ -39,6 +39,6 @@ def program_fingerprint(
     else:
         weights = checkpoint_state(config.model)
     blocks = tuple(f"{group.name} {group.block_size}" for group in config.groups)
-    rope = f"max_model_len {config.max_model_len}"
-    words = (architecture, config.dtype, rope, *blocks, program, *numerics)
+    rope, activations = f"max_model_len {config.max_model_len}", f"activations {config.activations}"
+    words = (architecture, config.dtype, rope, activations, *blocks, program, *numerics)
     return hash128(weights, *(word.encode() for word in words))

@@ -16,7 +16,7 @@ from pypto_serving.kernels import INT8, Engine, Matrix, zeros
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
-from pypto_serving.model.matrix_parts import Part, part_of
+from pypto_serving.model.matrix_parts import Part, RoundedPart, part_of
 from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.model.products import Gated
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
@@ -107,6 +107,11 @@ class PackedWeights:
                 offset += part.n
 
         return self._matrices("matrix", parts, n, 1, fill, self._bias([*named], n) if bias else None)
+
+    def rounded(self, name: str) -> Matrix:
+        """Pack the named matrix of floats in int8, with a scale per output."""
+        part = RoundedPart(self._tensors, name)
+        return self._matrices("rounded", [part], part.n, 1, lambda room: self._pack(part, room))
 
     def gate_up(self, gates: Sequence[str], ups: Sequence[str]) -> list[Gated]:
         """Pack gate and up matrices [n, k] of experts, those of the same forms one behind the other."""

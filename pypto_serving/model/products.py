@@ -44,13 +44,13 @@ class Feed:
     `write` records what writes them for a matrix. It is called where they are not there yet.
     """
 
-    def __init__(self, pairs: PairArray, room: Int8Room, write: Callable[[Matrix, Strips], None]) -> None:
-        self._pairs, self._room, self._write = pairs, room, write
+    def __init__(self, pairs: PairArray, room: Int8Room, exact: bool, write: Callable[[Matrix, Strips], None]) -> None:
+        self._pairs, self._room, self._exact, self._write = pairs, room, exact, write
         self._has_pairs = False
 
     def __call__(self, matrix: Matrix) -> Strips:
         """Return the activations of `matrix`."""
-        strips = strips_for(matrix.form, self._pairs, self._room.strips)
+        strips = strips_for(matrix.form, self._pairs, self._room.strips, self._exact)
         if isinstance(strips, np.ndarray):
             if not self._has_pairs:
                 self._write(matrix, strips)
@@ -65,10 +65,13 @@ class Products:
     """Records products and what feeds them. Owns the memory of int8 activations, and of gates apart from up.
 
     A step has `rows` rows of at most `widest` inputs, and with experts `entries` rows of at most `expert_widest`.
+    With `exact`, 4-bit codes multiply bfloat16 activations.
     """
 
-    def __init__(self, step: Recording, rows: int, widest: int, entries: int = 0, expert_widest: int = 0) -> None:
-        self._step = step
+    def __init__(
+        self, step: Recording, exact: bool, rows: int, widest: int, entries: int = 0, expert_widest: int = 0
+    ) -> None:
+        self._step, self._exact = step, exact
         self._room, self._expert_room = Int8Room(rows, widest), Int8Room(entries, expert_widest)
         self._gates: dict[tuple[int, int], Float32Array] = {}
 
@@ -76,7 +79,7 @@ class Products:
         self, x: Float32Array, weight: Float32Array, eps: float, out: PairArray, rows: Rows = Rows.TOKENS
     ) -> Feed:
         """RMSNorm of x [tokens, k] times `weight`; `out` is for bfloat16."""
-        return Feed(out, self._room, lambda _, strips: self._step.rms_norm(x, weight, eps, strips, rows))
+        return Feed(out, self._room, self._exact, lambda _, strips: self._step.rms_norm(x, weight, eps, strips, rows))
 
     def strips(self, x: PairArray, routing: Routing | None = None) -> Feed:
         """Strips x that an operation wrote before; with `routing`, those of expert inputs."""
@@ -85,12 +88,11 @@ class Products:
             if not isinstance(strips, np.ndarray):
                 self._step.quantize(x, matrix.k, strips, routing)
 
-        return Feed(x, self._room if routing is None else self._expert_room, write)
+        return Feed(x, self._room if routing is None else self._expert_room, self._exact, write)
 
     def gathered(self, routing: Routing, x: Feed, out: PairArray) -> Feed:
         """Each expert's rows of x; `out` is for bfloat16."""
-        write = partial(self._gather, routing, x)
-        return Feed(out, self._expert_room, write)
+        return Feed(out, self._expert_room, self._exact, partial(self._gather, routing, x))
 
     def _gather(self, routing: Routing, x: Feed, matrix: Matrix, strips: Strips) -> None:
         self._step.moe_gather(routing, x(matrix), matrix.k, strips)

@@ -39,6 +39,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     trust_request_chat_template: bool | None = None
     backend: str | None = None
     dtype: str | None = None
+    activations: str | None = None
+    head: str | None = None
     kernels: str | None = None
     packed_cache: bool | None = None
     num_threads: int | None = None

@@ -18,6 +18,7 @@ from pypto_serving.setup.kernels import choose_kernels, choose_packed_cache, cho
 from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.options import ENVIRONMENT, Options
+from pypto_serving.setup.precision import choose_precision
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import options_named
@@ -69,6 +70,7 @@ def resolve(
             num_threads=choose_threads(settings, model, host),
             tiers=tiers,
             kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
+            **choose_precision(settings, model, kernels),
             **_model(settings, model),
             **_batching(settings, name, planner.step_tokens(model_len)),
             **_events(settings),

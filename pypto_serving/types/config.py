@@ -5,7 +5,7 @@ A default that depends on neither model nor machine is the default of its field 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,6 +13,12 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks, publication_lag, resume_step
 from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
+
+Activations = Literal["int8", "bf16"]
+"""What activations become before they are multiplied by 4-bit codes."""
+
+Head = Literal["auto", "int8"]
+"""What the output layer is served in: as it is stored, or int8."""
 
 
 def default_of(struct: type[msgspec.Struct], name: str) -> Any:
@@ -57,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configure an engine core and its worker. Sizes in bytes, lengths in tokens. Raises UnmetError.
 
     num_blocks: blocks of each group, the null block 0 included.
+    activations: what activations become before they are multiplied by 4-bit codes.
+    head: what the output layer is served in.
     kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
     cache_dir: folder for digests of weights; empty for none.
     packed_cache: folder for weights packed for the CPU kernels; empty for none.
@@ -87,6 +95,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     seed: int = 0
     num_threads: int = 0
+    activations: Activations = "int8"
+    head: Head = "auto"
     kernels: str = ""
     cache_dir: str = ""
     packed_cache: str = ""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
+from pypto_serving.types.config import Activations
 from tests.checkpoints import make_checkpoint
 from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ comp
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "moe_intermediate_size": 128}
 CODED = sorted(set(FORMATS) - {"w8a8"})
-CODES_ERROR, FP8_ERROR = 0.05, 0.02
+CODES_ERROR, BF16_ERROR = 0.05, 0.02
 """Of logits, rms, relative: rounding activations to int8 per 128 inputs, and to bfloat16."""
 
 
@@ -42,6 +43,11 @@ def logits(program: Any, tokens: Array = TOKENS[:60]) -> Array:
     return np.stack([sequence.logits[i] for i in range(len(tokens))])
 
 
+def relative(found: Array, wanted: Array) -> float:
+    """The median over positions, because near a tie experts change."""
+    return float(np.median(np.sqrt(((found - wanted) ** 2).mean(1) / (wanted**2).mean(1))))
+
+
 @pytest.mark.parametrize(
     ("format", "kind"),
     [*((format, "qwen3") for format in CODED), *((format, "qwen3_moe") for format in ("awq", "nvfp4", "blocks_e8m0"))],
@@ -50,9 +56,11 @@ def test_logits_are_those_of_the_values(tmp_path: Path, format: str, kind: str) 
     quantised, plain = made(tmp_path, format, kind)
     wanted = logits(load_program(plain, "float32"))
     found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]))
-    errors = np.sqrt(((found - wanted) ** 2).mean(1) / (wanted**2).mean(1))
-    error = float(np.median(errors))  # near a tie, experts change
-    assert error < (FP8_ERROR if "fp8" in FORMATS[format].name else CODES_ERROR), error
+    error, fp8 = relative(found, wanted), "fp8" in FORMATS[format].name
+    assert error < (BF16_ERROR if fp8 else CODES_ERROR), error
+    if not fp8:
+        program = load_program(quantised, "bfloat16", kernels=runnable()[0], activations="bf16")
+        assert (error := relative(logits(program), wanted)) < BF16_ERROR, error
 
 
 MIXED = {
@@ -105,11 +113,14 @@ def alone(program: Any) -> dict[int, Array]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("format", ["awq", "nvfp4", "blocks_f32"])
-def test_chunks_neighbours_and_threads(tmp_path: Path, format: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "activations"), [("awq", "int8"), ("nvfp4", "int8"), ("nvfp4", "bf16"), ("blocks_f32", "int8")]
+)
+def test_chunks_neighbours_and_threads(tmp_path: Path, format: str, activations: Activations, kind: str) -> None:
     quantised, _ = made(tmp_path, format, kind)
     program, other = (
-        load_program(quantised, "bfloat16", 900, threads=threads, kernels=runnable()[0]) for threads in (1, 3)
+        load_program(quantised, "bfloat16", 900, threads=n, kernels=runnable()[0], activations=activations)
+        for n in (1, 3)
     )
     wanted = alone(program)
     assert_same(alone(other), wanted)

@@ -44,7 +44,7 @@ class NativeDeepseekV4:
     """Order of the dimensions of a block's pages; part of the fingerprint."""
 
     @staticmethod
-    def name(model: DeepseekV4Config) -> str:
+    def name(model: DeepseekV4Config, config: EngineConfig) -> str:
         """Name program and arithmetic, for the fingerprint."""
         return f"deepseek-v4-native-2 {model.storage.name}".rstrip()
 
@@ -56,15 +56,15 @@ class NativeDeepseekV4:
         self._arenas = Arenas(config, self.step)
         self.arenas = self._arenas.blocks
         self._buffers = Buffers(model, config)
-        self._products = self._buffers.products(self.step)
+        self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
         self.logits = self._buffers.logits
-        self._record(config.max_model_len)
+        self._record(config)
         del self._weights
 
-    def _record(self, max_model_len: int) -> None:
+    def _record(self, config: EngineConfig) -> None:
         b, model = self._buffers, self.model
         self.step.embed(self._weights.table("embed.weight"), b.streams)
-        tables = rope_tables(model.ropes(), max_model_len)
+        tables = rope_tables(model.ropes(), config.max_model_len)
         for layer, kind in enumerate(model.kinds):
             self._record_hyper_connection_pre(f"layers.{layer}.hc_attn")
             self._record_attention(layer, kind, *tables[kind])
@@ -74,7 +74,8 @@ class NativeDeepseekV4:
             self.step.hyper_connection_post(b.y, b.post_comb, b.streams)
         self._record_hyper_connection_pre("hc_head", Rows.LOGITS)
         normed = self._normed(self._weights.exact("norm.weight"), Rows.LOGITS)
-        self._products.linear(normed, self._weights.matrix(["head"]), b.logits, Rows.LOGITS)
+        head = [self._weights.rounded("head")] if config.head == "int8" else self._weights.matrix(["head"])
+        self._products.linear(normed, head, b.logits, Rows.LOGITS)
 
     def _normed(self, norm: Float32Array, rows: Rows = Rows.TOKENS) -> Feed:
         """Return RMSNorm(x) times `norm`."""
@@ -267,9 +268,9 @@ class Buffers:
         widest = max(hidden, model.q_lora_rank, model.o_groups * model.o_lora_rank, experts.intermediate_size)
         self._sizes = (max(tokens, rows), widest, entries, max(hidden, experts.intermediate_size))
 
-    def products(self, step: Recording) -> Products:
-        """Return what records products of these activations."""
-        return Products(step, *self._sizes)
+    def products(self, step: Recording, exact: bool) -> Products:
+        """Return what records products of these activations; see Products."""
+        return Products(step, exact, *self._sizes)
 
 
 def _panels(tokens: int, heads: int, dim: int) -> PairArray:

@@ -8,14 +8,20 @@ from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.storage import MATRICES
 from pypto_serving.model.family import ModelFamily, refused_dtype
+from pypto_serving.model.formats.eight_bits import Int8
+from pypto_serving.model.formats.four_bits import DEEPSEEK_FP4
 from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
 
 
-def model_spec(config: DeepseekV4Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
+def model_spec(
+    config: DeepseekV4Config, path: str, architecture: str, dtype: str, block_size: int, head: str = "auto"
+) -> ModelSpec:
     """Describe the checkpoint to the engine. `block_size` is ignored: the KV groups have their own."""
     inventory, quantised = DeepseekV4Inventory(config), config.storage.name
     packed, (option, reason) = _packed_bytes(inventory), refused_dtype(dtype)
+    if head == "int8":
+        packed["head.weight"] = Int8().packed_bytes(config.vocab_size, config.hidden_size)
     return ModelSpec(
         path=path,
         architecture=architecture,
@@ -31,6 +37,7 @@ def model_spec(config: DeepseekV4Config, path: str, architecture: str, dtype: st
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,
+        choices=("activations", "head") if DEEPSEEK_FP4 in config.storage.schemes_of("expert") else ("head",),
         own_blocks=True,
         kv_groups=kv_groups(config, dtype),
     )

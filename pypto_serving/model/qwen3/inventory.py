@@ -9,8 +9,8 @@ from fractions import Fraction
 
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
-from pypto_serving.model.formats.eight_bits import Int8
-from pypto_serving.model.formats.schemes import PLAIN, Scheme, held
+from pypto_serving.model.formats.eight_bits import Fp8, Int8
+from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held
 from pypto_serving.model.qwen3.config import Qwen3Config
 
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -92,6 +92,10 @@ class Qwen3Inventory:
     def int8_weights(self) -> frozenset[str]:
         """Return the names of the int8 weights."""
         return frozenset(f"{module}.weight" for module, scheme in self.schemes.items() if isinstance(scheme, Int8))
+
+    def has_codes(self) -> bool:
+        """Return True if some weights are 4-bit codes."""
+        return any(not isinstance(scheme, Plain | Int8 | Fp8) for scheme in self.schemes.values())
 
     def weights(self) -> dict[str, Shape]:
         """Return the shape of every weight by name, as it is before quantisation."""

@@ -29,9 +29,10 @@ class NativeQwen3:
     """Order of the dimensions of a block's pages; part of the fingerprint."""
 
     @staticmethod
-    def name(model: Qwen3Config) -> str:
-        """Name program and arithmetic, for the fingerprint."""
-        return f"qwen3-native-3 {Qwen3Inventory(model).quantization()}".rstrip()
+    def name(model: Qwen3Config, config: EngineConfig) -> str:
+        """Name program and weights, for the fingerprint. The output layer counts where tokens are embedded by it."""
+        rounded = "int8 embedding" if config.head == "int8" and model.tied_embeddings else ""
+        return " ".join(filter(None, ("qwen3-native-3", Qwen3Inventory(model).quantization(), rounded)))
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
         inventory = Qwen3Inventory(model, weights.headers)
@@ -46,20 +47,19 @@ class NativeQwen3:
         model, tokens = self.model, config.max_num_batched_tokens
         buffers = Buffers(model, tokens, config.limits.max_logits)
         self.logits = buffers.logits
-        self._products = buffers.products(self.step)
-        embedding = "model.embed_tokens"
+        self._products = buffers.products(self.step, exact=config.activations == "bf16")
+        embedding, module = "model.embed_tokens", model.head
+        (lm_head,) = [weights.rounded(module)] if config.head == "int8" else weights.matrix([module])
         if model.tied_embeddings:
-            lm_head = weights.matrix([embedding])
-            self.step.embed_packed(lm_head[0], buffers.x)
+            self.step.embed_packed(lm_head, buffers.x)
         else:
-            lm_head = weights.matrix(["lm_head"])
             self.step.embed(weights.table(f"{embedding}.weight"), buffers.x)
         cos, sin = model.rope.tables(config.max_model_len)
         for index in range(model.num_layers):
             self._record_attention(weights, buffers, index, cos, sin)
             self._record_mlp(weights, buffers, index)
         normed = self._normed(weights, "model.norm.weight", buffers, Rows.LOGITS)
-        self._products.linear(normed, lm_head, buffers.logits, Rows.LOGITS)
+        self._products.linear(normed, [lm_head], buffers.logits, Rows.LOGITS)
 
     def _normed(self, weights: PackedWeights, norm: str, b: Buffers, rows: Rows = Rows.TOKENS) -> Feed:
         return self._products.normed(b.x, weights.vector(norm), self.model.rms_norm_eps, b.normed, rows)
@@ -113,9 +113,13 @@ _PARTS = ("gate", "up", "down")
 
 
 class Buffers:
-    """Activations of a step of up to `tokens` tokens, of which `rows` get logits; see kernels/engine.py for layouts."""
+    """Activations of a step of up to `tokens` tokens, of which `rows` get logits; see kernels/engine.py for layouts.
 
-    def __init__(self, model: Qwen3Config, tokens: int, rows: int) -> None:
+    With `exact`, 4-bit codes multiply bfloat16 activations.
+    """
+
+    def __init__(self, model: Qwen3Config, tokens: int, rows: int, exact: bool = False) -> None:
+        self._exact = exact
         heads = model.num_heads + 2 * model.num_kv_heads
         self.x = zeros(np.float32, tokens, model.hidden_size)
         self.normed = zeros(np.uint32, max(tokens, rows) * model.hidden_size // 2)
@@ -134,9 +138,9 @@ class Buffers:
             self.expert_out = zeros(np.float32, entries, model.hidden_size)
             self._sizes += [entries, max(model.hidden_size, experts.intermediate_size)]
 
-    def products(self, step: Recording) -> Products:
-        """Return what records products of these activations."""
-        return Products(step, *self._sizes)
+    def products(self, step: Recording, exact: bool) -> Products:
+        """Return what records products of these activations; see Products."""
+        return Products(step, exact, *self._sizes)
 
 
 def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> NDArray[np.uint16]:

@@ -96,8 +96,8 @@ def meaning(source: Path, target: Path, means: dict[str, torch.Tensor]) -> Path:
     return target
 
 
-def load(path: Path, kernels: str = runnable()[0], threads: int = 1, dtype: str = "bfloat16") -> Any:
-    return load_program(path, dtype, num_blocks=600, max_model_len=512, threads=threads, kernels=kernels)
+def load(path: Path, kernels: str = runnable()[0], threads: int = 1, dtype: str = "bfloat16", **options: Any) -> Any:
+    return load_program(path, dtype, num_blocks=600, max_model_len=512, threads=threads, kernels=kernels, **options)
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +111,33 @@ def logits(program: Any, tokens: Array) -> Array:
     return np.stack([sequence.logits[i] for i in range(len(tokens))])
 
 
+@pytest.fixture(scope="module")
+def exact(made: Make) -> Callable[[str], list[tuple[Array, Array]]]:
+    """Tokens and their logits in float32."""
+
+    def make(form: str) -> list[tuple[Array, Array]]:
+        program, tokens = load(made(form).plain, "torch", dtype="float32"), [random_tokens(i, LENGTH) for i in range(2)]
+        return [(each, logits(program, each)) for each in tokens]
+
+    return functools.cache(make)
+
+
+def error(program: Any, exact: list[tuple[Array, Array]]) -> float:
+    """Of the median position: near a tie, experts change."""
+    errors = [((logits(program, tokens) - wanted) ** 2).mean(1) / (wanted**2).mean(1) for tokens, wanted in exact]
+    return float(np.sqrt(np.median(errors)))
+
+
 @pytest.mark.parametrize("form", ERRORS)
-def test_logits_are_those_of_the_values(made: Make, program: Callable[..., Any], form: str) -> None:
-    exact, errors = load(made(form).plain, "torch", dtype="float32"), []
-    for seed in range(2):
-        tokens = random_tokens(seed, LENGTH)
-        wanted, found = logits(exact, tokens), logits(program(form), tokens)
-        errors += [np.sqrt(((found - wanted) ** 2).mean(1) / (wanted**2).mean(1))]
-    error = float(np.median(errors))  # near a tie, experts change
-    assert error < ERRORS[form], error
+def test_logits_are_those_of_the_values(program: Callable[..., Any], exact: Callable[[str], Any], form: str) -> None:
+    assert error(program(form), exact(form)) < ERRORS[form]
+
+
+@pytest.mark.parametrize(("options", "most"), [({"activations": "bf16"}, 0.03), ({"head": "int8"}, 0.05)])
+def test_options_of_a_release(made: Make, exact: Callable[[str], Any], options: dict[str, Any], most: float) -> None:
+    """Experts multiply bfloat16 activations; the output layer is rounded."""
+    assert load_spec(made("released").path).choices == ("activations", "head")
+    assert error(load(made("released").path, **options), exact("released")) < most
 
 
 def alone(program: Any, chunks: list[int]) -> dict[int, Array]:
