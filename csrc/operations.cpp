@@ -81,6 +81,8 @@ bool shares(const Pack&) { return true; }
 
 bool shares(const PackQuantized&) { return true; }
 
+bool shares(const PackRounded&) { return true; }
+
 int64_t passes(const Sample& op) {
   int64_t passes = 0;
   for (int64_t row = 0; row < op.rows; row++) passes += op.draws[row].temperature > 0 ? kWeighing : 1;

@@ -77,14 +77,16 @@ ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::
 
 struct Routing;
 
-// x[t] = embedding of token t, from a row-major table, or from the packed output layer where embeddings are tied.
+// x[t] = embedding of token t, from a row-major table, or from the packed output layer where embeddings are tied: of
+// int8 where there are scales [vocab].
 struct Embed {
   const bf16* table;
   const Pair* packed;
+  const float* scales;
   int64_t width;
   int32_t copies;  // of each row, one behind the other
   float* x;
-  FIELDS(NULLABLE table, NULLABLE packed, width, copies, x)
+  FIELDS(NULLABLE table, NULLABLE packed, NULLABLE scales, width, copies, x)
 };
 
 // How activations are packed. In groups, sums over `sum_span` inputs are multiplied by -offset; see weights.h.
@@ -460,6 +462,7 @@ struct Limits {
 #define TASKS(TASK)                     \
   TASK(pack, Pack)                      \
   TASK(pack_quantized, PackQuantized)   \
+  TASK(pack_rounded, PackRounded)       \
   TASK(sample, Sample)                  \
   TASK(sample_adjusted, AdjustedSample) \
   TASK(logprobs, Logprobs)

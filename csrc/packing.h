@@ -1,7 +1,7 @@
 // Packs weights of every stored type into the panels that GEMMs read.
 #pragma once
 
-#include "gemm_tile.h"
+#include "quantizing.h"
 
 namespace ISA {
 
@@ -51,6 +51,41 @@ static void pack_group(const Pack& op, int64_t group) {
     case Stored::kI8: break;
   }
   pack_bytes(out, op.compensation + output, static_cast<const int8_t*>(op.source), n, k, first);
+}
+
+// Rounds row `row` of a stored matrix to quads, kPanel apart.
+template <Stored kStored>
+static void round_row(const PackRounded& op, int64_t row) {
+  const auto weight = [&](int64_t i) { return stored_bf16<kStored>(op.source, row * op.k + i); };
+  int32_t top = 0, sum = 0;
+  for (int64_t i = 0; i < op.k; i++) {
+    const int32_t magnitude = weight(i) & 0x7fff;
+    top = magnitude > top ? magnitude : top;
+  }
+  const float largest = widen(static_cast<bf16>(top)), factor = byte_factor(set1(largest))[0];
+  Pair* out = op.out + row / kPanel * (op.k / 4) * kPanel + row % kPanel;
+  for (int64_t i = 0; i < op.k; i += 4) {
+    int8_t bytes[4];
+    for (int64_t j = 0; j < 4; j++) {
+      const float rounded = widen(weight(i + j)) * factor + 12582912.0f;  // 1.5 * 2^23: whole numbers in the low bits
+      int32_t bits;
+      std::memcpy(&bits, &rounded, sizeof bits);
+      sum += bytes[j] = static_cast<int8_t>(bits);
+    }
+    std::memcpy(out + i / 4 * kPanel, bytes, sizeof bytes);
+  }
+  op.scales[row] = largest / 127.0f;
+  op.compensation[row] = -128 * sum;
+}
+
+static void pack_rounded(const PackRounded& op, Member& member) {
+  Share share(member, op.n, kPanel);
+  while (share.next())
+    for (int64_t row = share.begin; row < share.end; row++) switch (op.stored) {
+        case Stored::kF32: round_row<Stored::kF32>(op, row); break;
+        case Stored::kF16: round_row<Stored::kF16>(op, row); break;
+        default: round_row<Stored::kBf16>(op, row);
+      }
 }
 
 static void pack(const Pack& op, Member& member) {

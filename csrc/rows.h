@@ -82,11 +82,17 @@ static void rms_norm(const RmsNorm& op, const Step& step, Member& member) {
   }
 }
 
+INLINE void embed_int8(const Pair* packed, float scale, int64_t width, int64_t token, float* x) {
+  const Pair* quads = packed + token / kPanel * (width / 4) * kPanel + token % kPanel;
+  for (int64_t i = 0; i < width; i++) x[i] = static_cast<int8_t>(quads[i / 4 * kPanel] >> i % 4 * 8) * scale;
+}
+
 INLINE void embed_row(const Embed& op, int64_t token, float* x) {
   if (op.table) {
     for (int64_t i = 0; i < op.width; i++) x[i] = widen(op.table[token * op.width + i]);
     return;
   }
+  if (op.scales) return embed_int8(op.packed, op.scales[token], op.width, token, x);
   const Pair* pairs = op.packed + token / kPanel * (op.width / 2) * kPanel + token % kPanel;
   for (int64_t p = 0; p < op.width / 2; p++) {
     const Pair pair = pairs[p * kPanel];

@@ -117,6 +117,17 @@ struct Pack {
   FIELDS(out, NULLABLE compensation, source, stored, n, k, offset, half)
 };
 
+// Packs rows of a stored matrix [n, k] of floats as int8, rounded to bfloat16 first: symmetric, with scales of outputs.
+struct PackRounded {
+  Pair* out;
+  int32_t* compensation;
+  float* scales;
+  const void* source;
+  Stored stored;
+  int64_t n, k;
+  FIELDS(out, compensation, scales, source, stored, n, k)
+};
+
 // Where a stored matrix has its codes: see Layout in pypto_serving/types/weights.py. FP8 weights are kBytes.
 ENUM(Layout, kRows, kGptq, kAwq, kBytes)
 

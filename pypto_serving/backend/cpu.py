@@ -78,7 +78,7 @@ class CpuBackend(Backend):
             return cpu_torch.prepare(config, architecture, model_config, progress)
         engine = self._engine = Engine(config.kernels, config.num_threads or len(os.sched_getaffinity(0)))
         model_class = family.native_program
-        name, numerics = model_class.name(model_config), (engine.instruction_set, model_class.layout)
+        name, numerics = model_class.name(model_config, config), (engine.instruction_set, model_class.layout)
         identity = program_fingerprint(config, progress, architecture, name, *numerics)
         file = None
         if config.packed_cache:

@@ -86,6 +86,9 @@ FLAGS = (
         "What 4-bit weights are multiplied by: int8, with a scale per 128 inputs, or bf16, slower and closer.",
         "int8",
     ),
+    Flag(
+        "head", MODEL, "FORM", "int8 rounds an output layer of bf16, which halves its bytes.", "auto, as it is stored"
+    ),
     Flag("max_model_len", MODEL, "TOKENS", "Maximum length of prompt plus output.", "the longest that fits"),
     Flag("seed", MODEL, "N", "Seed of requests that bring none."),
     Flag("host", SERVER, "HOST", "Address to listen on."),

@@ -18,7 +18,7 @@ from pypto_serving.kernels.forms import (
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
-from pypto_serving.kernels.packing import pack_quantized
+from pypto_serving.kernels.packing import pack_quantized, pack_rounded
 from pypto_serving.kernels.recording import (
     KVCacheLayer,
     MlaSizes,
@@ -56,6 +56,7 @@ __all__ = [
     "hashes",
     "most_int8_words",
     "pack_quantized",
+    "pack_rounded",
     "packed_form",
     "round_int4",
     "runnable",

@@ -8,7 +8,7 @@ import numpy as np
 
 from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.kernels.engine import Engine
-from pypto_serving.kernels.forms import Matrix, packed_form
+from pypto_serving.kernels.forms import Matrix, Stored, packed_form
 from pypto_serving.types.arrays import Array, Float32Array, UInt8Array
 from pypto_serving.types.weights import Layout, StoredCodes, StoredFp8, StoredQuantized
 from pypto_serving.util import ceil_div
@@ -55,6 +55,22 @@ def pack_quantized(
     if refused[0]:
         wrong = "is not a number" if isinstance(stored, StoredFp8) else "is not in [-8, 7]"
         raise ValueError(f"a weight of output {refused[0] - 1} {wrong}")
+
+
+def pack_rounded(engine: Engine, room: Matrix, source: Array, stored: Stored, n: int) -> None:
+    """Pack a stored matrix of n rows of floats as int8, rounded to nearest, symmetric, with a scale per output.
+
+    Raises ValueError where `room` is not int8, or too small, or `source` too short.
+    """
+    k, outputs = room.k, Matrix.outputs(n)
+    if room.scales is None or room.compensation is None or not room.int8 or stored is Stored.I8 or n < 1:
+        raise ValueError(f"{n} rows of {stored.name} do not become weights of {room.form}")
+    if k % 4 or min(room.words.size * 4 // k, room.scales.size, room.compensation.size) < outputs:
+        raise ValueError(f"[{n}, {k}] does not go into {room.words.size} words")
+    if source.nbytes < n * k * stored.bytes:
+        raise ValueError(f"{source.nbytes} bytes hold no [{n}, {k}] of {stored.name}")
+    own = {"compensation": room.compensation, "scales": room.scales}
+    engine._lib.pack_rounded(engine._handle, out=room.words, **own, source=source, stored=stored, n=n, k=k)
 
 
 def _check_bytes(source: Array, layout: Layout, n: int, k: int) -> None:

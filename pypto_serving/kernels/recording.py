@@ -16,6 +16,7 @@ from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import Engine
 from pypto_serving.kernels.forms import (
     BF16,
+    INT8,
     GroupStrips,
     Int8Strips,
     Matrix,
@@ -189,20 +190,26 @@ class Recording:
 
         x may be [tokens, copies, width]; each row is then written `copies` times.
         """
-        self._embed(table, None, x)
+        self._embed(x, table=table)
 
     def embed_packed(self, table: Matrix, x: Float32Array) -> None:
-        """As `embed`, from a packed `table` [vocab, width] of bfloat16, such as a tied output layer.
+        """As `embed`, from a packed `table` [vocab, width] of bfloat16 or int8, such as a tied output layer.
 
         Raises ValueError for other weights.
         """
-        if table.form != BF16:
-            raise ValueError(f"embeddings must be bfloat16, not {table.form}")
-        self._embed(None, table.words, x)
+        if table.form not in (BF16, INT8):
+            raise ValueError(f"embeddings must be bfloat16 or int8, not {table.form}")
+        self._embed(x, packed=table.words, scales=table.scales)
 
-    def _embed(self, table: BFloat16Array | None, packed: PairArray | None, x: Float32Array) -> None:
-        copies = math.prod(x.shape[1:-1])
-        self._add("embed", table=table, packed=packed, width=x.shape[-1], copies=copies, x=x)
+    def _embed(
+        self,
+        x: Float32Array,
+        table: BFloat16Array | None = None,
+        packed: PairArray | None = None,
+        scales: Float32Array | None = None,
+    ) -> None:
+        rows = {"width": x.shape[-1], "copies": math.prod(x.shape[1:-1]), "x": x}
+        self._add("embed", table=table, packed=packed, scales=scales, **rows)
 
     def rms_norm(
         self, x: Float32Array, weight: Float32Array, eps: float, out: Strips, rows: Rows = Rows.TOKENS

@@ -32,9 +32,11 @@ class MakeGroups(Protocol):
 
 
 class MakeSpec(Protocol):
-    """Describe a checkpoint at `path` to the engine."""
+    """Describe a checkpoint at `path` to the engine; `head` is auto or int8 (see EngineConfig)."""
 
-    def __call__(self, config: Any, /, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec: ...
+    def __call__(
+        self, config: Any, /, path: str, architecture: str, dtype: str, block_size: int, head: str
+    ) -> ModelSpec: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

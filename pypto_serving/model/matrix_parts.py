@@ -8,7 +8,18 @@ from typing import Protocol
 import numpy as np
 
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import BF16, INT8, PANEL, Engine, Form, Matrix, Stored, pack_quantized, packed_form
+from pypto_serving.kernels import (
+    BF16,
+    INT8,
+    PANEL,
+    Engine,
+    Form,
+    Matrix,
+    Stored,
+    pack_quantized,
+    pack_rounded,
+    packed_form,
+)
 from pypto_serving.model import checkpoint
 from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.formats.eight_bits import scale_name
@@ -40,6 +51,18 @@ class PlainPart:
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
         _pack(engine, room, self._stored, self.tensors[0], _STORED[self.tensors[0].dtype], offset, half)
+
+
+class RoundedPart(PlainPart):
+    """bfloat16, float16 or float32, packed in int8 with a scale per output."""
+
+    def __init__(self, stored: StoredTensors, module: str) -> None:
+        super().__init__(stored, module)
+        self.form = INT8
+
+    def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
+        tensor = self.tensors[0]
+        pack_rounded(engine, room, self._stored.view(tensor), _STORED[tensor.dtype], self.n)
 
 
 class Int8Part:

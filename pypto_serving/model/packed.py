@@ -17,7 +17,7 @@ from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.schemes import Coded, Plain, Scheme
-from pypto_serving.model.matrix_parts import Part, part_of
+from pypto_serving.model.matrix_parts import Part, RoundedPart, part_of
 from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
 from pypto_serving.util import ceil_div
@@ -97,6 +97,11 @@ class PackedWeights:
                 offset += part.n
 
         return self._matrices("matrix", parts, n, 1, fill, self._bias(names, n) if bias else None)
+
+    def rounded(self, name: str) -> Matrix:
+        """Pack the named matrix of floats in int8, with a scale per output."""
+        part = RoundedPart(self._tensors, name)
+        return self._matrices("rounded", [part], part.n, 1, lambda room: self._pack(part, room))
 
     def gate_up(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
         """Pack gate and up matrices [n, k], interleaved by half panels; experts lie one behind the other."""

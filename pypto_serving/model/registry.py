@@ -71,14 +71,14 @@ class CheckpointConfig:
             raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
         return dtype
 
-    def spec(self, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE) -> ModelSpec:
+    def spec(self, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE, head: str = "auto") -> ModelSpec:
         """Describe the checkpoint to the engine, without its weights.
 
         `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and
-        bfloat16 beside quantised weights.
+        bfloat16 beside quantised weights. `head` is auto, or int8 for an output layer that will be rounded to that.
         """
         serving = self.serving_dtype(dtype)
-        spec = self.family.spec(self.model, self.directory, self.architecture, serving, block_size)
+        spec = self.family.spec(self.model, self.directory, self.architecture, serving, block_size, head)
         fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
         return msgspec.structs.replace(spec, eos_token_ids=fields.int_list("eos_token_id"))
 
@@ -107,6 +107,8 @@ def load_config(model_dir: str | Path) -> tuple[str, Any]:
     return config.architecture, config.model
 
 
-def load_spec(model_dir: str | Path, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE) -> ModelSpec:
+def load_spec(
+    model_dir: str | Path, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE, head: str = "auto"
+) -> ModelSpec:
     """Read what a checkpoint folder holds, without its weights. See `CheckpointConfig.spec`."""
-    return read_config(model_dir).spec(dtype, block_size)
+    return read_config(model_dir).spec(dtype, block_size, head)

@@ -40,6 +40,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     backend: str | None = None
     dtype: str | None = None
     activations: str | None = None
+    head: str | None = None
     kernels: str | None = None
     packed_cache: bool | None = None
     num_threads: int | None = None

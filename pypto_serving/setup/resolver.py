@@ -73,7 +73,7 @@ def resolve(
             num_threads=choose_threads(settings, model, host),
             tiers=tiers,
             kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
-            **choose_precision(settings, model),
+            **choose_precision(settings, model, kernels),
             **_model(settings, model),
             **_batching(settings, name, planner.step_tokens(model_len)),
             **_events(settings),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
-from pypto_serving.types.config import Activations
+from pypto_serving.types.config import Activations, Head
 from pypto_serving.types.model import SERVING_DTYPES
 from pypto_serving.types.pool_url import POOL_PARAMETERS, parse_pool_url
 from pypto_serving.types.tier import StorePolicy
@@ -277,6 +277,7 @@ RULES: dict[str, Rule] = {
     "backend": Choice(tuple(BACKEND_DEFAULTS)),
     "dtype": Choice(DTYPES),
     "activations": Choice(("auto", *get_args(Activations))),
+    "head": Choice(get_args(Head)),
     "kernels": Choice(KERNELS),
     "packed_cache": Switch(),
     "num_threads": Whole(1, 1024),

@@ -17,6 +17,9 @@ from pypto_serving.types.tier import StorePolicy, TierConfig
 Activations = Literal["int8", "bf16"]
 """What activations become before they are multiplied by 4-bit codes."""
 
+Head = Literal["auto", "int8"]
+"""What the output layer is served in: as it is stored, or int8."""
+
 
 def default_of(struct: type[msgspec.Struct], name: str) -> Any:
     """Return the default of field `name`; raise KeyError if it has none."""
@@ -61,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: blocks of each group, the null block 0 included.
     activations: what activations become before they are multiplied by 4-bit codes.
+    head: what the output layer is served in.
     kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
     cache_dir: folder for digests of weights; empty for none.
     packed_cache: folder for weights packed for the CPU kernels; empty for none.
@@ -92,6 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     num_threads: int = 0
     activations: Activations = "int8"
+    head: Head = "auto"
     kernels: str = ""
     cache_dir: str = ""
     packed_cache: str = ""

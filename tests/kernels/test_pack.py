@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pypto_serving.kernels import Engine, Matrix, Stored
+from pypto_serving.kernels import INT8, Engine, Matrix, Stored, pack_rounded
 from tests.kernels.layouts import Array, interleaved, narrow, rounded, to_panels
+from tests.kernels.stage import Stage
 
 UNTOUCHED = 0xFFFFFFFF
 
@@ -109,3 +110,45 @@ def test_gates_that_do_not_fit_are_refused(engine: Engine, n: int, k: int, pairs
         engine.pack_gate_up(room(pairs), source, Stored.BF16, n, k, 0)
     with pytest.raises(ValueError, match="half is 5"):
         engine.pack_gate_up(room(256), source, Stored.BF16, 16, 2, 5)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 4), (31, 64), (33, 8), (320, 96)])
+def test_packing_rounded(engine: Engine, n: int, k: int) -> None:
+    """Floats become the same as int8 that was rounded elsewhere, and tokens are embedded by what became of them."""
+    weights = np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
+    weights[n // 2] = 0
+    for stored, source, values in stored_forms(weights):
+        values, outputs = rounded(values), Matrix.outputs(n)
+        found, wanted = (
+            Matrix(np.zeros(outputs * k // 4, np.uint32), n, k, None, *own(outputs), INT8) for _ in range(2)
+        )
+        pack_rounded(engine, found, source, stored, n)
+        scales = np.abs(values).max(1) / np.float32(127)
+        assert found.scales is not None and np.array_equal(found.scales[:n], scales)
+        steps = values / np.where(scales > 0, scales, 1)[:, None]
+        stage = Stage(engine)
+        x = stage.room(np.float32, n, k)
+        stage.record.embed_packed(found, x)
+        stage.play(n, token_ids=np.arange(n))
+        codes = np.rint(x / np.where(scales > 0, scales, 1)[:, None])
+        assert np.abs(codes - steps).max() < 0.501 and np.array_equal(x, codes.astype(np.float32) * scales[:, None])
+        engine.pack(wanted.words, codes.astype(np.int8), Stored.I8, n, k, 0, wanted.compensation)
+        assert np.array_equal(found.words, wanted.words)
+        assert wanted.compensation is not None and np.array_equal(found.compensation, wanted.compensation)
+
+
+def own(outputs: int) -> tuple[Array, Array]:
+    return np.zeros(outputs, np.float32), np.zeros(outputs, np.int32)
+
+
+def test_what_does_not_become_int8(engine: Engine) -> None:
+    source, small = np.zeros((33, 8), np.float32), Matrix(room(32 * 2), 33, 8, None, *own(32), INT8)
+    for matrix, stored, rows, message in (
+        (small, Stored.F32, 33, r"\[33, 8\] does not go into 64 words"),
+        (small, Stored.I8, 8, "8 rows of I8 do not become weights of"),
+        (Matrix(room(32 * 4), 32, 8), Stored.F32, 8, "8 rows of F32 do not become weights of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_rounded(engine, matrix, source, stored, rows)
+    with pytest.raises(ValueError, match="bytes hold no"):
+        pack_rounded(engine, small, source[:2], Stored.F32, 32)

@@ -12,7 +12,7 @@ import numpy as np
 from pypto_serving.backend.base import Progress, StepInputs
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.model.registry import load_spec
-from pypto_serving.types.config import Activations, EngineConfig
+from pypto_serving.types.config import Activations, EngineConfig, Head
 
 Array = np.ndarray[Any, Any]
 
@@ -30,6 +30,7 @@ def load_program(
     packed_cache: str = "",
     progress: Progress = lambda *_: None,
     activations: Activations = "int8",
+    head: Head = "auto",
 ) -> Any:
     """The CPU program of a checkpoint, on torch or on the kernels of an instruction set."""
     spec = load_spec(path, dtype, block_size)
@@ -45,6 +46,7 @@ def load_program(
         num_threads=threads,
         kernels=kernels,
         activations=activations,
+        head=head,
         packed_cache=packed_cache,
     )
     return CpuBackend(config).prepare(progress)

@@ -26,3 +26,14 @@ def test_what_the_model_does_not_leave_open_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--activations is bf16, but only 4-bit weights leave a choice; drop it$"):
         make_resolved(activations="bf16")
     assert setting(make_resolved(activations="auto"), "activations") == ("auto", "only 4-bit weights leave a choice")
+
+
+def test_an_output_layer_is_rounded_only_by_the_kernels() -> None:
+    model = make_model(choices=("head",), needs_torch="")
+    rounded = make_resolved(model, WITH_KERNELS, head="int8")
+    assert (rounded.engine.head, setting(rounded, "head")) == ("int8", ("int8", "given by --head"))
+    assert setting(make_resolved(model, WITH_KERNELS), "head") == ("auto", "default: as it is stored")
+    with pytest.raises(ConfigError, match=r"^--head is int8, but torch computes, and rounds nothing to int8; drop it$"):
+        make_resolved(model, WITH_KERNELS, head="int8", kernels="torch")
+    with pytest.raises(ConfigError, match=r"^--head is int8, but this model has no output layer of bf16"):
+        make_resolved(CODES, WITH_KERNELS, head="int8")

@@ -73,7 +73,7 @@ def _culprit(grammar: Grammar) -> tuple[str, str] | None:
         try:
             guidance.checked(Grammar("lark", "\n".join([f"start: {' | '.join(names)}", *lines])))
         except guidance.GrammarError as error:
-            return (place, str(error)) if place else None
+            return (place, _AT_LINE.sub(r"\2", str(error))) if place else None
     return None
 
 

@@ -43,7 +43,7 @@ class NativeDeepseekV4:
     """Order of the dimensions of a block's pages; part of the fingerprint."""
 
     @staticmethod
-    def name(model: DeepseekV4Config) -> str:
+    def name(model: DeepseekV4Config, config: EngineConfig) -> str:
         """Name program and arithmetic, for the fingerprint."""
         return "deepseek-v4-native-2"
 

@@ -12,8 +12,13 @@ from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
 
 
-def model_spec(config: DeepseekV4Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
-    """Describe the checkpoint to the engine. `block_size` is ignored: the KV groups have their own."""
+def model_spec(
+    config: DeepseekV4Config, path: str, architecture: str, dtype: str, block_size: int, head: str = "auto"
+) -> ModelSpec:
+    """Describe the checkpoint to the engine. `block_size` is ignored: the KV groups have their own.
+
+    The output layer is served as it is stored, whatever `head` says.
+    """
     inventory, quantised = DeepseekV4Inventory(config), config.storage.name
     packed, (option, reason) = _packed_bytes(inventory), refused_dtype(dtype)
     return ModelSpec(

@@ -76,6 +76,11 @@ class Qwen3Config:
         model._check_quantization(config)
         return model
 
+    @property
+    def head(self) -> str:
+        """Return the module whose weights are the output layer."""
+        return "model.embed_tokens" if self.tied_embeddings else "lm_head"
+
     def _check_quantization(self, config: Fields) -> None:
         """Raise ModelError if a tied embedding would be quantised."""
         if self.quantization is None or not self.tied_embeddings:

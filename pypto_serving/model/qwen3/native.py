@@ -41,9 +41,10 @@ class NativeQwen3:
     """Order of the dimensions of a block's pages; part of the fingerprint."""
 
     @staticmethod
-    def name(model: Qwen3Config) -> str:
-        """Name program and arithmetic, for the fingerprint."""
-        return f"qwen3-native-2 {Qwen3Inventory(model).quantization()}".rstrip()
+    def name(model: Qwen3Config, config: EngineConfig) -> str:
+        """Name program and weights, for the fingerprint. The output layer counts where tokens are embedded by it."""
+        rounded = "int8 embedding" if config.head == "int8" and model.tied_embeddings else ""
+        return " ".join(filter(None, ("qwen3-native-2", Qwen3Inventory(model).quantization(), rounded)))
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
         inventory = Qwen3Inventory(model, weights.headers)
@@ -58,12 +59,11 @@ class NativeQwen3:
         model, tokens = self.model, config.max_num_batched_tokens
         buffers = Buffers(model, tokens, config.limits.max_logits, exact=config.activations == "bf16")
         self.logits = buffers.logits
-        embedding = "model.embed_tokens"
+        embedding, module = "model.embed_tokens", model.head
+        lm_head = weights.rounded(module) if config.head == "int8" else weights.matrix([module])
         if model.tied_embeddings:
-            lm_head = weights.matrix([embedding])
             self.step.embed_packed(lm_head, buffers.x)
         else:
-            lm_head = weights.matrix(["lm_head"])
             self.step.embed(weights.table(f"{embedding}.weight"), buffers.x)
         cos, sin = model.rope.tables(config.max_model_len)
         for index in range(model.num_layers):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pypto_serving.kernels.constants import ITEM_ROWS, MAX_DIM
 from pypto_serving.model.family import ModelFamily, refused_dtype
+from pypto_serving.model.formats.eight_bits import Int8
+from pypto_serving.model.formats.schemes import PLAIN
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
@@ -18,10 +20,13 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
     return (FullSpec(name="kv", tensors=tensors, block_size=block_size),)
 
 
-def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int) -> ModelSpec:
+def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int, head: str) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
     inventory = Qwen3Inventory(config)
     num_parameters, packed = inventory.num_parameters(), inventory.packed_bytes(DTYPE_BYTES[dtype])
+    choices = _choices(inventory)
+    if head == "int8" and "head" in choices:
+        packed[f"{config.head}.weight"] = Int8().packed_bytes(config.vocab_size, config.hidden_size)
     quantised, (option, reason) = inventory.quantization(), _refused_option(dtype, block_size)
     resident = num_parameters + (config.vocab_size * config.hidden_size if config.tied_embeddings else 0)
     return ModelSpec(
@@ -40,7 +45,7 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
         needs_torch_option=option,
         quantization=quantised,
         obstacle=_obstacle(inventory),
-        choices=("activations",) if inventory.has_codes() else (),
+        choices=choices,
         kv_groups=kv_groups(config, dtype, block_size),
     )
 
@@ -53,6 +58,16 @@ def _obstacle(inventory: Qwen3Inventory) -> str:
         if odd:
             return f"{odd} and {first} are one product here, but only one of them is quantised"
     return ""
+
+
+def _choices(inventory: Qwen3Inventory) -> tuple[str, ...]:
+    """List the options that the weights leave open."""
+    config, choices = inventory.config, []
+    if inventory.has_codes():
+        choices.append("activations")
+    if inventory.schemes.get(config.head, PLAIN) == PLAIN and config.hidden_size % 4 == 0:
+        choices.append("head")
+    return tuple(choices)
 
 
 def _refused_option(dtype: str, block_size: int) -> tuple[str, str]:
