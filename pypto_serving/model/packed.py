@@ -83,7 +83,7 @@ class PackedWeights:
         def fill(table: NDArray[np.uint16]) -> None:
             for begin in range(0, len(table), TABLE_PIECE):
                 end = min(begin + TABLE_PIECE, len(table))
-                table[begin:end] = bfloat16(self._tensors.read(tensor, begin, end))
+                table[begin:end] = self._tensors.read_bfloat16(tensor, begin, end)
             self._tensors.forget(tensor)
 
         return self._packed("table", [tensor], np.uint16, math.prod(tensor.shape), fill).reshape(tensor.shape)
