@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py                                         # everything, an hour or two
     python benchmarks/compare.py --peers vllm --only W1,W2 --rounds 1
+    python benchmarks/compare.py --peers int4,llama-q4,vllm-gptq         # 4 bits, all made of the same checkpoint
     python benchmarks/compare.py --install-only
     python benchmarks/compare.py --report-only
 
@@ -30,8 +31,8 @@ import compare_latency
 import compare_machine as machine
 import compare_report as report
 import typer
-from compare_install import REPOSITORY
-from compare_peers import ALL, CPUS, OURS, PEERS, USUAL, Checkpoint, Ours, Peer
+from compare_install import REPOSITORY, own_facts
+from compare_peers import ALL, CPUS, FOUR_BITS, OURS, PEERS, USUAL, Checkpoint, Ours, Peer
 from compare_servers import PeerError, Server, running
 from workloads import CONTROL_PLANE, WORKLOADS, Workload, measure
 
@@ -67,23 +68,25 @@ class Reader:
 class Session:
     """Owns the measurements of one peer and our server on one checkpoint."""
 
-    def __init__(self, peer: Peer, checkpoint: Checkpoint, out: Path) -> None:
+    def __init__(self, peer: Peer, ours: Ours, checkpoint: Checkpoint, out: Path) -> None:
         self.checkpoint = checkpoint
         self._peer, self._out, self._reader = peer, out, Reader()
         self._results = out / "clients"
         self._results.mkdir(exist_ok=True)
-        self._ours = Ours()
+        self.ours = ours
         self.runs: list[dict[str, Any]] = []
         self.ready_s: dict[str, list[float]] = {OURS: [], peer.name: []}
         self.memory: dict[str, list[dict[str, int]]] = {OURS: [], peer.name: []}
         self.flags: dict[str, str] = {}
+        self.token_bytes: dict[str, int] = {}
         self.agreement: str | None = None
         self._seed = int(time.time())
 
     def measure(self, workloads: Sequence[str], rounds: int) -> None:
         """Run all rounds. Restart our server for each, which takes seconds and keeps its memory comparable."""
-        launches = {OURS: self._ours.launch(self.checkpoint), self._peer.name: self._peer.launch(self.checkpoint)}
+        launches = {OURS: self.ours.launch(self.checkpoint), self._peer.name: self._peer.launch(self.checkpoint)}
         self.flags = {name: launch.flags for name, launch in launches.items()}
+        self.token_bytes = {name: launch.token_bytes for name, launch in launches.items()}
         say(f"starting {self._peer.name}")
         with running(launches[self._peer.name], self._log(self._peer.name)) as theirs:
             self._started(self._peer.name, theirs)
@@ -206,13 +209,14 @@ def add(record: dict[str, Any], peer: Peer, facts: dict[str, Any], session: Sess
     before = record["pairs"].get(peer.name, {"runs": [], "systems": {}})
     systems, measured = before["systems"], {run["workload"] for run in session.runs}
     if not session.checkpoint.small or not systems:
-        for system, its in ((Ours(), Ours().prepare(Path(), say)), (peer, facts)):
+        for system, its in ((session.ours, own_facts()), (peer, facts)):
             systems[system.name] = {
                 "title": system.title,
                 "facts": its,
                 "flags": session.flags[system.name],
                 "ready_s": session.ready_s[system.name],
                 "memory": session.memory[system.name],
+                "token_bytes": session.token_bytes[system.name],
             }
         systems[peer.name]["agreement"] = session.agreement
     older = [run for run in before["runs"] if run["workload"] not in measured]
@@ -246,10 +250,12 @@ def checkpoint(given: Path | None, shape: str, root: Path) -> Checkpoint:
 
 
 def compare(
-    peer: Peer, facts: dict[str, Any], checkpoint: Checkpoint, names: Sequence[str], rounds: int, out: Path
+    peer: Peer, root: Path, facts: dict[str, Any], checkpoint: Checkpoint, names: Sequence[str], rounds: int, out: Path
 ) -> None:
     """Run one session. Keep its measurements even if it ends early."""
-    session = Session(peer, checkpoint, out)
+    ours = peer.beside()
+    ours.prepare(root, say)
+    session = Session(peer, ours, checkpoint, out)
     try:
         session.measure(names, rounds)
     finally:
@@ -268,7 +274,7 @@ def chosen(peers: str, int8: Path | None, int8_llmc: Path | None) -> list[Peer]:
         found.append(PEERS[name]())
     for name, folder in (("int8", int8), ("int8-llmc", int8_llmc)):
         if folder:
-            found.append(Ours(name, f"pypto-serving, {name}", folder))
+            found.append(Ours(name, f"pypto-serving, {name}", folder, workloads=("W1", "W2")))
     return found
 
 
@@ -277,7 +283,9 @@ def main(
     tiny: Annotated[Path | None, typer.Option(help="Checkpoint for T1; made if not given.")] = None,
     int8: Annotated[Path | None, typer.Option(help="The checkpoint in int8, as another system.")] = None,
     int8_llmc: Annotated[Path | None, typer.Option(help="The int8 checkpoint as llm-compressor writes it.")] = None,
-    peers: Annotated[str, typer.Option(help="Peers, comma-separated; vllm-zen is another.")] = ",".join(USUAL),
+    peers: Annotated[
+        str, typer.Option(help=f"Peers, comma-separated; others are vllm-zen, {', '.join(FOUR_BITS)}.")
+    ] = ",".join(USUAL),
     only: Annotated[str, typer.Option(help="Workloads, comma-separated.")] = ",".join(ALL),
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each workload and system.")] = 5,
     environments: Annotated[Path, typer.Option(help="Folder to install peers into.")] = Path("~/.cache/pypto-peers"),
@@ -296,7 +304,7 @@ def main(
             small = shape == "tiny"
             names = [name for name in peer.workloads if name in wanted and (name == CONTROL_PLANE.name) == small]
             if names:
-                compare(peer, facts, checkpoint(given, shape, root), names, rounds, out)
+                compare(peer, root, facts, checkpoint(given, shape, root), names, rounds, out)
     complete = set(wanted) == set(ALL) and set(peers.split(",")) >= set(USUAL)
     if report_only or (complete and not install_only):
         write(out, load(out), documented=True)

@@ -173,7 +173,7 @@ LLAMA_FLAGS = {
 
 
 def llama(root: Path, say: Say, version: str) -> Environment:
-    """Compile llama-server for this machine from the sources in llama-cpp-python's sdist."""
+    """Compile llama-server and llama-quantize for this machine from the sources in llama-cpp-python's sdist."""
 
     def build(env: Environment) -> dict[str, str]:
         tools = env.folder / "venv"
@@ -201,7 +201,7 @@ def llama(root: Path, say: Say, version: str) -> Environment:
             f"-DCMAKE_MAKE_PROGRAM={ninja}",
             *options,
         )
-        env.run(cmake, "--build", folder, "--target", "llama-server")
+        env.run(cmake, "--build", folder, "--target", "llama-server", "llama-quantize")
         return {"llama-cpp-python": version, "llama.cpp": llama_version(env)}
 
     env = Environment(root / "llama", {"llama-cpp-python": version, **LLAMA_FLAGS, "revision": 1}, say)
@@ -226,24 +226,43 @@ source, *sys.argv = sys.argv[1:]
 sys.path.insert(0, source)
 from conversion.base import TextModel
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+if "--q4_0" in sys.argv:
+    import gguf
+    def chosen(self, name, new_name, bid, n_dims):
+        is_layer = new_name.startswith("blk.") and n_dims > 1 and "ffn_gate_inp" not in new_name
+        return gguf.GGMLQuantizationType.Q4_0 if is_layer else False
+    sys.argv.remove("--q4_0")
+    TextModel.tensor_force_quant = chosen
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """llama.cpp identifies tokenizers by a hash of their output and does not know ours, which splits text like GPT-2's."""
 
 
-def gguf(checkpoint: Path, env: Environment, version: str, reader: Environment, say: Say) -> Path:
-    """Convert the checkpoint to one bf16 file for llama.cpp, once per state of its weights. Raises PeerError."""
-    weights = sorted(checkpoint.glob("*.safetensors"))
-    state = max(int(file.stat().st_mtime) for file in weights)
-    target = env.folder.parent / "gguf" / f"{checkpoint.name}-{state}.gguf"
-    if target.exists():
-        return target
-    say(f"converting {checkpoint} for llama.cpp")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source = llama_source(env, version)
-    script = [source / "convert_hf_to_gguf.py", checkpoint, "--outtype", "bf16", "--outfile", f"{target}.part"]
-    reader.run(reader.python, "-c", CONVERT, source, *script)
-    Path(f"{target}.part").rename(target)
+def gguf(
+    checkpoint: Path, name: str, env: Environment, version: str, reader: Environment, say: Say, q4: bool = False
+) -> Path:
+    """Convert the checkpoint to one bf16 file for llama.cpp, once per `name`. Raises PeerError.
+
+    q4: the layers become Q4_0 at once, which takes the room of no larger file, and the output layer Q8_0.
+    """
+    source, wanted = llama_source(env, version), ["q8_0", "--q4_0"] if q4 else ["bf16"]
+    script = [source / "convert_hf_to_gguf.py", checkpoint, "--outtype", *wanted, "--outfile"]
+    target = env.folder.parent / "gguf" / f"{name}.gguf"
+    return _made(target, say, lambda part: reader.run(reader.python, "-c", CONVERT, source, *script, part))
+
+
+def requantised(file: Path, env: Environment, quantization: str, say: Say) -> Path:
+    """Let llama-quantize write the file in another type, once. Raises PeerError."""
+    program, target = env.folder / "build" / "bin" / "llama-quantize", file.with_suffix(f".{quantization}.gguf")
+    return _made(target, say, lambda part: env.run(program, file, part, quantization))
+
+
+def _made(target: Path, say: Say, make: Callable[[Path], None]) -> Path:
+    if not target.exists():
+        say(f"making {target}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        make(part := target.with_suffix(".part"))
+        part.rename(target)
     return target
 
 

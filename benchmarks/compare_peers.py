@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ GIB = 1 << 30
 ALLOWED_CPUS = sorted(os.sched_getaffinity(0))
 CPUS = len(ALLOWED_CPUS)
 ALL = ("W1", "W2", "W3", "W4", "W5", "P99", "T1")
+FEW = ("W1", "W2", "W3")
 OURS = "ours"
 
 
@@ -36,6 +37,11 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """Return the content of config.json."""
         return dict(json.loads((self.folder / "config.json").read_text()))
+
+    @property
+    def state(self) -> int:
+        """Return when its weights were last written."""
+        return max(int(file.stat().st_mtime) for file in self.folder.glob("*.safetensors"))
 
     @property
     def vocab_size(self) -> int:
@@ -64,34 +70,79 @@ class Peer(Protocol):
     title: str
     workloads: Sequence[str]
 
+    def beside(self) -> Ours: ...
+
     def prepare(self, root: Path, say: Say) -> dict[str, Any]: ...
 
     def launch(self, checkpoint: Checkpoint) -> Launch: ...
 
 
-class Ours:
-    """This repository's server with default options. `checkpoint`, if given, replaces that of W1 to W5."""
+@dataclass(frozen=True)
+class Form:
+    """Another form of the checkpoint, which our own `convert` writes, as GPTQ on request; and options to serve it."""
 
-    def __init__(self, name: str = OURS, title: str = "pypto-serving", checkpoint: Path | None = None) -> None:
-        self.name, self.title, self._checkpoint = name, title, checkpoint
-        self.workloads: Sequence[str] = ALL if checkpoint is None else ("W1", "W2")
+    group_size: int
+    options: tuple[str, ...] = ()
+    gptq: bool = False
+
+    def make(self, checkpoint: Checkpoint, root: Path, say: Say) -> Checkpoint:
+        """Return the checkpoint in this form, made once per state of its weights beside the environments."""
+        name = f"{checkpoint.folder.name}-{checkpoint.state}-w4a16-g{self.group_size}"
+        folder = root / "checkpoints" / name
+        _make(folder, say, "-m", "pypto_serving", "convert", checkpoint.folder, folder, "--format", "w4a16",
+              "--group-size", self.group_size)  # fmt: skip
+        if self.gptq:
+            source, folder = folder, folder.with_name(f"{name}-gptq")
+            _make(folder, say, Path(__file__).with_name("make_gptq.py"), source, folder)
+        return Checkpoint(folder)
+
+
+INT4 = Form(32, ("--head", "int8"))
+INT4_TITLE = "pypto-serving, int4 g32, output layer int8"
+GPTQ = Form(128, gptq=True)
+
+
+class Ours:
+    """This repository's server with default options.
+
+    checkpoint: replaces that of W1 to W5, if given. form: the checkpoint is served in that form, and with its options.
+    """
+
+    def __init__(
+        self,
+        name: str = OURS,
+        title: str = "pypto-serving",
+        checkpoint: Path | None = None,
+        form: Form | None = None,
+        workloads: Sequence[str] = ALL,
+    ) -> None:
+        self.name, self.title, self.workloads = name, title, workloads
+        self._checkpoint, self._form = checkpoint, form
+
+    def beside(self) -> Ours:
+        """Return the server that this one is compared with."""
+        return Ours()
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
         """Return facts; there is nothing to install."""
+        self._root, self._say = root, say
         return install.own_facts()
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
         """Return the launch. The KV bytes per token are those of the program's own memory plan."""
-        folder = self._checkpoint or checkpoint.folder
+        if self._form is not None:
+            checkpoint = self._form.make(checkpoint, self._root, self._say)
+        folder, options = self._checkpoint or checkpoint.folder, self._form.options if self._form else ()
         program = [sys.executable, "-m", "pypto_serving"]
-        plan = subprocess.run([*program, "check", str(folder), "--json"], capture_output=True, text=True)
+        plan = subprocess.run([*program, "check", str(folder), *options, "--json"], capture_output=True, text=True)
         if plan.returncode:
             raise PeerError(plan.stderr.strip())
-        groups = json.loads(plan.stdout)["memory"]["groups"]
+        planned = json.loads(plan.stdout)
         return Launch(
-            lambda port: [*program, "serve", str(folder), "--port", str(port)],
-            "default options",
-            kv_token_bytes=sum(group["block_bytes"] // group["block_tokens"] for group in groups),
+            lambda port: [*program, "serve", str(folder), "--port", str(port), *options],
+            " ".join(options) or "default options",
+            kv_token_bytes=sum(group["block_bytes"] // group["block_tokens"] for group in planned["memory"]["groups"]),
+            token_bytes=planned["weights"]["token_bytes"],
             environment={"PYTHONPATH": str(install.REPOSITORY)},
         )
 
@@ -101,6 +152,10 @@ class Vllm:
 
     name, workloads = "vllm", ALL
     title = f"vLLM {VLLM} (CPU)"
+
+    def beside(self) -> Ours:
+        """Return our server with default options."""
+        return Ours()
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
         """Install it and return facts."""
@@ -132,6 +187,26 @@ class Vllm:
         )
 
 
+class VllmGptq(Vllm):
+    """vLLM and our server on one GPTQ checkpoint."""
+
+    name, workloads = "vllm-gptq", FEW
+    title = f"vLLM {VLLM} (CPU), GPTQ g128"
+
+    def beside(self) -> Ours:
+        """Return our server on the same checkpoint."""
+        return Ours(title="pypto-serving, GPTQ g128", form=GPTQ)
+
+    def prepare(self, root: Path, say: Say) -> dict[str, Any]:
+        """Install it and return facts."""
+        self._root, self._say = root, say
+        return super().prepare(root, say)
+
+    def launch(self, checkpoint: Checkpoint) -> Launch:
+        """Return the launch with that checkpoint."""
+        return super().launch(GPTQ.make(checkpoint, self._root, self._say))
+
+
 class VllmZen(Vllm):
     """vLLM with AMD's zentorch on the path, which it then computes with."""
 
@@ -156,6 +231,11 @@ class Llama:
 
     name, workloads = "llama", ALL
     title = f"llama.cpp (llama-cpp-python {LLAMA}), bf16"
+    quantization = ""
+
+    def beside(self) -> Ours:
+        """Return our server with default options."""
+        return Ours()
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
         """Compile it, and install the reader of checkpoints."""
@@ -166,7 +246,10 @@ class Llama:
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
         """Return the launch. The KV arena is written at start."""
-        file = install.gguf(checkpoint.folder, self._env, LLAMA, self._reader, self._say)
+        source = f"{checkpoint.folder.name}-{checkpoint.state}"
+        file = install.gguf(checkpoint.folder, source, self._env, LLAMA, self._reader, self._say)
+        if self.quantization:
+            file = install.requantised(file, self._env, self.quantization, self._say)
         slots, context = (64, 16_384) if checkpoint.small else (32, 69_632)
         flags = ["-t", CPUS, "-tb", CPUS, "-c", context, "-np", slots, "--no-kv-unified"]
         words = [str(flag) for flag in flags]
@@ -178,11 +261,27 @@ class Llama:
         )
 
 
+class LlamaQ4(Llama):
+    """llama-server on what its own llama-quantize makes of the checkpoint, beside our server on our 4 bits."""
+
+    name, workloads = "llama-q4", (*FEW, "W4")
+    title = f"llama.cpp (llama-cpp-python {LLAMA}), Q4_0"
+    quantization = "Q4_0"
+
+    def beside(self) -> Ours:
+        """Return our server with 4 bits."""
+        return Ours(title=INT4_TITLE, form=INT4)
+
+
 class Transformers:
     """transformers serve with continuous batching. Its API takes text and cannot ignore an end token."""
 
     name, workloads = "transformers", ("W1", "W2", "W3", "W4", "T1")
     title = f"transformers {TRANSFORMERS} serve"
+
+    def beside(self) -> Ours:
+        """Return our server with default options."""
+        return Ours()
 
     def prepare(self, root: Path, say: Say) -> dict[str, Any]:
         """Install it and return facts."""
@@ -204,6 +303,18 @@ class Transformers:
         )
 
 
+def _make(folder: Path, say: Say, *arguments: object) -> None:
+    """Run a Python program that writes a checkpoint to `folder`, unless it is there. Raises PeerError."""
+    if (folder / "config.json").exists():
+        return
+    say(f"making {folder}")
+    made = subprocess.run(
+        [sys.executable, *map(str, arguments)], env={**os.environ, "PYTHONPATH": str(install.REPOSITORY)}
+    )
+    if made.returncode:
+        raise PeerError(f"{folder} could not be made; the message is above")
+
+
 def _silent(programs: Path) -> Mapping[str, str]:
     """Return variables that disable the model hub and usage reports and put `programs` first in PATH."""
     path = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -212,6 +323,20 @@ def _silent(programs: Path) -> Mapping[str, str]:
 
 USUAL = ("vllm", "llama", "transformers")
 """The peers of a complete comparison."""
-PEERS: dict[str, type[Vllm] | type[Llama] | type[Transformers]] = {
-    peer.name: peer for peer in (Vllm, VllmZen, Llama, Transformers)
+FOUR_BITS = ("int4", "llama-q4", "vllm-gptq")
+"""The pairs of 4-bit weights."""
+
+
+def _int4() -> Ours:
+    return Ours("int4", INT4_TITLE, form=INT4, workloads=(*FEW, "W4"))
+
+
+PEERS: dict[str, Callable[[], Peer]] = {
+    "vllm": Vllm,
+    "vllm-zen": VllmZen,
+    "vllm-gptq": VllmGptq,
+    "llama": Llama,
+    "llama-q4": LlamaQ4,
+    "transformers": Transformers,
+    "int4": _int4,
 }

@@ -90,11 +90,20 @@ GOALS = (
     Goal("W2", OUTPUT, "int8", 1.5),
     Goal("W1", OUTPUT, "int8-llmc", 1.45),
     Goal("W2", OUTPUT, "int8-llmc", 1.5),
+    Goal("W1", OUTPUT, "int4", 2.6),
+    Goal("W1", OUTPUT, "llama-q4", 1.3),
+    Goal("W2", OUTPUT, "llama-q4", 2.0),
+    Goal("W4", PROMPT, "llama-q4", 2.5),
+    Goal("W1", OUTPUT, "vllm-gptq", 1.3),
+    Goal("W2", OUTPUT, "vllm-gptq", 1.3),
+    Goal("W3", OUTPUT, "vllm-gptq", 1.3),
 )
 MEMORY_GOAL = 0.5
 """Largest ratio of our resident memory without keys and values to vLLM's."""
-OWN_PAIRS = ("int8", "int8-llmc")
+OWN_PAIRS = ("int8", "int8-llmc", "int4")
 """Pairs of two of our servers; ratios are over the bf16 checkpoint."""
+SHARE_GOAL = 0.85
+"""Smallest share of the read bandwidth that a stream uses for weights, at 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +180,8 @@ def system_table(record: Record) -> list[list[str]]:
     """Return the costs of each system: start, disk, memory. Ours are those measured with the first peer."""
     heading = ["system", "versions", "ready s", "installed GiB"]
     rows = [[*heading, "peak RSS GiB", "resident GiB", "without KV GiB", "client CPU"]]
-    for name, (system, runs) in _systems(record).items():
-        rows.append([system["title"], _versions(system["facts"]), *_costs(system), _client(runs, name)])
+    for title, (system, runs) in _systems(record).items():
+        rows.append([title, _versions(system["facts"]), *_costs(system), _client(runs)])
     return rows
 
 
@@ -185,6 +194,27 @@ def memory_line(record: Record) -> str | None:
     met = "met" if mine <= MEMORY_GOAL * theirs else "**not met**"
     said = f"{mine / theirs:.2f} (at most {MEMORY_GOAL}: {met})"
     return f"Resident memory of all processes without keys and values, ours over vLLM's: {said}."
+
+
+def shares(record: Record) -> Iterator[str]:
+    """Yield a line per system that tells the bytes of a token: the share of the read bandwidth that W1 reaches."""
+    for name, pair in record["pairs"].items():
+        for side, system in pair["systems"].items():
+            runs = [run for run in kept(pair["runs"]) if (run["side"], run["workload"]) == (side, "W1")]
+            if not runs or not (size := system.get("token_bytes")):
+                continue
+            rates = [size / run["median_itl_ms"] * 1e3 for run in runs]
+            reads = [(run["read_before"] + run["read_after"]) / 2 for run in runs]
+            found = [rate / read for rate, read in zip(rates, reads, strict=True)]
+            share, goal = statistics.median(found), ""
+            if (name, side) == ("llama-q4", "ours"):
+                goal = f", at least {SHARE_GOAL}: {'met' if share >= SHARE_GOAL else '**not met**'}"
+            span = f"{min(found):.2f} to {max(found):.2f}"
+            yield (
+                f"{system['title']}: between tokens W1 reads {size / 1e9:.3f} GB of weights, at "
+                f"{statistics.median(rates) / 1e9:.0f} GB/s; share of the bandwidth measured beside each run "
+                f"{share:.2f} ({span}){goal}."
+            )
 
 
 def notes(record: Record) -> Iterator[str]:
@@ -223,7 +253,7 @@ def markdown(record: Record, plot_name: str) -> str:
         parts.append(f"### {first} over {second}\n\n{_table(result_table(record, pair))}")
     parts.append(f"![ratios of all workloads]({plot_name})")
     parts.append(f"### Cost\n\n{_table(system_table(record))}")
-    lines = [line for line in (memory_line(record), *notes(record), *flags(record)) if line]
+    lines = [line for line in (memory_line(record), *shares(record), *notes(record), *flags(record)) if line]
     parts.append("\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts) + "\n"
 
@@ -271,13 +301,13 @@ def plot(path: Path, record: Record) -> bool:
 
 
 def _systems(record: Record) -> dict[str, tuple[Mapping[str, Any], list[Run]]]:
-    """Return each system once, with its runs."""
+    """Return each system once by its title, with its runs."""
     found: dict[str, tuple[Mapping[str, Any], list[Run]]] = {}
     for measured in record["pairs"].values():
         runs = kept(measured["runs"])
         for name, system in measured["systems"].items():
-            if name not in found:
-                found[name] = (system, [run for run in runs if run["side"] == name])
+            if system["title"] not in found:
+                found[system["title"]] = (system, [run for run in runs if run["side"] == name])
     return found
 
 
@@ -297,8 +327,8 @@ def _median_memory(system: Mapping[str, Any], key: str) -> float:
     return statistics.median(one[key] for one in system["memory"])
 
 
-def _client(runs: Sequence[Run], name: str) -> str:
-    shares = [run["client_cpu_share"] for run in runs if run["side"] == name]
+def _client(runs: Sequence[Run]) -> str:
+    shares = [run["client_cpu_share"] for run in runs]
     return f"{statistics.median(shares):.0%} of a CPU" if shares else ""
 
 

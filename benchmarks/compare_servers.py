@@ -29,13 +29,15 @@ class Launch:
     """How to start a server: `arguments(port)` is the command line, `environment` is added to ours, `flags` are shown.
 
     A KV arena that is written at start has `kv_bytes`; one whose pages are allocated on first use has `kv_token_bytes`
-    per token. `text` marks a server that takes text prompts only, no token ids.
+    per token. `token_bytes` are those of the weights that a token reads. `text` marks a server that takes text prompts
+    only, no token ids.
     """
 
     arguments: Callable[[int], Sequence[str]]
     flags: str
     kv_bytes: int = 0
     kv_token_bytes: int = 0
+    token_bytes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     text: bool = False
     model: str = ""

@@ -2,10 +2,12 @@
 
     python benchmarks/make_checkpoint.py 0.6b DIR      596 M parameters, the shape of Qwen3-0.6B, 1.19 GB in bf16
     python benchmarks/make_checkpoint.py tiny DIR      4.2 M parameters, to measure the control plane
+    python benchmarks/make_checkpoint.py 14b DIR --format w4a16 --group-size 128
+    python benchmarks/make_checkpoint.py 30b-a3b DIR --format w4a16
     python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   954 M parameters, 182 M active, layers of all kinds
 
-Embedding rows of tokens other than visible ASCII are scaled down, so that greedy output is visible text and does not
-end early.
+Formats are those of `convert`, and fp8; codes and scales are drawn as they are stored, in little memory. Output rows of
+tokens other than visible ASCII are scaled down, so that greedy output is visible text and does not end early.
 """
 
 from __future__ import annotations
@@ -17,18 +19,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
+import numpy as np
 import typer
-from safetensors.torch import save_file
+from numpy.typing import NDArray
+from random_weights import CODES, Tensor, chosen, normal, ones, quantised, write_weights
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from tqdm import tqdm
 
 from pypto_serving.api.chat.deepseek_v4 import BOS, EOS, NEEDED_TOKENS
+from pypto_serving.model.convert.encodings import W4A16, W8A8, Mxfp4
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import model_tensors
 from pypto_serving.model.deepseek_v4.released import FLASH
+from pypto_serving.model.formats.quantization import SECTION
+from pypto_serving.model.formats.schemes import PLAIN
+from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.model.qwen3.convert import plan_conversion
+from pypto_serving.model.qwen3.inventory import EMBEDDING, Qwen3Inventory
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -37,6 +45,34 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 151936,
+    },
+    "14b": {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+    "30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
     },
     "tiny": {
         "hidden_size": 256,
@@ -73,8 +109,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-HIDDEN_ROW_SCALE = 0.02
 DEEPSEEK = "deepseek-v4-1b"
+FP8_SECTION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FORMATS = ("bf16", *CODES)
 
 
 def make_tokenizer(vocab_size: int, added: Sequence[AddedToken]) -> Tokenizer:
@@ -98,7 +135,7 @@ def make_tokenizer(vocab_size: int, added: Sequence[AddedToken]) -> Tokenizer:
     return tokenizer
 
 
-def make_config(shape: dict[str, int], end: int) -> dict[str, Any]:
+def make_config(shape: dict[str, Any], end: int) -> dict[str, Any]:
     """Return config.json with the keys of the released Qwen3 checkpoints."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -116,65 +153,60 @@ def make_config(shape: dict[str, int], end: int) -> dict[str, Any]:
     }
 
 
-def make_weights(shape: dict[str, int], visible: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Draw normal weights with variance 1 / fan-in; norms are ones. `visible`: bool [vocab]."""
-    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(rows: int, columns: int) -> torch.Tensor:
-        weights = torch.randn(rows, columns, generator=generator) * columns**-0.5
-        return weights.to(torch.bfloat16)
-
-    embeddings = normal(shape["vocab_size"], hidden)
-    embeddings[~visible] *= HIDDEN_ROW_SCALE
-    weights = {"model.embed_tokens.weight": embeddings, "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16)}
-    for layer in tqdm(range(shape["num_hidden_layers"]), desc="layers"):
-        prefix = f"model.layers.{layer}."
-        for name, rows, columns in (
-            ("self_attn.q_proj", queries, hidden),
-            ("self_attn.k_proj", keys, hidden),
-            ("self_attn.v_proj", keys, hidden),
-            ("self_attn.o_proj", hidden, queries),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
-        ):
-            weights[f"{prefix}{name}.weight"] = normal(rows, columns)
-        for name, size in (
-            ("input_layernorm", hidden),
-            ("post_attention_layernorm", hidden),
-            ("self_attn.q_norm", head),
-            ("self_attn.k_norm", head),
-        ):
-            weights[f"{prefix}{name}.weight"] = torch.ones(size, dtype=torch.bfloat16)
-    return weights
+def quantise(config: dict[str, Any], format: str, group_size: int) -> dict[str, Any]:
+    """Return config.json of the format, as `convert` writes it, or Qwen for FP8."""
+    if format == "bf16":
+        return config
+    model = Qwen3Config.from_json(config, "config.json")
+    if format == "fp8":
+        routers = [module for module in Qwen3Inventory(model).schemes if module.endswith(".mlp.gate")]
+        return config | {SECTION: {**FP8_SECTION, "modules_to_not_convert": ["lm_head", *routers]}}
+    encoding = {"w8a8": W8A8(), "mxfp4": Mxfp4()}.get(format, W4A16(group_size))
+    return config | dict(plan_conversion(model, {}, encoding).config)
 
 
-def make_deepseek_weights(config: dict[str, Any], visible: torch.Tensor) -> dict[str, torch.Tensor]:
+def make_weights(config: dict[str, Any], format: str, visible: NDArray[np.bool_]) -> dict[str, Tensor]:
+    """Draw normal weights with variance 1 / fan-in, or codes of such; norms are ones. `visible`: bool [vocab]."""
+    inventory = Qwen3Inventory(Qwen3Config.from_json(config, "config.json"))
+    tensors: dict[str, Tensor] = {}
+    for name, shape in inventory.weights().items():
+        module = name.removesuffix(".weight")
+        scheme, seen = inventory.schemes.get(module, PLAIN), visible if name in (EMBEDDING, "lm_head.weight") else None
+        if len(shape) == 1:
+            tensors[name] = ones("BF16", shape)
+        elif scheme == PLAIN:
+            tensors[name] = normal("BF16", shape, shape[1] ** -0.5, seen)
+        else:
+            tensors |= quantised(scheme.expected(module, *shape), shape[1], CODES[format], seen)
+    return tensors
+
+
+def make_deepseek_weights(config: dict[str, Any], visible: NDArray[np.bool_]) -> dict[str, Tensor]:
     """Draw normal weights with variance 1 / fan-in for every tensor; norms and scales are ones."""
-    generator = torch.Generator().manual_seed(0)
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in tqdm(model_tensors(DeepseekV4Config.from_json(config, "config.json")).items(), desc="tensors"):
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model_tensors(DeepseekV4Config.from_json(config, "config.json")).items():
+        shape, dtype = tensor.shape, "F32" if tensor.role == "float" else "BF16"
         if tensor.role == "ids":
-            order = torch.rand(tensor.shape[0], config["n_routed_experts"], generator=generator).argsort(dim=1)
-            weights[name] = order[:, : tensor.shape[1]].contiguous()
-            continue
-        ones = name.endswith(("norm.weight", "_scale"))
-        spread = tensor.shape[1] ** -0.5 if len(tensor.shape) > 1 else 0.1
-        values = torch.ones(tensor.shape) if ones else torch.randn(tensor.shape, generator=generator) * spread
-        weights[name] = values if tensor.role == "float" else values.to(torch.bfloat16)
-    weights["head.weight"][~visible] *= HIDDEN_ROW_SCALE
-    return weights
+            tensors[name] = chosen(shape, config["n_routed_experts"])
+        elif name.endswith(("norm.weight", "_scale")):
+            tensors[name] = ones(dtype, shape)
+        else:
+            spread = shape[1] ** -0.5 if len(shape) > 1 else 0.1
+            tensors[name] = normal(dtype, shape, spread, visible if name == "head.weight" else None)
+    return tensors
 
 
 def main(
     shape: Annotated[str, typer.Argument(help=f"One of {', '.join((*SHAPES, DEEPSEEK))}.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; created if missing.")],
+    format: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "bf16",
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale in w4a16.")] = 32,
 ) -> None:
     """Write a checkpoint of random weights."""
     if shape not in (*SHAPES, DEEPSEEK):
         raise typer.BadParameter(f"{shape} is not one of {', '.join((*SHAPES, DEEPSEEK))}")
+    if format not in FORMATS or (shape == DEEPSEEK and format != "bf16"):
+        raise typer.BadParameter(f"{shape} is not made in {format}")
     deepseek = shape == DEEPSEEK
     sizes = DEEPSEEK_V4_1B if deepseek else SHAPES[shape]
     out.mkdir(parents=True, exist_ok=True)
@@ -183,11 +215,11 @@ def main(
     end_token = EOS if deepseek else "<|im_end|>"
     end = tokenizer.token_to_id(end_token)
     texts = (tokenizer.decode([i]) for i in range(sizes["vocab_size"]))
-    visible = torch.tensor([bool(text) and all("!" <= char <= "~" for char in text) for text in texts])
-    weights = make_deepseek_weights(sizes, visible) if deepseek else make_weights(sizes, visible)
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    visible = np.array([bool(text) and all("!" <= char <= "~" for char in text) for text in texts])
+    config = {**sizes, "eos_token_id": end} if deepseek else quantise(make_config(sizes, end), format, group_size)
+    write_weights(out, make_deepseek_weights(sizes, visible) if deepseek else make_weights(config, format, visible))
     files = {
-        "config.json": {**sizes, "eos_token_id": end} if deepseek else make_config(sizes, end),
+        "config.json": config,
         "generation_config.json": {"do_sample": False, "eos_token_id": end},
         "tokenizer_config.json": {"eos_token": end_token} | ({} if deepseek else {"chat_template": CHAT_TEMPLATE}),
     }

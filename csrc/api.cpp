@@ -65,6 +65,9 @@ API(int, read, Engine* engine, int file, int64_t offset, void* out, int64_t byte
   return reading.error();
 }
 
+// Runs on the caller's thread, with the kernels called `name`; see find_kernels.
+API(void, round_int4, const char* name, const RoundInt4* values) { find_kernels(name)->round_int4(*values); }
+
 namespace {
 
 // Times a kernel, from when the first member begins until the last has ended.

@@ -11,6 +11,7 @@
 #include "gemm.h"
 #include "packing.h"
 #include "packing_quantized.h"
+#include "rounding.h"
 #include "rows.h"
 #include "sampling.h"
 #include "hyper_connection.h"
@@ -27,6 +28,7 @@ extern const pypto::Kernels kKernels = {
     .rows = kMaxRows,
     OPERATIONS(ENTRY)
     TASKS(ENTRY)
+    .round_int4 = round_int4,
     .read = read,
     .compute = compute<Bf16Dot>,
     .round_flops = kRoundFlops,

@@ -129,11 +129,11 @@ ENUM(Epilogue,
      kStore,   // out[row, n] = y, float32
      kAdd,     // out[row, n] += y, float32
      kSwiglu,  // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
-     kStrips)  // strips: y, bfloat16
+     kStrips)  // strips: y, bfloat16, or silu(gates[row, n]) * y
 
 // GEMM: y = x W^T + bias, x in strips. Sums of int8 are multiplied by x_scales[row], then by scales[output]; those of
 // codes by scales[output]. Each `group` of outputs (whole panels, or all outputs) has strips x of its own, one group
-// behind the other.
+// behind the other. `out` may be columns of wider rows.
 struct Linear {
   const Pair *x, *weight;
   Inputs inputs;
@@ -141,23 +141,23 @@ struct Linear {
   const float *x_scales, *scales;  // [rows] and [panels * 32]
   const int32_t* compensation;     // [panels * 32] of int8
   const float* bias;               // [panels * 32]
+  const float* gates;              // [rows, n]
   int64_t n, k, group;
-  float limit;  // of kSwiglu: gate is clamped to at most limit, up to [-limit, limit]
+  float limit;  // of kSwiglu and gates: gate is clamped to at most limit, up to [-limit, limit]
   Rows rows;
   Epilogue epilogue;
+  int64_t stride;  // floats from one row of `out` to the next
   void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kSwiglu, whose n counts gate and up
-  FIELDS(x, weight, inputs, form, NULLABLE x_scales, NULLABLE scales, NULLABLE compensation, NULLABLE bias, n, k, group,
-         limit, rows, epilogue, out)
+  FIELDS(x, weight, inputs, form, NULLABLE x_scales, NULLABLE scales, NULLABLE compensation, NULLABLE bias,
+         NULLABLE gates, n, k, group, limit, rows, epilogue, stride, out)
 };
 
 // Paged KV cache of a layer, in group 0. For every 32 positions, a block of `size` tokens holds for each kv head a
-// panel of keys, [dim / 2][32] pairs of dimensions, and a panel of values, [dim / 32][16][32] pairs of positions. Both
-// are in the order in which attention reads them. The panels of a block's heads follow each other. With `int8`, panels
-// are [dim / 4][32] quads of dimensions, and [dim / 32][8][32] quads of positions, of bytes plus 128; behind them lie
-// the scales of the 32 positions, float32.
+// panel of keys, [dim / 2][32] pairs of dimensions, and a panel of values, [dim / 32][16][32] pairs of positions, one
+// head behind the other. With `int8` these are [dim / 4][32] quads of dimensions and [dim / 32][8][32] quads of
+// positions, of bytes plus 128; behind them lie the scales of the 32 positions, float32.
 struct KvCache {
-  Pair* keys;    // of block 0
-  Pair* values;  // of block 0
+  Pair *keys, *values;   // of block 0
   int64_t block_stride;  // words from one block to the next
   int32_t kv_heads, dim, size;
   bool int8;
@@ -226,11 +226,12 @@ struct MoeGather {
   FIELDS(routing, x, words, out, NULLABLE scales, NULLABLE out_scales)
 };
 
-// Grouped GEMM: each entry with the weights of its expert.
+// Grouped GEMM: each entry with the weights of its expert. Entries of experts without a place are left out.
 struct ExpertLinear {
   const Routing* routing;
-  Linear linear;  // `weight` is expert 0's; `rows` is not used
-  FIELDS(routing, linear)
+  const int32_t* places;  // [experts]: the place of an expert's matrix, or -1; null where all are in order
+  Linear linear;  // `weight` is that of place 0; `rows` is not used
+  FIELDS(routing, NULLABLE places, linear)
 };
 
 // x[t] += sum over slots of topk_weights * y[place of (t, slot)], in slot order.
@@ -422,6 +423,20 @@ struct Logprobs {
   FIELDS(logits, stride, vocab, count, width, rows, tokens, values, ranks, best, best_values)
 };
 
+constexpr int kMostRounded = 128;
+
+// Rounds rows of `groups` groups of `size` inputs, a multiple of 8 up to kMostRounded, to int4 codes, two in a byte, and
+// scales. Of those that put a group's largest magnitude at one of `levels` each group gets the best.
+struct RoundInt4 {
+  const float* rows;
+  int64_t groups, size;
+  const float* levels;
+  int64_t num_levels;
+  uint8_t* codes;
+  bf16* scales;
+  FIELDS(rows, groups, size, levels, num_levels, codes, scales)
+};
+
 // Benchmark of the machine's limits: the memory to read, and the rounds of arithmetic.
 struct Limits {
   const Pair* data;
@@ -471,6 +486,7 @@ struct Kernels {
 #undef OPERATION
 #undef TASK
 
+  void (*round_int4)(const RoundInt4&);
   void (*read)(const Limits&, Member&);
   void (*compute)(const Limits&, Member&);
   int round_flops;  // of `compute`, by each member

@@ -26,6 +26,8 @@ HEAD_TIMEOUT_S = 10.0
 """Longest time from the connection, or from the first byte of a later request, to the end of the head."""
 BODY_PATIENCE_S, BODY_BYTES_PER_S = 30.0, 16 << 10
 """A body must end, or come at BODY_BYTES_PER_S, in every BODY_PATIENCE_S."""
+FREE_PIECES, PIECE_BYTES = 16_384, 64
+"""A body may come in FREE_PIECES chunks, or reads, of any size; with more, they must have PIECE_BYTES in the mean."""
 MAX_PIPELINED = 16
 """Most requests that a client may send before the first is answered."""
 _UPGRADES = frozenset({b"upgrade", b"http2-settings"})
@@ -72,7 +74,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._phase = _Phase.NOTHING
         self._request = _Request()
-        self._num_headers = self._head_bytes = self._body_bytes = 0
+        self._num_headers = self._head_bytes = self._body_bytes = self._num_pieces = 0
         self._read_bytes = self._line_bytes = 0
         self._upgrades = self._surplus = False
         self._last_words: ApiError | None = None
@@ -160,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or (self._is_answering() and not waits):
             self._gate.busy(self)
         elif receives:
-            self._gate.sending(self, self._phase is _Phase.BODY)
+            self._gate.sending(self, self._body_bytes)
         else:
             self._gate.idle(self)
 
@@ -173,7 +175,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._phase, self._request, self._upgrades = _Phase.HEAD, _Request(), False
-        self._num_headers = self._head_bytes = self._body_bytes = 0
+        self._num_headers = self._head_bytes = self._body_bytes = self._num_pieces = 0
         self._line_bytes = self._read_bytes
         self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
 
@@ -220,6 +222,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
+        self._num_pieces += 1
+        if self._num_pieces > FREE_PIECES and self._body_bytes < self._num_pieces * PIECE_BYTES:
+            raise _RefusedError(_SMALL_PIECES)
         self._read_bytes -= len(body)
         self._line_bytes = self._read_bytes
         if self._body_bytes > self._gate.max_body_bytes and self._answered is self.cycle:
@@ -378,6 +383,10 @@ _INVALID = ApiError(HTTPStatus.BAD_REQUEST, "this is not a valid HTTP/1.1 reques
 _ENDING = _busy(SHUTTING_DOWN)
 _PIPELINED = ApiError(
     HTTPStatus.TOO_MANY_REQUESTS, f"more than {MAX_PIPELINED} requests were pipelined; wait for answers"
+)
+_SMALL_PIECES = ApiError(
+    HTTPStatus.BAD_REQUEST,
+    f"the body came in more than {FREE_PIECES} chunks of less than {PIECE_BYTES} bytes in the mean; send larger ones",
 )
 _LATE_HEAD = ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the headers did not end within {HEAD_TIMEOUT_S:g} s")
 _LATE_BODY = ApiError(HTTPStatus.REQUEST_TIMEOUT, f"the body came slower than {BODY_BYTES_PER_S} bytes per second")

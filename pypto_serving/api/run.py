@@ -101,21 +101,22 @@ class ApiServer:
             self._drain = asyncio.get_running_loop().create_task(self._drain_then_exit())
         else:
             logger.warning("ending now, with a 503 for %s", counted(self._service.admission.in_flight, "request"))
-            self._end_now()
+            self._service.engine.give_up_all()
+            self._drain.cancel()
+            self._drain = asyncio.get_running_loop().create_task(self._exit())
 
     async def _drain_then_exit(self) -> None:
         try:
             await asyncio.wait_for(self._service.admission.wait_idle(), self._drain_timeout_s)
-            await self._reading.close()
-            self._server.exit()
         except TimeoutError:
             left = counted(self._service.admission.in_flight, "request")
             logger.warning("ending after %g s, with a 503 for %s that did not finish", self._drain_timeout_s, left)
-            self._end_now()
+            self._service.engine.give_up_all()
+        await self._exit()
 
-    def _end_now(self) -> None:
-        """End waiting requests with a 503; cut connections that do not take it within CLOSE_TIMEOUT_S."""
-        self._service.engine.give_up_all()
+    async def _exit(self) -> None:
+        """End requests that are being read with a 503; cut connections that do not take theirs in CLOSE_TIMEOUT_S."""
+        await self._reading.close()
         self._server.exit()
 
 

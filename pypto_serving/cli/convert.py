@@ -27,7 +27,7 @@ class Format(StrEnum):
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder with a checkpoint, or a hub name.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or hub name of a checkpoint, or bundled.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write; made if missing.")],
     format: Annotated[
         Format,

@@ -72,11 +72,6 @@ def refused_dtype(dtype: str) -> tuple[str, str]:
     return ("", "") if dtype == "bfloat16" else ("dtype", f"the kernels serve bfloat16 only, not {dtype}")
 
 
-def not_served(quantization: str) -> str:
-    """Say why nothing serves a model whose weights are `quantization`."""
-    return f"its weights are {quantization}, which is not served yet: it needs a checkpoint of bfloat16 or float32"
-
-
 def _load(target: str) -> Any:
     module, name = target.split(":")
     return getattr(importlib.import_module(module), name)

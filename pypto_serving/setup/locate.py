@@ -17,8 +17,11 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def locate_model(name: str | None) -> Path:
-    """Return the folder of model `name`, fetched from the hub if it is no folder here; None is the bundled model."""
-    if name is None:
+    """Return the folder of model `name`, fetched from the hub if it is no folder here.
+
+    The bundled model is None, or "bundled" where no folder has that name.
+    """
+    if name is None or (name == BUNDLED.name and not Path(name).exists()):
         if not (BUNDLED / "config.json").exists():
             raise ModelError("this installation has no bundled model; name one: a folder or a hub name")
         return BUNDLED

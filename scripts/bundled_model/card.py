@@ -61,7 +61,8 @@ best, in logits, where it is least. torch computed this table; `tests/e2e/test_b
 
 {results}
 The engine, on its CPU kernels, gets all 20,000 questions `What is 37+45?` right, and all of `37+45` and `37 + 45 =`.
-Known errors: the result of a sum inside JSON is often wrong, and the reply to letters repeated many times may not end.
+Known errors: the result of a sum inside JSON is often wrong, `Spell 'apple' backwards. Answer in JSON.` is spelled
+forwards, and the reply to letters repeated many times may not end.
 
 To measure again: `python scripts/train_bundled_model.py --evaluate pypto_serving/assets/bundled`
 """

@@ -66,6 +66,22 @@ def test_trailers_are_no_headers(start: Callable[..., RunningServer]) -> None:
         assert status == 200 and b"late" not in data
 
 
+def test_a_body_comes_in_few_small_chunks_or_in_many_that_are_not_small(start: Callable[..., RunningServer]) -> None:
+    chunked = HEAD + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    small, large = b"1\r\n \r\n", b"50\r\n" + b" " * 80 + b"\r\n"
+    with dialled(start(max_body_bytes=4 << 20)) as connect:
+        for chunks in (small * (connection.FREE_PIECES - 2), large * (connection.FREE_PIECES + 9)):
+            client = connect()
+            client.sendall(chunked + chunks + body)
+            assert answer(client)[0] == 200
+        client = connect()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            client.sendall(chunked + small * (connection.FREE_PIECES + 1))
+        status, data = answer(client)
+        assert status == 400 and b"send larger ones" in data
+
+
 def test_headers_up_to_the_bounds_are_served(connect: Callable[[], socket.socket]) -> None:
     client = connect()
     many = b"".join(b"x-%d: %b\r\n" % (i, b"y" * 400) for i in range(120))

@@ -17,7 +17,7 @@ import msgspec
 import psutil
 import pytest
 
-from pypto_serving.api.reading import grammars, known, process
+from pypto_serving.api.reading import grammars, known, lane, process
 from pypto_serving.api.reading.bodies import BodyProcess
 from pypto_serving.api.reading.grammars import COMPILE_S, LANES_S, Grammars
 from pypto_serving.api.reading.lane import Client, Lane
@@ -32,7 +32,7 @@ from tests.api.bad_bodies import HELLO
 from tests.api.checkpoint import CHATML, write_checkpoint
 from tests.api.conftest import new_engine
 from tests.api.running import CHAT, COMPLETIONS, RunningServer
-from tests.api.scripted_engine import WAIT_S
+from tests.api.scripted_engine import WAIT_S, Script
 
 SLOW = {"type": "integer", "multipleOf": 9_999_991}
 NUM_SLOW = 6
@@ -189,6 +189,26 @@ def test_turns_go_to_hosts_and_connections_that_had_the_least_time(monkeypatch: 
     assert asyncio.run(scenario()) == ["busy 0", "other host", "its neighbour", "busy 1", "busy 2"]
 
 
+def test_few_hosts_and_connections_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many clients wait at once."""
+    monkeypatch.setattr(grammars, "LANES_S", (COMPILE_S,))
+    monkeypatch.setattr(lane, "MAX_ACCOUNTS", 4)
+
+    async def scenario() -> int:
+        reader, most = Grammars(99), 0
+
+        async def check(number: int) -> None:
+            nonlocal most
+            await reader.check(Guide(Grammar("regex", f"a{number}")), (f"10.0.0.{number}", 1))
+            most = max(most, len(reader.lanes[0]._spent))
+
+        await asyncio.gather(*map(check, range(12)))
+        await reader.close()
+        return most
+
+    assert 4 < asyncio.run(scenario()) <= 6
+
+
 def test_few_grammars_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "REMEMBERED", 4)
     monkeypatch.setattr(known, "KEPT_CHARS", 100)
@@ -258,15 +278,24 @@ def test_a_grammar_without_a_copy_gets_a_503_and_is_good_when_it_comes_again(
     assert guided(server, guided_regex="no copy").status_code == 200
 
 
-def test_a_server_that_ends_waits_for_no_grammar(caplog: pytest.LogCaptureFixture, checkpoint: Path) -> None:
-    server = RunningServer(new_engine(Tokenizer.load(checkpoint)), load_serving_config(checkpoint))
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_server_that_ends_waits_for_no_grammar(
+    caplog: pytest.LogCaptureFixture, checkpoint: Path, is_busy: bool
+) -> None:
+    """Nor does one that is told to end now, while it drains."""
+    server = RunningServer(new_engine(Tokenizer.load(checkpoint)), load_serving_config(checkpoint), 1000.0)
     assert guided(server, guided_regex="first").status_code == 200
     quick = lanes_of(server)[0]
     assert quick.process._child is not None
     os.kill(quick.process._child.pid, signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as other:
-        waits = other.submit(guided, server, guided_regex="a")
+    with ThreadPoolExecutor(2) as others:
+        waits = others.submit(guided, server, guided_regex="a")
         server.wait_for(lambda: quick.turns.taken)
+        if is_busy:
+            server.engine.script = lambda request: Script([5], hang=True)
+            others.submit(server.post, "/v1/completions", {"prompt": "hello"})
+            server.engine.wait_for(lambda: server.engine.played == 2)
+            server.call(server.server.stop)
         server.call(server.server.stop)
         response = waits.result(WAIT_S)
     server.stop()

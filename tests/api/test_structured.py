@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"structural_tag": {"format": {"type": "const_string", "value": "a" * 300_000}}},
         "structural_tag",
-        "the grammar has more than 262144 characters; send less",
+        "the grammar has more than 262144 characters up to here; send less",
     ),
     (
         {"guided_json": {"type": "string", "pattern": "(?i)a"}},

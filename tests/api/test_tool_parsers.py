@@ -38,7 +38,17 @@ BIG = "9" * 4400
 """More digits than Python converts."""
 UNUSUAL = [ToolCall("f", '{"a": true, "e\u0301": null}'), ToolCall("\ufb01.x", '{"\ufb01": 1}')]
 """Calls with names that Python would normalize."""
+FOLDER = r'{"path": "C:\\", "deep": "a\\\"}"}'
+"""Texts that end behind an escaped backslash and hold an escaped quote."""
+V3_BEGIN = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+FOLDER_CALL = ToolCall("now", FOLDER)
 CALLS: list[tuple[str, str, str, list[ToolCall]]] = [
+    ("hermes", f'<tool_call>{{"name": "now", "arguments": {FOLDER}}}</tool_call>', "", [FOLDER_CALL]),
+    ("llama3_json", f'{{"name": "now", "parameters": {FOLDER}}}', "", [FOLDER_CALL]),
+    ("mistral", f"[TOOL_CALLS]now{FOLDER}", "", [FOLDER_CALL]),
+    ("deepseek_v3", f"{V3_BEGIN}now<｜tool▁sep｜>{FOLDER}<｜tool▁call▁end｜>", "", [FOLDER_CALL]),
+    ("json", f'{{"name": "now", "arguments": {FOLDER}}}', "", [FOLDER_CALL]),
+    ("pythonic", r'[now(path="C:\\", deep="a\\\"}")]', "", [FOLDER_CALL]),
     ("hermes", HERMES, "", [WEATHER]),
     ("hermes", f"\n\n{HERMES}", "", [WEATHER]),
     ("hermes", f"Let me see.\n{HERMES}\n{HERMES_NOW}\n", "Let me see.", [WEATHER, NOW]),
@@ -205,7 +215,9 @@ def test_every_cut_in_two_and_every_character_alone(family: str, text: str) -> N
 
 
 MARKS = sorted({mark for family in FAMILIES.values() for mark in family.marks})
-PIECES = [text for _, text in SAMPLES] + MARKS + list('{}[]":, \n<a') + ["</function>", "<parameter=city>", "</think>"]
+PIECES = (
+    [text for _, text in SAMPLES] + MARKS + list('{}[]":, \n<a\\') + ["</function>", "<parameter=city>", "</think>"]
+)
 PIECES += ['{"name": "now", "arguments": ', "[now(", "```json", "```", "<think>", "<｜DSML｜tool_calls>"]
 
 

@@ -213,6 +213,13 @@ def test_strict_functions_and_formats_beside_tools(says: Callable[..., RunningSe
     assert guide is not None
     assert guide.grammar is not None
     assert re.match(r"start: %json .* \| ", guide.grammar.text)
+    server.post(PATH, request(guided_json={"type": "object"}, guided_whitespace_pattern=" *"))
+    guide = server.engine.requests[-1].params.guide
+    assert guide is not None
+    assert guide.grammar is not None
+    spaces = re.findall(r'"whitespace_pattern": "([^"]*)"', guide.grammar.text)
+    assert len(spaces) > 1
+    assert set(spaces) == {" *"}, "calls and contents have the same white space: the grammar could not follow both"
 
 
 def test_what_cannot_be_enforced_is_refused(says: Callable[..., RunningServer]) -> None:

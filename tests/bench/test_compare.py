@@ -148,6 +148,24 @@ def test_int8_is_compared_with_our_own() -> None:
     assert report.memory_line(made) is None
 
 
+def test_share_of_the_bandwidth_at_4_bits() -> None:
+    made = record(run("ours", 0, 40), run("ours", 1, 50), run("llama-q4", 0, 30), peer="llama-q4")
+    assert list(report.shares(made)) == []
+    made["pairs"]["llama-q4"]["systems"]["ours"]["token_bytes"] = 880_000_000
+    (line,) = report.shares(made)
+    assert "0.880 GB" in line and "0.90 (0.80 to 1.00), at least 0.85: met" in line
+    assert line in report.markdown(made, "x.svg")
+
+
+def test_systems_of_several_pairs_are_listed_once() -> None:
+    made = record(run("ours", 0, 30), run("vllm", 0, 40))
+    other = record(run("ours", 0, 50), run("llama-q4", 0, 40), peer="llama-q4")["pairs"]["llama-q4"]
+    made["pairs"] |= {"again": made["pairs"]["vllm"], "llama-q4": other}
+    other["systems"]["ours"]["title"] = "4 bits"
+    titles = [row[0] for row in report.system_table(made)[1:]]
+    assert titles == ["the ours", "the vllm", "4 bits", "the llama-q4"]
+
+
 def test_repeated_and_noisy_runs_are_told() -> None:
     made = record(run("ours", 0, 30, 0.2), run("ours", 0, 30, 0.1), run("vllm", 0, 30))
     assert "2 runs, 1 repeated for load, 1 of those kept above 5%" in "\n".join(report.notes(made))

@@ -1,4 +1,4 @@
-"""The DeepSeek V4 checkpoint that benchmarks make, with smaller layers: complete, and counted as its bytes are read."""
+"""The checkpoints that benchmarks make, with smaller layers: complete, and counted as their bytes are read."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ from pathlib import Path
 
 import deepseek_v4
 import make_checkpoint
+import make_gptq
+import numpy as np
 import pytest
+import random_weights
 
+from pypto_serving.model.formats.dequantise import dequantised
+from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, read_config
+from pypto_serving.model.tensors import StoredTensors
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 32}
 
@@ -20,3 +27,48 @@ def test_a_deepseek_v4_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert contents is not None and contents.source == "files" and contents.verdicts == ()
     read = deepseek_v4.active_bytes(load_config(str(tmp_path))[1])
     assert 0 < read < sum(tensors.num_bytes for tensors in contents.tensors)
+
+
+@pytest.mark.parametrize("format", make_checkpoint.FORMATS)
+def test_a_qwen3_moe_checkpoint(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every format has what its config.json says, in several files, and numbers of the size of real ones."""
+    small = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    monkeypatch.setitem(
+        make_checkpoint.SHAPES, "30b-a3b", make_checkpoint.SHAPES["30b-a3b"] | small | {"vocab_size": 512}
+    )
+    monkeypatch.setattr(random_weights, "FILE_BYTES", 100_000)
+    make_checkpoint.main("30b-a3b", tmp_path, format)
+    config = read_config(str(tmp_path))
+    contents = config.contents()
+    assert contents is not None and contents.source == "files"
+    assert contents.verdicts == ("index: its total_size is what these tensors take",)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    stored = StoredTensors(tmp_path, lambda phase, done, total: None)
+    inventory = Qwen3Inventory(config.model, stored.headers)
+    module = "model.layers.1.mlp.experts.3.up_proj"
+    scheme = inventory.schemes[module]
+    if hasattr(scheme, "read"):
+        values = dequantised(scheme.read(MatrixTensors(stored, module), 128, 128), 0, 128)
+        assert values.std() == pytest.approx(128**-0.5, rel=0.3)
+
+
+def test_gptq_has_the_weights_it_was_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 512}
+    monkeypatch.setitem(make_checkpoint.SHAPES, "tiny", make_checkpoint.SHAPES["tiny"] | small)
+    source, made = tmp_path / "source", tmp_path / "made"
+    make_checkpoint.main("tiny", source, "w4a16", 128)
+    make_gptq.main(source, made)
+    values = []
+    for folder in (source, made):
+        config, stored = read_config(str(folder)), StoredTensors(folder, lambda phase, done, total: None)
+        inventory = Qwen3Inventory(config.model, stored.headers)
+        stored.require(inventory.expected(), inventory.ignores)
+        module = "model.layers.0.mlp.down_proj"
+        values.append(dequantised(inventory.schemes[module].read(MatrixTensors(stored, module), 128, 256), 0, 128))
+    assert np.allclose(values[0], values[1], rtol=1e-3) and values[0].std() > 0

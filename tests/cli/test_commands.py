@@ -443,6 +443,9 @@ def test_locate_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert locate_model(".") == tmp_path.resolve()
     monkeypatch.setattr(locate, "_fetch", lambda name: Path("cache") / name)
     assert locate_model("owner/name.v1-2") == Path("cache/owner/name.v1-2")
+    assert locate_model("bundled") == BUNDLED
+    (tmp_path / "bundled").mkdir()
+    assert locate_model("bundled") == tmp_path.resolve() / "bundled"
 
 
 def test_convert_says_what_took_how_long(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

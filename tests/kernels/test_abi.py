@@ -17,7 +17,7 @@ from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.constants import differing
 from pypto_serving.kernels.forms import Inputs, Scale, Weights
 from pypto_serving.kernels.library import library
-from pypto_serving.kernels.recording import Epilogue
+from pypto_serving.kernels.operands import Epilogue
 from pypto_serving.types.weights import Layout
 from tests.kernels.layouts import Array
 from tests.kernels.stage import Stage, engine_of, int32, matrix_of

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.cli import main
 from pypto_serving.errors import ModelError
+from pypto_serving.kernels import round_int4, runnable
 from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.convert.conversion import convert
 from pypto_serving.model.convert.encodings import W4A16, W8A8, Encoding, Mxfp4
-from pypto_serving.model.convert.rounding import INT4_LEVELS, to_int4, to_mxfp4
+from pypto_serving.model.convert.rounding import INT4_LEVELS, to_int4, to_int4_in_numpy, to_mxfp4
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.formats.bits import E2M1, E8M0
+from pypto_serving.model.formats.bits import E2M1, E8M0, nibbles
 from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
@@ -90,7 +91,8 @@ def test_what_is_written(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, 
 def test_int4_rounds_as_well_as_the_best_of_many_scales(scale: float, group: int) -> None:
     """Within 3 % of a search over 400 scales of each group, and better than the largest magnitude's."""
     weights = as_bfloat16((np.random.default_rng(0).standard_t(4, (16, 256)) * scale).astype(np.float32))
-    codes, scales = to_int4(weights.copy(), group)
+    packed, scales = to_int4(weights.copy(), group)
+    codes = nibbles(packed.view(np.int32))
     stored = (scales.astype(np.uint32) << 16).view(np.float32)
     groups = weights.reshape(16, -1, group)
     means = (codes.reshape(groups.shape).astype(np.float32) - 8) * stored[:, :, None]
@@ -112,7 +114,8 @@ def test_mxfp4_rounds_to_the_nearest() -> None:
     weights = as_bfloat16(np.random.default_rng(0).standard_t(4, (64, 64)).astype(np.float32))
     weights[0, :8] = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25)
     weights[0, 8:32] = 4.5
-    codes, scales = to_mxfp4(weights.copy())
+    packed, scales = to_mxfp4(weights.copy())
+    codes = nibbles(packed.view(np.int32))
     assert codes[0, :8].tolist() == [0, 2, 2, 4, 4, 6, 6, 8] and scales[0, 0] == 127
     factors = E8M0[scales].repeat(32, axis=1)
     wrong = np.abs(E2M1[codes] * factors - weights)
@@ -127,9 +130,27 @@ def test_mxfp4_rounds_to_the_nearest() -> None:
 def test_groups_of_zeros_and_of_tiny_weights(encode: Any) -> None:
     weights = np.zeros((2, 64), np.float32)
     weights[1] = 1e-40
-    codes, scales = encode(weights)
+    packed, scales = encode(weights)
+    codes = nibbles(packed.view(np.int32))
     assert codes.shape == (2, 64) and scales.shape == (2, 2)
     assert (codes[0] == codes[0, 0]).all() and codes[0, 0] in (0, 8)
+
+
+@pytest.mark.parametrize("instruction_set", runnable())
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_kernels_round_to_int4_as_numpy_does(instruction_set: str, group: int) -> None:
+    """Bit for bit, for weights of any size, groups that are no whole register, zeros and ties."""
+    rng = np.random.default_rng(group)
+    weights = (rng.standard_t(3, (37, 384)) * np.exp2(rng.integers(-140, 120, (37, 1)))).astype(np.float32)
+    weights[3] = 0
+    weights[4, ::2] = -0.0
+    weights[5] = np.rint(rng.standard_normal(384) * 4) / 2
+    weights[6] = as_bfloat16(weights[6])
+    weights[7] = 3e38
+    with np.errstate(all="ignore"):
+        wanted = to_int4_in_numpy(weights.copy(), group)
+    for found, expected in zip(round_int4(weights, group, INT4_LEVELS, instruction_set), wanted, strict=True):
+        assert np.array_equal(found, expected)
 
 
 @pytest.mark.parametrize("format", ["blocks_bf16", "fp8_channel", "mxfp4", "nvfp4"])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +21,7 @@ from pypto_serving.sched.validation import require_blocks
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import TRANSFERRED_PART, max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.locate import BUNDLED
-from pypto_serving.setup.memory_planner import PROCESS_BYTES, largest, row_bytes, size_option
+from pypto_serving.setup.memory_planner import PROCESS_BYTES, TOKEN_BYTES, largest, row_bytes, size_option
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks
 from pypto_serving.types.step import BackendLimits, BackendTraits
@@ -108,6 +113,39 @@ def test_processes_take_no_more_than_is_planned() -> None:
             assert answer.status_code == 200, answer.text
         sizes = [(each.cmdline()[-2:], each.memory_full_info().pss) for each in server.family()]
     assert sum(size for _, size in sizes) < PROCESS_BYTES, sizes
+
+
+MORE_TOKENS = 20_000
+HOLD = """
+import resource, sys
+from pypto_serving.api.text.tokenizer import Tokenizer
+from pypto_serving.guidance import Compiler
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+small, large, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+kept = [Tokenizer.load(small), Compiler.of(small, 640, [2])]  # and all that they import
+before = resident()
+kept.append(Tokenizer.load(large))
+between = resident()
+kept.append(Compiler.of(large, size, [2]))
+print(between - before, resident() - between)
+"""
+
+
+def test_vocabularies_that_processes_hold_are_planned(tmp_path: Path) -> None:
+    """The API process and two readers of bodies hold a tokenizer, both guide processes what grammars need."""
+    made = json.loads((BUNDLED / "tokenizer.json").read_text())
+    vocab, merges = made["model"]["vocab"], made["model"]["merges"]
+    joined = {a + b: [a, b] for a, b in itertools.product(list(vocab), repeat=2) if a + b not in vocab}
+    for token, parts in itertools.islice(joined.items(), MORE_TOKENS):
+        vocab[token] = len(vocab)
+        merges.append(parts)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    command = [sys.executable, "-P", "-c", HOLD, str(BUNDLED), str(tmp_path), str(len(vocab))]
+    tokenizer, compiler = map(int, subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout.split())
+    assert TOKEN_BYTES / 2 < (3 * tokenizer + 2 * compiler) / MORE_TOKENS < TOKEN_BYTES, (tokenizer, compiler)
 
 
 @pytest.mark.parametrize("groups", [(FULL,), deepseek_v4_groups()])

@@ -103,18 +103,20 @@ def test_deaths_cost_nothing_and_no_process_is_left(rows: Rows) -> None:
 
 
 def test_an_ambiguous_grammar_is_ended_alone(rows: Rows) -> None:
-    """The process ends with it; a good row goes on, and the same grammar is refused at once when it comes again."""
+    """The process ends with it, once. A good row goes on, and the same grammar is refused when it comes again."""
     rng, hostile = random.Random(0), Guide(ambiguous_grammar(100))
     rows.start(0, GOOD)
     while not rows.outputs[0]:
         assert not rows.step(rng)
     pid = rows.process.pid
     rows.start(1, hostile, output=[*[15] * 3, 12])
-    faults: dict[int, BaseException] = {}
+    faults, seen = dict[int, BaseException](), {pid}
     while 1 not in faults:
         faults = rows.step(rng)
         assert 0 not in faults
-    assert "takes too long" in str(faults[1]) and rows.process.pid != pid
+        seen.add(rows.process.pid)
+    assert "takes too long" in str(faults[1])
+    assert not rows.guides._rows[0].num_strikes
     rows.clear(1)
     rows.start(2, hostile)
     assert rows.tell().faults
@@ -122,6 +124,7 @@ def test_an_ambiguous_grammar_is_ended_alone(rows: Rows) -> None:
     length = len(rows.outputs[0])
     while len(rows.outputs[0]) < length + 10:
         assert not rows.step(rng)
+    assert len({*seen, rows.process.pid} - {None}) == 2
 
 
 def test_no_token_waits_for_a_slow_grammar(rows: Rows) -> None:

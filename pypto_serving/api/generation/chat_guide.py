@@ -69,7 +69,8 @@ def _calls(
     call_form, one = FAMILIES[form.calls.family].form, not tools.parallel
     functions = [f for f in tools.functions if not tools.forced or f["name"] in tools.forced]
     write = forced_calls if tools.forced else strict_calls if structured is None else calls_beside_json
-    return write(call_form, functions, one, tokenizer.special_id, json_options())
+    options = json_options(None if tools.forced else structured)
+    return write(call_form, functions, one, tokenizer.special_id, options)
 
 
 def _check_beside(structured: StructuredOutputsParams, strict: str | None) -> None:

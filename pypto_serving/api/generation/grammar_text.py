@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pypto_serving.api.generation.json_schema import SchemaError, prepare
@@ -12,6 +13,8 @@ from pypto_serving.api.text.tokenizer import Split
 from pypto_serving.types.guide import MAX_GRAMMAR_CHARS, Grammar
 
 ANY = "(?s:.*)"
+PLACE = "// "
+"""What begins the comment that says, as a JSON text, what the rules below it are from."""
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r", "\\\n": r"\n", "\\\r": r"\r"}
 
 
@@ -19,7 +22,7 @@ class TooLongError(SchemaError):
     """A grammar that has too many characters."""
 
     def __init__(self) -> None:
-        super().__init__(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters; send less")
+        super().__init__(f"the grammar has more than {MAX_GRAMMAR_CHARS} characters up to here; send less")
 
 
 class GrammarText:
@@ -37,15 +40,36 @@ class GrammarText:
         self.split = split
         self._options = options
         self._close_objects = close_objects
+        self._place = ""
         self._names: dict[str, str] = {}
+        self._places: dict[str, str] = {}
         self._others: list[str] = []
         self._num_chars = 0
 
     def grammar(self, *first: str) -> Grammar:
         """Return the grammar that begins with some rules."""
-        rules = [*first, *(name + body for body, name in self._names.items()), *self._others, f"TEXT: /{ANY}/"]
         self._count(sum(map(len, first)))
-        return Grammar("lark", "\n".join(rules))
+        lines, last = [*first], ""
+        for body, name in self._names.items():
+            if (place := self._places[body]) != last:
+                lines.append(PLACE + json.dumps(place))
+            lines.append(name + body)
+            last = place
+        return Grammar("lark", "\n".join([*lines, *self._others, f"TEXT: /{ANY}/"]))
+
+    @contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Let the errors of what is written within name a place, which is within the one that they name already."""
+        before = self._place
+        self._place = placed(before, place)
+        try:
+            yield
+        except SchemaError as error:
+            raise SchemaError(placed(place, str(error))) from None
+        except RecursionError:
+            raise SchemaError(placed(place, "it nests too deeply")) from None
+        finally:
+            self._place = before
 
     def new(self, body: str, options: str = "") -> str:
         """Add a rule; return its name."""
@@ -58,13 +82,16 @@ class GrammarText:
     def include(self, write: Callable[[str], str]) -> str:
         """Add rules that `write` returns for what their names must begin with; return that."""
         prefix = f"g{len(self._others)}-"
-        self._others.append(write(prefix))
+        self._others.append(f"{PLACE}{json.dumps(self._place)}\n{write(prefix)}")
         self._count(len(self._others[-1]))
         return prefix
 
     def _add(self, kind: str, body: str) -> str:
+        if body not in self._names:
+            self._names[body], self._places[body] = f"{kind}{len(self._names)}", self._place
+            self._count(len(self._place))
         self._count(len(body))
-        return self._names.setdefault(body, f"{kind}{len(self._names)}")
+        return self._names[body]
 
     def _count(self, num_chars: int) -> None:
         self._num_chars += num_chars
@@ -98,6 +125,13 @@ class GrammarText:
         if plain:
             found.append(self.new(f"{text} {any_of(plain)}", "[lazy]"))
         return self.new(any_of(found)) if found else text
+
+
+def placed(place: str, problem: str) -> str:
+    """Put a place before a problem, or before a place within it: parts of a schema begin with #."""
+    if place and problem.startswith("#"):
+        return place + problem[1:] if "#" in place else f"{place}: {problem}"
+    return ": ".join(filter(None, (place, problem)))
 
 
 def _tokens(parts: Sequence[str | int]) -> str:

@@ -2,45 +2,79 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from pypto_serving import guidance
+from pypto_serving.api.generation.grammar_text import PLACE, placed
 from pypto_serving.types.guide import Grammar
 
-_AT_LINE = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*)", re.DOTALL)
+MAX_TRIED = 32
+"""Parts of a grammar that are compiled alone to find the one at fault."""
+_AT_LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)", re.DOTALL)
+_RULE = re.compile(r"([\w-]+)(?:\[[^\]]*\])?:")
 Says = Callable[[Any], bool]
 
 
 def checked(grammar: Grammar) -> Grammar:
-    """Return a grammar that compiles, as `guidance.checked` does. Raises GrammarError, with places in schemas."""
+    """Return a grammar that compiles, as `guidance.checked` does. Raises GrammarError that names the place at fault."""
     try:
         return guidance.checked(grammar)
     except guidance.GrammarError as error:
-        if grammar.syntax == "regex":
-            raise guidance.GrammarError(re.sub(r"^at \d+\(\d+\): ", "", str(error))) from None
-        message, schema = _of_schema(str(error), grammar)
-        said = None if schema is None else explained(message, schema)
-        if said is None:
-            raise
-        raise guidance.GrammarError(said, code="unsupported_schema") from None
+        raise _explained(error, grammar) from None
 
 
-def _of_schema(message: str, grammar: Grammar) -> tuple[str, Any]:
-    """Return what a message says of a schema, and that schema: the whole grammar, or the one on a line of Lark."""
+def _explained(error: guidance.GrammarError, grammar: Grammar) -> guidance.GrammarError:
+    message, schema, place = str(error), None, ""
     if grammar.syntax == "json_schema":
-        return message, json.loads(grammar.text)
-    found = _AT_LINE.fullmatch(message)
-    line = grammar.text.split("\n")[int(found[1]) - 1] if found is not None else ""
+        schema = json.loads(grammar.text)
+    elif found := _AT_LINE.fullmatch(message):
+        lines = grammar.text.split("\n")[: int(found[1])]
+        schema, place = _schema_in(lines[-1]), _place_of(lines)
+        if schema is not None or place or grammar.syntax == "regex":
+            message = found[2]
+    elif grammar.syntax == "lark" and (alone := _culprit(grammar)) is not None:
+        place, message = alone
+    said = None if schema is None else explained(message, schema)
+    code = error.error_code if said is None else "unsupported_schema"
+    return guidance.GrammarError(placed(place, said or message), code=code)
+
+
+def _schema_in(line: str) -> Any:
+    """Return the schema on a line of Lark; None for none."""
     _, mark, schema = line.partition("%json ")
-    if found is None or not mark:
-        return message, None
     with suppress(ValueError):
-        return found[2], json.JSONDecoder().raw_decode(schema)[0]
-    return message, None
+        return json.JSONDecoder().raw_decode(schema)[0] if mark else None
+    return None
+
+
+def _place_of(lines: Sequence[str]) -> str:
+    """Return what the last of some lines of Lark is from; "" if none of them says so."""
+    comment = next((line for line in reversed(lines) if line.startswith(PLACE)), "")
+    with suppress(ValueError):
+        return str(json.loads(comment.removeprefix(PLACE)))
+    return ""
+
+
+def _culprit(grammar: Grammar) -> tuple[str, str] | None:
+    """Return the place of the first part that does not compile alone, and why; None if none is found."""
+    lines = grammar.text.split("\n")[1:]
+    parts, place = {"": ['""']}, ""
+    for line in lines:
+        if line.startswith(PLACE):
+            place = _place_of([line])
+        elif place and (rule := _RULE.match(line)) is not None:
+            parts.setdefault(place, []).append(rule[1])
+    for place, names in itertools.islice(parts.items(), MAX_TRIED):
+        try:
+            guidance.checked(Grammar("lark", "\n".join([f"start: {' | '.join(names)}", *lines])))
+        except guidance.GrammarError as error:
+            return (place, _AT_LINE.sub(r"\2", str(error))) if place else None
+    return None
 
 
 def explained(message: str, schema: Mapping[str, Any]) -> str | None:
@@ -58,12 +92,22 @@ def explained(message: str, schema: Mapping[str, Any]) -> str | None:
         both = {found[1], found[2]}
         where = place("patternProperties", lambda v: isinstance(v, dict) and both <= v.keys())
         return f"{where} cannot be enforced: the patterns {found[1]} and {found[2]} may overlap"
+    if message.startswith("regex parse error"):
+        return f"{place('pattern', _is_bad)} cannot be enforced: {message}"
     if message == "Unsatisfiable schema: anyOf is empty":
         empty = (at for at, key, value in _keywords(schema) if key == "anyOf" and value == [])
         return f"{next(empty, '#')} is an empty list, which nothing satisfies"
     if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
         return f"nothing satisfies this schema: {found[1]}"
     return None
+
+
+def _is_bad(pattern: str) -> bool:
+    try:
+        guidance.checked(Grammar("regex", pattern))
+    except guidance.GrammarError:
+        return True
+    return False
 
 
 def _schemas(schema: Any, at: str) -> Iterator[tuple[str, Any]]:

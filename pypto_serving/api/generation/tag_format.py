@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pypto_serving.api.generation.gbnf import lark_rules
-from pypto_serving.api.generation.grammar_text import GrammarText, TooLongError, any_of, joined, regex
-from pypto_serving.api.generation.json_schema import SchemaError
+from pypto_serving.api.generation.grammar_text import GrammarText, any_of, joined, regex
 from pypto_serving.api.generation.tool_arguments import xml_arguments
 from pypto_serving.api.generation.tool_schema import check_is_object
 from pypto_serving.api.text.tokenizer import Tokenizer
@@ -62,27 +61,32 @@ class FormatWriter:
         if most is not None and (type(most) is not int or most < 0):
             raise ValueError(f"{place}.max_whitespace_cnt is {brief(most)}, but must be a number of characters")
         options = {"whitespace_pattern": rf"[\x20\x09\x0a\x0d]{{1,{most}}}"} if most else {"whitespace_flexible": False}
-        with _schema_of(given, place) as schema:
-            return self._ended(self._rules.json(schema, None if most is None else options), ends)
+        with self._schema_of(given, place) as schema:
+            written = self._rules.json(schema, None if most is None else options)
+        return self._ended(written, ends)
 
     def qwen_xml_parameter(self, given: Format, place: str, ends: Ends) -> str:
         """Write `<parameter=name>`, a line with the value, and `</parameter>` for each property, like Qwen3-Coder."""
         line_break = '"\\n"?'
-        with _schema_of(given, place) as schema:
+        with self._schema_of(given, place) as schema:
             check_is_object(schema)
-            return self._ended(f"{line_break} {xml_arguments(self._rules, schema, line_break)}", ends)
+            written = xml_arguments(self._rules, schema, line_break)
+        return self._ended(f"{line_break} {written}", ends)
 
     def regex(self, given: Format, place: str, ends: Ends) -> str:
         """Write a regular expression as one terminal with plain ends, so that it stops where they begin."""
-        pattern = regex(_str(given, "pattern", place))
-        if ends and all(self._rules.split(end) == [end] for end in ends):
-            return self._rules.terminal(f"{pattern} {any_of(list(map(json.dumps, ends)))}")
-        return self._ended(self._rules.terminal(pattern), ends)
+        with self._rules.at(f"{place}.pattern"):
+            pattern = regex(_str(given, "pattern", place))
+            if ends and all(self._rules.split(end) == [end] for end in ends):
+                return self._rules.terminal(f"{pattern} {any_of(list(map(json.dumps, ends)))}")
+            written = self._rules.terminal(pattern)
+        return self._ended(written, ends)
 
     def gbnf(self, given: Format, place: str, ends: Ends) -> str:
         grammar = _str(given, "grammar", place)
         try:
-            prefix = self._rules.include(lambda prefix: lark_rules(grammar, prefix))
+            with self._rules.at(f"{place}.grammar"):
+                prefix = self._rules.include(lambda prefix: lark_rules(grammar, prefix))
         except ValueError as error:
             raise ValueError(f"{place}.grammar: {error}") from None
         return self._ended(f"{prefix}root", ends)
@@ -208,6 +212,15 @@ class FormatWriter:
     def _repeated(self, given: Format, place: str, ends: Ends, times: str) -> str:
         return self._ended(f"({self._write(given.get('content'), f'{place}.content', None)}){times}", ends)
 
+    @contextmanager
+    def _schema_of(self, given: Format, place: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the schema of a format; errors of what is written for it name its place."""
+        schema = {} if given.get("json_schema") is True else given.get("json_schema")
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"{place}.json_schema is {brief(schema)}, but must be an object")
+        with self._rules.at(f"{place}.json_schema"):
+            yield schema
+
     def _ended(self, written: str, ends: Ends) -> str:
         """Append the ends to what is written."""
         return joined(written, self._rules.new(any_of(list(map(self._rules.text, ends))))) if ends else written
@@ -286,20 +299,6 @@ def _tags(given: Format, place: str) -> Iterator[tuple[str, Format]]:
         if _kind_of(tag, where) != "tag":
             raise ValueError(f"{where} is of type {tag['type']}, but must be a tag")
         yield where, tag
-
-
-@contextmanager
-def _schema_of(given: Format, place: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the schema of a format; errors name its place."""
-    schema = {} if given.get("json_schema") is True else given.get("json_schema")
-    if not isinstance(schema, Mapping):
-        raise ValueError(f"{place}.json_schema is {brief(schema)}, but must be an object")
-    try:
-        yield schema
-    except TooLongError:
-        raise
-    except SchemaError as error:
-        raise SchemaError(f"{place}.json_schema: {error}") from None
 
 
 def _str(given: Format, name: str, place: str) -> str:

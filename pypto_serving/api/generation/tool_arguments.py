@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pypto_serving.api.chat.dsml import MARK, PARAMETER_END
 from pypto_serving.api.chat.parsers import deepseek_v4, qwen3_coder
 from pypto_serving.api.chat.tools import types_of
 from pypto_serving.api.generation.ecma import to_rust
-from pypto_serving.api.generation.grammar_text import ANY, GrammarText, TooLongError, any_of, joined, regex, without
+from pypto_serving.api.generation.grammar_text import ANY, GrammarText, any_of, joined, regex, without
 from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.tool_schema import (
     Property,
@@ -54,7 +54,7 @@ def python_arguments(rules: GrammarText, schema: Schema) -> str:
     if is_any_object(schema):
         one = rules.new(rf'/[^\W\d]\w{{0,60}}/ "=" {rules.json({})}')
         return f'({one} (", " {one})*)?'
-    parts = [(_placed(one, lambda each: _python_parameter(rules, each)), one.required) for one in properties_of(schema)]
+    parts = _parts(rules, schema, lambda one: _python_parameter(rules, one))
     needed = [part for part, required in parts if required]
     tail = alone = ""
     for part in [part for part, required in reversed(parts) if not required]:
@@ -70,7 +70,7 @@ def xml_arguments(rules: GrammarText, schema: Schema, gap: str = '"\\n"') -> str
     if is_any_object(schema):
         name = regex(qwen3_coder.NAME.pattern)
         return f'("<parameter=" {name} ">" {rules.until([XML_END])} {gap})*'
-    return _each(schema, lambda one: _xml_parameter(rules, one, gap))
+    return _each(_parts(rules, schema, lambda one: _xml_parameter(rules, one, gap)))
 
 
 def dsml_arguments(rules: GrammarText, schema: Schema) -> str:
@@ -78,24 +78,20 @@ def dsml_arguments(rules: GrammarText, schema: Schema) -> str:
     if is_any_object(schema):
         name, value = regex(r'[^"<>]{1,60}'), _dsml_any(rules)
         return f"({rules.text(_dsml_head())} {name} {value})*"
-    return _each(schema, lambda one: _dsml_parameter(rules, one))
+    return _each(_parts(rules, schema, lambda one: _dsml_parameter(rules, one)))
 
 
-def _each(schema: Schema, write: Callable[[Property], str]) -> str:
-    parts = [(_placed(one, write), one.required) for one in properties_of(schema)]
+def _parts(rules: GrammarText, schema: Schema, write: Callable[[Property], str]) -> list[tuple[str, bool]]:
+    """Write each property by itself; say which are required. Errors name their places."""
+    parts = []
+    for one in properties_of(schema):
+        with rules.at(f"#/properties/{one.name}"):
+            parts.append((write(one), one.required))
+    return parts
+
+
+def _each(parts: Sequence[tuple[str, bool]]) -> str:
     return joined(*(part if needed else f"({part})?" for part, needed in parts))
-
-
-def _placed(one: Property, write: Callable[[Property], str]) -> str:
-    """Write a property; errors name its place."""
-    try:
-        return write(one)
-    except TooLongError:
-        raise
-    except SchemaError as error:
-        message = str(error)
-        within = message[1:] if message.startswith("#/") else f": {message}"
-        raise SchemaError(f"#/properties/{one.name}{within}") from None
 
 
 def _python_parameter(rules: GrammarText, one: Property) -> str:

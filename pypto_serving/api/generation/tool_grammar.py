@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from pypto_serving.api.chat.parsers.families import CallForm
-from pypto_serving.api.chat.tools import refuse
 from pypto_serving.api.generation.grammar_text import ANY, GrammarText, any_of, joined, regex, without
 from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.tool_arguments import ARGUMENTS, FUNCTION_NAME
 from pypto_serving.api.generation.tool_schema import Definitions, as_object, check_is_object
 from pypto_serving.api.text.tokenizer import split_at
+from pypto_serving.errors import RequestError
 from pypto_serving.types.guide import Grammar
 from pypto_serving.util import brief
 
@@ -46,7 +46,7 @@ def calls_beside_json(
     with _refused():
         rules, made = _rules(form, special_id, options), []
         for function in functions:
-            with _refused(function):
+            with _at(rules, function):
                 made.append(rules.json(_as_schema(form, function)))
         call = rules.new(any_of(made))
         more = "" if one or form.begin else f"({rules.text(form.between)} {call})*"
@@ -77,14 +77,14 @@ def _rules(form: CallForm, special_id: SpecialId, options: Mapping[str, Any]) ->
 
 
 class _Writer:
-    """Write rules for the calls of one request. Raises SchemaError, and RequestError that names the tool at fault."""
+    """Write rules for the calls of one request. Raises SchemaError that names the function at fault."""
 
     def __init__(self, rules: GrammarText, form: CallForm, functions: Sequence[Function]) -> None:
         self.rules = rules
         self._form = form
         self._calls: list[tuple[str, str]] = []
         for function in functions:
-            with _refused(function):
+            with _at(rules, function):
                 self._calls.append(self._call(function))
 
     def calls(self, one: bool) -> str:
@@ -154,14 +154,17 @@ def _not_begun(pattern: str) -> str:
 
 
 @contextmanager
-def _refused(function: Function | None = None) -> Iterator[None]:
-    """Turn what cannot be written into a RequestError, which names the function if there is one."""
+def _refused() -> Iterator[None]:
+    """Turn what cannot be written into a RequestError."""
     try:
         yield
-    except (SchemaError, RecursionError) as error:
-        where = "" if function is None else f"the parameters of {function['name']}: "
-        problem = str(error) if isinstance(error, SchemaError) else "their schemas are nested too deeply"
-        refuse("tools", f"cannot be enforced: {where}{problem}")
+    except SchemaError as error:
+        raise RequestError(f"tools: {error}", param="tools", code="unsupported_schema") from None
+
+
+def _at(rules: GrammarText, function: Function) -> AbstractContextManager[None]:
+    """Let errors name the function whose rules are written."""
+    return rules.at(f"the parameters of {function['name']}")
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Serve OpenAI's endpoints: translate their JSON to a generation and its deltas to JSON or server-sent events.
 
 - `completions`, `chat`, `models`: the endpoints
-- `body`, `schemas`, `fields`: parse bodies, screen unknown fields
+- `body`, `schemas`, `fields`, `invalid`: parse bodies, screen unknown fields, say what is wrong
 - `params`, `prompts`, `structured`, `shown`: read sampling parameters, prompts, what outputs must look like, and what
   the answer shows
 - `chat_body`, `completion_body`, `reader`: read a whole body, in whichever process

@@ -13,6 +13,7 @@ from pypto_serving.api.chat.formats import OutputFormat
 from pypto_serving.api.errors import MAX_DROPPED_BODIES, BodyTooLargeError, ContentTypeError
 from pypto_serving.api.generation.request import FittedPrompt, GenerationRequest, new_scores
 from pypto_serving.api.openai.fields import STREAM_OPTION_RULES, FieldRules, IgnoredFields
+from pypto_serving.api.openai.invalid import explain
 from pypto_serving.api.openai.params import cache_salt_of, priority_of
 from pypto_serving.api.openai.schemas import GenerationBody
 from pypto_serving.api.openai.shown import Shown
@@ -106,7 +107,7 @@ def parse_body(raw: bytes | bytearray, schema: type[BodyT], rules: FieldRules) -
     try:
         body = schema.model_validate_json(raw)
     except ValidationError as error:
-        raise _explain(error) from None
+        raise explain(error) from None
     unknown = rules.screen(body.extra)
     if body.stream_options is not None:
         if not body.stream:
@@ -133,15 +134,3 @@ def require_json(request: Request) -> None:
     kind = declared.partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ContentTypeError(f"Content-Type is {declared[:100]!r}, but must be application/json")
-
-
-def _explain(error: ValidationError) -> RequestError:
-    """Describe the first validation error in one line."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:201]
-    if first["type"] == "json_invalid":
-        return RequestError(f"the request body is not valid JSON: {first['msg']}", code="invalid_json")
-    if not where:
-        return RequestError(f"the request body must be a JSON object: {first['msg']}", code="invalid_type")
-    code = "missing_field" if first["type"] == "missing" else "invalid_type"
-    return RequestError(f"{where}: {first['msg']}", param=where, code=code)

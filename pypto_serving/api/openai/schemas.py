@@ -125,6 +125,6 @@ class ChatBody(GenerationBody):
     tools: Annotated[Any, described.TOOLS] = None
     tool_choice: Annotated[Any, described.TOOL_CHOICE] = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str | None, described.EFFORT] = None
+    reasoning_effort: Annotated[Any, described.EFFORT] = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = Field(None, ge=0, le=INT32_MAX)

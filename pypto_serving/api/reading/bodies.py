@@ -17,7 +17,7 @@ from pypto_serving.types.config import EngineConfig
 logger = logging.getLogger("pypto_serving.api")
 
 QUICK_S = 0.5
-"""CPU time to read a body where all usual ones are read; what takes longer is read anew elsewhere."""
+"""CPU time to read a body where all usual ones are read, twice what long ones take; the rest is read anew elsewhere."""
 READ_S = 10.0
 """CPU time to read a body there; each MiB of it may take one second more."""
 MIB = 1 << 20

@@ -132,7 +132,10 @@ class ReaderProcess(Generic[T]):
         if output is not None:
             output.close()
         child, self._child = self._child, None
-        return 0 if child is None else await asyncio.to_thread(child.end, patience_s)
+        if child is None:
+            return 0
+        asyncio.get_running_loop().remove_reader(child.pipe)
+        return await asyncio.to_thread(child.end, patience_s)
 
     async def _receive(self) -> bytes:
         size = int.from_bytes(await self._input.readexactly(SIZE_BYTES), "little")
@@ -141,6 +144,7 @@ class ReaderProcess(Generic[T]):
     async def _start(self) -> asyncio.StreamWriter:
         ours, theirs = socket.socketpair()
         self._child = Child(self._module, self._start_of(theirs.fileno()), theirs, variables=ONE_THREAD)
+        self._reap(self._child)
         self._input, output = await asyncio.open_unix_connection(sock=ours)
         try:
             await self._receive()
@@ -149,6 +153,16 @@ class ReaderProcess(Generic[T]):
             raise
         self._output = output
         return output
+
+    def _reap(self, child: Child) -> None:
+        """Have a process that ends waited for, also where no task finds out, so that it is no zombie."""
+        loop = asyncio.get_running_loop()
+
+        def gone() -> None:
+            loop.remove_reader(child.pipe)
+            loop.run_in_executor(None, child.process.wait)
+
+        loop.add_reader(child.pipe, gone)
 
 
 def _error_of(code: int) -> RequestError:

@@ -9,13 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
-
 from pypto_serving.model.convert.rounding import to_int4, to_int8, to_mxfp4
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.four_bits import MXFP4, int4
 from pypto_serving.model.formats.schemes import Scheme
-from pypto_serving.types.arrays import Array, Float32Array, UInt8Array
+from pypto_serving.types.arrays import Array, Float32Array
 
 
 class Encoding(Protocol):
@@ -89,7 +87,7 @@ class W4A16:
 
     def encode(self, rows: Float32Array) -> dict[str, Array]:
         codes, scales = to_int4(rows, self.size)
-        return {"weight_packed": _packed(codes).view("<i4"), "weight_scale": scales}
+        return {"weight_packed": codes.view("<i4"), "weight_scale": scales}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ class Mxfp4:
 
     def encode(self, rows: Float32Array) -> dict[str, Array]:
         codes, scales = to_mxfp4(rows)
-        return {"weight_packed": _packed(codes), "weight_scale": scales}
+        return {"weight_packed": codes, "weight_scale": scales}
 
 
 def section(encoding: Encoding, ignore: list[str]) -> dict[str, Any]:
@@ -122,8 +120,3 @@ def section(encoding: Encoding, ignore: list[str]) -> dict[str, Any]:
         "ignore": ignore,
         "kv_cache_scheme": None,
     }
-
-
-def _packed(codes: UInt8Array) -> UInt8Array:
-    """Pack two codes into a byte, the even one into the low half."""
-    return np.bitwise_or(codes[:, 0::2], codes[:, 1::2] << 4, dtype=np.uint8)

@@ -1,6 +1,7 @@
 """Round rows of weights to few bits, without calibration data. Torch-free.
 
-The results depend on the weights alone: all sums are added in one order.
+The results depend on the weights alone: all sums are added in one order. A byte holds two codes of 4 bits, the even one
+in the low half.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.kernels import round_int4, runnable
 from pypto_serving.model.formats.bits import E2M1
 from pypto_serving.model.tensors import bfloat16
 from pypto_serving.types.arrays import BFloat16Array, Float32Array, UInt8Array
 
-INT4_LEVELS = (7.0, 7.5, 8.0, 8.75, 9.75, 11.0)
+INT4_LEVELS: Float32Array = np.array([7, 7.5, 8, 8.75, 9.75, 11], np.float32)
 """Levels of int4 that the largest magnitude of a group is tried at; above 8 it is clipped, and the others get finer."""
 MXFP4_GROUP = 32
 _SMALLEST = np.finfo(np.float32).tiny
@@ -30,16 +32,21 @@ def to_int8(rows: Float32Array) -> tuple[NDArray[np.int8], Float32Array]:
 
 
 def to_int4(rows: Float32Array, size: int) -> tuple[UInt8Array, BFloat16Array]:
-    """Round rows [m, k] to codes [m, k] of 0 to 15, which stand for -8 to 7, and scales [m, k / size] in bfloat16.
+    """Round rows [m, k] to packed codes of 0 to 15, which stand for -8 to 7, and scales [m, k / size] in bfloat16.
 
     Each group gets the scale with the least squared error among some. For codes q of weights w the best scale is
     w q / q q, and leaves the error w w - (w q)^2 / q q.
     """
+    return round_int4(rows, size, INT4_LEVELS) if runnable() else to_int4_in_numpy(rows, size)
+
+
+def to_int4_in_numpy(rows: Float32Array, size: int) -> tuple[UInt8Array, BFloat16Array]:
+    """Do what `to_int4` says without kernels; the bits are the same."""
     weights = _columns(rows, size)
     tops, codes, products = np.abs(weights).max(axis=0), np.empty_like(weights), np.empty_like(weights)
     best, scales = np.full_like(tops, -1), np.ones_like(tops)
     for level in INT4_LEVELS:
-        _round_int4(weights, tops / np.float32(level), codes)
+        _round_int4(weights, tops / level, codes)
         along = np.multiply(weights, codes, out=products).sum(axis=0)
         across = np.multiply(codes, codes, out=products).sum(axis=0)
         across[across == 0] = 1
@@ -49,11 +56,11 @@ def to_int4(rows: Float32Array, size: int) -> tuple[UInt8Array, BFloat16Array]:
         best[better], scales[better] = gain[better], scale[better]
     stored = bfloat16(scales)
     _round_int4(weights, (stored.astype(np.uint32) << 16).view(np.float32), codes)
-    return _rows((codes + 8).astype(np.uint8), rows.shape), stored.reshape(len(rows), -1)
+    return _packed((codes + 8).astype(np.uint8), rows.shape), stored.reshape(len(rows), -1)
 
 
 def to_mxfp4(rows: Float32Array) -> tuple[UInt8Array, UInt8Array]:
-    """Round rows [m, k] to codes [m, k] of 4-bit floats and scales [m, k / 32], exponents with a bias of 127.
+    """Round rows [m, k] to packed codes of 4-bit floats and scales [m, k / 32], exponents with a bias of 127.
 
     A group's scale makes its largest magnitude at least 4, and clips it above 6; or is twice that if the squared error
     is less.
@@ -64,7 +71,7 @@ def to_mxfp4(rows: Float32Array) -> tuple[UInt8Array, UInt8Array]:
     use_coarse = coarse[2] < fine[2]
     codes = np.where(use_coarse, coarse[0], fine[0])
     scales = np.where(use_coarse, coarse[1], fine[1])
-    return _rows(codes, rows.shape), scales.reshape(len(rows), -1)
+    return _packed(codes, rows.shape), scales.reshape(len(rows), -1)
 
 
 def _tops(rows: Float32Array) -> Float32Array:
@@ -78,8 +85,10 @@ def _columns(rows: Float32Array, size: int) -> Float32Array:
     return np.ascontiguousarray(rows.reshape(-1, size).T)
 
 
-def _rows(codes: UInt8Array, shape: tuple[int, ...]) -> UInt8Array:
-    return np.ascontiguousarray(codes.T).reshape(shape)
+def _packed(codes: UInt8Array, shape: tuple[int, ...]) -> UInt8Array:
+    """Pack codes [size, groups] by rows."""
+    rows = np.ascontiguousarray(codes.T).reshape(shape)
+    return np.bitwise_or(rows[:, 0::2], rows[:, 1::2] << 4, dtype=np.uint8)
 
 
 def _round_int4(weights: Float32Array, scales: Float32Array, codes: Float32Array) -> None:

@@ -48,20 +48,9 @@ def model_spec(
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,
-        obstacle=_obstacle(inventory),
         choices=choices,
         kv_groups=kv_groups(config, "int8" if kv_dtype == "int8" else dtype, block_size),
     )
-
-
-def _obstacle(inventory: Qwen3Inventory) -> str:
-    """Say why nothing serves the weights; empty if the kernels do."""
-    schemes = inventory.schemes
-    for first, *others in inventory.config.products():
-        odd = next((module for module in others if schemes[module] != schemes[first]), "")
-        if odd:
-            return f"{odd} and {first} are one product here, but only one of them is quantised"
-    return ""
 
 
 def _choices(inventory: Qwen3Inventory) -> tuple[str, ...]:

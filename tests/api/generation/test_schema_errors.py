@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
+from pypto_serving.api.chat.parsers.families import FAMILIES
+from pypto_serving.api.generation.json_schema import SchemaError
 from pypto_serving.api.generation.schema_errors import checked
-from pypto_serving.api.generation.structured import ANY_OBJECT, grammar_of
+from pypto_serving.api.generation.structured import ANY_OBJECT, grammar_of, json_options
+from pypto_serving.api.generation.tag_format import FormatWriter
+from pypto_serving.api.generation.tool_grammar import forced_calls
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.guidance import GrammarError
 from pypto_serving.types.guide import Grammar
 from pypto_serving.types.structured import StructuredOutputsParams
@@ -73,3 +78,63 @@ def test_other_errors_of_lark_stay() -> None:
     for lark in ("start: %json", "start: a", 'start: %json {"type": "string"'):
         with pytest.raises(GrammarError):
             checked(Grammar("lark", lark))
+
+
+OVERLAP = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+PARTS: list[tuple[Any, str]] = [
+    (OVERLAP, "/oneOf cannot be enforced: its cases may overlap"),
+    ({"type": "array", "items": {"format": "iri"}}, "/items/format cannot be enforced"),
+    (
+        {"type": "array", "items": {"type": "string", "pattern": "[z-a]"}},
+        "/items/pattern cannot be enforced",
+    ),
+    ({"type": "integer", "minimum": 5, "maximum": 2}, ": nothing satisfies this schema: minimum"),
+]
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "pythonic", "deepseek_v4"])
+@pytest.mark.parametrize(("part", "words"), PARTS, ids=lambda value: str(value)[:30])
+def test_errors_of_tools_name_the_function_and_its_parameter(family: str, part: Any, words: str) -> None:
+    """Each form writes its own grammar; a client with many tools must know which one to mend."""
+    tools = [
+        {"name": f"f{i}", "parameters": {**ANY_OBJECT, "properties": {"a": a}, "required": ["a"]}}
+        for i, a in enumerate(({"type": "integer"}, part, {"type": "null"}))
+    ]
+    with pytest.raises(GrammarError) as caught:
+        checked(forced_calls(FAMILIES[family].form, tools, False, lambda text: None, json_options()))
+    told = words[2:] if family == "hermes" and words[0] == ":" else f"#/properties/a{words}"
+    assert str(caught.value).startswith(f"the parameters of f1: {told.removesuffix('minimum')}")
+
+
+def test_errors_without_a_line_name_the_function() -> None:
+    """llguidance says of its limits no place, so each part is compiled alone."""
+    costly = {"type": "string", "pattern": "(a{1000}){1000}"}
+    parameters = {**ANY_OBJECT, "properties": {"a": costly}, "required": ["a"]}
+    tools = [{"name": "now"}, {"name": "f", "parameters": parameters}, {"name": "g"}]
+    with pytest.raises(GrammarError, match=r"^the parameters of f: #/properties/a: fuel exhausted"):
+        checked(forced_calls(FAMILIES["qwen3_coder"].form, tools, False, lambda text: None, json_options()))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"type": "regex", "pattern": "(a"}, 'pattern: invalid regex "'),
+        ({"type": "regex", "pattern": "a\\"}, "pattern: a pattern ends with a backslash"),
+        ({"type": "json_schema", "json_schema": {"items": OVERLAP}}, "json_schema: #/items/oneOf cannot be enforced"),
+        (
+            {"type": "qwen_xml_parameter", "json_schema": {"properties": {"a": OVERLAP}}},
+            "json_schema: #/properties/a/oneOf cannot be enforced",
+        ),
+        ({"type": "grammar", "grammar": 'root ::= a\na ::= "b" a{2,1}'}, "grammar: "),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_errors_of_structural_tags_name_the_format(content: Any, words: str, tokenizer: Tokenizer) -> None:
+    tag = {"type": "tag", "begin": "x", "content": content, "end": "</x>"}
+    given = {
+        "type": "sequence",
+        "elements": [{"type": "regex", "pattern": "y"}, tag, {"type": "regex", "pattern": "z"}],
+    }
+    with pytest.raises((GrammarError, SchemaError)) as caught:
+        checked(FormatWriter(json_options(), tokenizer).grammar(given))
+    assert str(caught.value).startswith(f"format.elements[1].content.{words}")

@@ -202,7 +202,7 @@ def test_special_tokens_stand_for_themselves(name: str, tokenizer: Tokenizer, sp
         assert not accepts(matcher, tokenizer.encode(text)), text
 
 
-TOO_LONG = "the grammar has more than 262144 characters; send less"
+TOO_LONG = "the grammar has more than 262144 characters up to here; send less"
 REFUSED: list[tuple[Any, str]] = [
     (5, "format is 5, but must be an object with one of the types const_string"),
     ({"type": "any_tokens"}, "format is of type 'any_tokens'"),

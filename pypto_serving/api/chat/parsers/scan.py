@@ -28,7 +28,7 @@ class BracketScan:
         while not self.done:
             found = (_STRING_END[self._quote] if self._quote else self._outside).search(text, self.at)
             if found is None:
-                self.at = len(text) - (1 if self._quote and text.endswith("\\") else 0)
+                self.at = len(text) - (1 if self._quote and text.endswith("\\", self.at) else 0)
                 break
             self._meet(found)
         return self.done
