@@ -262,6 +262,7 @@ def refused(path: Path, section: dict[str, Any]) -> str:
         ("int4_g32", "config_groups.group_0.input_activations", {"num_bits": 8, "type": "float"}),
         ("w4a8", "config_groups.group_0.input_activations.dynamic", False),
         ("fp8_block", "config_groups.group_0.weights.block_structure", [128]),
+        ("fp8_block", "config_groups.group_0.weights.block_structure", f"{'9' * 5000}x1"),
         ("fp8_block", "config_groups.group_0.input_activations.type", "int"),
         ("fp8_channel", "config_groups.group_0.weights.num_bits", 4),
         ("fp8_channel", "kv_cache_scheme", {"num_bits": 8, "type": "float"}),
