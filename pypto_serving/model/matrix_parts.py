@@ -71,11 +71,11 @@ class Int8Part:
         self._stored, tensor = stored, stored[f"{module}.weight"]
         (self.n, self.k), self.form = tensor.shape, INT8
         self.tensors = [tensor, stored[f"{module}.{scheme.scale}"]]
+        self._scales = MatrixTensors(stored, module).float32(scheme.scale).ravel()
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
-        weights, scales = self.tensors
-        _pack(engine, room, self._stored, weights, Stored.I8, offset, half)
-        values = self._stored.read(scales, 0, self.n)
+        _pack(engine, room, self._stored, self.tensors[0], Stored.I8, offset, half)
+        values = self._scales
         assert room.scales is not None
         if half is None:
             room.scales[offset : offset + self.n] = values

@@ -224,6 +224,17 @@ def test_weights_that_are_none_are_found_while_they_are_packed(
         weights.matrix([MODULE])
 
 
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+def test_scales_of_int8_are_finite(tmp_path: Path) -> None:
+    path, _ = made(tmp_path, "w8a8")
+    spoil(path, "weight_scale", float("inf"))
+    inventory, _ = inventory_of(path)
+    weights = PackedWeights(path, Engine(), lambda *_: None)
+    weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
+    with pytest.raises(ModelError, match=f"tensor {MODULE}.weight_scale has scales that are not finite"):
+        weights.matrix([MODULE])
+
+
 @pytest.mark.parametrize(("format", "name"), [("gptq_asym", "g_idx"), ("int4_g32", "weight_g_idx")])
 def test_act_order_is_refused_by_its_tensor(tmp_path: Path, format: str, name: str) -> None:
     """Not by the flag `desc_act`, which files have whose groups are neighbours."""
