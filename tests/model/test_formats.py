@@ -308,7 +308,7 @@ def test_other_schemes_are_named(tmp_path: Path, format: str, key: str, value: A
             *outer, last = key.split(".")
             reduce(getitem, outer, section)[last] = value
     message = refused(tmp_path, section)
-    assert f"quantization_config.{key} is {json.dumps(value)}" in message
+    assert f"quantization_config.{key} is {json.dumps(value)[:60]}" in message
 
 
 def leaves(section: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
