@@ -257,6 +257,17 @@ def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:
         read(*inventory_of(path), MODULE)
 
 
+@pytest.mark.parametrize("format", ["gptq_asym", "gptq_v2"])
+def test_zero_points_of_0(tmp_path: Path, format: str) -> None:
+    """Those of outputs without negative weights. Version 1 of GPTQ is one less in every word, not in every code."""
+    path = make_checkpoint(tmp_path / "model", **WIDE)
+    change(path, lambda tensors: tensors[f"{MODULE}.weight"][1::7].abs_())
+    means = quantise(path, format)[MODULE]
+    stored = read(*inventory_of(path), MODULE)
+    assert (stored.zeros[1::7] == 0).all() and stored.zeros[0].any()
+    assert np.array_equal(dequantised(stored), means.numpy())
+
+
 def refused(path: Path, section: dict[str, Any]) -> str:
     with pytest.raises(ModelError) as caught:
         load_config(write(path, MOE, quantization_config=section))

@@ -53,7 +53,7 @@ def _override(section: Fields, key: str, values: object, version: int) -> Rule:
 def _gptq(fields: Fields, path: str, version: int) -> Scheme:
     require(fields, "bits", (4,), path)
     symmetric = require(fields, "sym", (True, False, None), path)
-    return Columns(Layout.GPTQ, _group(fields, path), zeros=symmetric is False, offset=1 if version == 1 else 0)
+    return Columns(Layout.GPTQ, _group(fields, path), zeros=symmetric is False, less_one=version == 1)
 
 
 def read_awq(section: Fields) -> Quantization:
@@ -76,7 +76,7 @@ def read_auto_round(section: Fields) -> Quantization:
     if packing.endswith("awq"):
         scheme: Scheme = Columns(Layout.AWQ, group, zeros=not symmetric)
     else:
-        scheme = Columns(Layout.GPTQ, group, zeros=not symmetric, offset=1)
+        scheme = Columns(Layout.GPTQ, group, zeros=not symmetric, less_one=True)
     rules = [*_extra(section), Rule(by_part([_ROUTER, "lm_head"]), (PLAIN,)), Rule(EVERY, (scheme,))]
     return Quantization(tuple(rules))
 
