@@ -12,7 +12,8 @@ from typing import Any
 
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.columns import Columns
-from pypto_serving.model.formats.modules import EVERY, Modules, by_part, names_in, pattern
+from pypto_serving.model.formats.modules import EVERY, Modules, by_part, names_in
+from pypto_serving.model.formats.patterns import pattern
 from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule, refuse, require
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
 from pypto_serving.types.weights import Layout
