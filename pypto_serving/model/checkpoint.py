@@ -6,7 +6,6 @@ Format, https://github.com/huggingface/safetensors#format: the header length n i
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,16 +154,24 @@ def _read_header(file: Path) -> list[StoredTensor]:
         raise ModelError(f"{file}: the safetensors header does not list tensors")
     header.pop("__metadata__", None)
     tensors = [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
-    _require_apart(file, tensors)
+    _require_contiguous(file, tensors, 8 + length, size)
     return tensors
 
 
-def _require_apart(file: Path, tensors: Sequence[StoredTensor]) -> None:
-    """Raise ModelError naming two tensors that share bytes."""
-    in_order = sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.begin)
-    for before, after in itertools.pairwise(in_order):
-        if after.begin < before.end:
-            raise ModelError(f"{file} is damaged: the tensors {before.name} and {after.name} share bytes")
+def _require_contiguous(file: Path, tensors: Sequence[StoredTensor], begin: int, end: int) -> None:
+    """Raise ModelError unless tensors fill bytes [begin, end), as the format demands: other readers refuse the file."""
+    at, before = begin, ""
+    for tensor in sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.begin):
+        if tensor.begin < at:
+            raise ModelError(f"{file} is damaged: the tensors {before} and {tensor.name} share bytes")
+        _require_filled(file, at, tensor.begin)
+        at, before = tensor.end, tensor.name
+    _require_filled(file, at, end)
+
+
+def _require_filled(file: Path, at: int, begin: int) -> None:
+    if begin > at:
+        raise ModelError(f"{file} is damaged: bytes {at} to {begin - 1} belong to no tensor")
 
 
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:
