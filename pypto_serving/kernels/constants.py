@@ -13,6 +13,9 @@ GATE_HALF = 16
 SCALED = 128
 """Inputs that share a scale of int8 activations in groups."""
 
+CODES_INPUTS = 32
+"""Inputs of 4-bit codes come in multiples of it."""
+
 INDEXER_TOKENS = 16
 """Tokens scored at once before their top-k."""
 

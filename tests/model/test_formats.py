@@ -298,6 +298,7 @@ def refused(path: Path, section: dict[str, Any]) -> str:
         ("gptq", "is_marlin_format", True),
         ("gptq", "pack_dtype", "int64"),
         ("gptq", "group_size", 0),
+        ("awq", "q_group_size", 16),
         ("gptq", "dynamic.+:.*down.*.bits", 8),
         ("awq", "version", "gemv"),
         ("awq", "zero_point", False),
