@@ -26,6 +26,7 @@ from tests.checkpoints import make_checkpoint
 from tests.compressed import compress, quantization_config
 from tests.model.configs import MOE, RELEASED, write
 from tests.model.sequences import load_program
+from tests.quantised import FORMATS
 from tests.simulation import null_config
 
 IGNORED = ["lm_head"]
@@ -162,6 +163,10 @@ def test_int8_needs_the_kernels(tmp_path: Path) -> None:
     assert "multiple of 32 tokens, not 16" in resolve_error(path, block_size=16)
     path = write(tmp_path, RELEASED, hidden_size=1026, quantization_config=quantization_config(IGNORED))
     assert "multiple of 4, not 1026" in resolve_error(path)
+    path = write(
+        tmp_path, RELEASED, intermediate_size=3088, quantization_config=FORMATS["int4_channel"].section(IGNORED)
+    )
+    assert "4-bit weights need inputs in multiples of 32, not 3088" in resolve_error(path)
 
 
 @pytest.fixture
