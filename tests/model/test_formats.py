@@ -245,6 +245,10 @@ def test_act_order_is_refused_by_its_tensor(tmp_path: Path, format: str, name: s
     change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": order.flip(0)}))
     with pytest.raises(ModelError, match=rf"{MODULE}.{name} puts input 0 into group 11, not 0: act-order"):
         read(*inventory_of(path), MODULE)
+    for odd in (order[:64], order[None], order.float()):
+        change(path, lambda tensors, odd=odd: tensors.update({f"{MODULE}.{name}": odd.contiguous()}))
+        with pytest.raises(ModelError, match=rf"{MODULE}.{name} has shape .* must have shape \[384\] and dtype I32"):
+            read(*inventory_of(path), MODULE)
 
 
 def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:
@@ -252,9 +256,13 @@ def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:
     path, means = made(tmp_path, "gptq")
     change(path, lambda tensors: tensors.update({f"{MODULE}.bias": torch.zeros(128, dtype=torch.float16)}))
     assert np.array_equal(dequantised(read(*inventory_of(path), MODULE)), means[MODULE].numpy())
-    change(path, lambda tensors: tensors.update({f"{MODULE}.bias": torch.ones(128, dtype=torch.float16)}))
-    with pytest.raises(ModelError, match="bias is not zero"):
-        read(*inventory_of(path), MODULE)
+    for odd, words in (
+        (torch.ones(128, dtype=torch.float16), "bias is not zero"),
+        (torch.zeros(128, dtype=torch.float64), "bias has shape .128. and dtype F64"),
+    ):
+        change(path, lambda tensors, odd=odd: tensors.update({f"{MODULE}.bias": odd}))
+        with pytest.raises(ModelError, match=words):
+            read(*inventory_of(path), MODULE)
 
 
 @pytest.mark.parametrize("format", ["gptq_asym", "gptq_v2"])

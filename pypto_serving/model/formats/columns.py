@@ -64,9 +64,8 @@ class Columns:
         return n * (k // 2 + ceil_div(k, min(self.group or k, SCALED)) * (2 + self.zeros))
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
-        tensors.require_order("g_idx", self.group or k)
-        if tensors.is_surplus("bias") and tensors.float32("bias").any():
-            tensors.refuse("bias", "is not zero, but config.json gives the model no biases")
+        tensors.require_order("g_idx", k, self.group or k)
+        tensors.require_zeros("bias", n)
         scales = np.ascontiguousarray(tensors.scales("scales").T)
         zeros = self._zeros(tensors, n)
         form = CodesForm(Table.INT4, self.group or k, tensors.dtype("scales"), self.zeros)
