@@ -307,9 +307,16 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def quantise(path: Path, format: str, ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$")) -> Tensors:
-    """Quantise the linear layers of a Qwen3 checkpoint of one file in place; return what they mean, by module."""
-    means = _write(path, lambda name: FORMATS[format].quantise if name.endswith("_proj.weight") else None)
+def quantise(
+    path: Path, format: str, ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$"), head: bool = False
+) -> Tensors:
+    """Quantise the linear layers of a Qwen3 checkpoint of one file in place, with `head` the output layer too.
+
+    Return what they mean, by module.
+    """
+    ends = ("_proj.weight", "lm_head.weight") if head else ("_proj.weight",)
+    ignore = tuple(name for name in ignore if not (head and name == "lm_head"))
+    means = _write(path, lambda name: FORMATS[format].quantise if name.endswith(ends) else None)
     _configure(path, {"quantization_config": FORMATS[format].section(list(ignore)), "dtype": "bfloat16"})
     return means
 
