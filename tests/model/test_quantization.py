@@ -133,11 +133,25 @@ def test_patterns_that_are_none_or_take_long(tmp_path: Path, entry: str, words: 
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+def test_patterns_of_any_depth(tmp_path: Path) -> None:
+    """They are read, or refused in one line."""
+    refused = 0
+    for depth in range(100, 600, 20):
+        entry = "re:" + "(" * depth + ")" * depth
+        try:
+            load_config(write(tmp_path, MOE, quantization_config=quantization_config([entry])))
+        except ModelError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert 0 < refused < 25
+
+
 def test_patterns_as_quantisers_write_them(tmp_path: Path) -> None:
     """Many of them, with repeats of characters, groups that are not repeated, and lookaheads."""
     some = [
         r"re:^(?!.*self_attn).*\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up)_proj$",
         r"re:(?:model\.)?layers\.(0|1|[2-9]|1\d)\.self_attn.*",
+        r"re:(x)?(?(1)|)(?>y.*z)q*+",
         *(rf"re:model\.layers\.{layer}\..*(q|k|v)_proj.*" for layer in range(200)),
     ]
     _, config = load_config(write(tmp_path, MOE, quantization_config=quantization_config(some)))

@@ -28,13 +28,13 @@ def pattern(text: str, key: str, shown: str) -> re.Pattern[str]:
 
 
 def require_quick(key: str, patterns: Iterable[re.Pattern[str]]) -> None:
-    """Raise ModelError unless all patterns together match a name in at most _MOST_WAYS ways.
+    """Raise ModelError unless all patterns together could match a name in at most _MOST_WAYS ways.
 
-    `re` tries all of them in a name that does not match.
+    `re` tries all of them in a name that does not match. A pattern counts as its own reading of a name besides.
     """
     ways = 0
     for each in patterns:
-        ways += _ways(each.pattern)
+        ways += _LONGEST + _ways(each.pattern)
         if ways > _MOST_WAYS:
             raise ModelError(
                 f"{key} has {brief(each.pattern)}, and its patterns could take long to match; "
@@ -43,7 +43,10 @@ def require_quick(key: str, patterns: Iterable[re.Pattern[str]]) -> None:
 
 
 def _ways(text: str) -> int:
-    repeats, choices = _of_sequence(_parser.parse(text))
+    try:
+        repeats, choices = _of_sequence(_parser.parse(text))
+    except RecursionError:
+        return _MOST_WAYS + 1
     return min(math.comb(_LONGEST + repeats, repeats), _MOST_WAYS + 1) * choices
 
 
@@ -71,7 +74,7 @@ def _of_item(operation: str, value: Any) -> tuple[int, int]:
         case "ASSERT" | "ASSERT_NOT":
             return _of_sequence(value[1])
         case "GROUPREF_EXISTS":
-            return _of_branches([part for part in value[1:] if part])
+            return _of_branches([part for part in value[1:] if part is not None])
         case "ATOMIC_GROUP" | "POSSESSIVE_REPEAT":  # tried once at each place, as fnmatch does it
             body = value if operation == "ATOMIC_GROUP" else value[-1]
             return (0, 1) if _of_sequence(body) in ((0, 1), (1, 1)) else _MANY
