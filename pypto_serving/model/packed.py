@@ -112,7 +112,7 @@ class PackedWeights:
     def rounded(self, name: str) -> Matrix:
         """Pack the named matrix of floats in int8, with a scale per output. Raises ModelError for others."""
         if (scheme := self._schemes.get(name, PLAIN)) != PLAIN:
-            raise ModelError(f"{name} is stored as {scheme.name}, and is not rounded to int8; drop --head")
+            raise ModelError(f"{name} is stored as {scheme.name}, and is not rounded to int8; drop the option head")
         part = RoundedPart(self._tensors, name)
         return self._matrices("rounded", [part], part.n, 1, lambda room: self._pack(part, room))
 
