@@ -1,7 +1,7 @@
 """Ask the bundled model 2,000 sums and differences in any phrasing, with weights of every format; print a table.
 
     python benchmarks/accuracy.py
-    python benchmarks/accuracy.py --only bf16,w8a8,nvfp4 --count 500
+    python benchmarks/accuracy.py --only "bf16;w8a8;nvfp4" --count 500
 
 Formats that `convert` writes are made by it, others by the tests, which round to nearest. Greedy, through the
 offline API. The goal for 8 bits is at most half a point below bf16.
@@ -55,10 +55,17 @@ FORMATS: dict[str, Make] = {
     **{name: rounded(name) for name in ("nvfp4", "int4_asym_g32", "awq", "gptq", "w4a8", "int4_channel")},
 }
 
+SERVED: dict[str, tuple[str, dict[str, str]]] = {
+    **{name: (name, {}) for name in FORMATS},
+    "w4a16 g32, head int8": ("w4a16 g32", {"head": "int8"}),
+    "w4a16 g32, activations bf16": ("w4a16 g32", {"activations": "bf16"}),
+}
+"""Formats by name, and options to serve them with."""
 
-def wrong_answers(folder: Path, questions: dict[str, str]) -> int:
+
+def wrong_answers(folder: Path, options: dict[str, str], questions: dict[str, str]) -> int:
     """Count the questions that are not answered as expected."""
-    with LLM(folder, max_model_len=512, log_level="warning") as model:
+    with LLM(folder, max_model_len=512, log_level="warning", **options) as model:
         params = SamplingParams(temperature=0, max_tokens=40)
         chats = [[{"role": "user", "content": question}] for question in questions]
         results = model.chat(chats, params, progress=False)
@@ -67,21 +74,22 @@ def wrong_answers(folder: Path, questions: dict[str, str]) -> int:
 
 def main(
     count: Annotated[int, typer.Option(min=1, help="Questions of each format.")] = 2000,
-    only: Annotated[str, typer.Option(help="Formats, comma-separated.")] = ",".join(FORMATS),
+    only: Annotated[str, typer.Option(help="Formats, separated by semicolons.")] = ";".join(SERVED),
 ) -> None:
     """Ask the same questions of every format."""
     rng = random.Random(0)
     questions = {ask(rng, problem): problem.reply for problem in rng.sample(PROBLEMS, count)}
     typer.echo("| format | bits per weight of linear layers | wrong | right |\n|---|---|---|---|")
-    for name in only.split(","):
-        if name not in FORMATS:
-            raise typer.BadParameter(f"there is no format {name}; there are {', '.join(FORMATS)}")
+    for name in only.split(";"):
+        if name not in SERVED:
+            raise typer.BadParameter(f"there is no format {name}; there are {'; '.join(SERVED)}")
+        format, options = SERVED[name]
         with tempfile.TemporaryDirectory() as folder:
-            FORMATS[name](path := Path(folder, "model"))
+            FORMATS[format](path := Path(folder, "model"))
             contents = read_config(str(path)).contents()
             assert contents is not None
             bits = ", ".join(f"{form.bits_per_weight:.2f}" for form in contents.forms)
-            wrong = wrong_answers(path, questions)
+            wrong = wrong_answers(path, options, questions)
         typer.echo(f"| {name} | {bits} | {wrong} | {1 - wrong / len(questions):.2%} |")
 
 

@@ -97,8 +97,8 @@ class Form:
         return Checkpoint(folder)
 
 
-INT4 = Form(32)
-INT4_TITLE = "pypto-serving, int4 g32"
+INT4 = Form(32, ("--head", "int8"))
+INT4_TITLE = "pypto-serving, int4 g32, output layer int8"
 GPTQ = Form(128, gptq=True)
 
 

@@ -210,12 +210,12 @@ def _experts(experts: Experts, tokens: int, width: int, prefix: str, int8: Colle
     active, entries = expected_active(experts.count, per_token, tokens), tokens * per_token
     router = f"{prefix}gate.weight" in int8
     gate_up, down = (f"{prefix}experts.0.{name}_proj.weight" in int8 for name in ("gate", "down"))
-    yield Operation("norm", "rms_norm", norm(tokens, width))
-    yield from _quantized(router, tokens, width)
+    yield Operation("norm", "rms_norm", norm(tokens, width, router))
     yield Operation("router", "linear", linear(tokens, experts.count, width, int8=router))
     yield Operation("route", "router_topk", route(tokens, experts.count, per_token))
     yield Operation("route", "moe_sort", Work(0, 0))
-    yield from _quantized(gate_up, tokens, width)
+    if gate_up != router:
+        yield Operation("norm", "rms_norm", norm(tokens, width, gate_up))
     yield Operation("gather", "moe_gather", gather(tokens, per_token, width, gate_up))
     expert_swiglu = linear(entries, 2 * inner, width, "gate", active, gate_up)
     yield Operation("experts gate/up", "expert_linear", expert_swiglu)

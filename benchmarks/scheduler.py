@@ -208,7 +208,7 @@ def main(
     vllm: Annotated[Path | None, typer.Option(help="Folder of environments that compare.py made.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Replays of each trace and side; medians are shown.")] = 3,
 ) -> None:
-    """Measure all traces and print the table."""
+    """Measure all traces, with the KV groups of a plain model and of DeepSeek V4, and print the table."""
     peer = VllmProcess(vllm / "vllm") if vllm else None
     sides: list[Side] = [ours, ours_deepseek_v4, *([peer] if peer else [])]
     table = Table(title="Microseconds per step", title_justify="left")

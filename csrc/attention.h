@@ -7,161 +7,10 @@
 // prefix). Scores are in base 2: queries include the factor log2(e) / sqrt(dim).
 #pragma once
 
-#include "gemm_tile.h"
+#include "attention_bf16.h"
+#include "attention_int8.h"
 
 namespace ISA {
-
-constexpr int kPanels = kTile / kPanel;
-constexpr int kQueryRow = kMaxDim / 2, kWeightRow = kTile / 2;  // pairs from one row to the next
-
-// Addresses of one tile of one row's KV cache, for the first kv head of an item: a panel of keys and one of values for
-// every 32 positions. The panels of the other heads follow at equal distances, so that all heads form one stream.
-struct KvTile {
-  int64_t known, panels;  // positions, and panels that hold them
-  const Pair *keys[kPanels], *values[kPanels];
-};
-
-INLINE KvTile locate(const KvCache& cache, const int32_t* table, int64_t head, int64_t start, int64_t length) {
-  KvTile h;
-  h.known = start < length ? min(kTile, length - start) : 0;
-  h.panels = (h.known + kPanel - 1) / kPanel;
-  const int64_t panel_pairs = kPanel * cache.dim / 2;
-  for (int64_t i = 0; i < h.panels; i++) {
-    const int64_t position = start + i * kPanel, panel = position % cache.size / kPanel;
-    const int64_t block = table[position / cache.size] * cache.block_stride + head * cache.size * cache.dim;
-    h.keys[i] = reinterpret_cast<const Pair*>(cache.keys + block) + panel * panel_pairs;
-    h.values[i] = reinterpret_cast<const Pair*>(cache.values + block) + panel * panel_pairs;
-  }
-  return h;
-}
-
-// Scratch of one item.
-struct alignas(64) AttentionScratch {
-  Pair queries[kItemRows * kQueryRow];
-  float scores[kItemRows * kTile];
-  Pair weights[kItemRows * kWeightRow];
-  float tile[kItemRows * kMaxDim];
-  float out[kItemRows * kMaxDim];
-  float row_max[kItemRows], row_sum[kItemRows], tile_max[kItemRows], tile_sum[kItemRows];  // rows of all heads in order
-};
-
-// An item with its rows of the scratch, in this order: kv heads, queries, query heads of a kv head (GQA).
-struct Item {
-  Item(const PagedAttention& op, const Step& step, const AttentionItem& item)
-      : op(op), step(step), item(item), queries(step.queries + item.first), shared(op.heads / op.cache.kv_heads),
-        dim(op.cache.dim), table(step.groups[0].tables + item.row * step.groups[0].width),
-        length(position(queries[item.queries - 1]) + 1), rows{item.queries * shared, kMaxRows} {}
-
-  int64_t heads() const { return item.head_end - item.head_begin; }
-  int64_t head_pairs() const { return op.cache.size * dim / 2; }  // from one head of a block to the next
-  int64_t position(const AttentionQuery& query) const { return step.positions[query.token]; }
-  KvTile tile(int64_t number) const { return locate(op.cache, table, item.head_begin, number * kTile, length); }
-
-  const PagedAttention& op;
-  const Step& step;
-  const AttentionItem& item;
-  const AttentionQuery* queries;
-  int64_t shared, dim;
-  const int32_t* table;
-  int64_t length;  // positions known to the last query
-  Strips rows;     // of one kv head
-};
-
-// Calls visit(row, its query, its head among those of queries) for all rows of the scratch.
-template <typename Visit>
-INLINE void each_row(const Item& it, Visit visit) {
-  int64_t row = 0;
-  for (int64_t head = it.item.head_begin; head < it.item.head_end; head++)
-    for (int64_t query = 0; query < it.item.queries; query++)
-      for (int64_t i = 0; i < it.shared; i++) visit(row++, it.queries[query], head * it.shared + i);
-}
-
-INLINE void gather_queries(const Item& it, AttentionScratch& s) {
-  each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
-    const int64_t place = query.token * int64_t{it.op.heads} + head;
-    std::memcpy(s.queries + row * kQueryRow, it.op.queries + place * it.dim, it.dim * sizeof(bf16));
-  });
-}
-
-// A stretch over a whole panel. It prefetches the panel at `next`, 128 bytes per step, or nothing.
-INLINE Stretch stretch_of(const Pair* panel, int64_t pairs, const Pair* next) {
-  const char* ahead = reinterpret_cast<const char*>(next);
-  return {panel, panel + kLanes, pairs, {ahead, ahead ? ahead + 64 : nullptr}};
-}
-
-// scores[row][i] = query . key i of the tile: for each panel, all heads in order. `next` is read afterwards.
-INLINE void score(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
-  const int64_t heads = it.heads(), stride = it.head_pairs();
-  for (int64_t i = 0; i < h.panels; i++) {
-    for (int64_t head = 0; head < heads; head++) {
-      const Pair* keys = h.keys[i] + head * stride;
-      const Pair* following = head + 1 < heads ? keys + stride : i + 1 < h.panels ? h.keys[i + 1] : next;
-      Stretch stretch = stretch_of(keys, it.dim / 2, following);
-      for (int64_t strip = 0; strip < it.rows.count(); strip++) {
-        const int64_t first = head * it.rows.rows + it.rows.start(strip);
-        multiply<kQueryRow>(it.rows.size(strip), {s.queries + first * kQueryRow, &stretch, 1, kPanel, 128,
-                                                  s.scores + first * kTile + i * kPanel, kTile, false});
-        stretch.ahead[0] = nullptr;
-      }
-    }
-  }
-}
-
-// Softmax numerators of a row over positions [0, seen) of a tile: 2^(score - row_max) in bfloat16, zeros up to the end
-// of the last panel. row_sum adds up the rounded numbers.
-INLINE void softmax(const float* scores, int64_t seen, int64_t panels, Pair* out, float& row_max, float& row_sum) {
-  const int64_t whole = seen / kLanes * kLanes;  // positions [0, whole) fill all lanes
-  const auto inside = [&](int64_t i) { return lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(seen); };
-  Floats top = set1(-INFINITY);
-  for (int64_t i = 0; i < whole; i += kLanes) top = larger(top, load(scores + i));
-  if (whole < seen) top = larger(top, inside(whole) ? load(scores + whole) : set1(-INFINITY));
-  row_max = seen > 0 ? largest(top) : -INFINITY;
-  bf16* weights = reinterpret_cast<bf16*>(out);
-  const auto weight = [&](int64_t i) { return exp2_to_126(load(scores + i) - set1(row_max)); };
-  Floats total{};
-  for (int64_t i = 0; i < whole; i += kLanes) total += store_rounded(weights + i, weight(i));
-  for (int64_t i = whole; i < panels * kPanel; i += kLanes)
-    total += store_rounded(weights + i, inside(i) ? weight(i) : Floats{});
-  row_sum = sum(total);
-}
-
-// tile[row] (+)= sum over the positions of panels [begin, end) of weight * value, for the rows of one head. The panel
-// at `next` is read afterwards.
-INLINE void multiply_value_panels(const Item& it, const KvTile& h, int64_t head, int64_t begin, int64_t end,
-                                  const Pair* next, AttentionScratch& s) {
-  constexpr int64_t kChunk = kPanel / 2 * kPanel;  // pairs of 32 dimensions in a panel
-  for (int64_t d = 0; d < it.dim; d += kPanel) {
-    const int64_t chunk = d / kPanel * kChunk;
-    Stretch stretches[kPanels];
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t pairs = min(kPanel, h.known - i * kPanel + 1) / 2;
-      const bool last = i + 1 == end;
-      stretches[i - begin] =
-          stretch_of(h.values[i] + head * it.head_pairs() + chunk, pairs, last && next ? next + chunk : nullptr);
-    }
-    for (int64_t strip = 0; strip < it.rows.count(); strip++) {
-      const int64_t first = head * it.rows.rows + it.rows.start(strip);
-      multiply<kWeightRow>(it.rows.size(strip),
-                           {s.weights + first * kWeightRow + begin * kPanel / 2, stretches, end - begin, kPanel, 128,
-                            s.tile + first * it.dim + d, it.dim, begin > 0});
-      stretches[end - begin - 1].ahead[0] = nullptr;
-    }
-  }
-}
-
-// tile[row] = sum over positions of weight * value. Several heads alternate panel by panel, so that the values of a
-// block are one stream. One head alone takes all panels at once and keeps its sums in registers. `next` is read
-// afterwards.
-INLINE void multiply_values(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
-  const int64_t heads = it.heads(), run = heads == 1 ? h.panels : 1;
-  for (int64_t begin = 0; begin < h.panels; begin += run)
-    for (int64_t head = 0; head < heads; head++) {
-      const Pair* values = h.values[begin] + head * it.head_pairs();
-      const Pair* following = head + 1 < heads ? values + it.head_pairs()
-                              : begin + run < h.panels ? h.values[begin + run] : next;
-      multiply_value_panels(it, h, head, begin, begin + run, following, s);
-    }
-}
 
 // Merges the next tile of one query into its result. A fully masked tile changes nothing.
 static __attribute__((noinline)) void merge(float* out, float& row_max, float& row_sum, const float* tile,
@@ -205,14 +54,6 @@ INLINE void begin(const Item& it, AttentionScratch& s) {
   });
 }
 
-INLINE void softmax_tile(const Item& it, const KvTile& h, int64_t tile, AttentionScratch& s) {
-  each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t) {
-    const int64_t seen = it.position(query) + 1 - tile * kTile;
-    softmax(s.scores + row * kTile, seen < 0 ? 0 : min(seen, h.known), h.panels, s.weights + row * kWeightRow,
-          s.tile_max[row], s.tile_sum[row]);
-  });
-}
-
 // Merges one tile into the results, or stores it as a partial result.
 INLINE void write_tile(const Item& it, int64_t tile, AttentionScratch& s) {
   const int64_t result = it.item.result + tile - it.item.tile_begin;
@@ -226,15 +67,31 @@ INLINE void write_tile(const Item& it, int64_t tile, AttentionScratch& s) {
   });
 }
 
+INLINE void gather_queries(const Item& it, AttentionScratch& s) {
+  if (it.op.cache.int8) return int8_kv::gather_queries(it, s);
+  bf16_kv::gather_queries(it, s);
+}
+
+// Computes a tile on its own; `next` is read afterwards.
+INLINE void attend_tile(const Item& it, const KvTile& here, int64_t tile, const Pair* next, AttentionScratch& s) {
+  if (it.op.cache.int8) {
+    int8_kv::score(it, here, here.values[0], s);
+    int8_kv::softmax_tile(it, here, tile, s);
+    int8_kv::multiply_values(it, here, next, s);
+  } else {
+    bf16_kv::score(it, here, here.values[0], s);
+    bf16_kv::softmax_tile(it, here, tile, s);
+    bf16_kv::multiply_values(it, here, next, s);
+  }
+}
+
 // All tiles of an item; `after` is read when it is done.
 INLINE void attend_tiles(const Item& it, const KvTile& after, AttentionScratch& s) {
   gather_queries(it, s);
   KvTile here = it.tile(it.item.tile_begin);
   for (int64_t tile = it.item.tile_begin; tile < it.item.tile_end; tile++) {
     const KvTile next = tile + 1 < it.item.tile_end ? it.tile(tile + 1) : after;
-    score(it, here, here.values[0], s);
-    softmax_tile(it, here, tile, s);
-    multiply_values(it, here, next.panels > 0 ? next.keys[0] : nullptr, s);
+    attend_tile(it, here, tile, next.panels > 0 ? next.keys[0] : nullptr, s);
     write_tile(it, tile, s);
     here = next;
   }

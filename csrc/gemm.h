@@ -14,6 +14,11 @@ constexpr int64_t kGrainBytes = 64 << 10;
 // queues can take (4 and 8 KiB are slower).
 constexpr int64_t kAheadBytes = 6 << 10, kQuantizedAheadBytes = 8 << 10;
 
+INLINE Floats gated(const Linear& op, Floats gate, Floats up) {
+  const Floats most = set1(op.limit);
+  return silu(smaller(most, gate)) * larger(-most, smaller(most, up));
+}
+
 INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips, int64_t strip, float* tile) {
   const int64_t first = strips.start(strip), size = strips.size(strip);
   const int64_t column = panel * kPanel, used = min(kPanel, op.n - column);
@@ -35,18 +40,18 @@ INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips
       static_assert(kGateHalf == kLanes);
       int64_t stride;
       Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
-      const Floats most = set1(op.limit), up = larger(-most, smaller(most, load(y + kGateHalf)));
-      store_pairs(out + panel * (kGateHalf / 2) * stride, stride, silu(smaller(most, load(y))) * up);
+      store_pairs(out + panel * (kGateHalf / 2) * stride, stride, gated(op, load(y), load(y + kGateHalf)));
       continue;
     }
     if (op.epilogue == Epilogue::kStrips) {
       int64_t stride;
       Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 2, first + m, stride) + column / 2 * stride;
-      store_pairs(out, stride, load(y));
-      store_pairs(out + kLanes / 2 * stride, stride, load(y + kLanes));
+      const float* gates = op.gates ? op.gates + (first + m) * op.n + column : nullptr;
+      for (int64_t i = 0; i < used; i += kLanes)
+        store_pairs(out + i / 2 * stride, stride, gates ? gated(op, load(gates + i), load(y + i)) : load(y + i));
       continue;
     }
-    float* out = static_cast<float*>(op.out) + (first + m) * op.n + column;
+    float* out = static_cast<float*>(op.out) + (first + m) * op.stride + column;
     if (op.epilogue == Epilogue::kAdd) {
       for (int64_t i = 0; i < used; i++) out[i] += y[i];
     } else {
@@ -125,19 +130,23 @@ static void linear(const Linear& op, const Step& step, Member& member) {
 
 INLINE void expert_panel(const ExpertLinear& op, int64_t expert, int64_t panel) {
   const Routing& routing = *op.routing;
-  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel;
-  const int64_t first = routing.starts[expert], outputs = expert * panels * kPanel;
+  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, place = op.places ? op.places[expert] : expert;
+  if (place < 0) return;
+  const int64_t first = routing.starts[expert], outputs = place * panels * kPanel;
   Linear one = op.linear;
   one.x += first * row_words(one);
-  one.weight += expert * panels * one.form.panel_words(one.k);
+  one.weight += place * panels * one.form.panel_words(one.k);
   if (one.scales) one.scales += outputs;
+  if (one.gates) one.gates += first * one.n;
   if (one.form.weights == Weights::kInt8) {
     one.x_scales += first;
     one.compensation += outputs;
   }
-  one.out = op.linear.epilogue == Epilogue::kSwiglu
-                ? static_cast<void*>(static_cast<Pair*>(one.out) + first * (one.n / 4))
-                : static_cast<void*>(static_cast<float*>(one.out) + first * one.n);
+  switch (one.epilogue) {
+    case Epilogue::kSwiglu: one.out = static_cast<Pair*>(one.out) + first * (one.n / 4); break;
+    case Epilogue::kStrips: one.out = static_cast<Pair*>(one.out) + first * (one.n / 2); break;
+    default: one.out = static_cast<float*>(one.out) + first * one.stride;
+  }
   one_panel(one, panel, {routing.starts[expert + 1] - first, kMaxRows});
 }
 

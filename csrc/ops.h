@@ -129,11 +129,11 @@ ENUM(Epilogue,
      kStore,   // out[row, n] = y, float32
      kAdd,     // out[row, n] += y, float32
      kSwiglu,  // strips: silu(y[n]) * y[16 + n] of each panel, whose weights interleave gate and up by 16
-     kStrips)  // strips: y, bfloat16
+     kStrips)  // strips: y, bfloat16, or silu(gates[row, n]) * y
 
 // GEMM: y = x W^T + bias, x in strips. Sums of int8 are multiplied by x_scales[row], then by scales[output]; those of
 // codes by scales[output]. Each `group` of outputs (whole panels, or all outputs) has strips x of its own, one group
-// behind the other.
+// behind the other. `out` may be columns of wider rows.
 struct Linear {
   const Pair *x, *weight;
   Inputs inputs;
@@ -141,24 +141,31 @@ struct Linear {
   const float *x_scales, *scales;  // [rows] and [panels * 32]
   const int32_t* compensation;     // [panels * 32] of int8
   const float* bias;               // [panels * 32]
+  const float* gates;              // [rows, n]
   int64_t n, k, group;
-  float limit;  // of kSwiglu: gate is clamped to at most limit, up to [-limit, limit]
+  float limit;  // of kSwiglu and gates: gate is clamped to at most limit, up to [-limit, limit]
   Rows rows;
   Epilogue epilogue;
+  int64_t stride;  // floats from one row of `out` to the next
   void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kSwiglu, whose n counts gate and up
-  FIELDS(x, weight, inputs, form, NULLABLE x_scales, NULLABLE scales, NULLABLE compensation, NULLABLE bias, n, k, group,
-         limit, rows, epilogue, out)
+  FIELDS(x, weight, inputs, form, NULLABLE x_scales, NULLABLE scales, NULLABLE compensation, NULLABLE bias,
+         NULLABLE gates, n, k, group, limit, rows, epilogue, stride, out)
 };
 
 // Paged KV cache of a layer, in group 0. For every 32 positions, a block of `size` tokens holds for each kv head a
-// panel of keys, [dim / 2][32] pairs of dimensions, and a panel of values, [dim / 32][16][32] pairs of positions. Both
-// are in the order in which attention reads them. The panels of a block's heads follow each other.
+// panel of keys, [dim / 2][32] pairs of dimensions, and a panel of values, [dim / 32][16][32] pairs of positions, one
+// head behind the other. With `int8` these are [dim / 4][32] quads of dimensions and [dim / 32][8][32] quads of
+// positions, of bytes plus 128; behind them lie the scales of the 32 positions, float32.
 struct KvCache {
-  bf16* keys;    // of block 0
-  bf16* values;  // of block 0
-  int64_t block_stride;  // bf16 from one block to the next
+  Pair *keys, *values;   // of block 0
+  int64_t block_stride;  // words from one block to the next
   int32_t kv_heads, dim, size;
-  FIELDS(keys, values, block_stride, kv_heads, dim, size)
+  bool int8;
+  FIELDS(keys, values, block_stride, kv_heads, dim, size, int8)
+  // Words of a panel's numbers, of a panel, and of all panels of a head in a block.
+  ALWAYS_INLINE int64_t number_words() const { return kPanel * dim / (int8 ? 4 : 2); }
+  ALWAYS_INLINE int64_t panel_words() const { return number_words() + (int8 ? kPanel : 0); }
+  ALWAYS_INLINE int64_t head_words() const { return size / kPanel * panel_words(); }
 };
 
 // QK-norm and RoPE: splits x [t, (heads + 2 kv_heads) * dim], applies RMSNorm per head and RoPE to queries and keys,
@@ -219,11 +226,12 @@ struct MoeGather {
   FIELDS(routing, x, words, out, NULLABLE scales, NULLABLE out_scales)
 };
 
-// Grouped GEMM: each entry with the weights of its expert.
+// Grouped GEMM: each entry with the weights of its expert. Entries of experts without a place are left out.
 struct ExpertLinear {
   const Routing* routing;
-  Linear linear;  // `weight` is expert 0's; `rows` is not used
-  FIELDS(routing, linear)
+  const int32_t* places;  // [experts]: the place of an expert's matrix, or -1; null where all are in order
+  Linear linear;  // `weight` is that of place 0; `rows` is not used
+  FIELDS(routing, NULLABLE places, linear)
 };
 
 // x[t] += sum over slots of topk_weights * y[place of (t, slot)], in slot order.

@@ -103,6 +103,13 @@ struct Groups {
 // Whole numbers nearest to x in [-127, 127], ties to even.
 INLINE Ints round_signed(Floats x) { return (Ints)(x + set1(12582912.0f)) - (Ints)set1(12582912.0f); }
 
+// Stores the low bytes of all lanes.
+INLINE void store_bytes(void* out, Ints x) {
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  const Bytes bytes = __builtin_convertvector(x, Bytes);
+  std::memcpy(out, &bytes, sizeof bytes);
+}
+
 // Stores 16 numbers as 4 quads, in each the bytes of inputs 0, 2, 1, 3.
 INLINE void store_group_quads(Pair* out, int64_t stride, Ints x) {
   typedef uint8_t Bytes __attribute__((vector_size(16)));

@@ -1,7 +1,7 @@
 // Row-wise operations: embedding, RMSNorm, QK-norm and RoPE.
 #pragma once
 
-#include "quantizing.h"
+#include "kv_cache.h"
 
 namespace ISA {
 
@@ -126,28 +126,6 @@ INLINE void norm_rope_neox(const float* x, const float* weight, const float* cos
   }
 }
 
-INLINE void store_key(const KvCache& cache, int64_t block, int64_t offset, int64_t head, const float* key) {
-  bf16* keys = cache.keys + block * cache.block_stride + head * cache.size * cache.dim;
-  Pair* out = reinterpret_cast<Pair*>(keys) + offset / kPanel * (cache.dim / 2) * kPanel + offset % kPanel;
-  for (int64_t i = 0; i < cache.dim; i += kLanes) store_pairs(out + i / 2 * kPanel, kPanel, load(key + i));
-}
-
-// A pair holds the values of two tokens. The last token of a row in a step zeroes the other half: an earlier owner of
-// the block may have left NaN there, and attention multiplies it by zero.
-INLINE void store_value(const KvCache& cache, int64_t block, int64_t offset, int64_t head, const float* value,
-                        bool last) {
-  bf16* values = cache.values + block * cache.block_stride + head * cache.size * cache.dim;
-  bf16* panel = values + offset / kPanel * kPanel * cache.dim + offset % kPanel / 2 * kPanel * 2 + offset % 2;
-  const bool voids = last && offset % 2 == 0;
-  for (int64_t d = 0; d < cache.dim; d += kPanel) {
-    bf16* out = panel + d * kPanel;
-    for (int64_t i = 0; i < kPanel; i++) {
-      out[2 * i] = narrow(value[d + i]);
-      if (voids) out[2 * i + 1] = 0;
-    }
-  }
-}
-
 static void qk_norm_rope(const QkNormRope& op, const Step& step, Member& member) {
   const KvCache& cache = op.cache;
   const int64_t dim = cache.dim, all = op.heads + 2 * cache.kv_heads;
@@ -169,8 +147,14 @@ static void qk_norm_rope(const QkNormRope& op, const Step& step, Member& member)
       for (int64_t head = 0; head < cache.kv_heads; head++) {
         const int64_t key = op.heads + head;
         norm_rope_neox(x + key * dim, op.weights + key * dim, cos, sin, dim, op.eps, rotated);
-        store_key(cache, block, offset, head, rotated);
-        store_value(cache, block, offset, head, x + (key + cache.kv_heads) * dim, last);
+        const float* value = x + (key + cache.kv_heads) * dim;
+        if (cache.int8) {
+          store_key_bytes(cache, block, offset, head, rotated);
+          store_value_bytes(cache, block, offset, head, value);
+        } else {
+          store_key(cache, block, offset, head, rotated);
+          store_value(cache, block, offset, head, value, last);
+        }
       }
     }
   }

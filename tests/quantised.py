@@ -309,20 +309,46 @@ FORMATS: dict[str, Format] = {
 
 def quantise(path: Path, format: str, ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$")) -> Tensors:
     """Quantise the linear layers of a Qwen3 checkpoint of one file in place; return what they mean, by module."""
-    chosen, means = FORMATS[format], {}
-    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
-    tensors: Tensors = {}
+    means = _write(path, lambda name: FORMATS[format].quantise if name.endswith("_proj.weight") else None)
+    _configure(path, {"quantization_config": FORMATS[format].section(list(ignore)), "dtype": "bfloat16"})
+    return means
+
+
+def quantise_parts(path: Path, formats: dict[str, str]) -> Tensors:
+    """Quantise modules of a Qwen3 checkpoint, each by the first pattern that matches it, as compressed-tensors does."""
+
+    def of(name: str) -> str | None:
+        return next((format for pattern, format in formats.items() if re.fullmatch(pattern, name)), None)
+
+    means = _write(path, lambda name: (format := of(name.removesuffix(".weight"))) and FORMATS[format].quantise)
+    groups = {}
+    for pattern, format in formats.items():
+        section = FORMATS[format].section([])
+        group = section["config_groups"]["group_0"] | {"targets": [f"re:{pattern}$"], "format": section["format"]}
+        groups[f"group_{len(groups)}"] = group
+    section = quantization_config([]) | {"format": "mixed-precision", "config_groups": groups}
+    _configure(path, {"quantization_config": section, "dtype": "bfloat16"})
+    return means
+
+
+def _write(path: Path, chosen: Callable[[str], Quantise | None]) -> Tensors:
+    """Quantise the tensors for which something is chosen; return what they mean. Others become bfloat16."""
+    file, tensors, means = path / "model.safetensors", {}, {}
     for name, tensor in load_file(file).items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = tensor.bfloat16()
+        exact = tensor.dtype == torch.int64 or (tensor.dtype == torch.float32 and not name.endswith(".weight"))
+        if (quantise := chosen(name)) is None:
+            tensors[name] = tensor if exact else tensor.bfloat16()
             continue
         module = name.removesuffix(".weight")
-        parts, means[module] = chosen.quantise(tensor.float())
+        parts, means[module] = quantise(tensor.float())
         tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
     save_file(tensors, file, metadata={"format": "pt"})
-    section = {"quantization_config": chosen.section(list(ignore)), "dtype": "bfloat16"}
-    (path / "config.json").write_text(json.dumps(config | section))
     return means
+
+
+def _configure(path: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
 
 
 _FLOATS = re.compile(r".*\.(compressor\.w(kv|gate)|weights_proj|gate)\.weight|(embed|head)\.weight")
@@ -345,20 +371,20 @@ def _deepseek_quantise(form: str, name: str) -> Quantise | None:
     return fp8((128, 128), "scale", torch.float8_e8m0fnu if form == "released" else torch.float32)
 
 
-def quantise_deepseek(path: Path, form: str) -> Tensors:
-    """Quantise a DeepSeek V4 checkpoint in place, as a release is; return what its matrices mean, by module."""
-    file, config = path / "model.safetensors", json.loads((path / "config.json").read_text())
-    tensors, means = {}, {}
-    for name, tensor in load_file(file).items():
-        is_matrix = name.endswith(".weight") and tensor.dim() == 2 and not _FLOATS.fullmatch(name)
-        chosen = _deepseek_quantise(form, name) if is_matrix else None
-        if chosen is None:
-            exact = tensor.dtype == torch.int64 or not name.endswith(".weight")
-            tensors[name] = tensor if exact else tensor.bfloat16()
-            continue
-        module = name.removesuffix(".weight")
-        parts, means[module] = chosen(tensor.float())
-        tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(config | DEEPSEEK_V4[form] | {"torch_dtype": "bfloat16"}))
+def quantise_deepseek(path: Path, form: str, others: dict[str, Quantise | None] | None = None) -> Tensors:
+    """Quantise a DeepSeek V4 checkpoint in place, as a release is; return what its matrices mean, by module.
+
+    `others` are what becomes of modules that match a pattern instead.
+    """
+
+    def chosen(name: str) -> Quantise | None:
+        if not name.endswith(".weight") or "norm" in name or _FLOATS.fullmatch(name):
+            return None
+        for pattern, quantise in (others or {}).items():
+            if re.fullmatch(pattern, name.removesuffix(".weight")):
+                return quantise
+        return _deepseek_quantise(form, name)
+
+    means = _write(path, chosen)
+    _configure(path, DEEPSEEK_V4[form] | {"torch_dtype": "bfloat16"})
     return means

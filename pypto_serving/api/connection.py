@@ -162,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or (self._is_answering() and not waits):
             self._gate.busy(self)
         elif receives:
-            self._gate.sending(self, self._phase is _Phase.BODY)
+            self._gate.sending(self, self._body_bytes)
         else:
             self._gate.idle(self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from pypto_serving.util import Clock
@@ -14,8 +15,8 @@ MAX_FILES, FILES_FOR_OTHERS, SPARE_PLACES = 16384, 128, 64
 MIN_HELD_BYTES = 64 << 20
 SMALL_BYTES, SMALL_ROOM_BYTES = 64 << 10, 64 << 20
 """What a connection holds without counting as large, and the memory that only such connections may use."""
-SILENCE_S = 1.0
-"""A connection whose client was silent for so long gives its place to a newcomer."""
+SILENCE_S, SIGN_BYTES = 1.0, 16 << 10
+"""A connection whose client was silent for so long gives its place to a newcomer. Less of a body is silence, too."""
 
 
 class Places(NamedTuple):
@@ -31,6 +32,13 @@ def places(file_limit: int) -> Places:
     left = files - min(FILES_FOR_OTHERS, files // 2)
     spare = min(SPARE_PLACES, left // 4)
     return Places(left - spare, spare)
+
+
+class _Sign(NamedTuple):
+    """When the gate last heard of a client that sends, and the bytes of the body by then."""
+
+    at_s: float
+    body_bytes: int
 
 
 class Waiting(Protocol):
@@ -63,7 +71,7 @@ class Gate:
         self._served: set[Waiting] = set()
         self._surplus: OrderedDict[Waiting, None] = OrderedDict()
         self._idle: OrderedDict[Waiting, float] = OrderedDict()
-        self._sending: OrderedDict[Waiting, float] = OrderedDict()
+        self._sending: OrderedDict[Waiting, _Sign] = OrderedDict()
         self._held: dict[Waiting, int] = {}
         self._large: set[Waiting] = set()
         self._num_held = 0
@@ -95,13 +103,18 @@ class Gate:
         if connection in self._served:
             self._idle.setdefault(connection, self._clock.now())
 
-    def sending(self, connection: Waiting, in_body: bool) -> None:
-        """Note that the client sent a part of a request. For a place, a head that does not end counts as silence."""
+    def sending(self, connection: Waiting, body_bytes: int) -> None:
+        """Note that the client sent a part of a request, and the bytes of its body so far.
+
+        For a place, a head that does not end counts as silence, and so does a body that comes in drops.
+        """
         self._idle.pop(connection, None)
-        if in_body:
-            self._sending.pop(connection, None)
-        if connection in self._served:
-            self._sending.setdefault(connection, self._clock.now())
+        if connection not in self._served:
+            return
+        last = self._sending.get(connection)
+        if last is None or body_bytes >= last.body_bytes + SIGN_BYTES:
+            self._sending[connection] = _Sign(self._clock.now(), body_bytes)
+            self._sending.move_to_end(connection)
 
     def busy(self, connection: Waiting) -> None:
         """Note that the connection does not wait for its client."""
@@ -111,17 +124,17 @@ class Gate:
     def _make_place(self) -> bool:
         """End a connection that waits for its client, if one has for SILENCE_S."""
         latest_s = self._clock.now() - SILENCE_S
-        for waiting in (self._idle, self._sending):
-            if not waiting or next(iter(waiting.values())) > latest_s:
-                continue
-            connection, _ = waiting.popitem(last=False)
-            self._served.discard(connection)
-            if waiting is self._idle:
-                connection.close_idle()
-            else:
-                connection.refuse_busy(NO_PLACE)
-            return True
-        return False
+        if self._idle and next(iter(self._idle.values())) <= latest_s:
+            connection, _ = self._idle.popitem(last=False)
+            end = connection.close_idle
+        elif self._sending and next(iter(self._sending.values())).at_s <= latest_s:
+            connection, _ = self._sending.popitem(last=False)
+            end = partial(connection.refuse_busy, NO_PLACE)
+        else:
+            return False
+        self._served.discard(connection)
+        end()
+        return True
 
     # Memory.
 

@@ -67,9 +67,9 @@ class CpuBackend(Backend):
         config = self.config
         architecture, model_config = load_config(config.model)
         family = model_family(architecture)
-        groups = family.kv_groups(model_config, config.dtype, config.groups[0].block_size)
-        if groups != config.groups:
-            raise ConfigError(f"the KV groups of {config.model} in {config.dtype} are not the configured ones")
+        dtype = "int8" if config.int8_kv else config.dtype
+        if family.kv_groups(model_config, dtype, config.groups[0].block_size) != config.groups:
+            raise ConfigError(f"the KV groups of {config.model} in {dtype} are not the configured ones")
         if config.kernels == "torch":
             try:
                 from pypto_serving.backend import cpu_torch

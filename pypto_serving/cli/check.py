@@ -34,9 +34,6 @@ def check(
     model, contents = model_contents(options)
     if contents is not None and not json:
         report.show_files(model, contents)
-    if why := model.obstacle:
-        typer.echo(report.as_json(model, contents, obstacle=why) if json else f"Cannot be served: {why}")
-        return
     try:
         resolved = prepare(options, model)
         serving = serving_config(resolved.server, model)

@@ -123,6 +123,13 @@ FLAGS = (
     ),
     Flag("chunked_prefill", BATCHING, "", "Let a prompt spread over several steps."),
     Flag("fair_scheduling", BATCHING, "", "Start requests by the tokens their cache_salt got, not by arrival."),
+    Flag(
+        "kv_dtype",
+        KV,
+        "FORM",
+        "bf16, or int8, with a scale per token and head: half the memory.",
+        "auto, as the model computes",
+    ),
     Flag("kv_memory", KV, "SIZE", "2GiB, bytes, or a share of free memory such as 0.3.", "half of what is free"),
     Flag(
         "block_size",

@@ -83,7 +83,7 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
 
 
 _TIER_GAUGES = {
-    "writable": "1 while blocks can be stored in a tier.",
+    "writable": "1 while a tier has room for new blocks, and they can be stored.",
     "num_blocks": "Blocks that fit in a tier.",
     "held_blocks": "Blocks that a tier holds.",
     "queued_bytes": "Bytes being transferred to or from a tier.",

@@ -13,22 +13,23 @@ from pypto_serving.kernels.forms import (
     Matrix,
     Stored,
     Strips,
+    activations,
     most_int8_words,
     packed_form,
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
-from pypto_serving.kernels.packing import pack_quantized, pack_rounded
-from pypto_serving.kernels.recording import (
+from pypto_serving.kernels.operands import (
     KVCacheLayer,
     MlaSizes,
     NormRopeParams,
     Pages,
-    Recording,
     Routing,
     Rows,
     Scoring,
 )
+from pypto_serving.kernels.packing import pack_quantized, pack_rounded
+from pypto_serving.kernels.recording import Recording
 from pypto_serving.kernels.rounding import round_int4
 from pypto_serving.kernels.sampling import NativeSampler
 
@@ -53,6 +54,7 @@ __all__ = [
     "Scoring",
     "Stored",
     "Strips",
+    "activations",
     "hashes",
     "most_int8_words",
     "pack_quantized",

@@ -142,7 +142,8 @@ def _fp8_form(stored: Fp8Form, n: int, k: int) -> Form:
 class Matrix:
     """Packed weights of matrices [n, k], one behind the other: `form.words` 32-bit words; see csrc/weights.h.
 
-    Int8 weights have `scales` and `compensation`, [panels of all * 32], and codes `scales`.
+    Int8 weights have `scales` and `compensation`, [panels of all * 32], and codes `scales`. Of some experts only,
+    `places` [experts] has the place of each one's matrix, or -1.
     """
 
     words: PairArray
@@ -152,6 +153,7 @@ class Matrix:
     scales: Float32Array | None = None
     compensation: Int32Array | None = None
     form: Form = BF16
+    places: Int32Array | None = None
 
     @property
     def int8(self) -> bool:

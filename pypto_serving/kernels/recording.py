@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.arguments import Handle
-from pypto_serving.kernels.constants import PANEL
+from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.kernels.engine import Engine
 from pypto_serving.kernels.forms import (
     BF16,
@@ -25,100 +23,17 @@ from pypto_serving.kernels.forms import (
     multiplies,
     row_words,
 )
+from pypto_serving.kernels.operands import (
+    Epilogue,
+    KVCacheLayer,
+    MlaSizes,
+    NormRopeParams,
+    Pages,
+    Routing,
+    Rows,
+    Scoring,
+)
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray
-
-
-class Rows(enum.Enum):
-    """Rows of a step that an operation works on: all tokens, or the rows that need logits."""
-
-    TOKENS = enum.auto()
-    LOGITS = enum.auto()
-
-
-class Epilogue(enum.Enum):
-    """What a GEMM does with its sums; see csrc/ops.h."""
-
-    STORE = enum.auto()
-    ADD = enum.auto()
-    SWIGLU = enum.auto()
-    STRIPS = enum.auto()
-
-
-class Scoring(enum.Enum):
-    """How router logits become scores and expert weights; see csrc/ops.h."""
-
-    SOFTMAX = enum.auto()
-    RENORMALIZED = enum.auto()
-    SQRT_SOFTPLUS = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheLayer:
-    """One layer of a KV cache: bfloat16 pages as uint16 [blocks, layers, k or v, kv_heads, block_size * dim]."""
-
-    pages: BFloat16Array
-    layer: int
-    dim: int
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of KvCache in csrc/ops.h. Raises ValueError for pages that are not contiguous."""
-        if not self.pages.flags.c_contiguous:
-            raise ValueError("KV cache pages must be contiguous")
-        _, layers, _, kv_heads, elements = self.pages.shape
-        keys, values = (self.pages[:1, self.layer, half] for half in (0, 1))
-        sizes = {"kv_heads": kv_heads, "dim": self.dim, "size": elements // self.dim}
-        return {"keys": keys, "values": values, "block_stride": layers * 2 * kv_heads * elements, **sizes}
-
-
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """Handle of the paged rows of one tensor in one layer of a KV group."""
-
-    handle: Handle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NormRopeParams:
-    """RMSNorm, scale and partial RoPE of vectors of `dim`; see NormRopeParams in csrc/ops.h.
-
-    RMSNorm is skipped where eps < 0; `weight` [dim] defaults to ones. RoPE rotates interleaved pairs of the trailing
-    `rope_dim` dimensions; `cos` and `sin` are [positions, rope_dim / 2].
-    """
-
-    dim: int
-    cos: Float32Array
-    sin: Float32Array
-    eps: float = -1.0
-    weight: Float32Array | None = None
-    scale: float = 1.0
-
-    @property
-    def rope_dim(self) -> int:
-        """Dimensions that RoPE rotates."""
-        return 2 * int(self.cos.shape[1])
-
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of NormRopeParams in csrc/ops.h."""
-        sizes = {"dim": self.dim, "rope_dim": self.rope_dim, "eps": self.eps, "scale": self.scale}
-        return {"weight": self.weight, "cos": self.cos, "sin": self.sin, **sizes}
-
-
-@dataclass(frozen=True, slots=True)
-class MlaSizes:
-    """Query heads, sliding window in tokens, and groups of the output projection."""
-
-    heads: int
-    window: int
-    groups: int
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Handle of a recorded routing: the experts of each token in one layer."""
-
-    handle: Handle
-    experts: int
-    per_token: int
 
 
 def _parts(x: Strips, words: str = "x", scales: str = "x_scales") -> dict[str, Array | None]:
@@ -139,12 +54,21 @@ def _factors(x: Strips, matrix: Matrix) -> dict[str, Any]:
 def _product(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array) -> dict[str, Any]:
     """Make the fields of Linear in csrc/ops.h that every GEMM needs.
 
-    Raises TypeError where `out` does not have the dtype that the epilogue writes.
+    Raises TypeError where `out` does not have the dtype that the epilogue writes, ValueError for sizes it cannot write.
     """
-    dtype = np.float32 if epilogue in (Epilogue.STORE, Epilogue.ADD) else np.uint32
+    is_rows = epilogue in (Epilogue.STORE, Epilogue.ADD)
+    dtype = np.float32 if is_rows else np.uint32
     if out.dtype != dtype:
         raise TypeError(f"a GEMM with epilogue {epilogue.name} writes {np.dtype(dtype)}, not {out.dtype}")
-    return {**_factors(x, matrix), "n": matrix.n, "k": matrix.k, "epilogue": epilogue, "out": out}
+    if epilogue == Epilogue.STRIPS and matrix.n % GATE_HALF:
+        raise ValueError(f"{matrix.n} outputs are not whole half panels")
+    start, stride = _columns(out) if is_rows else (out, 0)
+    sizes = {"n": matrix.n, "k": matrix.k, "stride": stride}
+    return {**_factors(x, matrix), **sizes, "epilogue": epilogue, "out": start}
+
+
+def _gated(gates: Float32Array | None) -> Epilogue:
+    return Epilogue.SWIGLU if gates is None else Epilogue.STRIPS
 
 
 def _columns(x: Array) -> tuple[Array, int]:
@@ -231,20 +155,22 @@ class Recording:
         self._add("quantize", routing=of, x=x, k=k, **activations(out), **_parts(out, "out", "scales"))
 
     def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
-        """GEMM: out [rows, n] = x W^T + b."""
+        """GEMM: out [rows, n] = x W^T + b. `out` may be columns of an array."""
         self._linear(x, matrix, Epilogue.STORE, out, rows)
 
     def linear_add(self, x: Strips, matrix: Matrix, out: Float32Array) -> None:
-        """GEMM with residual: out [tokens, n] += x W^T + b."""
+        """GEMM with residual: out [tokens, n] += x W^T + b. `out` may be columns of an array."""
         self._linear(x, matrix, Epilogue.ADD, out, Rows.TOKENS)
 
-    def linear_swiglu(self, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf) -> None:
+    def linear_swiglu(
+        self, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf, gates: Float32Array | None = None
+    ) -> None:
         """GEMM with SwiGLU (arXiv:2002.05202): silu(x G^T) * (x U^T) into strips.
 
-        `matrix` is packed from gate G and up U with `pack_gate_up`. x G^T is clamped to at most `limit`, x U^T to
-        [-limit, limit].
+        `matrix` is packed from gate G and up U with `pack_gate_up`. With `gates`, x G^T [tokens, n], it is U alone.
+        x G^T is clamped to at most `limit`, x U^T to [-limit, limit].
         """
-        self._linear(x, matrix, Epilogue.SWIGLU, out, Rows.TOKENS, limit=limit)
+        self._linear(x, matrix, _gated(gates), out, Rows.TOKENS, limit=limit, gates=gates)
 
     def linear_groups(self, x: PairArray, matrix: Matrix, groups: int, out: PairArray) -> None:
         """Grouped GEMM: x_g W_g^T of each group, concatenated into strips [tokens, n].
@@ -264,9 +190,10 @@ class Recording:
         rows: Rows,
         group: int = 0,
         limit: float = math.inf,
+        gates: Float32Array | None = None,
     ) -> None:
         sizes = {"group": group or Matrix.outputs(matrix.n), "limit": limit, "rows": rows}
-        self._add("linear", **_product(x, matrix, epilogue, out), bias=matrix.bias, **sizes)
+        self._add("linear", **_product(x, matrix, epilogue, out), bias=matrix.bias, gates=gates, **sizes)
 
     def qk_norm_rope(
         self,
@@ -327,19 +254,33 @@ class Recording:
 
     def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
         """Grouped GEMM: out [entries, n] = x W_e^T, with the matrix of each entry's expert e."""
-        self._expert_linear(routing, x, matrix, math.inf, Epilogue.STORE, out)
+        self._expert_linear(routing, x, matrix, math.inf, Epilogue.STORE, out, None)
 
     def expert_swiglu(
-        self, routing: Routing, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf
+        self,
+        routing: Routing,
+        x: Strips,
+        matrix: Matrix,
+        out: PairArray,
+        limit: float = math.inf,
+        gates: Float32Array | None = None,
     ) -> None:
         """As `linear_swiglu`, with the matrix of each entry's expert."""
-        self._expert_linear(routing, x, matrix, limit, Epilogue.SWIGLU, out)
+        self._expert_linear(routing, x, matrix, limit, _gated(gates), out, gates)
 
     def _expert_linear(
-        self, routing: Routing, x: Strips, matrix: Matrix, limit: float, epilogue: Epilogue, out: Array
+        self,
+        routing: Routing,
+        x: Strips,
+        matrix: Matrix,
+        limit: float,
+        epilogue: Epilogue,
+        out: Array,
+        gates: Float32Array | None,
     ) -> None:
+        of = {"routing": routing.handle, "places": matrix.places}
         sizes = {"group": Matrix.outputs(matrix.n), "limit": limit, "rows": Rows.TOKENS}
-        self._add("expert_linear", routing=routing.handle, **_product(x, matrix, epilogue, out), bias=None, **sizes)
+        self._add("expert_linear", **of, **_product(x, matrix, epilogue, out), bias=None, gates=gates, **sizes)
 
     def moe_combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
         """Add the expert outputs y [entries, width] to x [tokens, width], weighted, in top-k order."""

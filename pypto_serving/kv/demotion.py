@@ -148,16 +148,21 @@ class Demotions:
             group, block, place, key = piece
             tier.storing.discard((group, key))
             num_bytes += group.block_bytes * ok
-            if ok and not lease.void:
-                tier.pools[group].publish(place, key)
-            elif not ok:
+            pool = tier.pools[group]
+            if not ok:
                 tier.backlog[group, key] = None
-            tier.pools[group].free([place])
+                pool.make_new(place)
+            elif not lease.void:
+                if pool.is_new(place):
+                    tier.lacking.discard(group)
+                pool.publish(place, key)
+            pool.free([place])
             self._unpin(group, block)
         self._coming_free = None
         tier.writable &= done.writable
-        if tier.config.tier == "disk":  # it may be full, with room for slots that were used before
-            for group in {piece.group for piece, ok in zip(lease.moved, done.done, strict=True) if not ok}:
+        for group in {piece.group for piece, ok in zip(lease.moved, done.done, strict=True) if not ok}:
+            tier.lacking.add(group)
+            if tier.config.tier == "disk":  # it may be full, with room for slots that were used before
                 tier.pools[group].use_new_last()
         tier.counters.stored(done, num_bytes)
         if any(done.done):

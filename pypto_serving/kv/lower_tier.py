@@ -59,6 +59,7 @@ class LowerTier:
     - After a store that failed as a whole the tier is left alone for a second, then two, up to a minute.
     - Loads that took `spent_s` spared computing `spared_tokens`; `saved_s` does not count them yet.
     - `discarded`: blocks that a shared store may hold and that are neither loaded nor stored, the oldest first.
+    - `lacking`: groups of which a block could not be stored, and none was stored in a new place since.
     - `stuck`: a transfer is overdue, or the tier is `left_out` of this life of the worker. Nothing is begun there.
     - `clearing`: its store has not forgotten everything yet.
     """
@@ -80,6 +81,7 @@ class LowerTier:
         self.pools: dict[KVGroup, BlockPool] = {}
         self._num_evicted = 0
         self._retry_after_s = FIRST_RETRY_S
+        self.lacking: set[KVGroup] = set()
         self.forget_all()
 
     def forget_all(self) -> None:
@@ -94,6 +96,7 @@ class LowerTier:
         }
         self.writable, self.shared, self.reason = True, False, ""
         self.backlog.clear()
+        self.lacking.clear()
         self.stop_transfers()
 
     def stop_transfers(self) -> None:
@@ -170,11 +173,11 @@ class LowerTier:
         return self.writable and not self.stuck and now_s >= self.retry_s
 
     def stats(self) -> TierStats:
-        """Return one snapshot; a tier that is stuck, or whose last store failed, counts as not writable."""
+        """Return one snapshot; a tier that is stuck, or lacks room, counts as not writable."""
         counters = self.counters
         return TierStats(
             tier=self.config.tier,
-            writable=self.writable and not self.stuck and self._retry_after_s == FIRST_RETRY_S,
+            writable=self.writable and not self.stuck and not self.lacking,
             num_blocks=sum(self.config.num_slots),
             held_blocks=sum(pool.num_published for pool in self.pools.values()),
             queued_bytes=self.loading_bytes + self.storing_bytes,

@@ -137,6 +137,14 @@ class BlockPool:
         if self._events is not None:
             self._events.held(key)
 
+    def is_new(self, block_id: int) -> bool:
+        """Return whether a block never held published content, or lost what backs it."""
+        return not self._used[block_id]
+
+    def make_new(self, block_id: int) -> None:
+        """Note that what backs a block is lost, or was never there."""
+        self._used[block_id] = False
+
     def keep(self, block_id: int) -> None:
         """Have a published block stored in lower tiers as soon as it is free."""
         if self._keys[block_id] is not None and block_id not in self._kept:

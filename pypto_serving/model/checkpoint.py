@@ -6,8 +6,9 @@ Format, https://github.com/huggingface/safetensors#format: the header length n i
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,7 +154,17 @@ def _read_header(file: Path) -> list[StoredTensor]:
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise ModelError(f"{file}: the safetensors header does not list tensors")
     header.pop("__metadata__", None)
-    return [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
+    tensors = [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
+    _require_apart(file, tensors)
+    return tensors
+
+
+def _require_apart(file: Path, tensors: Sequence[StoredTensor]) -> None:
+    """Raise ModelError naming two tensors that share bytes."""
+    in_order = sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.begin)
+    for before, after in itertools.pairwise(in_order):
+        if after.begin < before.end:
+            raise ModelError(f"{file} is damaged: the tensors {before.name} and {after.name} share bytes")
 
 
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:

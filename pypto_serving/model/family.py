@@ -32,10 +32,10 @@ class MakeGroups(Protocol):
 
 
 class MakeSpec(Protocol):
-    """Describe a checkpoint at `path` to the engine; `head` is auto or int8 (see EngineConfig)."""
+    """Describe a checkpoint at `path` to the engine; `head` and `kv_dtype` are the options."""
 
     def __call__(
-        self, config: Any, /, path: str, architecture: str, dtype: str, block_size: int, head: str
+        self, config: Any, /, path: str, architecture: str, dtype: str, block_size: int, head: str, kv_dtype: str
     ) -> ModelSpec: ...
 
 
@@ -70,11 +70,6 @@ class ModelFamily:
 def refused_dtype(dtype: str) -> tuple[str, str]:
     """Name the option `dtype` and say why the CPU kernels refuse its value; both are empty if they take it."""
     return ("", "") if dtype == "bfloat16" else ("dtype", f"the kernels serve bfloat16 only, not {dtype}")
-
-
-def not_served(quantization: str) -> str:
-    """Say why nothing serves a model whose weights are `quantization`."""
-    return f"its weights are {quantization}, which is not served yet: it needs a checkpoint of bfloat16 or float32"
 
 
 def _load(target: str) -> Any:

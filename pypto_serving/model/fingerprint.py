@@ -38,7 +38,10 @@ def program_fingerprint(
         weights = checkpoint_digest(config.model, config.cache_dir, progress)
     else:
         weights = checkpoint_state(config.model)
-    blocks = tuple(f"{group.name} {group.block_size}" for group in config.groups)
+    blocks = tuple(
+        " ".join((group.name, str(group.block_size), *(tensor.dtype for tensor in group.tensors)))
+        for group in config.groups
+    )
     rope, activations = f"max_model_len {config.max_model_len}", f"activations {config.activations}"
     words = (architecture, config.dtype, rope, activations, *blocks, program, *numerics)
     return hash128(weights, *(word.encode() for word in words))

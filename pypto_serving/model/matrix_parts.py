@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -20,11 +20,10 @@ from pypto_serving.kernels import (
     pack_rounded,
     packed_form,
 )
-from pypto_serving.model import checkpoint
 from pypto_serving.model.checkpoint import StoredTensor
-from pypto_serving.model.formats.eight_bits import scale_name
+from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
-from pypto_serving.model.formats.schemes import Coded
+from pypto_serving.model.formats.schemes import Coded, Plain, Scheme
 from pypto_serving.model.tensors import StoredTensors
 
 _STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16}
@@ -68,15 +67,15 @@ class RoundedPart(PlainPart):
 class Int8Part:
     """int8 with a scale per output."""
 
-    def __init__(self, stored: StoredTensors, module: str) -> None:
+    def __init__(self, stored: StoredTensors, module: str, scheme: Int8) -> None:
         self._stored, tensor = stored, stored[f"{module}.weight"]
         (self.n, self.k), self.form = tensor.shape, INT8
-        self.tensors = [tensor, stored[scale_name(tensor.name)]]
+        self.tensors = [tensor, stored[f"{module}.{scheme.scale}"]]
+        self._scales = MatrixTensors(stored, module).float32(scheme.scale).ravel()
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
-        weights, scales = self.tensors
-        _pack(engine, room, self._stored, weights, Stored.I8, offset, half)
-        values = self._stored.read(scales, 0, self.n)
+        _pack(engine, room, self._stored, self.tensors[0], Stored.I8, offset, half)
+        values = self._scales
         assert room.scales is not None
         if half is None:
             room.scales[offset : offset + self.n] = values
@@ -103,11 +102,14 @@ class CodedPart:
             raise ModelError(f"{self.tensors[0].file}: {self._module}: {error}") from None
 
 
-def part_of(stored: StoredTensors, module: str, scheme: Coded | None, shape: Sequence[int]) -> Part:
-    """Return the matrix of a module that is stored by `scheme`; of its dtype where that is None."""
-    if scheme is not None:
-        return CodedPart(stored, module, scheme, shape[0], shape[1])
-    return (Int8Part if stored[f"{module}.weight"].dtype == checkpoint.INT8 else PlainPart)(stored, module)
+def part_of(stored: StoredTensors, module: str, scheme: Scheme, shape: Sequence[int]) -> Part:
+    """Return the matrix of a module [n, k] that is stored by `scheme`."""
+    match scheme:
+        case Plain():
+            return PlainPart(stored, module)
+        case Int8():
+            return Int8Part(stored, module, scheme)
+    return CodedPart(stored, module, cast("Coded", scheme), shape[0], shape[1])
 
 
 def _pack(

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.errors import ModelError
 from pypto_serving.kernels import INT8, Engine, Matrix, zeros
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape
-from pypto_serving.model.formats.eight_bits import Int8
-from pypto_serving.model.formats.schemes import Coded, Plain, Scheme
+from pypto_serving.model.formats.schemes import PLAIN, Scheme
 from pypto_serving.model.matrix_parts import Part, RoundedPart, part_of
 from pypto_serving.model.packed_file import PackedFile
+from pypto_serving.model.products import Gated
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
+from pypto_serving.types.arrays import Int32Array
 from pypto_serving.util import ceil_div
 
 TABLE_PIECE = 1 << 20
 """Elements of a table converted at once."""
+
+_Item = TypeVar("_Item")
 
 
 class PackedWeights:
@@ -51,7 +54,7 @@ class PackedWeights:
     ) -> None:
         """Check all tensors before any is read; raises ModelError (see Checkpoint.require).
 
-        schemes, shapes: how matrices are stored and their [n, k], by module; those without are stored in their dtype.
+        schemes, shapes: how matrices are stored and their [n, k], by module; those without are not quantised.
         """
         self._tensors.require(expected, ignores)
         self._schemes, self._shapes = schemes or {}, shapes or {}
@@ -80,14 +83,21 @@ class PackedWeights:
         def fill(table: NDArray[np.uint16]) -> None:
             for begin in range(0, len(table), TABLE_PIECE):
                 end = min(begin + TABLE_PIECE, len(table))
-                table[begin:end] = bfloat16(self._tensors.read(tensor, begin, end))
+                table[begin:end] = self._tensors.read_bfloat16(tensor, begin, end)
             self._tensors.forget(tensor)
 
         return self._packed("table", [tensor], np.uint16, math.prod(tensor.shape), fill).reshape(tensor.shape)
 
-    def matrix(self, names: Sequence[str], bias: bool = False) -> Matrix:
-        """Pack the named matrices [n_i, k] as one, concatenated along outputs; with `bias`, their biases too."""
-        parts = self._parts(names)
+    def matrix(self, names: Sequence[str], bias: bool = False) -> list[Matrix]:
+        """Pack the named matrices [n_i, k], which follow each other along outputs, neighbours of one form as one.
+
+        With `bias`, pack their biases too.
+        """
+        runs = groupby(((name, self._part(name)) for name in names), lambda named: named[1].form)
+        return [self._joined(dict(run), bias) for _, run in runs]
+
+    def _joined(self, named: Mapping[str, Part], bias: bool) -> Matrix:
+        parts = [*named.values()]
         n = sum(part.n for part in parts)
 
         def fill(room: Matrix) -> None:
@@ -96,50 +106,50 @@ class PackedWeights:
                 self._pack(part, room, offset)
                 offset += part.n
 
-        return self._matrices("matrix", parts, n, 1, fill, self._bias(names, n) if bias else None)
+        return self._matrices("matrix", parts, n, 1, fill, self._bias([*named], n) if bias else None)
 
     def rounded(self, name: str) -> Matrix:
         """Pack the named matrix of floats in int8, with a scale per output."""
         part = RoundedPart(self._tensors, name)
         return self._matrices("rounded", [part], part.n, 1, lambda room: self._pack(part, room))
 
-    def gate_up(self, gates: Sequence[str], ups: Sequence[str]) -> Matrix:
-        """Pack gate and up matrices [n, k], interleaved by half panels; experts lie one behind the other."""
-        parts = self._parts([name for pair in zip(gates, ups, strict=True) for name in pair])
+    def gate_up(self, gates: Sequence[str], ups: Sequence[str]) -> list[Gated]:
+        """Pack gate and up matrices [n, k] of experts, those of the same forms one behind the other."""
+        parts = [(self._part(gate), self._part(up)) for gate, up in zip(gates, ups, strict=True)]
+        forms = [(gate.form, up.form) for gate, up in parts]
+        return [self._gated(pairs, places) for places, pairs in _sets(parts, forms)]
+
+    def _gated(self, pairs: Sequence[tuple[Part, Part]], places: Int32Array | None) -> Gated:
+        """Interleave gate and up by half panels, or pack them apart where their forms differ."""
+        if pairs[0][0].form != pairs[0][1].form:
+            return [self._stacked([pair[half] for pair in pairs], places) for half in (0, 1)]
+        parts = [part for pair in pairs for part in pair]
 
         def fill(room: Matrix) -> None:
             for i, part in enumerate(parts):
-                self._pack(part, _nth(room, i // 2, len(gates)), half=i % 2)
+                self._pack(part, _nth(room, i // 2, len(pairs)), half=i % 2)
 
-        return self._matrices("gated", parts, 2 * parts[0].n, len(gates), fill)
+        return [replace(self._matrices("gated", parts, 2 * parts[0].n, len(pairs), fill), places=places)]
 
-    def several(self, names: Sequence[str]) -> Matrix:
-        """Pack matrices of one shape [n, k] (experts), one behind the other."""
-        parts = self._parts(names)
+    def several(self, names: Sequence[str]) -> list[Matrix]:
+        """Pack matrices [n, k] of experts, those of one form one behind the other."""
+        parts = [self._part(name) for name in names]
+        return [self._stacked(some, places) for places, some in _sets(parts, [part.form for part in parts])]
 
+    def _stacked(self, parts: Sequence[Part], places: Int32Array | None) -> Matrix:
         def fill(room: Matrix) -> None:
             for i, part in enumerate(parts):
-                self._pack(part, _nth(room, i, len(names)))
+                self._pack(part, _nth(room, i, len(parts)))
 
-        return self._matrices("several", parts, parts[0].n, len(names), fill)
+        return replace(self._matrices("several", parts, parts[0].n, len(parts), fill), places=places)
 
     def _pack(self, part: Part, room: Matrix, offset: int = 0, half: int | None = None) -> None:
         part.pack(self._engine, room, offset, half)
         for tensor in part.tensors:
             self._tensors.forget(tensor)
 
-    def _parts(self, modules: Sequence[str]) -> list[Part]:
-        """Return the matrices of modules. Raises ModelError where they do not have one form."""
-        parts = [self._part(module) for module in modules]
-        for module, part in zip(modules, parts, strict=True):
-            if part.form != parts[0].form:
-                raise ModelError(f"{modules[0]} and {module} are one product here, but are not quantised alike")
-        return parts
-
     def _part(self, module: str) -> Part:
-        scheme = self._schemes.get(module)
-        coded = None if scheme is None or isinstance(scheme, Plain | Int8) else cast("Coded", scheme)
-        return part_of(self._tensors, module, coded, self._shapes.get(module, (0, 0)))
+        return part_of(self._tensors, module, self._schemes.get(module, PLAIN), self._shapes.get(module, ()))
 
     def _matrices(
         self,
@@ -191,6 +201,19 @@ class PackedWeights:
         values = self._tensors.read(tensor, 0, math.prod(tensor.shape))
         self._tensors.forget(tensor)
         return values
+
+
+def _sets(experts: Sequence[_Item], forms: Sequence[object]) -> Iterator[tuple[Int32Array | None, list[_Item]]]:
+    """Yield the experts of each form, and the places of all experts among them; None for those of all in order."""
+    by_form: dict[object, list[int]] = {}
+    for expert, form in enumerate(forms):
+        by_form.setdefault(form, []).append(expert)
+    for members in by_form.values():
+        places = None
+        if len(by_form) > 1:
+            places = np.full(len(experts), -1, np.int32)
+            places[members] = np.arange(len(members))
+        yield places, [experts[expert] for expert in members]
 
 
 def _nth(room: Matrix, i: int, count: int) -> Matrix:

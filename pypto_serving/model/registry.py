@@ -71,14 +71,21 @@ class CheckpointConfig:
             raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
         return dtype
 
-    def spec(self, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE, head: str = "auto") -> ModelSpec:
+    def spec(
+        self,
+        dtype: str = "auto",
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        head: str = "auto",
+        kv_dtype: str = "auto",
+    ) -> ModelSpec:
         """Describe the checkpoint to the engine, without its weights.
 
         `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and
-        bfloat16 beside quantised weights. `head` is auto, or int8 for an output layer that will be rounded to that.
+        bfloat16 beside quantised weights. `head` and `kv_dtype` are int8 for an output layer, and for keys and values,
+        that will be rounded to that.
         """
         serving = self.serving_dtype(dtype)
-        spec = self.family.spec(self.model, self.directory, self.architecture, serving, block_size, head)
+        spec = self.family.spec(self.model, self.directory, self.architecture, serving, block_size, head, kv_dtype)
         fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
         return msgspec.structs.replace(spec, eos_token_ids=fields.int_list("eos_token_id"))
 
@@ -108,7 +115,11 @@ def load_config(model_dir: str | Path) -> tuple[str, Any]:
 
 
 def load_spec(
-    model_dir: str | Path, dtype: str = "auto", block_size: int = DEFAULT_BLOCK_SIZE, head: str = "auto"
+    model_dir: str | Path,
+    dtype: str = "auto",
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    head: str = "auto",
+    kv_dtype: str = "auto",
 ) -> ModelSpec:
     """Read what a checkpoint folder holds, without its weights. See `CheckpointConfig.spec`."""
-    return read_config(model_dir).spec(dtype, block_size, head)
+    return read_config(model_dir).spec(dtype, block_size, head, kv_dtype)

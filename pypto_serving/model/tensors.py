@@ -85,6 +85,12 @@ class StoredTensors:
         stored = np.frombuffer(self.map(tensor), dtype, end - begin, offset)
         return (stored.astype("<u4") << 16).view("<f4") if tensor.dtype == "BF16" else stored.astype("<f4")
 
+    def read_bfloat16(self, tensor: StoredTensor, begin: int, end: int) -> NDArray[np.uint16]:
+        """Read elements [begin, end) of a flat `tensor` as the bits of bfloat16; those stored so are only viewed."""
+        if tensor.dtype == "BF16":
+            return self.view(tensor).reshape(-1)[begin:end]
+        return bfloat16(self.read(tensor, begin, end))
+
     def forget(self, tensor: StoredTensor) -> None:
         """Count `tensor` as read, and let the kernel take back its whole pages."""
         begin, end = ceil_div(tensor.begin, mmap.PAGESIZE), tensor.end // mmap.PAGESIZE

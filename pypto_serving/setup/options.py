@@ -53,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill: bool | None = None
     fair_scheduling: bool | None = None
     block_size: int | None = None
+    kv_dtype: str | None = None
     kv_memory: int | float | None = None
     prefix_caching: bool | None = None
     kv_host_memory: int | float | None = None

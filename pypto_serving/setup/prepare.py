@@ -79,7 +79,7 @@ def _is_null(options: Options) -> bool:
 
 def _spec(options: Options, config: CheckpointConfig) -> ModelSpec:
     dtype, block_size = options.dtype or DEFAULTS["dtype"], options.block_size or DEFAULTS["block_size"]
-    spec = config.spec(dtype, block_size, options.head or "auto")
+    spec = config.spec(dtype, block_size, options.head or "auto", options.kv_dtype or "auto")
     if spec.own_blocks and options.block_size is not None:
         raise _no_block_size(options, config.directory)
     return spec

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS, BackendDefaults
-from pypto_serving.errors import ConfigError, ModelError
+from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import NULL_MODELS
 from pypto_serving.setup.blocks import choose_block_size
 from pypto_serving.setup.defaults import DEFAULTS
@@ -46,11 +46,8 @@ def resolve(
 
     `serves` tells whether there will be an HTTP server, whose address then has to work with the rest.
 
-    Raises ConfigError, in one line that names the option to change, for values that cannot work together, and
-    ModelError for a model that nothing serves.
+    Raises ConfigError, in one line that names the option to change, for values that cannot work together.
     """
-    if model.obstacle:
-        raise ModelError(f"{model.path} cannot be served: {model.obstacle}")
     settings = Settings(options, defaults)
     name = settings.pick_fixed("backend")
     backend = BACKEND_DEFAULTS[name]

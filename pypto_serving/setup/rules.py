@@ -290,6 +290,7 @@ RULES: dict[str, Rule] = {
     "chunked_prefill": Switch(),
     "fair_scheduling": Switch(),
     "block_size": PowerOfTwo(1, 1024),
+    "kv_dtype": Choice(("auto", "bf16", "int8")),
     "kv_memory": Memory(),
     "prefix_caching": Switch(),
     "kv_host_memory": Memory(),

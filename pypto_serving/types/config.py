@@ -144,6 +144,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.kv_events) or any(tier.tier in ("disk", "remote") for tier in self.tiers)
 
     @property
+    def int8_kv(self) -> bool:
+        """Return True if keys and values are int8."""
+        return self.groups[0].tensors[0].dtype == "int8"
+
+    @property
     def unsettled_tokens(self) -> int:
         """Return the most tokens of a request that steps in flight compute, or whose blocks have no keys yet."""
         return self.max_num_batched_tokens * self.depth + publication_lag(self.groups)

@@ -83,7 +83,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     needs_torch: why the kernels cannot serve the model; empty if they can.
     needs_torch_option: name of the option that this depends on, such as `dtype`; empty if it is the model alone.
     quantization: how weights are quantised, empty if they are not; only the kernels serve quantised ones.
-    obstacle: why nothing serves the model; empty if something does.
     choices: options that the weights leave open, such as `activations`.
     own_blocks: the KV groups have block sizes of their own, so none can be chosen.
     eos_token_ids: end-of-sequence ids of config.json, which generation_config.json may replace.
@@ -103,7 +102,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     needs_torch: str = "it has no program for the CPU kernels"
     needs_torch_option: str = ""
     quantization: str = ""
-    obstacle: str = ""
     choices: tuple[str, ...] = ()
     own_blocks: bool = False
     eos_token_ids: tuple[int, ...] = ()

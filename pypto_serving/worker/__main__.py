@@ -85,7 +85,8 @@ def describe(config: EngineConfig) -> str:
     """Return a readable name for the blocks in a store: model, dtype, kernels and block sizes."""
     name = default_model_name(config.model) if config.model else f"{config.backend} backend"
     tokens = "/".join(str(size) for size in dict.fromkeys(group.block_size for group in config.groups))
-    return ", ".join(part for part in (name, config.dtype, config.kernels, f"{tokens} tokens/block") if part)
+    dtype = f"{config.dtype} with int8 KV" if config.int8_kv else config.dtype
+    return ", ".join(part for part in (name, dtype, config.kernels, f"{tokens} tokens/block") if part)
 
 
 def main(wrap: Wrap = lambda runner: runner) -> int:

@@ -56,3 +56,16 @@ def random_tool(rng: random.Random, number: int) -> Function:
     if maker.defs:
         schema["$defs"] = maker.defs
     return {"name": rng.choice(["f", "get_weather", "a.b"]) + str(number), "parameters": schema}
+
+
+FIND: Function = {
+    "name": "find",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 1, "maximum": 2}, "s": {"type": "string"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+LOOSE: Function = {"name": "look", "parameters": {"type": "object", "properties": {"z": {"type": "string"}}}}

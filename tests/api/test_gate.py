@@ -215,12 +215,25 @@ class Client:
         self.ended = True
 
 
-@pytest.mark.parametrize("in_body", [False, True])
-def test_a_client_that_drips_a_head_gives_way_and_one_that_drips_a_body_does_not(in_body: bool) -> None:
-    clock, dripping, newcomer = VirtualClock(), Client(), Client()
+@pytest.mark.parametrize("piece_bytes", [0, 1, gate.SIGN_BYTES // 4, gate.SIGN_BYTES])
+def test_a_client_that_drips_gives_way_and_one_that_sends_does_not(piece_bytes: int) -> None:
+    clock, sending, newcomer = VirtualClock(), Client(), Client()
     doorman = Gate(Places(1, 1), 1000, clock, lambda status, message: None)
-    assert doorman.enter(dripping)
-    for _ in range(3):
-        doorman.sending(dripping, in_body)
+    assert doorman.enter(sending)
+    for number in range(4):
+        doorman.sending(sending, number * piece_bytes)
         clock.advance(gate.SILENCE_S / 2)
-    assert doorman.enter(newcomer) is dripping.ended is not in_body
+    assert doorman.enter(newcomer) is sending.ended is (piece_bytes < gate.SIGN_BYTES)
+
+
+def test_of_clients_that_send_the_one_that_was_silent_longest_gives_way() -> None:
+    clock, clients = VirtualClock(), [Client() for _ in range(4)]
+    doorman = Gate(Places(3, 1), 1000, clock, lambda status, message: None)
+    for client in clients[:3]:
+        assert doorman.enter(client)
+        doorman.sending(client, 0)
+        clock.advance(gate.SILENCE_S / 4)
+    doorman.sending(clients[0], gate.SIGN_BYTES)
+    clock.advance(gate.SILENCE_S)
+    assert doorman.enter(clients[3])
+    assert [client.ended for client in clients] == [False, True, False, False]

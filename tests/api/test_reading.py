@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -285,6 +287,23 @@ def test_a_copy_that_is_killed_costs_no_request(checkpoint: Path, tokenizer: Tok
         await reader.close()
 
     asyncio.run(scenario())
+
+
+def test_a_copy_ends_with_its_process_even_before_it_could_say_so() -> None:
+    program = """
+import os, signal
+from pypto_serving.api.reading import loop
+
+def too_late():
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        pass
+
+parent, loop.die_with_parent = os.getpid(), too_late
+loop.wait(loop.copy(lambda: print("works alone", flush=True)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
 def test_no_reader_starts_while_the_server_ends(checkpoint: Path, tokenizer: Tokenizer) -> None:

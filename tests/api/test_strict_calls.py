@@ -15,20 +15,9 @@ from pypto_serving.api.generation.structured import json_options
 from pypto_serving.api.generation.tool_grammar import strict_calls
 from pypto_serving.guidance import Compiler
 from pypto_serving.types.guide import Grammar
-from tests.api.random_tools import Function, read
+from tests.api.random_tools import FIND, LOOSE, read
 from tests.api.walking import TEMPTING, after, walk
 
-FIND: Function = {
-    "name": "find",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"a": {"type": "integer", "minimum": 1, "maximum": 2}, "s": {"type": "string"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    },
-}
-LOOSE: Function = {"name": "look", "parameters": {"type": "object", "properties": {"z": {"type": "string"}}}}
 FUNCTIONS = [FIND, LOOSE]
 BEGINNINGS = (
     *('{"name"', '{"name": "find", "', '{ "parameters": {', '{"n\\u0061me": "find"', '{"id": "3", "name": "look", '),

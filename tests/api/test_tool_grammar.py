@@ -16,21 +16,10 @@ from pypto_serving.api.generation.structured import json_options
 from pypto_serving.api.generation.tool_grammar import calls_beside_json, either, forced_calls, strict_calls
 from pypto_serving.errors import RequestError
 from pypto_serving.guidance import Compiler, GrammarError
-from tests.api.random_tools import NOT_NORMAL, Function, random_tool, read
+from tests.api.random_tools import FIND, LOOSE, NOT_NORMAL, Function, random_tool, read
 from tests.api.walking import TEMPTING, after, walk
 
 NOW: Function = {"name": "now"}
-FIND: Function = {
-    "name": "find",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"a": {"type": "integer", "minimum": 1, "maximum": 2}, "s": {"type": "string"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    },
-}
-LOOSE: Function = {"name": "look", "parameters": {"type": "object", "properties": {"z": {"type": "string"}}}}
 BEGINNINGS = (
     *('{"name"', '{"name": "find", "', '{ "parameters": {', '{"n\\u0061me": "find"', '{"id": "3", "name": "look", '),
     *('[{"name": "find', "```json\n{", "[find(", '[look(z="x")', "[1, 2", '{"x": 1}', "<|python_tag|>"),

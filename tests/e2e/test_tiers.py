@@ -17,12 +17,14 @@ from tests.store.pool import wait_until
 pytestmark = pytest.mark.e2e
 
 
-def test_a_prefix_comes_back_from_host_memory_even_after_a_worker_died() -> None:
+@pytest.mark.parametrize("precision", [(), ("--kv-dtype", "int8", "--head", "int8")], ids=["bf16", "int8"])
+def test_a_prefix_comes_back_from_host_memory_even_after_a_worker_died(precision: tuple[str, ...]) -> None:
     rng = random.Random(1)
     prompt = rng.choices(range(32, 127), k=400)
     others = [rng.choices(range(32, 127), k=1000) for _ in range(3)]
-    options = ("--kv-memory", "2.5MiB", "--max-model-len", "1200", "--kv-host-memory", "64MiB")
-    with Server(*options) as server:
+    memory = "1.4MiB" if precision else "2.5MiB"
+    options = ("--kv-memory", memory, "--max-model-len", "1200", "--kv-host-memory", "64MiB")
+    with Server(*options, *precision) as server:
         first, cached = complete(server, prompt)
         assert cached == {"device": 0, "host": 0, "disk": 0, "remote": 0}
         for other in others:

@@ -14,6 +14,17 @@ from tests.kernels.references import BFLOAT16, assert_close
 from tests.kernels.stage import Stage, int32
 
 LAYERS, LAYER = 2, 1
+SHAPES = [
+    (1, 1, 32, 32),
+    (4, 2, 64, 32),
+    (7, 1, 96, 32),
+    (8, 1, 128, 128),
+    (6, 2, 128, 64),
+    (2, 2, 160, 96),
+    (3, 1, 256, 32),
+]
+"""Heads, kv heads, dim and block size."""
+ALONE = [(6, 2, 64), (8, 1, 128), (1, 1, 32)]
 
 
 @dataclass(frozen=True)

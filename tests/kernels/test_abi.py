@@ -17,7 +17,7 @@ from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.constants import differing
 from pypto_serving.kernels.forms import Inputs, Scale, Weights
 from pypto_serving.kernels.library import library
-from pypto_serving.kernels.recording import Epilogue
+from pypto_serving.kernels.operands import Epilogue
 from pypto_serving.types.weights import Layout
 from tests.kernels.layouts import Array
 from tests.kernels.stage import Stage, engine_of, int32, matrix_of
@@ -175,7 +175,7 @@ def test_fields_come_to_their_places(name: str) -> None:
 def test_types_follow_from_the_declarations() -> None:
     types = bound().structs["QkNormRope"].arguments.types
     assert types["x"] == "const f4*" and types["queries"] == "u2*"
-    assert types["keys"] == "u2*" and types["block_stride"] == "i8"  # of KvCache, which QkNormRope contains
+    assert types["keys"] == "u4*" and types["block_stride"] == "i8"  # of KvCache, which QkNormRope contains
     replay = bound().functions["replay"].arguments.types
     assert list(replay)[:2] == ["recording", "tokens"] and replay["groups"] == "const GroupTables*"
     assert bound().functions["replay"].arguments.nullable == {"seconds"}

@@ -10,21 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, KVCacheLayer
-from tests.kernels.attention_rows import LAYER, LAYERS, Row, assert_attends, attend, cache_of, random_row
+from tests.kernels.attention_rows import ALONE, LAYER, LAYERS, SHAPES, Row, assert_attends, attend, cache_of, random_row
 from tests.kernels.layouts import NAN, narrow, random_bf16
 from tests.kernels.references import BFLOAT16, assert_close
 from tests.kernels.stage import Stage, engine_of
-
-SHAPES = [
-    (1, 1, 32, 32),
-    (4, 2, 64, 32),
-    (7, 1, 96, 32),
-    (8, 1, 128, 128),
-    (6, 2, 128, 64),
-    (2, 2, 160, 96),
-    (3, 1, 256, 32),
-]
-"""Heads, kv heads, dim and block size."""
 
 
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 31, 127, 128, 129, 256, 257, 1000])
@@ -123,9 +112,6 @@ def test_an_empty_step_does_nothing(engine: Engine) -> None:
         np.zeros((1, 1, 32), np.uint16), KVCacheLayer(pages, LAYER, 32), stage.strip_room(1, 32)
     )
     stage.play(0, lengths=[])
-
-
-ALONE = [(6, 2, 64), (8, 1, 128), (1, 1, 32)]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), ALONE)

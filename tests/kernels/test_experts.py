@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -247,3 +247,29 @@ def test_softplus_scores(engine: Engine, tokens: int, choice: str) -> None:
     wanted = np.zeros((tokens, experts))
     np.put_along_axis(wanted, chosen, 1.5 * mine / mine.sum(1, keepdims=True), axis=1)
     assert_close(found, wanted, 2e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 50])
+def test_matrices_of_some_experts(engine: Engine, tokens: int) -> None:
+    """Sets of experts with matrices of their own, whose gates may lie apart, give the bits of one set."""
+    layer, rng = make_layer(8, 3, width=64), np.random.default_rng(tokens)
+    x, logits = random_bf16(rng, tokens, 64), rng.standard_normal((tokens, 8)).astype(np.float32)
+    stage = Stage(engine)
+    rows, gated, y = record_layer(stage, layer, stage.strips(x), logits, stage.room(np.float32, tokens, 64))
+    entries, inner = tokens * 3, layer.gate.shape[1]
+    routing = stage.record.route(logits, 3, Scoring.RENORMALIZED)
+    found, products = stage.strip_room(entries, inner), stage.room(np.float32, entries, 64)
+    gates = stage.room(np.float32, entries, inner)
+    for members in ([6, 1], [0, 2, 3, 4, 5, 7]):
+        places = np.full(8, -1, np.int32)
+        places[members] = np.arange(len(members))
+        some = replace(layer, gate=layer.gate[members], up=layer.up[members])
+        if len(members) == 2:
+            stage.record.expert_linear(routing, rows, replace(packed(some.gate), places=places), gates)
+            up = replace(packed(some.up), places=places)
+            stage.record.expert_swiglu(routing, rows, up, found, gates=gates)
+        else:
+            stage.record.expert_swiglu(routing, rows, replace(packed_gates(some), places=places), found)
+        stage.record.expert_linear(routing, gated, replace(packed(layer.down[members]), places=places), products)
+    stage.play(tokens)
+    assert np.array_equal(found, gated) and np.array_equal(products, y)

@@ -137,6 +137,48 @@ def test_a_limit_of_gates(engine: Engine, rows: int) -> None:
     assert_close(found, silu(g) * u, 1.01 * BFLOAT16 * np.abs(silu(g) * u) + error)
 
 
+@pytest.mark.parametrize("rows", [1, 13, 37])
+def test_products_into_columns(engine: Engine, rows: int) -> None:
+    """What lies beside them stays as it was."""
+    rng = np.random.default_rng(rows)
+    x, before = random_bf16(rng, rows, 64), random_bf16(rng, rows, 150)
+    parts = [random_bf16(rng, n, 64) for n in (48, 33, 5)]
+    stage = Stage(engine)
+    out, begin = stage.copy(before), 10
+    wanted = before.copy()
+    for part, record in zip(parts, (stage.record.linear, stage.record.linear_add, stage.record.linear), strict=True):
+        columns = slice(begin, begin + len(part))
+        record(stage.strips(x), matrix_of(part), out[:, columns])
+        wanted[:, columns] = linear(engine, x, part) + (before[:, columns] if record == stage.record.linear_add else 0)
+        begin += len(part) + 20
+    stage.play(rows)
+    assert np.array_equal(out, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 13, 50])
+def test_gates_apart_from_up(engine: Engine, rows: int) -> None:
+    """The bits of both in one matrix, with and without a limit."""
+    rng = np.random.default_rng(rows)
+    for n in (16, 32, 48):
+        x, gate, up = (random_bf16(rng, count, 64, scale=0.5) for count in (rows, n, n))
+        for limit in (1.5, np.inf):
+            stage = Stage(engine)
+            gates, (apart, whole) = stage.room(np.float32, rows, n), (stage.strip_room(rows, n) for _ in range(2))
+            strips = stage.strips(x)
+            stage.record.linear(strips, matrix_of(gate), gates)
+            stage.record.linear_swiglu(strips, matrix_of(up), apart, limit, gates)
+            stage.record.linear_swiglu(strips, matrix_of(interleaved(gate, up)), whole, limit)
+            stage.play(rows)
+            assert np.array_equal(apart, whole)
+
+
+def test_gates_apart_are_whole_half_panels(engine: Engine) -> None:
+    stage, matrix = Stage(engine), matrix_of(np.zeros((40, 32), np.float32))
+    with pytest.raises(ValueError, match="40 outputs are not whole half panels"):
+        gates = stage.room(np.float32, 1, 40)
+        stage.record.linear_swiglu(stage.strip_room(1, 32), matrix, stage.strip_room(1, 40), gates=gates)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 13, 37])
 @pytest.mark.parametrize(("groups", "n"), [(1, 96), (3, 32), (4, 64)])
 def test_groups_with_strips_of_their_own(engine: Engine, rows: int, groups: int, n: int) -> None:

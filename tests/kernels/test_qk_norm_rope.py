@@ -2,90 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pypto_serving.kernels import Engine, KVCacheLayer
 from tests.kernels import references
+from tests.kernels.heads import EPS, LAYER, LAYERS, SHAPES, STEPS, Shape, Work, make_work
 from tests.kernels.layouts import NAN, Array, keys_of, narrow, values_of, widen
 from tests.kernels.references import BFLOAT16, assert_close, rotate
 from tests.kernels.stage import Stage, engine_of
-
-EPS = 1e-6
-LAYERS, LAYER = 3, 1
-POSITIONS = 600
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int
-    kv_heads: int
-    dim: int
-    size: int = 32
-
-    @property
-    def all(self) -> int:
-        return self.heads + 2 * self.kv_heads
-
-
-SHAPES = [
-    Shape(4, 2, 32),
-    Shape(8, 1, 64, 32),
-    Shape(3, 3, 96, 96),
-    Shape(8, 4, 128, 64),
-    Shape(2, 1, 256, 128),
-]
-
-
-@dataclass(frozen=True)
-class Work:
-    """Projections of a step's tokens with what `heads` needs beside them, and blocks for each row."""
-
-    shape: Shape
-    lengths: list[tuple[int, int]]
-    x: Array
-    weights: Array
-    cos: Array
-    sin: Array
-    blocks: list[Array]
-
-    @property
-    def positions(self) -> Array:
-        return np.concatenate([np.arange(first, first + count) for first, count in self.lengths])
-
-    @property
-    def slots(self) -> Array:
-        size = self.shape.size
-        return np.concatenate(
-            [
-                blocks[p // size] * size + p % size
-                for blocks, (first, count) in zip(self.blocks, self.lengths, strict=True)
-                for p in [np.arange(first, first + count)]
-            ]
-        )
-
-    @property
-    def num_blocks(self) -> int:
-        return 1 + sum(map(len, self.blocks))
-
-
-def make_work(shape: Shape, lengths: list[tuple[int, int]], seed: int = 0) -> Work:
-    rng = np.random.default_rng(seed)
-    needs = [-(-(first + count) // shape.size) for first, count in lengths]
-    ids = 1 + rng.permutation(sum(needs))
-    angles = rng.uniform(0, 2 * np.pi, (POSITIONS, shape.dim // 2))
-    tokens = sum(count for _, count in lengths)
-    return Work(
-        shape,
-        lengths,
-        x=rng.standard_normal((tokens, shape.all, shape.dim)).astype(np.float32) * 3,
-        weights=rng.uniform(0.5, 2, (shape.heads + shape.kv_heads, shape.dim)).astype(np.float32),
-        cos=np.cos(angles).astype(np.float32),
-        sin=np.sin(angles).astype(np.float32),
-        blocks=np.split(ids, np.cumsum(needs)[:-1]),
-    )
 
 
 def heads(engine: Engine, work: Work) -> tuple[Array, Array]:
@@ -98,9 +25,6 @@ def heads(engine: Engine, work: Work) -> tuple[Array, Array]:
     stage.record.qk_norm_rope(work.x, work.weights, work.cos, work.sin, EPS, queries, cache)
     stage.play(tokens, lengths=work.lengths, slots=work.slots)
     return widen(queries), pages
-
-
-STEPS = [[(0, 1)], [(0, 50)], [(31, 1), (0, 17), (126, 5), (7, 1)], [(p, 1) for p in range(40)], [(500, 13), (0, 128)]]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -69,11 +69,15 @@ def test_a_disk_with_room_for_some_slots_keeps_what_was_used_last(tmp_path: Path
     store = simulation.executor.stores["disk"] = DiskStore(tmp_path, b"", sizes, (200,), room)
     rng = random.Random(2)
     prompts = [[rng.randrange(1000) for _ in range(160)] for _ in range(20)]
+    tier, writable = lower(simulation), []
     for tokens in prompts:
         simulation.add(tokens)
         simulation.run()
         simulation.clock.advance(60.0)
-    assert simulation.core.scheduler.kv._tiers.tiers[0].counters.failed_blocks > 0
+        writable.append(tier.stats().writable)
+    assert tier.counters.failed_blocks > 0
+    num_before = writable.index(False)
+    assert num_before > 0 and not any(writable[num_before:]), "also while slots that were used before are used again"
     again = simulation.add([*prompts[-3], 1, 2, 3])
     simulation.run()
     simulation.assert_correct(again)

@@ -31,9 +31,10 @@ def load_program(
     progress: Progress = lambda *_: None,
     activations: Activations = "int8",
     head: Head = "auto",
+    kv_dtype: str = "auto",
 ) -> Any:
     """The CPU program of a checkpoint, on torch or on the kernels of an instruction set."""
-    spec = load_spec(path, dtype, block_size)
+    spec = load_spec(path, dtype, block_size, kv_dtype=kv_dtype)
     config = EngineConfig(
         model=str(path),
         backend="cpu",

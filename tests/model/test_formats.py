@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
+from pypto_serving.kernels import Engine, runnable
 from pypto_serving.model.checkpoint import Checkpoint
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.fields import Fields
@@ -23,6 +24,7 @@ from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.schemes import Coded
 from pypto_serving.model.formats.section import read_quantization
+from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec, read_config
 from pypto_serving.model.tensors import StoredTensors
@@ -75,8 +77,8 @@ def test_matrices_of_deepseek_v4(tmp_path: Path, form: str) -> None:
         scheme: Any = inventory.scheme(f"{module}.weight")
         stored = scheme.read(MatrixTensors(tensors, module), *wanted.shape)
         assert np.array_equal(dequantised(stored), wanted.numpy())
-    spec, contents = load_spec(path), read_config(path).contents()
-    assert "not served yet" in spec.obstacle and contents.verdicts == ()
+    contents = read_config(path).contents()
+    assert contents.verdicts == ()
     forms = {form.name: form.matrices for form in contents.forms}
     experts = 4 * 8 * 3
     assert forms == {"fp8 128x128": len(means)} | (
@@ -126,7 +128,6 @@ def test_a_spec_and_what_files_hold(tmp_path: Path, format: str) -> None:
     path, means = made(tmp_path, format)
     spec, contents = load_spec(path), read_config(path).contents()
     assert spec.quantization == FORMATS[format].name
-    assert not spec.obstacle
     assert spec.dtype == "bfloat16" and [line for line in contents.verdicts if "left alone" not in line] == []
     (form,) = contents.forms
     assert (form.name, form.matrices) == (FORMATS[format].name, len(means))
@@ -180,16 +181,22 @@ def test_files_say_what_is_not_quantised(tmp_path: Path, kind: str, format: str)
         ("nvfp4", "weight_global_scale", 0.0, "divided by it"),
         ("int4_g32", "weight_scale", float("nan"), "not finite"),
         ("int4_g32", "weight_shape", 7, r"says \[7, 384\]"),
-        ("blocks_bf16", "weight", 0x7F, "not a number"),
-        ("blocks_bf16", "weight", 0xFF, "not a number"),
         ("blocks_e8m0", "weight_scale_inv", 255, "not finite"),
-        ("w4a8", "weight", 8, "4 bits do not hold"),
         ("gptq", "g_idx", 3, "input 0 into group 3, not 0: act-order"),
         ("gptq", "qzeros", 0, r"zero point \d+, but sym is true"),
     ],
 )
 def test_numbers_that_are_none(tmp_path: Path, format: str, tensor: str, value: Any, words: str) -> None:
     path, _ = made(tmp_path, format)
+    spoil(path, tensor, value)
+    inventory, tensors = inventory_of(path)
+    with pytest.raises(ModelError, match=words) as caught:
+        read(inventory, tensors, MODULE)
+    assert f"{MODULE}.{tensor}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def spoil(path: Path, tensor: str, value: Any) -> None:
+    """Change the first number of a tensor of MODULE."""
 
     def edit(tensors: Tensors) -> None:
         found = tensors[f"{MODULE}.{tensor}"]
@@ -197,10 +204,35 @@ def test_numbers_that_are_none(tmp_path: Path, format: str, tensor: str, value: 
         raw.view(-1)[0] = value
 
     change(path, edit)
-    inventory, tensors = inventory_of(path)
-    with pytest.raises(ModelError, match=words) as caught:
-        read(inventory, tensors, MODULE)
-    assert f"{MODULE}.{tensor}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+@pytest.mark.parametrize(
+    ("format", "value", "words"),
+    [("blocks_bf16", 0x7F, "not a number"), ("blocks_bf16", 0xFF, "not a number"), ("w4a8", 8, r"not in \[-8, 7\]")],
+)
+def test_weights_that_are_none_are_found_while_they_are_packed(
+    tmp_path: Path, format: str, value: int, words: str
+) -> None:
+    """Not by reading them once more before."""
+    path, _ = made(tmp_path, format)
+    spoil(path, "weight", value)
+    inventory, _ = inventory_of(path)
+    weights = PackedWeights(path, Engine(), lambda *_: None)
+    weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
+    with pytest.raises(ModelError, match=f"{MODULE}: a weight of output 0 is {words}"):
+        weights.matrix([MODULE])
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+def test_scales_of_int8_are_finite(tmp_path: Path) -> None:
+    path, _ = made(tmp_path, "w8a8")
+    spoil(path, "weight_scale", float("inf"))
+    inventory, _ = inventory_of(path)
+    weights = PackedWeights(path, Engine(), lambda *_: None)
+    weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
+    with pytest.raises(ModelError, match=f"tensor {MODULE}.weight_scale has scales that are not finite"):
+        weights.matrix([MODULE])
 
 
 @pytest.mark.parametrize(("format", "name"), [("gptq_asym", "g_idx"), ("int4_g32", "weight_g_idx")])
@@ -241,6 +273,7 @@ def refused(path: Path, section: dict[str, Any]) -> str:
         ("int4_g32", "config_groups.group_0.input_activations", {"num_bits": 8, "type": "float"}),
         ("w4a8", "config_groups.group_0.input_activations.dynamic", False),
         ("fp8_block", "config_groups.group_0.weights.block_structure", [128]),
+        ("fp8_block", "config_groups.group_0.weights.block_structure", f"{'9' * 5000}x1"),
         ("fp8_block", "config_groups.group_0.input_activations.type", "int"),
         ("fp8_channel", "config_groups.group_0.weights.num_bits", 4),
         ("fp8_channel", "kv_cache_scheme", {"num_bits": 8, "type": "float"}),
@@ -275,7 +308,7 @@ def test_other_schemes_are_named(tmp_path: Path, format: str, key: str, value: A
             *outer, last = key.split(".")
             reduce(getitem, outer, section)[last] = value
     message = refused(tmp_path, section)
-    assert f"quantization_config.{key} is {json.dumps(value)}" in message
+    assert f"quantization_config.{key} is {json.dumps(value)[:60]}" in message
 
 
 def leaves(section: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -324,7 +357,7 @@ def test_groups_of_mixed_precision(tmp_path: Path) -> None:
     assert found["model.layers.3.mlp.up_proj"] == found["model.layers.1.mlp.experts.7.up_proj"] == "int4 g128"
     assert found["lm_head"] == found["model.layers.5.self_attn.q_proj"] == found["model.layers.1.mlp.gate"] == ""
     spec = load_spec(tmp_path)
-    assert spec.quantization == "fp8 per output + int4 g128 + mxfp4" and not spec.obstacle
+    assert spec.quantization == "fp8 per output + int4 g128 + mxfp4"
     del groups["group_1"]["format"]
     section |= {"format": "mixed-precision", "config_groups": groups}
     assert "config_groups.group_1.format is null" in refused(tmp_path, section)

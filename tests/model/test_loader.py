@@ -144,6 +144,15 @@ def test_a_damaged_header_entry(copy: Callable[..., Path], entry: dict[str, obje
     assert NORM in refusal(path)
 
 
+def test_tensors_that_share_bytes(copy: Callable[..., Path]) -> None:
+    entries = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": [begin, begin + 8]} for name, begin in (("b", 7), ("a", 0))
+    }
+    header = json.dumps(entries).encode()
+    (path := copy()).joinpath(SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    assert "the tensors a and b share bytes" in refusal(path)
+
+
 def test_missing_files(copy: Callable[..., Path]) -> None:
     (path := copy()).joinpath(SINGLE_FILE).unlink()
     assert f"has no {SINGLE_FILE}" in refusal(path)

@@ -17,7 +17,7 @@ from pypto_serving.types.config import Activations
 from tests.checkpoints import make_checkpoint
 from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
 from tests.model.sequences import Array, Sequences, load_program
-from tests.quantised import FORMATS, quantise
+from tests.quantised import FORMATS, quantise, quantise_parts
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
@@ -61,6 +61,49 @@ def test_logits_are_those_of_the_values(tmp_path: Path, format: str, kind: str) 
     if not fp8:
         program = load_program(quantised, "bfloat16", kernels=runnable()[0], activations="bf16")
         assert (error := relative(logits(program), wanted)) < BF16_ERROR, error
+
+
+MIXED = {
+    "qwen3": {
+        r".*self_attn\.q_proj": "int4_asym_g32",
+        r".*self_attn\.k_proj": "w8a8",
+        r".*layers\.0\.mlp\.gate_proj": "fp8_channel",
+        r".*layers\.1\.mlp\.up_proj": "mxfp4",
+        r".*down_proj": "w4a8",
+    },
+    "qwen3_moe": {
+        r".*self_attn\.[qv]_proj": "nvfp4",
+        r".*experts\.[16]\.(gate|up)_proj": "int4_g32",
+        r".*experts\.[23]\.gate_proj": "w8a8",
+        r".*experts\.[23]\.up_proj": "fp8_channel",
+        r".*experts\.[1-5]\.down_proj": "int4_g32",
+    },
+}
+"""Forms of modules; all others are bfloat16. Biases, gates and ups, and experts differ in form."""
+
+
+def mixed(path: Path, kind: str) -> tuple[Path, Path]:
+    sizes = WIDE | ({} if "moe" in kind else {"attention_bias": True})
+    both = [make_checkpoint(path / name, kind, **sizes) for name in ("mixed", "float32")]
+    means, file = quantise_parts(both[0], MIXED[kind]), both[1] / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {f"{module}.weight": mean.float() for module, mean in means.items()}, file, {"format": "pt"})
+    return both[0], both[1]
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_parts_of_a_product_that_differ_in_form(tmp_path: Path, kind: str) -> None:
+    quantised, plain = mixed(tmp_path, kind)
+    wanted = logits(load_program(plain, "float32"))
+    program, other = (
+        load_program(quantised, "bfloat16", 900, threads=threads, kernels=runnable()[0]) for threads in (1, 3)
+    )
+    found = logits(program)
+    error = float(np.median(np.sqrt(((found - wanted) ** 2).mean(1) / (wanted**2).mean(1))))
+    assert error < CODES_ERROR, error
+    whole = alone(program)
+    assert_same(alone(other), whole)
+    assert_same(run_among_others(program, 36, [100, 1, 30, 128, 16, *[1] * OUTPUT], seed=2), whole)
 
 
 def alone(program: Any) -> dict[int, Array]:

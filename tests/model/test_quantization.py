@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import runnable
+from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec
@@ -25,6 +26,7 @@ from tests.checkpoints import make_checkpoint
 from tests.compressed import compress, quantization_config
 from tests.model.configs import MOE, RELEASED, write
 from tests.model.sequences import load_program
+from tests.simulation import null_config
 
 IGNORED = ["lm_head"]
 
@@ -111,19 +113,6 @@ def test_other_schemes_are_named(tmp_path: Path, key: str, value: Any) -> None:
     assert json.dumps(value) in message
 
 
-@pytest.mark.parametrize(
-    ("ignore", "words"),
-    [
-        (["lm_head", "re:.*k_proj"], "layers.0.self_attn.k_proj and model.layers.0.self_attn.q_proj"),
-        (["lm_head", "re:.*layers.2.*up_proj"], "layers.2.mlp.up_proj"),
-        (["re:.*mlp.gate$", "model.layers.1.mlp.experts.5.down_proj"], "layers.1.mlp.experts.5.down_proj"),
-    ],
-)
-def test_products_that_are_int8_in_part(tmp_path: Path, ignore: list[str], words: str) -> None:
-    path = write(tmp_path, MOE, quantization_config=quantization_config(ignore))
-    assert words in load_spec(path).obstacle
-
-
 def test_patterns_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"ignore has 're:\(\(', which is no pattern"):
         load_spec(write(tmp_path, MOE, quantization_config=quantization_config(["re:(("])))
@@ -188,7 +177,9 @@ def test_scales_of_every_type(compressed: Path, dtype: torch.dtype) -> None:
 
     scales = load_file(compressed / "model.safetensors")[SCALE].to(dtype)
     weights = PackedWeights(changed(compressed, **{SCALE: scales}), Engine(), lambda *_: None)
-    matrix = weights.matrix(["model.layers.1.self_attn.o_proj"])
+    module = "model.layers.1.self_attn.o_proj"
+    weights.require({}, lambda _: True, {module: Int8()})
+    (matrix,) = weights.matrix([module])
     assert matrix.scales is not None and torch.equal(torch.from_numpy(matrix.scales), scales.float()[:, 0])
 
 
@@ -198,4 +189,4 @@ def test_the_fingerprint_names_int8(compressed: Path) -> None:
     config = json.loads((compressed / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head", "re:.*mlp.gate$"]
     program = load_program(compressed, "bfloat16", kernels=runnable()[0])
-    assert program.model.name(program.model.model) == "qwen3-native-2 w8a8"
+    assert program.model.name(program.model.model, null_config(num_blocks=20)) == "qwen3-native-3 w8a8"

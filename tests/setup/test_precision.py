@@ -37,3 +37,22 @@ def test_an_output_layer_is_rounded_only_by_the_kernels() -> None:
         make_resolved(model, WITH_KERNELS, head="int8", kernels="torch")
     with pytest.raises(ConfigError, match=r"^--head is int8, but this model has no output layer of bf16"):
         make_resolved(CODES, WITH_KERNELS, head="int8")
+
+
+def test_keys_and_values_are_kept_as_computed_or_in_int8() -> None:
+    model = make_model(choices=("kv_dtype",), needs_torch="")
+    for given, value, reason in (
+        (None, "bf16", "default: as the model computes"),
+        ("auto", "bf16", "default: as the model computes"),
+        ("bf16", "bf16", "given by --kv-dtype"),
+        ("int8", "int8", "given by --kv-dtype"),
+    ):
+        assert setting(make_resolved(model, WITH_KERNELS, kv_dtype=given), "kv-dtype") == (value, reason)
+    assert setting(make_resolved(kv_dtype="bf16"), "kv-dtype") == ("bf16", "given by --kv-dtype")
+    for refused, options, message in (
+        (make_model(), {"kv_dtype": "int8"}, "int8, but the KV cache of this model has a form of its own; drop it"),
+        (model, {"kv_dtype": "int8", "kernels": "torch"}, "int8, but torch computes, and rounds nothing to int8"),
+        (make_model(dtype="float32"), {"kv_dtype": "bf16"}, "bf16, but the model computes in float32, and keeps that"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--kv-dtype is {message}"):
+            make_resolved(refused, WITH_KERNELS, **options)

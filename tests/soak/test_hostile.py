@@ -55,7 +55,7 @@ def ask(client: httpx.Client, kind: str, number: int) -> float:
     """Send a good request and check its answer; return how long it took. Each guided one has a grammar of its own."""
     path, body, _ = GOOD[kind]
     choices = ["yes", f"no {number}"]
-    given: dict[str, Any] = {"guided": {"guided_choice": choices}, "stream": {"guided_regex": f"{number}[a-m]{{150}}"}}
+    given: dict[str, Any] = {"guided": {"guided_choice": choices}, "stream": {"guided_regex": f"{number}:[a-m]{{150}}"}}
     body = {"max_tokens": 2, "temperature": 0, **body, **given.get(kind, {})}
     if kind == "stream":
         return slowest_gap(client, path, body)
@@ -76,7 +76,7 @@ def slowest_gap(client: httpx.Client, path: str, body: dict[str, Any]) -> float:
             last_s += gaps[-1]
             if line.startswith("data: {"):
                 text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
-    assert re.fullmatch(body["guided_regex"].replace("150", "1,150"), text), text
+    assert re.fullmatch(body["guided_regex"].replace("{150}", "{1,150}"), text), text
     return max(gaps)
 
 

@@ -12,15 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 PATIENCE_S = 60.0
+PACKAGES = "on Debian and Ubuntu it needs the packages libibverbs1 libnl-3-200 libnl-route-3-200"
 
 
 def missing() -> str | None:
     """Why no pool can be started here, if none can."""
     if importlib.util.find_spec("mooncake") is None:
-        return "Mooncake is not installed (pip install pypto-serving[mooncake])"
+        return f"Mooncake is not installed: pip install 'pypto-serving[mooncake]'; {PACKAGES}"
     folder = Path(next(iter(importlib.util.find_spec("mooncake").submodule_search_locations or ())))  # type: ignore[union-attr]
     result = subprocess.run([folder / "mooncake_master", "--version"], capture_output=True, text=True)
-    return None if result.returncode == 0 else f"Mooncake does not run here: {result.stderr.strip().splitlines()[-1]}"
+    if result.returncode == 0:
+        return None
+    return f"Mooncake does not run here: {result.stderr.strip().splitlines()[-1]}; {PACKAGES}"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

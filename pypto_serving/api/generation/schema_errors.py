@@ -17,6 +17,7 @@ MAX_TRIED = 32
 """Parts of a grammar that are compiled alone to find the one at fault."""
 _AT_LINE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*)", re.DOTALL)
 _RULE = re.compile(r"([\w-]+)(?:\[[^\]]*\])?:")
+_COUNTS = ("minProperties", "maxProperties")
 Says = Callable[[Any], bool]
 
 
@@ -73,7 +74,7 @@ def _culprit(grammar: Grammar) -> tuple[str, str] | None:
         try:
             guidance.checked(Grammar("lark", "\n".join([f"start: {' | '.join(names)}", *lines])))
         except guidance.GrammarError as error:
-            return (place, str(error)) if place else None
+            return (place, _AT_LINE.sub(r"\2", str(error))) if place else None
     return None
 
 
@@ -92,11 +93,24 @@ def explained(message: str, schema: Mapping[str, Any]) -> str | None:
         both = {found[1], found[2]}
         where = place("patternProperties", lambda v: isinstance(v, dict) and both <= v.keys())
         return f"{where} cannot be enforced: the patterns {found[1]} and {found[2]} may overlap"
+    if message.startswith("min/maxProperties only supported"):
+        where = next((at for at, key, _ in _keywords(schema) if key in _COUNTS), "#")
+        return f"{where} cannot be enforced beside properties that are not required"
+    if found := re.fullmatch(
+        r"circular references with sibling keys are not supported: [^#]*(#.*)", message, re.DOTALL
+    ):
+        return f"the $ref to {found[1]}, which refers to itself, cannot be enforced beside other keywords"
+    if message == "Schema intersection stack level exceeded":
+        return f"{place('allOf', bool)} cannot be enforced: what it joins refers to itself, or is too deep"
+    if message.startswith("lookarounds not supported"):
+        return f"{place('pattern', _is_bad)} cannot be enforced: a regex may have no lookarounds or word boundaries"
     if message.startswith("regex parse error"):
         return f"{place('pattern', _is_bad)} cannot be enforced: {message}"
     if message == "Unsatisfiable schema: anyOf is empty":
         empty = (at for at, key, value in _keywords(schema) if key == "anyOf" and value == [])
         return f"{next(empty, '#')} is an empty list, which nothing satisfies"
+    if message.startswith("Unsatisfiable schema: Regex is empty"):
+        return "nothing satisfies this schema: no text has both its length and its format or pattern"
     if found := re.fullmatch(r"Unsatisfiable schema: (.*)", message, re.DOTALL):
         return f"nothing satisfies this schema: {found[1]}"
     return None

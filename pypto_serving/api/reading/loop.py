@@ -102,12 +102,14 @@ def apart(answer: Answer, kind: int, raw: bytes, allowed_s: float) -> bytes:
 
 
 def copy(work: Callable[[], None]) -> int:
-    """Do work in a copy of this process; return its id. Raises OSError."""
+    """Do work in a copy of this process, which ends with it; return its id. Raises OSError."""
+    parent = os.getpid()
     if pid := os.fork():
         return pid
     try:
         die_with_parent()
-        work()
+        if os.getppid() == parent:  # else it ended before the kernel knew
+            work()
         os._exit(0)
     except BaseException:
         traceback.print_exc()

@@ -33,7 +33,15 @@ class DeepseekV4Inventory:
         if len(schemes) == 1 or not self._headers:
             return schemes[0]
         n, k = tensor.shape
-        return held(schemes, self._headers, name.removesuffix(".weight"), n, k)
+        return held(schemes, self._headers, _module(name), n, k)
+
+    def schemes(self) -> dict[str, Scheme]:
+        """Return how each matrix of the model is stored, by module."""
+        return {_module(name): self.scheme(name) for name, tensor in self.model.items() if tensor.role in MATRICES}
+
+    def sizes(self) -> dict[str, Shape]:
+        """Return [n, k] of every matrix of the model by module."""
+        return {_module(name): tensor.shape for name, tensor in self.model.items() if tensor.role in MATRICES}
 
     def expected(self, mtp: bool = False) -> dict[str, Expected]:
         """List every required tensor by name, with draft layers if `mtp`."""
@@ -78,7 +86,11 @@ class DeepseekV4Inventory:
 
     def _of_matrix(self, name: str, tensor: Tensor) -> dict[str, Expected]:
         n, k = tensor.shape
-        return self.scheme(name).expected(name.removesuffix(".weight"), n, k)
+        return self.scheme(name).expected(_module(name), n, k)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def model_tensors(model: DeepseekV4Config) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.products import Feed, Products
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.types.arrays import Float32Array, PairArray
 from pypto_serving.types.config import EngineConfig
@@ -45,36 +46,44 @@ class NativeDeepseekV4:
     @staticmethod
     def name(model: DeepseekV4Config, config: EngineConfig) -> str:
         """Name program and arithmetic, for the fingerprint."""
-        return "deepseek-v4-native-2"
+        return f"deepseek-v4-native-2 {model.storage.name}".rstrip()
 
     def __init__(self, model: DeepseekV4Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
         inventory = DeepseekV4Inventory(model, weights.headers)
-        weights.require(inventory.expected(), inventory.ignores)
+        weights.require(inventory.expected(), inventory.ignores, inventory.schemes(), inventory.sizes())
         self.model, self._weights = model, weights
         self.step = Recording(engine)
         self._arenas = Arenas(config, self.step)
         self.arenas = self._arenas.blocks
         self._buffers = Buffers(model, config)
+        self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
         self.logits = self._buffers.logits
-        self._record(config.max_model_len)
+        self._record(config)
         del self._weights
 
-    def _record(self, max_model_len: int) -> None:
+    def _record(self, config: EngineConfig) -> None:
         b, model = self._buffers, self.model
         self.step.embed(self._weights.table("embed.weight"), b.streams)
-        tables = rope_tables(model.ropes(), max_model_len)
+        tables = rope_tables(model.ropes(), config.max_model_len)
         for layer, kind in enumerate(model.kinds):
-            self._record_hyper_connection_pre(f"layers.{layer}.hc_attn", f"layers.{layer}.attn_norm.weight")
+            self._record_hyper_connection_pre(f"layers.{layer}.hc_attn")
             self._record_attention(layer, kind, *tables[kind])
             self.step.hyper_connection_post(b.y, b.post_comb, b.streams)
-            norm = self._record_hyper_connection_pre(f"layers.{layer}.hc_ffn", f"layers.{layer}.ffn_norm.weight")
-            self._record_experts(layer, norm)
+            self._record_hyper_connection_pre(f"layers.{layer}.hc_ffn")
+            self._record_experts(layer)
             self.step.hyper_connection_post(b.y, b.post_comb, b.streams)
-        self._record_hyper_connection_pre("hc_head", "norm.weight", Rows.LOGITS)
-        self.step.linear(b.normed, self._weights.matrix(["head"]), b.logits, Rows.LOGITS)
+        self._record_hyper_connection_pre("hc_head", Rows.LOGITS)
+        normed = self._normed(self._weights.exact("norm.weight"), Rows.LOGITS)
+        head = [self._weights.rounded("head")] if config.head == "int8" else self._weights.matrix(["head"])
+        self._products.linear(normed, head, b.logits, Rows.LOGITS)
 
-    def _record_hyper_connection_pre(self, mixer: str, norm: str, rows: Rows = Rows.TOKENS) -> Float32Array:
-        """Record x = the weighted sum of streams, and normed = RMSNorm(x) in strips. Return the norm's weight."""
+    def _normed(self, norm: Float32Array, rows: Rows = Rows.TOKENS) -> Feed:
+        """Return RMSNorm(x) times `norm`."""
+        b = self._buffers
+        return self._products.normed(b.x, norm, self.model.rms_norm_eps, b.normed, rows)
+
+    def _record_hyper_connection_pre(self, mixer: str, rows: Rows = Rows.TOKENS) -> None:
+        """Record x = the weighted sum of streams."""
         b, hyper, eps = self._buffers, self.model.hyper, self.model.rms_norm_eps
         weight, base, scale = (self._weights.exact(f"{mixer}_{name}") for name in ("fn", "base", "scale"))
         ends = rows == Rows.LOGITS
@@ -82,8 +91,6 @@ class NativeDeepseekV4:
         mixes, post_comb = (b.head_mixes, None) if ends else (b.mixes, b.post_comb)
         self.step.rms_norm_linear(b.streams, weight, eps, mixes, rows)
         self.step.hyper_connection_pre(b.streams, mixes, scale, base, hyper.eps, b.x, post_comb, hyper.iterations)
-        self.step.rms_norm(b.x, norm_weight := self._weights.exact(norm), eps, b.normed, rows)
-        return norm_weight
 
     def _record_attention(self, layer: int, kind: LayerKind, cos: Float32Array, sin: Float32Array) -> None:
         """Record y = wo_b(wo_a(attention)), wo_a by groups, and the writes to the KV cache."""
@@ -91,10 +98,10 @@ class NativeDeepseekV4:
         prefix, eps = f"layers.{layer}.attn.", model.rms_norm_eps
         parts = self._project(layer, kind)
         rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps)
-        self.step.rms_norm(parts["wq_a"], weights.exact(f"{prefix}q_norm.weight"), eps, b.latent)
+        latent = self._products.normed(parts["wq_a"], weights.exact(f"{prefix}q_norm.weight"), eps, b.latent)
         width = model.num_heads * model.head_dim
         indexed = [f"{prefix}indexer.wq_b"] if kind == "csa" else []
-        self.step.linear(b.latent, weights.matrix([f"{prefix}wq_b", *indexed]), queries := b.heads[kind])
+        self._products.linear(latent, weights.matrix([f"{prefix}wq_b", *indexed]), queries := b.heads[kind])
         query_rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps, scale=model.head_dim**-0.5 * LOG2_E)
         self.step.norm_rope(queries[:, :width], model.num_heads, query_rope, b.queries)
         rows = self._arenas.pages("ori", "kv", layer)
@@ -110,14 +117,18 @@ class NativeDeepseekV4:
         sinks[: model.num_heads] = weights.exact(f"{prefix}attn_sink") * LOG2_E
         sizes = MlaSizes(model.num_heads, model.window, model.o_groups)
         self.step.mla_attention(b.queries, sinks, rope, sizes, rows, b.attended, entries, topk_indices)
-        self.step.linear_groups(b.attended, weights.matrix([f"{prefix}wo_a"]), model.o_groups, b.out_latent)
-        self.step.linear(b.out_latent, weights.matrix([f"{prefix}wo_b"]), b.y)
+        (wo_a,) = weights.matrix([f"{prefix}wo_a"])
+        self.step.linear_groups(b.attended, wo_a, model.o_groups, b.out_latent)
+        self._products.linear(self._products.strips(b.out_latent), weights.matrix([f"{prefix}wo_b"]), b.y)
 
     def _project(self, layer: int, kind: LayerKind) -> dict[str, Float32Array]:
-        """Record all projections of the normed input as one GEMM. Return its columns by name."""
+        """Record all projections of the normed input. Return their columns by name."""
         names, prefix = _projections(kind), f"layers.{layer}.attn."
-        out = self._buffers.projected[kind]
-        self.step.linear(self._buffers.normed, self._weights.matrix([prefix + name for name in names]), out)
+        normed, out = (
+            self._normed(self._weights.exact(f"layers.{layer}.attn_norm.weight")),
+            self._buffers.projected[kind],
+        )
+        self._products.linear(normed, self._weights.matrix([prefix + name for name in names]), out)
         ends = np.cumsum(self._buffers.widths[kind])
         return dict(zip(names, np.split(out, ends[:-1], axis=1), strict=True))
 
@@ -148,10 +159,11 @@ class NativeDeepseekV4:
         head_weights = parts["indexer.weights_proj"]
         self.step.indexer_topk(b.index_queries, head_weights, scale, query_rope, keys, b.topk_indices, b.scores)
 
-    def _record_experts(self, layer: int, norm: Float32Array) -> None:
+    def _record_experts(self, layer: int) -> None:
         """Record y = shared expert + weighted sum of the routed experts."""
-        b, model, weights = self._buffers, self.model, self._weights
+        b, model, weights, products = self._buffers, self.model, self._weights, self._products
         prefix, experts = f"layers.{layer}.ffn.", model.experts
+        norm = weights.exact(f"layers.{layer}.ffn_norm.weight")
         router = weights.exact(f"{prefix}gate.weight") * norm
         names = {part: [f"{prefix}experts.{e}.{part}" for e in range(experts.count)] for part in ("w1", "w2", "w3")}
         bias = tid2eid = None
@@ -162,13 +174,15 @@ class NativeDeepseekV4:
         self.step.rms_norm_linear(b.x, router, model.rms_norm_eps, b.router_logits)
         logits, per_token = b.router_logits, experts.per_token
         routing = self.step.route(logits, per_token, Scoring.SQRT_SOFTPLUS, experts.scale, bias, tid2eid)
+        normed = self._normed(norm)
         shared = weights.gate_up([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"])
-        self.step.linear_swiglu(b.normed, shared, b.gated, experts.limit)
-        self.step.linear(b.gated, weights.matrix([f"{prefix}shared_experts.w2"]), b.y)
-        self.step.moe_gather(routing, b.normed, model.hidden_size, b.expert_rows)
-        gated = weights.gate_up(names["w1"], names["w3"])
-        self.step.expert_swiglu(routing, b.expert_rows, gated, b.expert_gated, experts.limit)
-        self.step.expert_linear(routing, b.expert_gated, weights.several(names["w2"]), b.expert_out)
+        products.swiglu(normed, shared, b.gated, experts.limit)
+        products.linear(products.strips(b.gated), weights.matrix([f"{prefix}shared_experts.w2"]), b.y)
+        rows = products.gathered(routing, normed, b.expert_rows)
+        gate_up = weights.gate_up(names["w1"], names["w3"])
+        products.expert_swiglu(routing, rows, gate_up, b.expert_gated, experts.limit)
+        gated = products.strips(b.expert_gated, routing)
+        products.expert_linear(routing, gated, weights.several(names["w2"]), b.expert_out)
         self.step.moe_combine(routing, b.expert_out, b.y)
 
 
@@ -251,6 +265,12 @@ class Buffers:
         self.expert_gated = zeros(np.uint32, entries * experts.intermediate_size // 2)
         self.expert_out = zeros(np.float32, entries, hidden)
         self.logits = zeros(np.float32, rows, model.vocab_size)
+        widest = max(hidden, model.q_lora_rank, model.o_groups * model.o_lora_rank, experts.intermediate_size)
+        self._sizes = (max(tokens, rows), widest, entries, max(hidden, experts.intermediate_size))
+
+    def products(self, step: Recording, exact: bool) -> Products:
+        """Return what records products of these activations; see Products."""
+        return Products(step, exact, *self._sizes)
 
 
 def _panels(tokens: int, heads: int, dim: int) -> PairArray:

@@ -7,20 +7,30 @@ from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.storage import MATRICES
-from pypto_serving.model.family import ModelFamily, not_served, refused_dtype
+from pypto_serving.model.family import ModelFamily, refused_dtype
+from pypto_serving.model.formats.eight_bits import Int8
+from pypto_serving.model.formats.four_bits import DEEPSEEK_FP4
 from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
 
 
 def model_spec(
-    config: DeepseekV4Config, path: str, architecture: str, dtype: str, block_size: int, head: str = "auto"
+    config: DeepseekV4Config,
+    path: str,
+    architecture: str,
+    dtype: str,
+    block_size: int,
+    head: str = "auto",
+    kv_dtype: str = "auto",
 ) -> ModelSpec:
-    """Describe the checkpoint to the engine. `block_size` is ignored: the KV groups have their own.
+    """Describe the checkpoint to the engine.
 
-    The output layer is served as it is stored, whatever `head` says.
+    `block_size` and `kv_dtype` are ignored: the KV groups have their own.
     """
     inventory, quantised = DeepseekV4Inventory(config), config.storage.name
     packed, (option, reason) = _packed_bytes(inventory), refused_dtype(dtype)
+    if head == "int8":
+        packed["head.weight"] = Int8().packed_bytes(config.vocab_size, config.hidden_size)
     return ModelSpec(
         path=path,
         architecture=architecture,
@@ -29,23 +39,21 @@ def model_spec(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         num_parameters=inventory.num_parameters(),
-        weight_bytes=_weight_bytes(inventory, quantised, dtype),
+        weight_bytes=sum(packed.values()) if quantised else _weight_bytes(inventory, dtype),
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=sum(rope.position_bytes for rope in set(config.ropes().values())),
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,
-        obstacle=not_served(quantised) if quantised else "",
+        choices=("activations", "head") if DEEPSEEK_FP4 in config.storage.schemes_of("expert") else ("head",),
         own_blocks=True,
         kv_groups=kv_groups(config, dtype),
     )
 
 
-def _weight_bytes(inventory: DeepseekV4Inventory, quantised: str, dtype: str) -> int:
-    """Count the bytes of the weights in torch, or as stored if they are quantised."""
-    if quantised:
-        return sum(tensor.num_bytes for tensor in inventory.stored(mtp=False).values())
+def _weight_bytes(inventory: DeepseekV4Inventory, dtype: str) -> int:
+    """Count the bytes of the weights in torch."""
     sizes = {"precise": 4, "float": 4, "ids": 8}
     return sum(t.count * sizes.get(t.role, DTYPE_BYTES[dtype]) for t in inventory.model.values())
 

@@ -15,7 +15,7 @@ E8M0_NAN = 0xFF
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Outputs of the 8 codes in a word of AWQ, the lowest bits first."""
 _E4M3_NAN = 0x7F
-_BLOCK = 1 << 20
+_BF16_EXPONENT = 0x7F80
 _WORD_CODES = 8
 
 
@@ -34,11 +34,16 @@ E8M0: Float32Array = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np
 """The powers of two that e8m0 scales stand for, by code."""
 
 
-def has_e4m3_nan(codes: UInt8Array) -> bool:
-    """Return True if one of the codes, of any shape, is not a number."""
-    flat = codes.reshape(-1)
-    pieces = range(0, len(flat), _BLOCK)
-    return any(int((flat[i : i + _BLOCK] & _E4M3_NAN).max()) == _E4M3_NAN for i in pieces)
+def are_finite(values: NDArray[Any], dtype: str) -> bool:
+    """Return True if all stored numbers of `dtype` are finite, from their bits."""
+    match dtype:
+        case "BF16":
+            return bool(((values & _BF16_EXPONENT) != _BF16_EXPONENT).all())
+        case "F8_E8M0" | "U8":
+            return bool((values != E8M0_NAN).all())
+        case "F8_E4M3":
+            return bool(((values & _E4M3_NAN) != _E4M3_NAN).all())
+    return bool(np.isfinite(values).all())
 
 
 def as_float32(values: NDArray[Any], dtype: str) -> Float32Array:

@@ -7,6 +7,7 @@ activations that are at least as fine as the checkpoint wants them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
 
 _MIXED = "mixed-precision"
+_SIZE = re.compile(r"[1-9][0-9]{0,8}")
 _GROUPS_OF_INT4 = (32, 64, 128)
 _INT8_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
@@ -117,8 +119,7 @@ def _float_quantized(group: Fields, path: str) -> Scheme:
         return Fp8((1, 0) if strategy == "channel" else (0, 0))
     block = weights.get("block_structure")
     sizes = block.lower().split("x") if isinstance(block, str) else block
-    both = isinstance(sizes, list) and len(sizes) == 2 and all(str(size).isdecimal() for size in sizes)
-    both = both and all(int(size) > 0 for size in sizes)
+    both = isinstance(sizes, list) and len(sizes) == 2 and all(_SIZE.fullmatch(str(size)) for size in sizes)
     weights.require(both, f"{SECTION}.{where}block_structure", block, "[rows, columns] of a block")
     return Fp8((int(sizes[0]), int(sizes[1])))
 

@@ -68,12 +68,7 @@ class Fp8:
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredFp8:
         scales = np.ascontiguousarray(tensors.float32(self.scale).reshape(self._scales(n, k)))
         form = Fp8Form((self.block[0] or n, self.block[1] or k))
-        return StoredFp8(form, tensors.fp8("weight"), scales)
+        return StoredFp8(form, tensors.view("weight"), scales)
 
     def _scales(self, n: int, k: int) -> tuple[int, int]:
         return ceil_div(n, self.block[0] or n), ceil_div(k, self.block[1] or k)
-
-
-def scale_name(weight: str) -> str:
-    """Name the tensor with the scales of the int8 tensor `weight`."""
-    return f"{weight}_scale"

@@ -76,10 +76,7 @@ class Rows:
             tensors.refuse("weight_shape", f"says {found}, but config.json makes it {[n, k]}")
         tensors.require_order("weight_g_idx", self.group or k)
         codes, zeros = tensors.view(self.codes), None
-        if self.layout == Layout.BYTES:
-            if codes.min() < -8 or codes.max() > 7:
-                tensors.refuse(self.codes, "has weights that 4 bits do not hold")
-        else:
+        if self.layout != Layout.BYTES:
             codes = codes.view(np.uint8)
         if self.zeros:
             zeros = np.ascontiguousarray(nibbles(tensors.view("weight_zero_point").T)[:, :n].T)

@@ -8,15 +8,15 @@ from typing import NoReturn
 import numpy as np
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.formats.bits import E8M0_NAN, as_float32, has_e4m3_nan
+from pypto_serving.model.formats.bits import are_finite, as_float32
 from pypto_serving.model.tensors import StoredTensors
-from pypto_serving.types.arrays import Array, Float32Array, UInt8Array
+from pypto_serving.types.arrays import Array, Float32Array
 
 E8M0_DTYPES = ("U8", "F8_E8M0")
 
 
 class MatrixTensors:
-    """Views the tensors of `module` by last component, and refuses numbers that are none."""
+    """Views the tensors of `module` by last component, and refuses scales that are no numbers."""
 
     def __init__(self, tensors: StoredTensors, module: str) -> None:
         self._tensors, self._module = tensors, module
@@ -40,26 +40,13 @@ class MatrixTensors:
     def scales(self, name: str) -> Array:
         """View a tensor of scales as stored."""
         stored, dtype = self.view(name), self.dtype(name)
-        if dtype in E8M0_DTYPES:
-            bad = bool((stored == E8M0_NAN).any())
-        elif dtype == "F8_E4M3":
-            bad = has_e4m3_nan(stored)
-        else:
-            bad = not np.isfinite(as_float32(stored, dtype)).all()
-        if bad:
+        if not are_finite(stored, dtype):
             self.refuse(name, "has scales that are not finite")
         return stored
 
     def float32(self, name: str) -> Float32Array:
         """Read a tensor of scales in float32."""
         return as_float32(self.scales(name), self.dtype(name))
-
-    def fp8(self, name: str) -> UInt8Array:
-        """View weights in F8_E4M3."""
-        stored = self.view(name)
-        if has_e4m3_nan(stored):
-            self.refuse(name, "has weights that are not a number (0x7f or 0xff)")
-        return stored
 
     def require_order(self, name: str, group: int) -> None:
         """Raise ModelError if the inputs of groups are not neighbours, as the tensor `name`, if any, tells."""

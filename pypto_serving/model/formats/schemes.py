@@ -37,7 +37,7 @@ class Coded(Scheme, Protocol):
     """A scheme of codes of 4 bits or FP8."""
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes | StoredFp8:
-        """View a matrix in its mapped files. Raises ModelError for values that stand for no number."""
+        """View a matrix in its mapped files. Raises ModelError for scales that are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)

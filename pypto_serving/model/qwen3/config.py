@@ -90,22 +90,18 @@ class Qwen3Config:
             wanted = "a list with lm_head, which is the embedding (tie_word_embeddings)"
             config.require(False, f"{SECTION}.ignore", ignored, wanted)
 
-    def products(self) -> Iterator[tuple[str, ...]]:
-        """Yield the linear layers in tuples that are computed as one product."""
+    def linear_layers(self) -> Iterator[str]:
+        """Yield the modules of linear layers."""
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
-            yield tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
-            yield (f"{prefix}self_attn.o_proj",)
-            if self.experts is None or layer not in self.experts.layers:
-                yield f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"
-                yield (f"{prefix}mlp.down_proj",)
-                continue
-            experts = [f"{prefix}mlp.experts.{expert}." for expert in range(self.experts.count)]
-            yield (f"{prefix}mlp.gate",)
-            yield tuple(f"{expert}{name}_proj" for expert in experts for name in ("gate", "up"))
-            yield tuple(f"{expert}down_proj" for expert in experts)
+            yield from (f"{prefix}self_attn.{name}_proj" for name in "qkvo")
+            blocks = [f"{prefix}mlp."]
+            if self.experts is not None and layer in self.experts.layers:
+                yield f"{prefix}mlp.gate"
+                blocks = [f"{prefix}mlp.experts.{expert}." for expert in range(self.experts.count)]
+            yield from (f"{block}{name}_proj" for block in blocks for name in ("gate", "up", "down"))
         if not self.tied_embeddings:
-            yield ("lm_head",)
+            yield "lm_head"
 
 
 def _refuse_unsupported(config: Fields) -> None:

@@ -27,9 +27,7 @@ class Qwen3Inventory:
     def __init__(self, config: Qwen3Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
         self.config = config
         self._weights = self._list_weights()
-        self.schemes = {
-            module: self._scheme(module, headers or {}) for product in config.products() for module in product
-        }
+        self.schemes = {module: self._scheme(module, headers or {}) for module in config.linear_layers()}
 
     def _scheme(self, module: str, headers: Mapping[str, StoredTensor]) -> Scheme:
         quantization = self.config.quantization

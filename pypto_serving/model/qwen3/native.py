@@ -7,23 +7,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import (
-    Engine,
-    Int8Strips,
-    KVCacheLayer,
-    Matrix,
-    Recording,
-    Routing,
-    Rows,
-    Scoring,
-    Strips,
-    most_int8_words,
-    strips_for,
-    zeros,
-)
+from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Rows, Scoring, zeros
 from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.products import Feed, Products
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
+from pypto_serving.types.arrays import BFloat16Array, UInt8Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 
@@ -33,18 +22,18 @@ LOG2_E = math.log2(math.e)
 class NativeQwen3:
     """Owns packed weights, KV pages and the recorded step of a Qwen3 model.
 
-    `pages` is bfloat16 as uint16 [blocks, layers, k or v, kv_heads, block_size * head_dim]; csrc/ops.h says how a
-    head's part of a block is laid out. `logits` is float32 [max_logits, vocab].
+    `pages` are those of KVCacheLayer; csrc/ops.h says how a head's part of a block is laid out. `logits` is float32
+    [max_logits, vocab].
     """
 
     layout = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
-    """Order of the dimensions of a block's pages; part of the fingerprint."""
+    """Order of the dimensions of a block's pages in bfloat16; part of the fingerprint, as the dtype is."""
 
     @staticmethod
     def name(model: Qwen3Config, config: EngineConfig) -> str:
         """Name program and weights, for the fingerprint. The output layer counts where tokens are embedded by it."""
         rounded = "int8 embedding" if config.head == "int8" and model.tied_embeddings else ""
-        return " ".join(filter(None, ("qwen3-native-2", Qwen3Inventory(model).quantization(), rounded)))
+        return " ".join(filter(None, ("qwen3-native-3", Qwen3Inventory(model).quantization(), rounded)))
 
     def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
         inventory = Qwen3Inventory(model, weights.headers)
@@ -57,10 +46,11 @@ class NativeQwen3:
 
     def _record(self, weights: PackedWeights, config: EngineConfig) -> None:
         model, tokens = self.model, config.max_num_batched_tokens
-        buffers = Buffers(model, tokens, config.limits.max_logits, exact=config.activations == "bf16")
+        buffers = Buffers(model, tokens, config.limits.max_logits)
         self.logits = buffers.logits
+        self._products = buffers.products(self.step, exact=config.activations == "bf16")
         embedding, module = "model.embed_tokens", model.head
-        lm_head = weights.rounded(module) if config.head == "int8" else weights.matrix([module])
+        (lm_head,) = [weights.rounded(module)] if config.head == "int8" else weights.matrix([module])
         if model.tied_embeddings:
             self.step.embed_packed(lm_head, buffers.x)
         else:
@@ -69,10 +59,11 @@ class NativeQwen3:
         for index in range(model.num_layers):
             self._record_attention(weights, buffers, index, cos, sin)
             self._record_mlp(weights, buffers, index)
-        norm = weights.vector("model.norm.weight")
-        normed = buffers.inputs(lm_head, buffers.normed)
-        self.step.rms_norm(buffers.x, norm, model.rms_norm_eps, normed, Rows.LOGITS)
-        self.step.linear(normed, lm_head, buffers.logits, Rows.LOGITS)
+        normed = self._normed(weights, "model.norm.weight", buffers, Rows.LOGITS)
+        self._products.linear(normed, [lm_head], buffers.logits, Rows.LOGITS)
+
+    def _normed(self, weights: PackedWeights, norm: str, b: Buffers, rows: Rows = Rows.TOKENS) -> Feed:
+        return self._products.normed(b.x, weights.vector(norm), self.model.rms_norm_eps, b.normed, rows)
 
     def _record_attention(
         self, weights: PackedWeights, b: Buffers, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]
@@ -82,19 +73,10 @@ class NativeQwen3:
         eps, cache = model.rms_norm_eps, KVCacheLayer(self.pages, index, model.head_dim)
         qkv = weights.matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"], bias=model.attention_bias)
         o = weights.matrix([f"{prefix}self_attn.o_proj"], bias=model.attention_bias)
-        normed = b.inputs(qkv, b.normed)
-        self.step.rms_norm(b.x, weights.vector(f"{prefix}input_layernorm.weight"), eps, normed)
-        self.step.linear(normed, qkv, b.projected)
+        self._products.linear(self._normed(weights, f"{prefix}input_layernorm.weight", b), qkv, b.projected)
         self.step.qk_norm_rope(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
         self.step.paged_attention(b.queries, cache, b.attended)
-        self.step.linear_add(self._gemm_input(b.attended, o, b), o, b.x)
-
-    def _gemm_input(self, x: NDArray[np.uint32], matrix: Matrix, b: Buffers, routing: Routing | None = None) -> Strips:
-        """Return the GEMM input for `matrix`: strips x, or x quantized to int8."""
-        inputs = b.inputs(matrix, x)
-        if not isinstance(inputs, np.ndarray):
-            self.step.quantize(x, matrix.k, inputs, routing)
-        return inputs
+        self._products.linear_add(self._products.strips(b.attended), o, b.x)
 
     def _head_norms(self, weights: PackedWeights, prefix: str) -> NDArray[np.float32]:
         """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2."""
@@ -106,30 +88,25 @@ class NativeQwen3:
     def _record_mlp(self, weights: PackedWeights, b: Buffers, index: int) -> None:
         """x += down(silu(gate(norm(x))) * up(norm(x))), or the chosen experts' weighted sum of that."""
         model, prefix = self.model, f"model.layers.{index}."
-        norm = weights.vector(f"{prefix}post_attention_layernorm.weight")
+        normed = self._normed(weights, f"{prefix}post_attention_layernorm.weight", b)
         if model.experts is not None and index in model.experts.layers:
-            self.step.rms_norm(b.x, norm, model.rms_norm_eps, b.normed)
-            self._record_experts(weights, b, f"{prefix}mlp.", model.experts)
+            self._record_experts(weights, b, normed, f"{prefix}mlp.", model.experts)
             return
         gate_up = weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
+        self._products.swiglu(normed, gate_up, b.gated)
         down = weights.matrix([f"{prefix}mlp.down_proj"])
-        normed = b.inputs(gate_up, b.normed)
-        self.step.rms_norm(b.x, norm, model.rms_norm_eps, normed)
-        self.step.linear_swiglu(normed, gate_up, b.gated)
-        self.step.linear_add(self._gemm_input(b.gated, down, b), down, b.x)
+        self._products.linear_add(self._products.strips(b.gated), down, b.x)
 
-    def _record_experts(self, weights: PackedWeights, b: Buffers, prefix: str, experts: Experts) -> None:
+    def _record_experts(self, weights: PackedWeights, b: Buffers, normed: Feed, prefix: str, experts: Experts) -> None:
         names = {part: [f"{prefix}experts.{e}.{part}_proj" for e in range(experts.count)] for part in _PARTS}
-        router = weights.matrix([f"{prefix}gate"])
-        gate_up, down = weights.gate_up(names["gate"], names["up"]), weights.several(names["down"])
-        self.step.linear(self._gemm_input(b.normed, router, b), router, b.router_logits)
+        self._products.linear(normed, weights.matrix([f"{prefix}gate"]), b.router_logits)
         scoring = Scoring.RENORMALIZED if experts.normalize else Scoring.SOFTMAX
         routing = self.step.route(b.router_logits, experts.per_token, scoring)
-        rows = b.expert_inputs(gate_up)
-        self.step.moe_gather(routing, self._gemm_input(b.normed, gate_up, b), self.model.hidden_size, rows)
-        self.step.expert_swiglu(routing, rows, gate_up, b.expert_gated)
-        gated = self._gemm_input(b.expert_gated, down, b, routing)
-        self.step.expert_linear(routing, gated, down, b.expert_out)
+        rows = self._products.gathered(routing, normed, b.expert_rows)
+        gate_up = weights.gate_up(names["gate"], names["up"])
+        self._products.expert_swiglu(routing, rows, gate_up, b.expert_gated)
+        gated = self._products.strips(b.expert_gated, routing)
+        self._products.expert_linear(routing, gated, weights.several(names["down"]), b.expert_out)
         self.step.moe_combine(routing, b.expert_out, b.x)
 
 
@@ -153,30 +130,23 @@ class Buffers:
         self.gated = zeros(np.uint32, tokens * model.intermediate_size // 2)
         self.logits = zeros(np.float32, rows, model.vocab_size)
         widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
-        most, words = max(tokens, rows), max(tokens, rows) * most_int8_words(widest)
+        self._sizes = [max(tokens, rows), widest]
         if experts := model.experts:
             entries = tokens * experts.per_token
-            most, words = max(most, entries), max(words, entries * most_int8_words(experts.intermediate_size))
-            self.expert_int8 = _int8_strips(entries, entries * most_int8_words(model.hidden_size))
             self.router_logits = zeros(np.float32, tokens, experts.count)
             self.expert_rows = zeros(np.uint32, entries * model.hidden_size // 2)
             self.expert_gated = zeros(np.uint32, entries * experts.intermediate_size // 2)
             self.expert_out = zeros(np.float32, entries, model.hidden_size)
-        self.int8_strips = _int8_strips(most, words)
+            self._sizes += [entries, max(model.hidden_size, experts.intermediate_size)]
 
-    def inputs(self, matrix: Matrix, x: NDArray[np.uint32]) -> Strips:
-        """Return where the GEMM input for `matrix` goes: bfloat16 strips x, or int8 strips."""
-        return strips_for(matrix.form, x, self.int8_strips, self._exact)
-
-    def expert_inputs(self, matrix: Matrix) -> Strips:
-        """Return where the experts' rows for `matrix` go."""
-        return strips_for(matrix.form, self.expert_rows, self.expert_int8, self._exact)
+    def products(self, step: Recording, exact: bool) -> Products:
+        """Return what records products of these activations; see Products."""
+        return Products(step, exact, *self._sizes)
 
 
-def _int8_strips(rows: int, size: int) -> Int8Strips:
-    return Int8Strips(zeros(np.uint32, size), zeros(np.float32, rows))
-
-
-def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> NDArray[np.uint16]:
-    shape = (num_blocks, model.num_layers, 2, model.num_kv_heads, group.block_size * model.head_dim)
-    return zeros(np.uint16, *shape)
+def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> BFloat16Array | UInt8Array:
+    heads = (num_blocks, model.num_layers, 2, model.num_kv_heads)
+    num_bytes = group.block_bytes // math.prod(heads[1:])
+    if group.tensors[0].dtype == "int8":
+        return zeros(np.uint8, *heads, num_bytes)
+    return zeros(np.uint16, *heads, num_bytes // 2)

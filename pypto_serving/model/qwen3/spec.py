@@ -13,14 +13,18 @@ from pypto_serving.types.model import ModelSpec
 
 
 def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCacheGroupSpec, ...]:
-    """Describe one full-history group: keys after QK-norm and RoPE, and values."""
-    layers = tuple(range(config.num_layers))
-    row = (config.num_kv_heads, config.head_dim)
-    tensors = tuple(KVTensorSpec(name=n, layers=layers, dtype=dtype, row_shape=row) for n in ("k", "v"))
-    return (FullSpec(name="kv", tensors=tensors, block_size=block_size),)
+    """Describe one full-history group: keys after QK-norm and RoPE, and values. int8 has a scale per token and head."""
+    layers, heads, row = tuple(range(config.num_layers)), (config.num_kv_heads,), (config.num_kv_heads, config.head_dim)
+    tensors = [KVTensorSpec(name=name, layers=layers, dtype=dtype, row_shape=row) for name in ("k", "v")]
+    if dtype == "int8":
+        scales = ("k_scale", "v_scale")
+        tensors += [KVTensorSpec(name=name, layers=layers, dtype="float32", row_shape=heads) for name in scales]
+    return (FullSpec(name="kv", tensors=tuple(tensors), block_size=block_size),)
 
 
-def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int, head: str) -> ModelSpec:
+def model_spec(
+    config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int, head: str, kv_dtype: str
+) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
     inventory = Qwen3Inventory(config)
     num_parameters, packed = inventory.num_parameters(), inventory.packed_bytes(DTYPE_BYTES[dtype])
@@ -44,25 +48,14 @@ def model_spec(config: Qwen3Config, path: str, architecture: str, dtype: str, bl
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,
-        obstacle=_obstacle(inventory),
         choices=choices,
-        kv_groups=kv_groups(config, dtype, block_size),
+        kv_groups=kv_groups(config, "int8" if kv_dtype == "int8" else dtype, block_size),
     )
 
 
-def _obstacle(inventory: Qwen3Inventory) -> str:
-    """Say why nothing serves the weights; empty if the kernels do."""
-    schemes = inventory.schemes
-    for first, *others in inventory.config.products():
-        odd = next((module for module in others if schemes[module] != schemes[first]), "")
-        if odd:
-            return f"{odd} and {first} are one product here, but only one of them is quantised"
-    return ""
-
-
 def _choices(inventory: Qwen3Inventory) -> tuple[str, ...]:
-    """List the options that the weights leave open."""
-    config, choices = inventory.config, []
+    """List the options that the model leaves open."""
+    config, choices = inventory.config, ["kv_dtype"]
     if inventory.has_codes():
         choices.append("activations")
     if inventory.schemes.get(config.head, PLAIN) == PLAIN and config.hidden_size % 4 == 0:

@@ -28,6 +28,14 @@ CASES: list[tuple[dict[str, Any], str]] = [
         {"type": "object", "patternProperties": {"^x": {}, "x$": {}}},
         "patternProperties cannot be enforced: the patterns ^x and x$ may overlap",
     ),
+    (
+        {"type": "object", "properties": {"x": {}}, "maxProperties": 1},
+        "maxProperties cannot be enforced beside properties that are not required",
+    ),
+    (
+        {"type": "string", "pattern": "\\bab"},
+        "pattern cannot be enforced: a regex may have no lookarounds or word boundaries",
+    ),
 ]
 
 
@@ -44,6 +52,10 @@ def test_a_refusal_names_the_place(schema: dict[str, Any], words: str) -> None:
     ("schema", "words"),
     [
         ({"allOf": [{"anyOf": []}]}, "#/allOf/0/anyOf is an empty list, which nothing satisfies"),
+        (
+            {"type": "string", "pattern": "^ab$", "maxLength": 1},
+            "nothing satisfies this schema: no text has both its length",
+        ),
         ({**ANY_OBJECT, "properties": {"a": False}, "required": ["a"]}, "nothing satisfies this schema: required prop"),
     ],
 )
@@ -51,6 +63,15 @@ def test_a_schema_that_nothing_satisfies(schema: dict[str, Any], words: str) -> 
     with pytest.raises(GrammarError) as caught:
         checked(grammar_of(StructuredOutputsParams(json=schema), None))  # type: ignore[arg-type]
     assert str(caught.value).startswith(words)
+
+
+def test_a_reference_to_itself_beside_other_keywords() -> None:
+    schema = {"$defs": {"p": {"type": "object", "properties": {"n": {"$ref": "#/$defs/p", "maxProperties": 3}}}}}
+    with pytest.raises(GrammarError) as caught:
+        checked(Grammar("json_schema", json.dumps({**schema, "$ref": "#/$defs/p"})))
+    assert str(caught.value) == (
+        "the $ref to #/$defs/p, which refers to itself, cannot be enforced beside other keywords"
+    )
 
 
 def test_what_is_too_long_to_show_has_no_place() -> None:

@@ -35,6 +35,7 @@ from tests.checkpoints import make_checkpoint, random_model
 from tests.deepseek_v4 import FAST as FAST_MODEL
 from tests.deepseek_v4 import check_greedy
 from tests.model.sequences import Sequences, poison
+from tests.quantised import quantise_deepseek
 from tests.simulation import Simulation
 
 
@@ -43,7 +44,7 @@ class Subject:
     """A kind of checkpoint in one arithmetic, and traffic of up to `longest` prompt and `output` tokens.
 
     `steps` are token budgets to choose from; `interval` is the distance of common checkpoints in tokens; `changes` are
-    those to the kind's config.
+    those to the kind's config; `form` is how weights are quantised, if they are.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Subject:
     interval: int
     requests: int
     changes: dict[str, Any]
+    form: str = ""
 
     @property
     def native(self) -> bool:
@@ -109,6 +111,8 @@ class Oracle:
     @classmethod
     def make(cls, subject: Subject, folder: Path) -> Oracle:
         oracle = cls(subject, make_checkpoint(folder / "v4", subject.kind, subject.dtype, **subject.changes))
+        if subject.form:
+            quantise_deepseek(oracle.model, subject.form)
         rng, longest, size = random.Random(5), subject.longest, load_spec(oracle.model).kv_groups[0].block_size
         families = [rng.choices(range(256), k=longest) for _ in range(2)]
         prompts = []

@@ -57,7 +57,7 @@ def test_a_released_config(tmp_path: Path) -> None:
     spec = load_spec(tmp_path)
     assert (spec.architecture, spec.dtype, spec.num_layers) == ("DeepseekV4ForCausalLM", "bfloat16", 43)
     assert (spec.num_parameters, spec.max_position_embeddings) == (284_332_240_471, 1 << 20)
-    assert spec.quantization == "fp8 with fp4 experts" and "not served" in spec.obstacle
+    assert spec.quantization == "fp8 with fp4 experts" and not spec.needs_torch
     contents = read_config(tmp_path).contents()
     assert (contents.source, contents.index, contents.verdicts) == ("config.json", None, ())
     assert sum(tensors.num_bytes for tensors in contents.tensors) == 159_609_485_896
@@ -91,7 +91,7 @@ def test_the_form_in_int8() -> None:
     assert stored["layers.2.attn.indexer.wq_b.weight"].dtype == stored["mtp.0.e_proj.weight"].dtype == "I8"
     assert stored["layers.0.attn.wq_a.weight"].dtype == "BF16" and "layers.0.attn.wq_a.scale" not in stored
     spec = model_spec(model, "", "DeepseekV4ForCausalLM", "bfloat16", 0)
-    assert spec.quantization == "int8" and "not served yet" in spec.obstacle
+    assert spec.quantization == "int8" and not spec.needs_torch
     assert 15.9e9 < spec.token_bytes < 16.3e9
     odd = W8A8 | {"config_groups": {"group_0": W8A8["config_groups"]["group_0"] | {"format": "pack-quantized"}}}
     with pytest.raises(ModelError, match="num_bits is 8"):
@@ -107,7 +107,7 @@ def test_what_a_token_reads() -> None:
 def test_a_plain_checkpoint_of_the_same_shape() -> None:
     model = config_of(PLAIN_FLASH)
     spec = model_spec(model, "", "DeepseekV4ForCausalLM", "bfloat16", 0)
-    assert not spec.quantization and not spec.obstacle
+    assert not spec.quantization and not spec.needs_torch
     assert 2 * spec.num_parameters < spec.weight_bytes < 2.01 * spec.num_parameters
     inventory = DeepseekV4Inventory(model)
     tensors = inventory.tensors()

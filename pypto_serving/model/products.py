@@ -1,0 +1,150 @@
+"""Record products of activations with packed weights. Torch-free.
+
+Weights that multiply the same activations are a list of matrices, one for each form in which a checkpoint stores parts
+of them. Each is multiplied with activations of its own form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from pypto_serving.kernels import (
+    Int8Strips,
+    Matrix,
+    Recording,
+    Routing,
+    Rows,
+    Strips,
+    activations,
+    most_int8_words,
+    strips_for,
+    zeros,
+)
+from pypto_serving.types.arrays import Float32Array, PairArray
+
+Gated = Sequence[Matrix]
+"""Gate and up, interleaved in one matrix, or apart where their forms differ."""
+
+
+class Int8Room:
+    """Owns the memory of int8 activations, `rows` of at most k inputs. `holds` is what is in it while recording."""
+
+    def __init__(self, rows: int, k: int) -> None:
+        self.strips = Int8Strips(zeros(np.uint32, rows * most_int8_words(k)), zeros(np.float32, rows))
+        self.holds: object = None
+
+
+class Feed:
+    """Activations in the form that a matrix multiplies: bfloat16 strips, or int8 ones in a room that feeds share.
+
+    `write` records what writes them for a matrix. It is called where they are not there yet.
+    """
+
+    def __init__(self, pairs: PairArray, room: Int8Room, exact: bool, write: Callable[[Matrix, Strips], None]) -> None:
+        self._pairs, self._room, self._exact, self._write = pairs, room, exact, write
+        self._has_pairs = False
+
+    def __call__(self, matrix: Matrix) -> Strips:
+        """Return the activations of `matrix`."""
+        strips = strips_for(matrix.form, self._pairs, self._room.strips, self._exact)
+        if isinstance(strips, np.ndarray):
+            if not self._has_pairs:
+                self._write(matrix, strips)
+            self._has_pairs = True
+        elif self._room.holds != (wanted := (self, tuple(activations(strips).values()))):
+            self._write(matrix, strips)
+            self._room.holds = wanted
+        return strips
+
+
+class Products:
+    """Records products and what feeds them. Owns the memory of int8 activations, and of gates apart from up.
+
+    A step has `rows` rows of at most `widest` inputs, and with experts `entries` rows of at most `expert_widest`.
+    With `exact`, 4-bit codes multiply bfloat16 activations.
+    """
+
+    def __init__(
+        self, step: Recording, exact: bool, rows: int, widest: int, entries: int = 0, expert_widest: int = 0
+    ) -> None:
+        self._step, self._exact = step, exact
+        self._room, self._expert_room = Int8Room(rows, widest), Int8Room(entries, expert_widest)
+        self._gates: dict[tuple[int, int], Float32Array] = {}
+
+    def normed(
+        self, x: Float32Array, weight: Float32Array, eps: float, out: PairArray, rows: Rows = Rows.TOKENS
+    ) -> Feed:
+        """RMSNorm of x [tokens, k] times `weight`; `out` is for bfloat16."""
+        return Feed(out, self._room, self._exact, lambda _, strips: self._step.rms_norm(x, weight, eps, strips, rows))
+
+    def strips(self, x: PairArray, routing: Routing | None = None) -> Feed:
+        """Strips x that an operation wrote before; with `routing`, those of expert inputs."""
+
+        def write(matrix: Matrix, strips: Strips) -> None:
+            if not isinstance(strips, np.ndarray):
+                self._step.quantize(x, matrix.k, strips, routing)
+
+        return Feed(x, self._room if routing is None else self._expert_room, self._exact, write)
+
+    def gathered(self, routing: Routing, x: Feed, out: PairArray) -> Feed:
+        """Each expert's rows of x; `out` is for bfloat16."""
+        return Feed(out, self._expert_room, self._exact, partial(self._gather, routing, x))
+
+    def _gather(self, routing: Routing, x: Feed, matrix: Matrix, strips: Strips) -> None:
+        self._step.moe_gather(routing, x(matrix), matrix.k, strips)
+
+    def linear(self, x: Feed, matrices: Sequence[Matrix], out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
+        """GEMM: out [rows, all n] = x W^T + b."""
+        for matrix, columns in _columns(matrices, out):
+            self._step.linear(x(matrix), matrix, columns, rows)
+
+    def linear_add(self, x: Feed, matrices: Sequence[Matrix], out: Float32Array) -> None:
+        """GEMM with residual: out [tokens, all n] += x W^T + b."""
+        for matrix, columns in _columns(matrices, out):
+            self._step.linear_add(x(matrix), matrix, columns)
+
+    def swiglu(self, x: Feed, sets: Sequence[Gated], out: PairArray, limit: float = math.inf) -> None:
+        """GEMM with SwiGLU, into strips; see Recording.linear_swiglu."""
+        self._swiglu(self._step.linear, self._step.linear_swiglu, x, sets, out, limit)
+
+    def expert_swiglu(
+        self, routing: Routing, x: Feed, sets: Sequence[Gated], out: PairArray, limit: float = math.inf
+    ) -> None:
+        """As `swiglu`, with the matrices of each entry's expert. Each of `sets` is of some experts."""
+        linear, swiglu = (partial(each, routing) for each in (self._step.expert_linear, self._step.expert_swiglu))
+        self._swiglu(linear, swiglu, x, sets, out, limit)
+
+    def _swiglu(
+        self,
+        linear: Callable[..., None],
+        swiglu: Callable[..., None],
+        x: Feed,
+        sets: Sequence[Gated],
+        out: PairArray,
+        limit: float,
+    ) -> None:
+        for *apart, last in sets:
+            gates = None
+            for gate in apart:
+                linear(x(gate), gate, gates := self._gates_for(2 * out.size // gate.n, gate.n))
+            swiglu(x(last), last, out, limit, gates)
+
+    def expert_linear(self, routing: Routing, x: Feed, matrices: Sequence[Matrix], out: Float32Array) -> None:
+        """Grouped GEMM: out [entries, n] = x W_e^T. Each of `matrices` is of some experts."""
+        for matrix in matrices:
+            self._step.expert_linear(routing, x(matrix), matrix, out)
+
+    def _gates_for(self, rows: int, n: int) -> Float32Array:
+        if (rows, n) not in self._gates:
+            self._gates[rows, n] = zeros(np.float32, rows, n)
+        return self._gates[rows, n]
+
+
+def _columns(matrices: Sequence[Matrix], out: Float32Array) -> list[tuple[Matrix, Float32Array]]:
+    """Return each matrix with its columns of `out`."""
+    ends = np.cumsum([matrix.n for matrix in matrices])
+    return [(matrix, out[:, end - matrix.n : end]) for matrix, end in zip(matrices, ends, strict=True)]
