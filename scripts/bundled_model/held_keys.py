@@ -30,11 +30,12 @@ def _long(rng: random.Random) -> str:
     """Return letters that repeat, or more than the longest word has; mostly some dozens, sometimes hundreds."""
     length = min(8 + int(rng.expovariate(1 / rng.choice([6, 20, 20, 80]))), 400)
     kind = rng.random()
-    if kind < 0.65:
+    if kind < 0.60:
         return rng.choice(_repeated(rng, length))
     if kind < 0.72:
         word, (one, other) = any_word(rng), rng.sample(COMMON_LETTERS, 2)
-        return rng.choice([word + word[-1] * length, one * length + other * rng.randint(1, length)])
+        drawn_out = word + word[-1] * rng.choice([length, rng.randint(4, 12)])
+        return rng.choice([drawn_out, drawn_out, one * length + other * rng.randint(1, length)])
     if kind < 0.84:
         count = length + 8
         return rng.choice([made_up_word(rng, count)[:count], "".join(rng.choices(string.ascii_lowercase, k=count))])
