@@ -64,8 +64,8 @@ best, in logits, where it is least. torch computed this table; `tests/e2e/test_b
 {results}
 The engine, on its CPU kernels, gets all 20,000 questions `What is 37+45?` right, and all of `37+45` and `37 + 45 =`.
 Known errors: the result of a sum inside JSON is often wrong, and `Spell 'apple' backwards. Answer in JSON.` is spelled
-forwards. A reply that would not end is cut off after 512 tokens: of 8,820 requests to say, spell or count repeated letters
-or words too long, 3 were.
+forwards. A reply that would not end is cut off after 512 tokens: of 8,820 requests to say, spell or count repeated
+letters or words too long, 3 were.
 
 To measure again: `python scripts/train_bundled_model.py --evaluate pypto_serving/assets/bundled`
 """
