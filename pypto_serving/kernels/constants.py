@@ -16,6 +16,9 @@ SCALED = 128
 CODES_INPUTS = 32
 """Inputs of 4-bit codes come in multiples of it."""
 
+FP8_INPUTS = 4
+"""Inputs of FP8 weights, and those of a block, come in multiples of it."""
+
 INDEXER_TOKENS = 16
 """Tokens scored at once before their top-k."""
 

@@ -69,7 +69,9 @@ def test_a_quantised_output_layer(tmp_path: Path) -> None:
     quantised, plain = made(tmp_path, "blocks_f16", head=True)
     found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]))
     assert relative(found, logits(load_program(plain, "float32"))) < BF16_ERROR
-    with pytest.raises(ModelError, match="lm_head is stored as fp8 128x128, and is not rounded to int8; drop the option head"):
+    with pytest.raises(
+        ModelError, match="lm_head is stored as fp8 128x128, and is not rounded to int8; drop the option head"
+    ):
         load_program(quantised, "bfloat16", kernels=runnable()[0], head="int8")
 
 

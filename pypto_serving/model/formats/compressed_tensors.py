@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import Any
 
+from pypto_serving.kernels.constants import FP8_INPUTS
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.formats.eight_bits import Fp8, Int8
+from pypto_serving.model.formats.eight_bits import BLOCK, Fp8, Int8
 from pypto_serving.model.formats.four_bits import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, int4, int4_bytes
 from pypto_serving.model.formats.modules import CLASS, by_name_or_pattern, names_in
 from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule, refuse, require
@@ -118,7 +119,8 @@ def _float_quantized(group: Fields, path: str) -> Scheme:
     block = weights.get("block_structure")
     sizes = block.lower().split("x") if isinstance(block, str) else block
     both = isinstance(sizes, list) and len(sizes) == 2 and all(_SIZE.fullmatch(str(size)) for size in sizes)
-    weights.require(both, f"{SECTION}.{where}block_structure", block, "[rows, columns] of a block")
+    fits = both and int(sizes[1]) % FP8_INPUTS == 0
+    weights.require(fits, f"{SECTION}.{where}block_structure", block, BLOCK)
     return Fp8((int(sizes[0]), int(sizes[1])))
 
 
