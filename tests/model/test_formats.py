@@ -90,10 +90,11 @@ def test_experts_are_what_files_hold(tmp_path: Path) -> None:
     """A repackaged release says nothing of its experts."""
     path = make_checkpoint(tmp_path, "deepseek_v4_fast", "bfloat16")
     quantise_deepseek(path, "released")
-    config = json.loads((path / "config.json").read_text())
+    config, planned = json.loads((path / "config.json").read_text()), load_spec(path)
     del config["expert_dtype"]
     (path / "config.json").write_text(json.dumps(config))
     assert read_config(path).contents().verdicts == ()
+    assert load_spec(path).packed_bytes == planned.packed_bytes
 
 
 def change(path: Path, edit: Callable[[Tensors], object]) -> None:
@@ -160,7 +161,8 @@ def test_files_say_what_is_not_quantised(tmp_path: Path, kind: str, format: str)
     path = make_checkpoint(tmp_path / format, kind, **WIDE)
     plain = load_file(path / "model.safetensors")
     quantise(path, format, ignore=())
-    module = "model.layers.0.self_attn.o_proj"
+    module, planned = "model.layers.0.self_attn.o_proj", load_spec(path)
+    scheme, shape = inventory_of(path)[0].schemes[module], plain["model.layers.0.self_attn.o_proj.weight"].shape
 
     def edit(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith(module)]:
@@ -171,6 +173,9 @@ def test_files_say_what_is_not_quantised(tmp_path: Path, kind: str, format: str)
     inventory, _ = inventory_of(path)
     plainly = {name for name, scheme in inventory.schemes.items() if not scheme.name}
     assert plainly == {module, *(name for name in inventory.schemes if name.endswith(("mlp.gate", "lm_head")))}
+    more = 2 * shape[0] * shape[1] - scheme.packed_bytes(*shape)
+    spec = load_spec(path)
+    assert spec.packed_bytes - planned.packed_bytes == spec.token_bytes - planned.token_bytes == more
 
 
 @pytest.mark.parametrize(

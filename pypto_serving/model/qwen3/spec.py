@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from pypto_serving.kernels.constants import CODES_INPUTS, ITEM_ROWS, MAX_DIM
+from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.family import ModelFamily, refused_dtype
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.schemes import PLAIN
@@ -25,10 +26,17 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
 
 
 def model_spec(
-    config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int, head: str, kv_dtype: str
+    config: Qwen3Config,
+    path: str,
+    architecture: str,
+    dtype: str,
+    block_size: int,
+    head: str,
+    kv_dtype: str,
+    headers: Mapping[str, StoredTensor],
 ) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
-    inventory = Qwen3Inventory(config)
+    inventory = Qwen3Inventory(config, headers)
     num_parameters, packed = inventory.num_parameters(), inventory.packed_bytes(DTYPE_BYTES[dtype])
     choices = _choices(inventory)
     if head == "int8" and "head" in choices:
