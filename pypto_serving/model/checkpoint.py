@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import read_json_file
-from pypto_serving.util import parse_json
+from pypto_serving.util import brief, parse_json
 
 FLOATS = ("F32", "BF16", "F16")
 """Stored dtypes of weights that are not quantised."""
@@ -35,6 +35,8 @@ ITEM_BYTES = {
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
+_LONGEST_NAME = 255
+"""Bytes that file systems allow a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +128,17 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{path}: weight_map is missing")
     for name, file in files.items():
-        if not isinstance(file, str):
-            raise ModelError(f"{path}: weight_map has {file!r} for {name}, but must have the name of a file")
+        if not _is_file_name(file):
+            shown = f"{brief(file)} for {brief(name)}"
+            raise ModelError(f"{path}: weight_map has {shown}, but must have the name of a file beside it")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return files, size if isinstance(size, int) else None
+
+
+def _is_file_name(value: object) -> bool:
+    if not isinstance(value, str) or value in ("", ".", "..") or "/" in value:
+        return False
+    return len(value.encode(errors="replace")) <= _LONGEST_NAME
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:

@@ -125,14 +125,14 @@ def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
 
 def read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
     """Read the tensors in the files, or the error found in them; neither unless all files are present."""
-    if not all(file.is_file() for file in weight_files(directory)):
-        return {}, ""
     try:
-        return Checkpoint.open(directory).tensors, ""
+        if all(file.is_file() for file in weight_files(directory)):
+            return Checkpoint.open(directory).tensors, ""
     except ModelError as error:
         return {}, f"files: {error}"
     except OSError as error:
-        return {}, f"files: {error.filename} cannot be read: {error.strerror}"
+        return {}, f"files: {error.filename or directory} cannot be read: {error.strerror}"
+    return {}, ""
 
 
 def _differences(
