@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import read_json_file
-from pypto_serving.util import parse_json
+from pypto_serving.util import brief, parse_json
 
 FLOATS = ("F32", "BF16", "F16")
 """Stored dtypes of weights that are not quantised."""
@@ -36,6 +37,8 @@ ITEM_BYTES = {
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_NAME = 255
+_MAX_DIMS, _MAX_SIZE = 8, 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +129,11 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
     files, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{path}: weight_map is missing")
+    _require_names(path, files)
     for name, file in files.items():
         if not isinstance(file, str):
-            raise ModelError(f"{path}: weight_map has {file!r} for {name}, but must have the name of a file")
+            raise ModelError(f"{path}: weight_map has {brief(file)} for {name}, but must have the name of a file")
+    _require_names(path, set(files.values()))
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return files, size if isinstance(size, int) else None
 
@@ -141,19 +146,29 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     return tuple(directory / name for name in sorted(set(index[0].values())))
 
 
+def _require_names(source: Path, names: Iterable[str]) -> None:
+    """Raise ModelError for a name of a tensor or file that is none: messages, and file systems, could not hold it."""
+    for name in names:
+        if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
+            raise ModelError(f"{source} has the name {brief(name)}; names have 1 to {_MAX_NAME} printable characters")
+
+
 def _read_header(file: Path) -> list[StoredTensor]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{file} is truncated or no safetensors file: {size} bytes, header of {length}")
-        try:
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+                raise ModelError(f"{file} is truncated or no safetensors file: {size} bytes, header of {length}")
             header = parse_json(stream.read(length))
-        except ValueError as error:
-            raise ModelError(f"{file}: the safetensors header is not valid JSON: {error}") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"{file}: the safetensors header is not valid JSON: {error}") from None
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise ModelError(f"{file}: the safetensors header does not list tensors")
     header.pop("__metadata__", None)
+    _require_names(file, header)
     tensors = [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
     _require_apart(file, tensors)
     return tensors
@@ -167,15 +182,20 @@ def _require_apart(file: Path, tensors: Sequence[StoredTensor]) -> None:
             raise ModelError(f"{file} is damaged: the tensors {before.name} and {after.name} share bytes")
 
 
+def _is_shape(sizes: list[object]) -> bool:
+    return len(sizes) <= _MAX_DIMS and all(isinstance(size, int) and 0 <= size <= _MAX_SIZE for size in sizes)
+
+
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-            0 <= begin <= end and all(isinstance(size, int) and size >= 0 for size in shape)
+            0 <= begin <= end and dtype.isidentifier() and _is_shape(shape)
         ):
+            if data_start + end > size:
+                ends = brief(data_start + end)
+                raise ModelError(f"{file} is truncated: tensor {name} ends at {ends}, the file at {size}")
             item_bytes = ITEM_BYTES.get(dtype)
             if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
                 raise ModelError(f"{file}: tensor {name} of shape {shape} in {dtype} has {end - begin} bytes")
-            if data_start + end > size:
-                raise ModelError(f"{file} is truncated: tensor {name} ends at {data_start + end}, the file at {size}")
             return StoredTensor(name, file, dtype, tuple(shape), data_start + begin, data_start + end)
     raise ModelError(f"{file}: the header entry of tensor {name} is damaged")
