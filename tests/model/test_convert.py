@@ -171,6 +171,15 @@ def test_a_kill_before_anything_is_written(checkpoint: MakeCheckpoint, tmp_path:
     assert contents(convert(checkpoint(), target)) == contents(convert(checkpoint(), tmp_path / "other"))
 
 
+def test_another_conversion_that_has_just_ended(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A process that found it unfinished makes a new, empty state file, and leaves the checkpoint as it is."""
+    target = convert(checkpoint(), tmp_path / "target")
+    wanted = contents(target)
+    (target / STATE_FILE).touch()
+    assert "is a complete checkpoint already" in refused(checkpoint(seed=1), target)
+    assert contents(target) == wanted
+
+
 @pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 def test_a_single_file_that_has_an_index(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """The index says what the file is called, in the result as well."""
@@ -183,6 +192,15 @@ def test_a_single_file_that_has_an_index(checkpoint: MakeCheckpoint, tmp_path: P
     target = convert(source, tmp_path / "target")
     assert [path.name for path in target.glob("*.safetensors")] == [file]
     assert np.array_equal(logits(target), logits(convert(checkpoint(), tmp_path / "plain")))
+
+
+def test_a_file_of_weights_with_any_name(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """It is none of the files that are copied."""
+    source = Path(shutil.copytree(checkpoint(), tmp_path / "source"))
+    (source / SINGLE_FILE).rename(source / "weights.st")
+    (source / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": "weights.st"}}))
+    target, plain = convert(source, tmp_path / "target"), convert(checkpoint(), tmp_path / "plain")
+    assert (target / "weights.st").read_bytes() == (plain / SINGLE_FILE).read_bytes()
 
 
 def test_a_source_that_changes_meanwhile(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ import numpy as np
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, Checkpoint
 from pypto_serving.model.convert.encodings import Encoding
-from pypto_serving.model.convert.files import STATE_FILE, as_json, claim, new_file, write
+from pypto_serving.model.convert.files import STATE_FILE, as_json, claim, copy, new_file, write
 from pypto_serving.model.convert.plan import Plan, Weight
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.formats.dequantise import dequantised
@@ -35,6 +35,7 @@ from pypto_serving.util import write_at
 
 _CHUNK = 1 << 18
 """Elements converted at once by a thread: they stay in a cache."""
+_ENCODING = "encoding/encoding_*.py"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
 
@@ -62,10 +63,12 @@ def convert(source: Path, target: Path, encoding: Encoding, progress: Progress) 
         raise ModelError(f"{source} cannot be converted: {error}") from None
     stored.require(plan.expected, plan.ignores)
     try:
-        with claim(source, target, encoding.name):
+        with claim(source, target, encoding.name) as require_unchanged:
             tensors = StoredTensors(source, progress)
             tensors.require(plan.expected, plan.ignores)
-            _Conversion(config, target, tensors, plan).run()
+            content = _Conversion(config, target, tensors, plan).run()
+            require_unchanged()
+            write(target / CONFIG_FILE, as_json(content))
     except OSError as error:
         reason = f"{error.filename or target}: {error.strerror}"
         raise ModelError(
@@ -80,19 +83,20 @@ class _Conversion:
         self._config, self._source, self._target = config, Path(config.directory), target
         self._tensors, self._plan = tensors, plan
 
-    def run(self) -> None:
+    def run(self) -> dict[str, Any]:
+        """Write all files but config.json, whose content is returned."""
         files: dict[str, dict[str, Weight]] = {}
         for name, weight in self._plan.weights.items():
             files.setdefault(self._tensors[weight.tensors()[0]].file.name, {})[name] = weight
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             for file in sorted(files):
                 self._write_file(self._target / file, files[file], threads)
-        self._copy_other_files()
+        self._copy_other_files(files)
         if list(files) != [SINGLE_FILE]:
             write(self._target / INDEX_FILE, as_json(self._index(files)))
         config = self._target_config()
         self._verify(config)
-        write(self._target / CONFIG_FILE, as_json(config))
+        return config
 
     def _verify(self, config: dict[str, Any]) -> None:
         """Raise ModelError unless the files hold what config.json will say."""
@@ -177,11 +181,17 @@ class _Conversion:
             for tensor in weight.tensors():
                 self._tensors.forget(self._tensors[tensor])
 
-    def _copy_other_files(self) -> None:
-        """Copy all files but the weights: tokenizer, generation config, chat template and others."""
-        for file in sorted(self._source.iterdir()):
-            if file.is_file() and file.name not in (CONFIG_FILE, STATE_FILE) and not file.name.endswith(_WEIGHTS):
-                write(self._target / file.name, file.read_bytes())
+    def _copy_other_files(self, written: Container[str]) -> None:
+        """Copy all files but the weights: tokenizer, generation config, chat template and others.
+
+        Of folders, copy the one with the encoding of DeepSeek V4's chats.
+        """
+        for file in sorted((*self._source.iterdir(), *self._source.glob(_ENCODING))):
+            made = file.name in (CONFIG_FILE, STATE_FILE) or file.name in written or file.name.endswith(_WEIGHTS)
+            if file.is_file() and not made:
+                copied = self._target / file.relative_to(self._source)
+                copied.parent.mkdir(exist_ok=True)
+                copy(file, copied)
 
     def _index(self, files: Mapping[str, Mapping[str, Weight]]) -> dict[str, Any]:
         places = {file: self._places(weights) for file, weights in files.items()}
