@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,19 @@ def test_quantised_sources(tmp_path: Path, format: str, encoding: Encoding) -> N
     save_file(meant, plain / "model.safetensors")
     found, wanted = (tensors_of(converted(source, tmp_path / source.name[::-1], encoding)) for source in (path, plain))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_scales_that_are_too_large(tmp_path: Path) -> None:
+    """What weights stand for overflows; nothing but the error is said."""
+    path = make_checkpoint(tmp_path / "source", num_hidden_layers=1)
+    quantise(path, "blocks_f32")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[f"{name}_scale_inv"][:] = 3e38
+    save_file(tensors, path / "model.safetensors")
+    with warnings.catch_warnings(), pytest.raises(ModelError, match=rf"{name} has numbers that are not finite"):
+        warnings.simplefilter("error")
+        convert(path, tmp_path / "target", W8A8(), lambda *_: None)
 
 
 def test_what_cannot_be_converted(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ from pypto_serving.util import write_at
 
 _CHUNK = 1 << 18
 """Elements converted at once by a thread: they stay in a cache."""
+_LARGEST = 1e30
+"""Weights are smaller: scales, and the sums that find them, fit into float32 and bfloat16."""
 _ENCODING = "encoding/encoding_*.py"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 
@@ -150,12 +152,16 @@ class _Conversion:
             write_at(file, np.ascontiguousarray(values).data.cast("B"), offset)
 
         def convert_rows(first: int, last: int) -> None:
-            values = read(first, last)
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = read(first, last)
+            rounds = encoding is not None or (values.dtype == np.float32 and weight.dtype)
+            if rounds and not (values.min() > -_LARGEST and values.max() < _LARGEST):
+                raise ModelError(
+                    f"{self._source}: {weight.source} has numbers that are not finite, or beyond {_LARGEST}"
+                )
             if encoding is None:
-                put(name, bfloat16(values) if values.dtype == np.float32 and weight.dtype else values, first)
+                put(name, bfloat16(values) if rounds else values, first)
                 return
-            if not np.isfinite(values).all():
-                raise ModelError(f"{self._source}: {weight.source} has numbers that are not finite")
             for tensor, encoded in encoding.encode(values).items():
                 put(f"{module}.{tensor}", encoded, first)
 
