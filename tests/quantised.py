@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -308,16 +308,27 @@ FORMATS: dict[str, Format] = {
 
 
 def quantise(
-    path: Path, format: str, ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$"), head: bool = False
+    path: Path,
+    format: str | Sequence[str],
+    ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$"),
+    head: bool = False,
 ) -> Tensors:
     """Quantise the linear layers of a Qwen3 checkpoint of one file in place, with `head` the output layer too.
 
-    Return what they mean, by module.
+    Return what they mean, by module. Of several formats, which take turns layer by layer, the section of the first is
+    that of all; the output layer has the first.
     """
-    ends = ("_proj.weight", "lm_head.weight") if head else ("_proj.weight",)
+    formats = [FORMATS[name] for name in ([format] if isinstance(format, str) else format)]
     ignore = tuple(name for name in ignore if not (head and name == "lm_head"))
-    means = _write(path, lambda name: FORMATS[format].quantise if name.endswith(ends) else None)
-    _configure(path, {"quantization_config": FORMATS[format].section(list(ignore)), "dtype": "bfloat16"})
+
+    def of(name: str) -> Quantise | None:
+        if head and name == "lm_head.weight":
+            return formats[0].quantise
+        layer = re.fullmatch(r"model\.layers\.(\d+)\..*_proj\.weight", name)
+        return formats[int(layer[1]) % len(formats)].quantise if layer else None
+
+    means = _write(path, of)
+    _configure(path, {"quantization_config": formats[0].section(list(ignore)), "dtype": "bfloat16"})
     return means
 
 

@@ -48,6 +48,8 @@ def convert(
     from pypto_serving.setup.locate import locate_model
 
     encoding = _encoding(format, group_size)
+    if not str(target).isprintable():
+        raise ConfigError(f"TARGET is {str(target)!r}, but must be text on one line")
     progress = LoadProgress()
     try:
         folder = locate_model(source)

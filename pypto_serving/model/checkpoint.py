@@ -7,7 +7,8 @@ Format, https://github.com/huggingface/safetensors#format: the header length n i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +36,8 @@ ITEM_BYTES = {
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
-_LONGEST_NAME = 255
-"""Bytes that file systems allow a name."""
+_MAX_NAME = 255
+_MAX_DIMS, _MAX_SIZE = 8, 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
     files, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{path}: weight_map is missing")
+    _require_names(path, files)
     for name, file in files.items():
         if not _is_file_name(file):
             shown = f"{brief(file)} for {brief(name)}"
@@ -136,9 +138,9 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
 
 
 def _is_file_name(value: object) -> bool:
-    if not isinstance(value, str) or value in ("", ".", "..") or "/" in value:
+    if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or not value.isprintable():
         return False
-    return len(value.encode(errors="replace")) <= _LONGEST_NAME
+    return len(value.encode()) <= _MAX_NAME
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -149,19 +151,29 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     return tuple(directory / name for name in sorted(set(index[0].values())))
 
 
+def _require_names(source: Path, names: Iterable[str]) -> None:
+    """Raise ModelError for a name of a tensor or file that is none: messages, and file systems, could not hold it."""
+    for name in names:
+        if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
+            raise ModelError(f"{source} has the name {brief(name)}; names have 1 to {_MAX_NAME} printable characters")
+
+
 def _read_header(file: Path) -> list[StoredTensor]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{file} is truncated or no safetensors file: {size} bytes, header of {length}")
-        try:
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+                raise ModelError(f"{file} is truncated or no safetensors file: {size} bytes, header of {length}")
             header = parse_json(stream.read(length))
-        except ValueError as error:
-            raise ModelError(f"{file}: the safetensors header is not valid JSON: {error}") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelError(f"{file}: the safetensors header is not valid JSON: {error}") from None
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
         raise ModelError(f"{file}: the safetensors header does not list tensors")
     header.pop("__metadata__", None)
+    _require_names(file, header)
     tensors = [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
     _require_contiguous(file, tensors, 8 + length, size)
     return tensors
@@ -183,15 +195,20 @@ def _require_filled(file: Path, at: int, begin: int) -> None:
         raise ModelError(f"{file} is damaged: bytes {at} to {begin - 1} belong to no tensor")
 
 
+def _is_shape(sizes: list[object]) -> bool:
+    return len(sizes) <= _MAX_DIMS and all(isinstance(size, int) and 0 <= size <= _MAX_SIZE for size in sizes)
+
+
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if (
-            0 <= begin <= end and all(isinstance(size, int) and size >= 0 for size in shape)
+            0 <= begin <= end and dtype.isidentifier() and _is_shape(shape)
         ):
+            if data_start + end > size:
+                ends = brief(data_start + end)
+                raise ModelError(f"{file} is truncated: tensor {name} ends at {ends}, the file at {size}")
             item_bytes = ITEM_BYTES.get(dtype)
             if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
                 raise ModelError(f"{file}: tensor {name} of shape {shape} in {dtype} has {end - begin} bytes")
-            if data_start + end > size:
-                raise ModelError(f"{file} is truncated: tensor {name} ends at {data_start + end}, the file at {size}")
             return StoredTensor(name, file, dtype, tuple(shape), data_start + begin, data_start + end)
     raise ModelError(f"{file}: the header entry of tensor {name} is damaged")

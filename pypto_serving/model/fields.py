@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,12 @@ def read_json_file(path: Path) -> dict[str, Any]:
     return content
 
 
+MOST = (1 << 31) - 1
+"""The largest whole number that is read: sizes, counts and ids are far below it."""
+MOST_LAYERS, MOST_EXPERTS = 1 << 10, 1 << 17
+"""Layers of a model, and experts of all its layers: their tensors are listed one by one."""
+
+
 class Fields:
     """Reads one JSON object. A key may have older spellings; null counts as absent, as in transformers."""
 
@@ -44,17 +49,17 @@ class Fields:
         self.require(value is None or isinstance(value, dict), keys[0], value, "an object")
         return Fields(value or {}, self.source)
 
-    def positive_int(self, *keys: str, default: int | None = None) -> int:
-        """Return an integer >= 1."""
-        return self._number(keys, default, lambda v: isinstance(v, int) and v >= 1, "a positive whole number")
+    def positive_int(self, *keys: str, default: int | None = None, most: int = MOST) -> int:
+        """Return an integer from 1 to `most`."""
+        return self._whole(keys, default, 1, most, f"a positive whole number, at most {most}")
 
-    def natural(self, *keys: str, default: int | None = None) -> int:
-        """Return an integer >= 0."""
-        return self._number(keys, default, lambda v: isinstance(v, int) and v >= 0, "a whole number, 0 or more")
+    def natural(self, *keys: str, default: int | None = None, most: int = MOST) -> int:
+        """Return an integer from 0 to `most`."""
+        return self._whole(keys, default, 0, most, f"a whole number from 0 to {most}")
 
     def positive_float(self, *keys: str, default: float | None = None) -> float:
-        """Return a finite number > 0."""
-        value = self._number(keys, default, lambda v: math.isfinite(v) and v > 0, "a positive number")
+        """Return a number > 0 that float32 holds."""
+        value = self._number(keys, default, lambda v: 1e-37 < v < 3e38, "a positive number that float32 holds")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -67,13 +72,18 @@ class Fields:
         """Return a list of integers, empty if absent; a single number is a list of one."""
         value = self.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
-        self.require(all(isinstance(i, int) and not isinstance(i, bool) for i in items), key, value, "whole numbers")
+        whole = all(isinstance(i, int) and not isinstance(i, bool) and abs(i) <= MOST for i in items)
+        self.require(whole, key, value, f"whole numbers, at most {MOST}")
         return tuple(items)
 
     def require(self, holds: bool, key: str, value: object, allowed: str) -> None:
         """Raise ModelError naming `key` and `value` unless `holds`."""
         if not holds:
             raise ModelError(f"{self.source}: {key} is {_shown(value)}, but must be {allowed}")
+
+    def _whole(self, keys: tuple[str, ...], default: int | None, least: int, most: int, allowed: str) -> int:
+        value: int = self._number(keys, default, lambda v: isinstance(v, int) and least <= v <= most, allowed)
+        return value
 
     def _number(self, keys: tuple[str, ...], default: Any, holds: Callable[[Any], bool], allowed: str) -> Any:
         value = self.get(*keys)

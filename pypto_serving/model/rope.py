@@ -23,6 +23,8 @@ Kind = TypeVar("Kind")
 
 _PIECE = 4096
 """Positions whose angles are computed at once."""
+_MOST_FACTOR = 1 << 20
+"""The largest extension of a context that is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +53,9 @@ class Rope:
         for source in (scaling, config):
             partial = source.get("partial_rotary_factor")
             source.require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1")
-        theta = scaling.get("rope_theta") or config.positive_float("rope_theta", default=10000.0)
-        scaling.require(isinstance(theta, int | float) and theta > 1, "rope_theta", theta, "a number above 1")
-        base = cls(kind="default", head_dim=head_dim, theta=float(theta), trained_len=max_position_embeddings)
+        theta = scaling.positive_float("rope_theta", default=config.positive_float("rope_theta", default=10000.0))
+        scaling.require(theta > 1, "rope_theta", theta, "a number above 1")
+        base = cls(kind="default", head_dim=head_dim, theta=theta, trained_len=max_position_embeddings)
         if kind == "default":
             return base
         if kind == "yarn":
@@ -68,21 +70,17 @@ class Rope:
 
     @classmethod
     def _yarn(cls, scaling: Fields, config: Fields, base: Rope) -> Self:
-        max_len = base.trained_len
-        trained = config.get("original_max_position_embeddings")
-        if trained is None:
-            trained = scaling.positive_int("original_max_position_embeddings", default=max_len)
+        max_len, key = base.trained_len, "original_max_position_embeddings"
+        trained = (scaling if config.get(key) is None else config).positive_int(key, default=max_len)
         factor = _factor(scaling) if scaling.get("factor") is not None else max_len / trained
-        attention = scaling.get("attention_factor")
-        if attention is None:
-            attention = _yarn_attention_factor(scaling, factor)
+        attention = scaling.positive_float("attention_factor", default=_yarn_attention_factor(scaling, factor))
         return cls(
             kind="yarn",
             head_dim=base.head_dim,
             theta=base.theta,
-            trained_len=int(trained),
+            trained_len=trained,
             factor=factor,
-            attention_factor=float(attention),
+            attention_factor=attention,
             beta_fast=scaling.positive_float("beta_fast", default=32.0),
             beta_slow=scaling.positive_float("beta_slow", default=1.0),
             truncate=scaling.flag("truncate", True),
@@ -152,7 +150,7 @@ class Rope:
 
 def _factor(scaling: Fields) -> float:
     factor = scaling.positive_float("factor")
-    scaling.require(factor >= 1, "factor", factor, "at least 1")
+    scaling.require(1 <= factor <= _MOST_FACTOR, "factor", factor, f"at least 1, and at most {_MOST_FACTOR}")
     return factor
 
 
@@ -160,7 +158,7 @@ def _yarn_attention_factor(scaling: Fields, factor: float) -> float:
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    mscale, mscale_all_dim = (scaling.get(key) and scaling.positive_float(key) for key in ("mscale", "mscale_all_dim"))
     if mscale and mscale_all_dim:
         return magnitude(mscale) / magnitude(mscale_all_dim)
     return magnitude(1.0)

@@ -69,8 +69,11 @@ class StoredTensors:
     def map(self, tensor: StoredTensor) -> mmap.mmap:
         """Map the file of `tensor` privately: torch wants a writable buffer, and pages are never written."""
         if tensor.file not in self._maps:
-            with tensor.file.open("rb") as stream:
-                self._maps[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            try:
+                with tensor.file.open("rb") as stream:
+                    self._maps[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise ModelError(f"{tensor.file} cannot be read: {error.strerror}") from None
         return self._maps[tensor.file]
 
     def view(self, tensor: StoredTensor) -> NDArray[Any]:

@@ -145,6 +145,9 @@ def entry(shape: Any, offsets: Any) -> str:
         (entry([1], [-2, 0]), "is damaged"),
         (entry([1.0], [0, 2]), "is damaged"),
         (entry([1], [0, "2"]), "is damaged"),
+        (entry([1] * 9, [0, 2]), "is damaged"),
+        (entry([0, 10**400], [0, 0]), "is damaged"),
+        (entry([1], [0, 2]).replace("BF16", "\\ud800"), "is damaged"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -162,6 +165,35 @@ def test_an_index_names_files_of_its_folder(capsys: pytest.CaptureFixture[str], 
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     code, line = run_line(capsys, "check", checkpoint)
     assert code == 3 and "for 'norm.weight', but must have the name of a file beside it" in line and len(line) < 600
+
+
+def test_an_offset_of_thousands_of_digits(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    with_header(checkpoint, '{"t": {"dtype": "C64", "shape": [1], "data_offsets": [0, %s]}}' % ("9" * 4300))
+    code, line = run_line(capsys, "convert", checkpoint, checkpoint.parent / "new", "--format", "w8a8")
+    assert (code, len(line) < 400, "is truncated: tensor t ends at" in line) == (3, True, True)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb", "\x1b[31m", "\0", "", "x" * 1000], ids=repr)
+def test_names_that_are_none(capsys: pytest.CaptureFixture[str], checkpoint: Path, name: str) -> None:
+    """Of tensors in a header, and of files in an index."""
+    wanted = "has the name " + repr(name)[:90]
+    with_header(checkpoint, json.dumps({name: {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}}))
+    assert main(["check", str(checkpoint), "--json"]) == 0
+    (verdict,) = json.loads(capsys.readouterr().out)["checkpoint"]["verdicts"]
+    assert wanted in verdict and len(verdict) < 200 + len(str(checkpoint))
+    index = checkpoint / "model.safetensors.index.json"
+    for names, said in (({name: "model.safetensors"}, wanted), ({"t": name}, "must have the name of a file beside it")):
+        index.write_text(json.dumps({"weight_map": names}))
+        code, line = run_line(capsys, "check", checkpoint)
+        assert code == 3 and said in line
+
+
+def test_a_file_that_cannot_be_read(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.unlink(missing_ok=True)
+    file.symlink_to("/proc/self/mem")
+    code, line = run_line(capsys, "convert", checkpoint, checkpoint.parent / "new", "--format", "w8a8")
+    assert (code, line) == (3, f"error: {file} cannot be read: Input/output error")
 
 
 def test_convert_names_a_hostile_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:

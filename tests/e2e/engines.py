@@ -17,9 +17,12 @@ from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.setup.options import make_options
 from pypto_serving.setup.prepare import model_spec, prepare
 from pypto_serving.types.config import EngineConfig, FaultConfig
-from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.request import EngineRequest, RequestOutput, TokenLogprobs
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids, unpack_ids
+
+Reply = tuple[list[int], list[TokenLogprobs]]
+"""Output tokens, and their log-probabilities if asked for."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 QUICK_FAULTS = FaultConfig(respawn_delay_s=0.01, max_deaths=200)
@@ -63,25 +66,32 @@ def requests_of(
     ]
 
 
-async def answers(
+async def replies(
     engine: AsyncEngine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     on_output: Callable[[RequestOutput], None] = lambda output: None,
     eos_token_ids: tuple[int, ...] = (),
-) -> list[list[int]]:
-    """All prompts at once; their output tokens in order. No request may fail."""
+) -> list[Reply]:
+    """All prompts at once; what they get in order. No request may fail."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-    tokens: dict[str, list[int]] = {f"q{i}": [] for i in range(len(prompts))}
+    found: dict[str, Reply] = {f"q{i}": ([], []) for i in range(len(prompts))}
 
     def take(outputs: list[RequestOutput]) -> None:
         for output in outputs:
             assert output.fault is None, output.fault
-            tokens[output.request_id] += unpack_ids(output.token_ids).tolist()
+            tokens, values = found[output.request_id]
+            tokens += unpack_ids(output.token_ids).tolist()
+            values += output.logprobs or []
             on_output(output)
 
     await engine.submit(requests_of(prompts, wanted, eos_token_ids)).deliver_to(take)
-    return list(tokens.values())
+    return list(found.values())
+
+
+async def answers(engine: AsyncEngine, *arguments: Any, **options: Any) -> list[list[int]]:
+    """The output tokens of `replies`."""
+    return [tokens for tokens, _ in await replies(engine, *arguments, **options)]
 
 
 class Killer:

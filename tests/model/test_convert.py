@@ -172,6 +172,15 @@ def test_a_kill_before_anything_is_written(checkpoint: MakeCheckpoint, tmp_path:
     assert contents(convert(checkpoint(), target)) == contents(convert(checkpoint(), tmp_path / "other"))
 
 
+def test_another_conversion_that_has_just_ended(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A process that found it unfinished makes a new, empty state file, and leaves the checkpoint as it is."""
+    target = convert(checkpoint(), tmp_path / "target")
+    wanted = contents(target)
+    (target / STATE_FILE).touch()
+    assert "is a complete checkpoint already" in refused(checkpoint(seed=1), target)
+    assert contents(target) == wanted
+
+
 @pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 def test_a_single_file_that_has_an_index(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """The index says what the file is called, in the result as well."""
@@ -184,6 +193,15 @@ def test_a_single_file_that_has_an_index(checkpoint: MakeCheckpoint, tmp_path: P
     target = convert(source, tmp_path / "target")
     assert [path.name for path in target.glob("*.safetensors")] == [file]
     assert np.array_equal(logits(target), logits(convert(checkpoint(), tmp_path / "plain")))
+
+
+def test_a_file_of_weights_with_any_name(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """It is none of the files that are copied."""
+    source = Path(shutil.copytree(checkpoint(), tmp_path / "source"))
+    (source / SINGLE_FILE).rename(source / "weights.st")
+    (source / INDEX_FILE).write_text(json.dumps({"weight_map": {"model.norm.weight": "weights.st"}}))
+    target, plain = convert(source, tmp_path / "target"), convert(checkpoint(), tmp_path / "plain")
+    assert (target / "weights.st").read_bytes() == (plain / SINGLE_FILE).read_bytes()
 
 
 def test_a_source_that_changes_meanwhile(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -248,14 +266,15 @@ def test_a_target_without_permission(checkpoint: MakeCheckpoint, tmp_path: Path)
     assert "cannot be written" in refused(checkpoint(), tmp_path / "target")
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e38])
 def test_weights_that_are_not_finite(checkpoint: MakeCheckpoint, tmp_path: Path, value: float) -> None:
-    source = shutil.copytree(checkpoint(), tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name][3, 5] = value
-    save_file(tensors, source / "model.safetensors")
-    assert name in refused(source, tmp_path / "target")
+    """Or would not be when they are rounded; encoded ones, and those that become bfloat16."""
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"):
+        source = shutil.copytree(checkpoint(), tmp_path / "source", dirs_exist_ok=True)
+        tensors = load_file(source / "model.safetensors")
+        tensors[name].view(-1)[5] = value
+        save_file(tensors, source / "model.safetensors")
+        assert f"{name} has numbers that are not finite" in refused(source, tmp_path / name)
 
 
 def test_outputs_without_weights(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,19 @@ def test_quantised_sources(tmp_path: Path, format: str, encoding: Encoding) -> N
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
 
 
+def test_scales_that_are_too_large(tmp_path: Path) -> None:
+    """What weights stand for overflows; nothing but the error is said."""
+    path = make_checkpoint(tmp_path / "source", num_hidden_layers=1)
+    quantise(path, "blocks_f32")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[f"{name}_scale_inv"][:] = 3e38
+    save_file(tensors, path / "model.safetensors")
+    with warnings.catch_warnings(), pytest.raises(ModelError, match=rf"{name} has numbers that are not finite"):
+        warnings.simplefilter("error")
+        convert(path, tmp_path / "target", W8A8(), lambda *_: None)
+
+
 def test_what_cannot_be_converted(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     def refused(source: Path, encoding: Encoding) -> str:
         with pytest.raises(ModelError) as caught:
@@ -192,8 +206,14 @@ def add_drafts(path: Path, inventory: DeepseekV4Inventory) -> None:
 
 @pytest.mark.parametrize("form", ["released", "base", None])
 def test_deepseek_v4_to_int8(tmp_path: Path, form: str | None) -> None:
-    """Large matrices and experts become int8 with scales [n], latents bfloat16; all else stays bit by bit."""
+    """Large matrices and experts become int8 with scales [n], latents bfloat16; all else stays bit by bit.
+
+    The encoding of chats is in a folder of its own.
+    """
     source = make_checkpoint(tmp_path / "source", "deepseek_v4_fast", "bfloat16")
+    encoding = Path("encoding", "encoding_dsv4.py")
+    (source / encoding).parent.mkdir()
+    (source / encoding).write_text("REASONING_EFFORT_PROMPTS = {}")
     _, config = load_config(source)
     add_drafts(source, DeepseekV4Inventory(config))
     plain = {name.removesuffix(".weight"): tensor for name, tensor in load_file(source / "model.safetensors").items()}
@@ -213,6 +233,7 @@ def test_deepseek_v4_to_int8(tmp_path: Path, form: str | None) -> None:
             assert torch.equal(after[name], means[module].bfloat16())
         else:
             assert torch.equal(after[name], before[name])
+    assert (target / encoding).read_bytes() == (source / encoding).read_bytes()
     raw = json.loads((target / "config.json").read_text())
     assert "expert_dtype" not in raw and raw["torch_dtype"] == "bfloat16"
     assert load_spec(target).quantization == "int8"
@@ -230,6 +251,8 @@ def test_the_commands(checkpoint: MakeCheckpoint, tmp_path: Path, capsys: pytest
     assert main(["check", target, "--json"]) == 0
     weights = json.loads(capsys.readouterr().out)["weights"]
     assert weights["linear_layers"][0]["name"] == "int4 g64" and weights["token_bytes"] == 120_576
+    assert main(["convert", source, str(tmp_path / "a\nb"), "--format", "mxfp4"]) == 2
+    assert "must be text on one line" in capsys.readouterr().err
     for options, words in (
         (("w4a16", "--group-size", "16"), "--group-size is 16, but must be 32, 64 or 128"),
         (("mxfp4", "--group-size", "32"), "only w4a16 lets it be chosen"),

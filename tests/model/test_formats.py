@@ -293,6 +293,7 @@ def refused(path: Path, section: dict[str, Any]) -> str:
     [
         ("int4_g32", "config_groups.group_0.weights.num_bits", 8),
         ("int4_g32", "config_groups.group_0.weights.group_size", 48),
+        ("int4_g32", "config_groups.group_0.weights.group_size", 32.0),
         ("int4_g32", "config_groups.group_0.weights.strategy", "tensor"),
         ("int4_g32", "config_groups.group_0.input_activations", {"num_bits": 8, "type": "float"}),
         ("w4a8", "config_groups.group_0.input_activations.dynamic", False),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ import numpy as np
 from pypto_serving.errors import ModelError
 from pypto_serving.model.checkpoint import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, Checkpoint
 from pypto_serving.model.convert.encodings import Encoding
-from pypto_serving.model.convert.files import STATE_FILE, as_json, claim, new_file, write
+from pypto_serving.model.convert.files import STATE_FILE, as_json, claim, copy, new_file, write
 from pypto_serving.model.convert.plan import Plan, Weight
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.formats.dequantise import dequantised
@@ -35,6 +35,9 @@ from pypto_serving.util import write_at
 
 _CHUNK = 1 << 18
 """Elements converted at once by a thread: they stay in a cache."""
+_LARGEST = 1e30
+"""Weights are smaller: scales, and the sums that find them, fit into float32 and bfloat16."""
+_ENCODING = "encoding/encoding_*.py"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _SECTIONS = ("hf_quant_config.json", "quantize_config.json")
 """What modelopt and GPTQ wrote of the source beside config.json; other engines would read the target by it."""
@@ -64,10 +67,12 @@ def convert(source: Path, target: Path, encoding: Encoding, progress: Progress) 
         raise ModelError(f"{source} cannot be converted: {error}") from None
     stored.require(plan.expected, plan.ignores)
     try:
-        with claim(source, target, encoding.name):
+        with claim(source, target, encoding.name) as require_unchanged:
             tensors = StoredTensors(source, progress)
             tensors.require(plan.expected, plan.ignores)
-            _Conversion(config, target, tensors, plan).run()
+            content = _Conversion(config, target, tensors, plan).run()
+            require_unchanged()
+            write(target / CONFIG_FILE, as_json(content))
     except OSError as error:
         reason = f"{error.filename or target}: {error.strerror}"
         raise ModelError(
@@ -82,19 +87,20 @@ class _Conversion:
         self._config, self._source, self._target = config, Path(config.directory), target
         self._tensors, self._plan = tensors, plan
 
-    def run(self) -> None:
+    def run(self) -> dict[str, Any]:
+        """Write all files but config.json, whose content is returned."""
         files: dict[str, dict[str, Weight]] = {}
         for name, weight in self._plan.weights.items():
             files.setdefault(self._tensors[weight.tensors()[0]].file.name, {})[name] = weight
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             for file in sorted(files):
                 self._write_file(self._target / file, files[file], threads)
-        self._copy_other_files()
+        self._copy_other_files(files)
         if list(files) != [SINGLE_FILE]:
             write(self._target / INDEX_FILE, as_json(self._index(files)))
         config = self._target_config()
         self._verify(config)
-        write(self._target / CONFIG_FILE, as_json(config))
+        return config
 
     def _verify(self, config: dict[str, Any]) -> None:
         """Raise ModelError unless the files hold what config.json will say."""
@@ -148,12 +154,16 @@ class _Conversion:
             write_at(file, np.ascontiguousarray(values).data.cast("B"), offset)
 
         def convert_rows(first: int, last: int) -> None:
-            values = read(first, last)
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = read(first, last)
+            rounds = encoding is not None or (values.dtype == np.float32 and weight.dtype)
+            if rounds and not (values.min() > -_LARGEST and values.max() < _LARGEST):
+                raise ModelError(
+                    f"{self._source}: {weight.source} has numbers that are not finite, or beyond {_LARGEST}"
+                )
             if encoding is None:
-                put(name, bfloat16(values) if values.dtype == np.float32 and weight.dtype else values, first)
+                put(name, bfloat16(values) if rounds else values, first)
                 return
-            if not np.isfinite(values).all():
-                raise ModelError(f"{self._source}: {weight.source} has numbers that are not finite")
             for tensor, encoded in encoding.encode(values).items():
                 put(f"{module}.{tensor}", encoded, first)
 
@@ -179,12 +189,17 @@ class _Conversion:
             for tensor in weight.tensors():
                 self._tensors.forget(self._tensors[tensor])
 
-    def _copy_other_files(self) -> None:
-        """Copy all files but those of the weights: tokenizer, generation config, chat template and others."""
-        others = (CONFIG_FILE, STATE_FILE, *_SECTIONS)
-        for file in sorted(self._source.iterdir()):
+    def _copy_other_files(self, written: Iterable[str]) -> None:
+        """Copy all files but the weights: tokenizer, generation config, chat template and others.
+
+        Of folders, copy the one with the encoding of DeepSeek V4's chats.
+        """
+        others = {CONFIG_FILE, STATE_FILE, *_SECTIONS, *written}
+        for file in sorted((*self._source.iterdir(), *self._source.glob(_ENCODING))):
             if file.is_file() and file.name not in others and not file.name.endswith(_WEIGHTS):
-                write(self._target / file.name, file.read_bytes())
+                copied = self._target / file.relative_to(self._source)
+                copied.parent.mkdir(exist_ok=True)
+                copy(file, copied)
 
     def _index(self, files: Mapping[str, Mapping[str, Weight]]) -> dict[str, Any]:
         places = {file: self._places(weights) for file, weights in files.items()}

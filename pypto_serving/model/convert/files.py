@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,35 +19,49 @@ STATE_FILE = "unfinished-conversion.json"
 
 
 @contextmanager
-def claim(source: Path, target: Path, format: str) -> Iterator[None]:
-    """Own `target` for the conversion of `source` to `format`; raises ConfigError where it holds anything else."""
+def claim(source: Path, target: Path, format: str) -> Iterator[Callable[[], None]]:
+    """Own `target` for the conversion of `source` to `format`; raises ConfigError where it holds anything else.
+
+    Yield what raises ModelError if `source` has changed since.
+    """
     identity, state = checkpoint_state(source).hex(), target / STATE_FILE
+
+    def require_unchanged() -> None:
+        if checkpoint_state(source).hex() != identity:
+            raise ModelError(f"{source} changed meanwhile; delete {target} and convert again")
+
     _make_target(target)
     with _locked(target) as file:
         what = as_json({"format": format, "source": identity})
         # What a process that was killed at once left is empty.
         if (found := file.read()) and found != what:
             raise ConfigError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
+        if not found and (target / "config.json").exists():  # another process finished just before this one looked
+            state.unlink()
+            raise _complete(target)
         file.seek(0)
         file.write(what)
         _flush(file)
-        yield
-        if checkpoint_state(source).hex() != identity:
-            (target / "config.json").unlink()
-            raise ModelError(f"{source} changed meanwhile; delete {target} and convert again")
+        yield require_unchanged
         state.unlink()
+
+
+_ADVICE = "give a folder that is empty or not there yet"
+
+
+def _complete(target: Path) -> ConfigError:
+    return ConfigError(f"TARGET {target} is a complete checkpoint already; {_ADVICE}")
 
 
 def _make_target(target: Path) -> None:
     """Make the folder `target`. Raises ConfigError if it holds anything but an unfinished conversion."""
-    advice = "give a folder that is empty or not there yet"
     if target.exists() and not target.is_dir():
-        raise ConfigError(f"TARGET {target} is a file; {advice}")
+        raise ConfigError(f"TARGET {target} is a file; {_ADVICE}")
     if target.exists() and not (target / STATE_FILE).exists():
         if (target / "config.json").exists():
-            raise ConfigError(f"TARGET {target} is a complete checkpoint already; {advice}")
+            raise _complete(target)
         if any(target.iterdir()):
-            raise ConfigError(f"TARGET {target} is not empty; {advice}")
+            raise ConfigError(f"TARGET {target} is not empty; {_ADVICE}")
     try:
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,6 +107,12 @@ def new_file(path: Path, size: int) -> Iterator[BinaryIO]:
 def write(path: Path, content: bytes) -> None:
     with new_file(path, len(content)) as file:
         file.write(content)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file piece by piece: it may be of any size."""
+    with source.open("rb") as content, new_file(target, 0) as file:
+        shutil.copyfileobj(content, file)
 
 
 def _flush(file: BinaryIO) -> None:

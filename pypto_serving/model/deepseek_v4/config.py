@@ -15,7 +15,7 @@ from typing import Any, Self
 from pypto_serving.model.deepseek_v4 import parts
 from pypto_serving.model.deepseek_v4.parts import Experts, HyperConnections, Indexer, LayerKind
 from pypto_serving.model.deepseek_v4.storage import Storage
-from pypto_serving.model.fields import Fields
+from pypto_serving.model.fields import MOST_LAYERS, Fields
 from pypto_serving.model.rope import Rope
 
 
@@ -55,7 +55,7 @@ class DeepseekV4Config:
         """Parse a config.json object; raises ModelError naming the key and value that cannot be served."""
         config = Fields(raw, source)
         parts.refuse_unsupported(config)
-        layers = config.positive_int("num_hidden_layers")
+        layers = config.positive_int("num_hidden_layers", most=MOST_LAYERS)
         kinds, ratios = parts.read_layers(config, layers)
         head_dim = config.positive_int("head_dim")
         rope_dim = parts.read_rope_dim(config, head_dim)
@@ -88,7 +88,7 @@ class DeepseekV4Config:
             compress_rope=compress_rope,
             rms_norm_eps=config.positive_float("rms_norm_eps", default=1e-6),
             max_position_embeddings=max_len,
-            mtp_layers=config.natural("num_nextn_predict_layers", default=0),
+            mtp_layers=config.natural("num_nextn_predict_layers", default=0, most=layers),
             storage=Storage.from_json(config),
         )
 

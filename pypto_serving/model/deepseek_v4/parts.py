@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.fields import Fields
+from pypto_serving.model.fields import MOST_EXPERTS, Fields
 from pypto_serving.model.rope import Rope
 
 LayerKind = Literal["swa", "csa", "hca"]
@@ -138,15 +138,17 @@ def read_indexer(config: Fields, rope_dim: int) -> Indexer:
 
 
 def read_experts(config: Fields, num_layers: int) -> Experts:
-    count = config.positive_int("n_routed_experts", "num_local_experts")
+    count = config.positive_int("n_routed_experts", "num_local_experts", most=MOST_EXPERTS // num_layers)
     per_token = config.positive_int("num_experts_per_tok")
     config.require(per_token <= count, "num_experts_per_tok", per_token, f"at most n_routed_experts, {count}")
     types = config.get("mlp_layer_types")
     if types is None:
         hashed: tuple[int, ...] = tuple(range(min(num_layers, config.natural("num_hash_layers", default=3))))
     else:
-        known = {"hash_moe", "moe"}
-        holds = isinstance(types, list) and len(types) >= num_layers and set(types[:num_layers]) <= known
+        known = ("hash_moe", "moe")
+        holds = (
+            isinstance(types, list) and len(types) >= num_layers and all(kind in known for kind in types[:num_layers])
+        )
         config.require(holds, "mlp_layer_types", types, f"hash_moe or moe for each of {num_layers} layers")
         hashed = tuple(layer for layer in range(num_layers) if types[layer] == "hash_moe")
     return Experts(

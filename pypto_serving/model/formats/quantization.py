@@ -42,7 +42,7 @@ class Quantization:
 def require(fields: Fields, key: str, wanted: tuple[Any, ...], path: str = "", why: str = "") -> Any:
     """Return the value of `key`. Raises ModelError naming it unless it is one of `wanted`, or absent and None is."""
     found = fields.get(key)
-    same = any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in wanted)
+    same = any(type(found) is type(value) and found == value for value in wanted)
     shown = " or ".join("absent" if value is None else _shown(value) for value in wanted)
     fields.require(same, f"{SECTION}.{path}{key}", found, f"{shown}{why and f': {why}'}")
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.fields import Fields
+from pypto_serving.model.fields import MOST_EXPERTS, MOST_LAYERS, Fields
 from pypto_serving.model.formats.quantization import SECTION, Quantization
 from pypto_serving.model.formats.schemes import PLAIN
 from pypto_serving.model.formats.section import read_quantization
@@ -56,7 +56,7 @@ class Qwen3Config:
         config.require(head_dim % 2 == 0, "head_dim", head_dim, "even")
         max_len = config.positive_int("max_position_embeddings")
         rope = Rope.from_config(config, head_dim, max_len)
-        layers = config.positive_int("num_hidden_layers")
+        layers = config.positive_int("num_hidden_layers", most=MOST_LAYERS)
         model = cls(
             vocab_size=config.positive_int("vocab_size"),
             hidden_size=hidden,
@@ -108,7 +108,8 @@ def _refuse_unsupported(config: Fields) -> None:
     sliding = config.flag("use_sliding_window", False)
     config.require(not sliding, "use_sliding_window", sliding, "false: sliding windows are not supported here")
     kinds = config.get("layer_types") or []
-    config.require(set(kinds) <= {"full_attention"}, "layer_types", kinds, "full_attention in every layer")
+    full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    config.require(full, "layer_types", kinds, "full_attention in every layer")
     activation = config.get("hidden_act") or "silu"
     config.require(activation == "silu", "hidden_act", activation, '"silu"')
 
@@ -117,7 +118,7 @@ def _read_experts(config: Fields, num_layers: int) -> Experts | None:
     """Read the experts, in the layers that transformers gives them; None if there are none."""
     if config.get("model_type") != "qwen3_moe":
         return None
-    count = config.natural("num_experts", "num_local_experts")
+    count = config.natural("num_experts", "num_local_experts", most=MOST_EXPERTS // num_layers)
     step = config.positive_int("decoder_sparse_step", default=1)
     dense = config.int_list("mlp_only_layers")
     layers = tuple(i for i in range(num_layers) if i not in dense and count > 0 and (i + 1) % step == 0)
