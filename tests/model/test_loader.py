@@ -178,7 +178,7 @@ def test_missing_shard_and_empty_index(copy: Callable[..., Path]) -> None:
     (path / INDEX_FILE).write_text("{}")
     assert "weight_map is missing" in refusal(path)
     (path / INDEX_FILE).write_text('{"weight_map": {"a": 4}}')
-    assert "weight_map has 4 for a" in refusal(path)
+    assert "weight_map has 4 for 'a'" in refusal(path)
 
 
 def test_a_tensor_in_two_files(copy: Callable[..., Path]) -> None:
