@@ -64,7 +64,7 @@ def int4_codes(weights: Tensor, group: int, zeros: bool, dtype: torch.dtype) -> 
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     if zeros:
         scales = ((high - low) / 15).to(dtype)
-        points = (-low / scales.float()).round().clamp(1, 15)
+        points = (-low / scales.float()).round().clamp(0, 15)
     else:
         scales = (groups.abs().amax(2) / 7.5).to(dtype)
         points = torch.full_like(low, 8)
@@ -100,12 +100,12 @@ def int4_bytes(group: int) -> Quantise:
     return quantise
 
 
-def gptq(group: int, zeros: bool, offset: int) -> Quantise:
+def gptq(group: int, zeros: bool, version: int) -> Quantise:
     def quantise(weights: Tensor) -> tuple[Tensors, Tensor]:
         codes, scales, points = int4_codes(weights, group, zeros, torch.float16)
         tensors = {
             "qweight": packed(codes.T, 0),
-            "qzeros": packed(points.T - offset, 1),
+            "qzeros": packed(points.T, 1) - (0x11111111 if version == 1 else 0),
             "scales": scales.T.contiguous(),
             "g_idx": (torch.arange(codes.shape[1]) // (group or codes.shape[1])).to(torch.int32),
         }
@@ -295,7 +295,7 @@ FORMATS: dict[str, Format] = {
     "gptq_v2": Format(
         "int4 per output with zero points",
         _unlisted(**_GPTQ | {"group_size": -1}, sym=False, checkpoint_format="gptq_v2"),
-        gptq(0, True, 0),
+        gptq(0, True, 2),
     ),
     "awq": Format(
         "int4 g64 with zero points",
@@ -307,9 +307,16 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def quantise(path: Path, format: str, ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$")) -> Tensors:
-    """Quantise the linear layers of a Qwen3 checkpoint of one file in place; return what they mean, by module."""
-    means = _write(path, lambda name: FORMATS[format].quantise if name.endswith("_proj.weight") else None)
+def quantise(
+    path: Path, format: str, ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$"), head: bool = False
+) -> Tensors:
+    """Quantise the linear layers of a Qwen3 checkpoint of one file in place, with `head` the output layer too.
+
+    Return what they mean, by module.
+    """
+    ends = ("_proj.weight", "lm_head.weight") if head else ("_proj.weight",)
+    ignore = tuple(name for name in ignore if not (head and name == "lm_head"))
+    means = _write(path, lambda name: FORMATS[format].quantise if name.endswith(ends) else None)
     _configure(path, {"quantization_config": FORMATS[format].section(list(ignore)), "dtype": "bfloat16"})
     return means
 

@@ -6,7 +6,6 @@ Format, https://github.com/huggingface/safetensors#format: the header length n i
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import read_json_file
-from pypto_serving.util import parse_json
+from pypto_serving.util import brief, parse_json
 
 FLOATS = ("F32", "BF16", "F16")
 """Stored dtypes of weights that are not quantised."""
@@ -36,6 +35,8 @@ ITEM_BYTES = {
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
+_LONGEST_NAME = 255
+"""Bytes that file systems allow a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +128,17 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
     if not isinstance(files, dict) or not files:
         raise ModelError(f"{path}: weight_map is missing")
     for name, file in files.items():
-        if not isinstance(file, str):
-            raise ModelError(f"{path}: weight_map has {file!r} for {name}, but must have the name of a file")
+        if not _is_file_name(file):
+            shown = f"{brief(file)} for {brief(name)}"
+            raise ModelError(f"{path}: weight_map has {shown}, but must have the name of a file beside it")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return files, size if isinstance(size, int) else None
+
+
+def _is_file_name(value: object) -> bool:
+    if not isinstance(value, str) or value in ("", ".", "..") or "/" in value:
+        return False
+    return len(value.encode(errors="replace")) <= _LONGEST_NAME
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -155,16 +163,24 @@ def _read_header(file: Path) -> list[StoredTensor]:
         raise ModelError(f"{file}: the safetensors header does not list tensors")
     header.pop("__metadata__", None)
     tensors = [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
-    _require_apart(file, tensors)
+    _require_contiguous(file, tensors, 8 + length, size)
     return tensors
 
 
-def _require_apart(file: Path, tensors: Sequence[StoredTensor]) -> None:
-    """Raise ModelError naming two tensors that share bytes."""
-    in_order = sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.begin)
-    for before, after in itertools.pairwise(in_order):
-        if after.begin < before.end:
-            raise ModelError(f"{file} is damaged: the tensors {before.name} and {after.name} share bytes")
+def _require_contiguous(file: Path, tensors: Sequence[StoredTensor], begin: int, end: int) -> None:
+    """Raise ModelError unless tensors fill bytes [begin, end), as the format demands: other readers refuse the file."""
+    at, before = begin, ""
+    for tensor in sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.begin):
+        if tensor.begin < at:
+            raise ModelError(f"{file} is damaged: the tensors {before} and {tensor.name} share bytes")
+        _require_filled(file, at, tensor.begin)
+        at, before = tensor.end, tensor.name
+    _require_filled(file, at, end)
+
+
+def _require_filled(file: Path, at: int, begin: int) -> None:
+    if begin > at:
+        raise ModelError(f"{file} is damaged: bytes {at} to {begin - 1} belong to no tensor")
 
 
 def _stored(file: Path, name: str, entry: dict[str, object], data_start: int, size: int) -> StoredTensor:

@@ -156,6 +156,14 @@ def test_a_hostile_header_is_a_verdict(
     assert verdict.startswith(f"files: {checkpoint / 'model.safetensors'}: the ") and verdict.endswith(reason)
 
 
+@pytest.mark.parametrize("file", ["n" * 300, "../model.safetensors", "/model.safetensors", "", ".", "..", 3, None])
+def test_an_index_names_files_of_its_folder(capsys: pytest.CaptureFixture[str], checkpoint: Path, file: Any) -> None:
+    index = {"weight_map": {"norm.weight": file}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, line = run_line(capsys, "check", checkpoint)
+    assert code == 3 and "for 'norm.weight', but must have the name of a file beside it" in line and len(line) < 600
+
+
 def test_convert_names_a_hostile_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
     convert = ("convert", checkpoint, checkpoint.parent / "new", "--format", "w8a8")
     with_header(checkpoint, DEEP)

@@ -36,6 +36,8 @@ from pypto_serving.util import write_at
 _CHUNK = 1 << 18
 """Elements converted at once by a thread: they stay in a cache."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_SECTIONS = ("hf_quant_config.json", "quantize_config.json")
+"""What modelopt and GPTQ wrote of the source beside config.json; other engines would read the target by it."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +180,10 @@ class _Conversion:
                 self._tensors.forget(self._tensors[tensor])
 
     def _copy_other_files(self) -> None:
-        """Copy all files but the weights: tokenizer, generation config, chat template and others."""
+        """Copy all files but those of the weights: tokenizer, generation config, chat template and others."""
+        others = (CONFIG_FILE, STATE_FILE, *_SECTIONS)
         for file in sorted(self._source.iterdir()):
-            if file.is_file() and file.name not in (CONFIG_FILE, STATE_FILE) and not file.name.endswith(_WEIGHTS):
+            if file.is_file() and file.name not in others and not file.name.endswith(_WEIGHTS):
                 write(self._target / file.name, file.read_bytes())
 
     def _index(self, files: Mapping[str, Mapping[str, Weight]]) -> dict[str, Any]:
