@@ -31,6 +31,7 @@ from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine
 from pypto_serving.kernels.roofline import Memory
 from pypto_serving.setup.host import read_host_facts
+from pypto_serving.types.config import Head
 
 CASE_S, QUICK_CASE_S = 0.5, 0.1
 ROUND_BYTES = 256 << 20
@@ -103,6 +104,9 @@ def save(out: Path, titled: list[tuple[str, report.Rows]], lines: list[str]) -> 
 
 def main(
     model: Annotated[Path | None, typer.Option(help="Checkpoint whose whole steps are measured too.")] = None,
+    head: Annotated[
+        Head, typer.Option(help="int8: round the checkpoint's output layer, as `serve --head` does.")
+    ] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for table.md, roofline.json and roofline.png.")] = None,
     torch: Annotated[bool, typer.Option("--torch", help="Measure torch's products and attention beside ours.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases in less than a minute.")] = False,
@@ -124,7 +128,7 @@ def main(
         run = Roofline(bench, single, progress)
         alone = run.kernels(quick, only)
         if model:
-            whole, tokens = run.steps(Steps(model, engine.instruction_set, threads, batches(quick)))
+            whole, tokens = run.steps(Steps(model, engine.instruction_set, threads, batches(quick), head))
     rated, steps = ([Rated.of(one, run.ceilings) for one in results] for results in (alone, whole))
     titled, lines = tables(rated, steps, tokens, run.ceilings, about)
     console = Console()

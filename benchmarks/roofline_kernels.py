@@ -18,6 +18,7 @@ from pypto_serving.backend.base import StepInputs
 from pypto_serving.kernels import INT8, Engine, Int8Strips, KVCacheLayer, Matrix, Recording, Scoring, Strips, zeros
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.roofline import Memory, peak
+from pypto_serving.model.formats.eight_bits import Int8
 
 Array = NDArray[Any]
 Call = Callable[[], object]
@@ -110,7 +111,7 @@ class Bench:
 
     def normal(self, count: int, scale: float = 1.0) -> NDArray[np.uint16]:
         """Normal random numbers in bfloat16, in huge pages; they repeat after some megabytes, at odd distances."""
-        return fill(zeros(np.uint16, count), bfloat16(self._pool * np.float32(scale)))
+        return fill(zeros(np.uint16, count), bfloat16(self._pool[:count] * np.float32(scale)))
 
     def matrix(self, n: int, k: int, count: int = 1, int8: bool = False) -> Matrix:
         """Packed random weights of `count` matrices [n, k]."""
@@ -226,7 +227,7 @@ def linear(name: str, n: int, k: int, finish: str, bench: Bench, int8: bool = Fa
         rivals = _torch_linears(x, rows, matrices) if bench.with_torch and isinstance(x, np.ndarray) else ()
         inputs = Batch.decode(rows).inputs(bench.rng)
         rounds = bench.measure(recording, lambda: inputs, rivals)
-        works = [work.linear(rows, n, k, finish, int8=int8)]
+        works = [work.linear(rows, n, k, finish, int8=int8, stored=Int8().packed_bytes(n, k) if int8 else None)]
         return [Result.of(f"linear {label}", f"M={rows}", works, rounds.calls, rounds)]
 
     return run
@@ -241,29 +242,36 @@ def _torch_linears(x: NDArray[np.uint32], rows: int, matrices: Sequence[Matrix])
     return [functools.partial(torch.nn.functional.linear, row_major, weight) for weight in weights]
 
 
-def attend(bench: Bench) -> Callable[[Batch], list[Result]]:
+def attend(bench: Bench, int8: bool = False) -> Callable[[Batch], list[Result]]:
     """Attention over as many layers as it takes for all caches to be too small."""
 
     def run(batch: Batch) -> list[Result]:
-        blocks, tokens = batch.num_blocks, batch.tokens
-        layers = -(-ROTATED_BYTES // (blocks * 2 * KV_HEADS * BLOCK * DIM * 2))
-        shape = (blocks, layers, 2, KV_HEADS, BLOCK * DIM)
-        pages = bench.normal(math.prod(shape))
+        tokens, head_bytes = batch.tokens, work.kv_bytes(DIM, int8)
+        layers = -(-ROTATED_BYTES // (batch.num_blocks * 2 * KV_HEADS * BLOCK * head_bytes))
+        shape = (batch.num_blocks, layers, 2, KV_HEADS, BLOCK * head_bytes)
+        pages = int8_pages(bench, shape) if int8 else bench.normal(math.prod(shape) // 2).reshape(*shape[:-1], -1)
         queries = bench.normal(tokens * HEADS * DIM, DIM**-0.5)
         out, recording = zeros(np.uint32, tokens * HEADS * DIM // 2), bench.recording()
         for layer in range(max(layers, LEAST_CALLS)):
-            layer %= layers
             recording.paged_attention(
-                queries.reshape(tokens, HEADS, DIM), KVCacheLayer(pages.reshape(shape), layer, DIM), out
+                queries.reshape(tokens, HEADS, DIM), KVCacheLayer(pages, layer % layers, DIM), out
             )
-        with_torch = bench.with_torch and not batch.shared  # which it would have to copy for each row
+        with_torch = bench.with_torch and not (int8 or batch.shared)  # which it would have to copy for each row
         rivals = _torch_attention(bench, batch, queries, layers) if with_torch else ()
         inputs = batch.inputs(bench.rng)
         rounds = bench.measure(recording, lambda: inputs, rivals)
-        works = [work.attend(batch, HEADS, KV_HEADS, DIM)]
-        return [Result.of(f"attend {_kind(batch)}", _shape(batch), works, rounds.calls, rounds)]
+        works = [work.attend(batch, HEADS, KV_HEADS, DIM, int8)]
+        name = f"attend {'int8 ' * int8}{_kind(batch)}"
+        return [Result.of(name, _shape(batch), works, rounds.calls, rounds)]
 
     return run
+
+
+def int8_pages(bench: Bench, shape: tuple[int, ...]) -> Array:
+    """Random bytes with equal scales behind each panel."""
+    pages = fill(zeros(np.uint8, math.prod(shape)), bench.rng.integers(0, 256, _POOL, np.uint8))
+    pages.view(np.float32).reshape(-1, PANEL * (DIM // 4 + 1))[:, -PANEL:] = 0.01
+    return pages.reshape(shape)
 
 
 def _kind(batch: Batch) -> str:
@@ -419,8 +427,14 @@ def groups(quick: bool) -> list[Group]:
     return [
         *(Group(f"linear {one[0]}", rows, functools.partial(linear, *one)) for one in LINEARS),
         *(Group(f"linear int8 {one[0]}", rows, functools.partial(linear, *one, int8=True)) for one in LINEARS),
-        Group("attend decode", (*(Batch.decode(b, c) for b, c in decode), Batch.decode(16, 1104, 1024)), attend),
-        Group("attend prefill", tuple(Batch.prefill(q, c) for q, c in prefill), attend),
+        *(
+            Group(f"attend {'int8 ' * int8}{name}", cases, functools.partial(attend, int8=int8))
+            for int8 in (False, True)
+            for name, cases in (
+                ("decode", (*(Batch.decode(b, c) for b, c in decode), Batch.decode(16, 1104, 1024))),
+                ("prefill", tuple(Batch.prefill(q, c) for q, c in prefill)),
+            )
+        ),
         *(
             Group(one.__name__, (1, 128) if quick else (1, 8, 32, 128, 512), one)
             for one in (embed, norm, heads, quantize)

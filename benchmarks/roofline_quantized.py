@@ -84,7 +84,7 @@ def linear(kind: Kind, bench: Bench) -> Callable[[int], list[Result]]:
             recording.linear(x, matrix, out)
         inputs = Batch.decode(rows).inputs(bench.rng)
         rounds = bench.measure(recording, lambda: inputs)
-        works = [work.quantized_linear(rows, N, K, 4 * form.words(N, K), kind.bytes)]
+        works = [work.linear(rows, N, K, int8=kind.bytes, stored=4 * form.words(N, K))]
         return [Result.of(f"linear {kind.name}", f"M={rows}", works, rounds.calls, rounds)]
 
     return run

@@ -15,7 +15,7 @@ from roofline_work import BLOCK, Batch, Operation, Work, operations
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.model.registry import load_config, load_spec
 from pypto_serving.setup.host import read_host_facts
-from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.config import EngineConfig, Head
 
 STEP, REST = "step", "rest"
 """Names of the row of a whole step, and of what the kernels do not account for."""
@@ -32,7 +32,7 @@ def batches(quick: bool) -> list[Batch]:
 class Steps:
     """Owns a loaded model whose cache is full of random numbers."""
 
-    def __init__(self, model: Path, kernels: str, threads: int, wanted: list[Batch]) -> None:
+    def __init__(self, model: Path, kernels: str, threads: int, wanted: list[Batch], head: Head = "auto") -> None:
         """Keeps in `batches` what there is memory for."""
         spec = load_spec(model, "bfloat16", BLOCK)
         block_bytes = sum(group.block_bytes for group in spec.kv_groups)
@@ -54,6 +54,7 @@ class Steps:
             max_num_batched_tokens=max(batch.tokens for batch in self.batches),
             num_threads=threads,
             kernels=kernels,
+            head=head,
         )
         self._model = load_config(str(model))[1]
         self._program: Any = CpuBackend(self.config).prepare(lambda *_: None)
@@ -63,7 +64,7 @@ class Steps:
     def measure(self, batch: Batch, bench: Bench) -> list[Result]:
         """Rows for each kind of operation, for what is left, and for the whole step."""
         recording = self._program.model.step
-        planned = list(operations(self._model, batch))
+        planned = list(operations(self._model, batch, self.config.head))
         assert [operation.name for operation in planned] == recording.names, "the model records other operations"
         inputs = batch.inputs(bench.rng, self._model.vocab_size)
         seconds: list[Any] = []

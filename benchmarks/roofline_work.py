@@ -8,14 +8,17 @@ asks for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from pypto_serving.backend.base import StepInputs
+from pypto_serving.model.formats.eight_bits import Fp8, Int8
+from pypto_serving.model.formats.schemes import PLAIN, Plain
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
+from pypto_serving.types.config import Head
 from pypto_serving.util import ceil_div
 
 INT8, BF16, F32 = 1, 2, 4
@@ -95,19 +98,22 @@ class Batch:
         )
 
 
-def linear(rows: int, n: int, k: int, finish: str = "store", matrices: float = 1, int8: bool = False) -> Work:
+def linear(
+    rows: int,
+    n: int,
+    k: int,
+    finish: str = "store",
+    matrices: float = 1,
+    int8: bool = False,
+    stored: float | None = None,
+) -> Work:
     """A product with weights [n, k], or of `rows` rows with so many matrices; gated, it has n / 2 outputs.
 
-    Of int8, each output also has a scale and an offset, and each row a scale.
+    `stored` is the bytes of a matrix, by default of bfloat16. Of int8 activations, each row also has a scale.
     """
     out, each = {"store": F32, "add": 2 * F32, "gate": BF16 / 2}[finish], INT8 if int8 else BF16
-    scales = matrices * n * 2 * F32 + rows * F32 if int8 else 0
-    return Work(matrices * n * k * each + rows * (k * each + n * out) + scales, 2 * rows * n * k, int8)
-
-
-def quantized_linear(rows: int, n: int, k: int, weight_bytes: int, int8: bool) -> Work:
-    """A product with so many bytes of quantized weights, by int8 or bfloat16 activations."""
-    return Work(weight_bytes + rows * (k * (INT8 if int8 else BF16) + n * F32), 2 * rows * n * k, int8)
+    activations = rows * (k * each + n * out + F32 * int8)
+    return Work(matrices * (BF16 * n * k if stored is None else stored) + activations, 2 * rows * n * k, int8)
 
 
 def quantize(rows: int, k: int) -> Work:
@@ -115,11 +121,18 @@ def quantize(rows: int, k: int) -> Work:
     return Work(rows * (k * (BF16 + INT8) + F32), 2 * rows * k)
 
 
-def attend(batch: Batch, heads: int, kv_heads: int, dim: int) -> Work:
-    """Causal attention over the batch's history."""
+def kv_bytes(dim: int, int8: bool = False) -> int:
+    """Bytes of a token's key or value of a head; of int8, it has a scale."""
+    return dim + F32 if int8 else dim * BF16
+
+
+def attend(batch: Batch, heads: int, kv_heads: int, dim: int, int8: bool = False) -> Work:
+    """Causal attention over the batch's history. Over int8, products are of bytes and 16-bit numbers, which takes as
+    long as products of bfloat16.
+    """
     seen = sum(q * c - q * (q - 1) // 2 for q, c in zip(batch.queries, batch.contexts, strict=True))
     known = sum(batch.contexts) - (len(batch.contexts) - 1) * batch.shared
-    cache = 2 * known * kv_heads * dim * BF16
+    cache = 2 * known * kv_heads * kv_bytes(dim, int8)
     return Work(cache + 2 * batch.tokens * heads * dim * BF16, 4 * seen * heads * dim)
 
 
@@ -170,55 +183,74 @@ class Operation:
     work: Work
 
 
-def operations(model: Qwen3Config, batch: Batch) -> Iterator[Operation]:
+class Matrices:
+    """The matrices of a model as kernels read them. `head`: what the output layer is served in, as an engine has it."""
+
+    def __init__(self, model: Qwen3Config, head: Head = "auto") -> None:
+        inventory = Qwen3Inventory(model)
+        self._schemes, self._sizes = dict(inventory.schemes), inventory.sizes()
+        self._sizes[model.head] = (model.vocab_size, model.hidden_size)
+        if head == "int8":
+            self._schemes[model.head] = Int8()
+
+    def int8(self, module: str) -> bool:
+        """Return True if activations become int8 for this matrix."""
+        return not isinstance(self._schemes.get(module, PLAIN), Plain | Fp8)
+
+    def linear(self, modules: Sequence[str], rows: int, finish: str = "store", matrices: float = 1) -> Work:
+        """A product with these modules as one matrix."""
+        sizes = [self._sizes[module] for module in modules]
+        stored = sum(
+            self._schemes.get(module, PLAIN).packed_bytes(*size) for module, size in zip(modules, sizes, strict=True)
+        )
+        n, k = sum(n for n, _ in sizes), sizes[0][1]
+        return linear(rows, n, k, finish, matrices, self.int8(modules[0]), stored)
+
+    def quantized(self, module: str, rows: int) -> Iterator[Operation]:
+        """What makes activations int8 for this matrix, if they become that."""
+        if self.int8(module):
+            yield Operation("quantize", "quantize", quantize(rows, self._sizes[module][1]))
+
+
+def operations(model: Qwen3Config, batch: Batch, head: Head = "auto") -> Iterator[Operation]:
     """The operations of a step, in the order in which NativeQwen3 records them."""
     tokens, width, rows = batch.tokens, model.hidden_size, len(batch.queries)
     split = (model.num_heads, model.num_kv_heads, model.head_dim)
-    queries, projected = split[0] * split[2], (split[0] + 2 * split[1]) * split[2]
-    int8 = Qwen3Inventory(model).int8_weights()
+    matrices = Matrices(model, head)
     yield Operation("embed", "embed", embed(tokens, width))
     for layer in range(model.num_layers):
-        prefix = f"model.layers.{layer}."
-        bytes_in, bytes_out = (f"{prefix}self_attn.{name}_proj.weight" in int8 for name in "qo")
-        yield Operation("norm", "rms_norm", norm(tokens, width, bytes_in))
-        yield Operation("qkv", "linear", linear(tokens, projected, width, int8=bytes_in))
+        attention, mlp = (f"model.layers.{layer}.{part}." for part in ("self_attn", "mlp"))
+        qkv, o = [f"{attention}{name}_proj" for name in "qkv"], f"{attention}o_proj"
+        yield Operation("norm", "rms_norm", norm(tokens, width, matrices.int8(qkv[0])))
+        yield Operation("qkv", "linear", matrices.linear(qkv, tokens))
         yield Operation("heads", "qk_norm_rope", heads(tokens, *split))
         yield Operation("attend", "paged_attention", attend(batch, *split))
-        yield from _quantized(bytes_out, tokens, queries)
-        yield Operation("o", "linear", linear(tokens, width, queries, "add", int8=bytes_out))
+        yield from matrices.quantized(o, tokens)
+        yield Operation("o", "linear", matrices.linear([o], tokens, "add"))
         if model.experts is not None and layer in model.experts.layers:
-            yield from _experts(model.experts, tokens, width, f"{prefix}mlp.", int8)
+            yield from _experts(model.experts, tokens, width, mlp, matrices)
             continue
-        inner = model.intermediate_size
-        bytes_in, bytes_out = (f"{prefix}mlp.{name}_proj.weight" in int8 for name in ("gate", "down"))
-        yield Operation("norm", "rms_norm", norm(tokens, width, bytes_in))
-        yield Operation("gate/up", "linear", linear(tokens, 2 * inner, width, "gate", int8=bytes_in))
-        yield from _quantized(bytes_out, tokens, inner)
-        yield Operation("down", "linear", linear(tokens, width, inner, "add", int8=bytes_out))
-    head = "lm_head.weight" in int8
-    yield Operation("norm", "rms_norm", norm(rows, width, head))
-    yield Operation("lm_head", "linear", linear(rows, model.vocab_size, width, int8=head))
+        gate_up, down = [f"{mlp}gate_proj", f"{mlp}up_proj"], f"{mlp}down_proj"
+        yield Operation("norm", "rms_norm", norm(tokens, width, matrices.int8(gate_up[0])))
+        yield Operation("gate/up", "linear", matrices.linear(gate_up, tokens, "gate"))
+        yield from matrices.quantized(down, tokens)
+        yield Operation("down", "linear", matrices.linear([down], tokens, "add"))
+    yield Operation("norm", "rms_norm", norm(rows, width, matrices.int8(model.head)))
+    yield Operation("lm_head", "linear", matrices.linear([model.head], rows))
 
 
-def _quantized(wanted: bool, rows: int, k: int) -> Iterator[Operation]:
-    if wanted:
-        yield Operation("quantize", "quantize", quantize(rows, k))
-
-
-def _experts(experts: Experts, tokens: int, width: int, prefix: str, int8: Collection[str]) -> Iterator[Operation]:
-    per_token, inner = experts.per_token, experts.intermediate_size
-    active, entries = expected_active(experts.count, per_token, tokens), tokens * per_token
-    router = f"{prefix}gate.weight" in int8
-    gate_up, down = (f"{prefix}experts.0.{name}_proj.weight" in int8 for name in ("gate", "down"))
-    yield Operation("norm", "rms_norm", norm(tokens, width, router))
-    yield Operation("router", "linear", linear(tokens, experts.count, width, int8=router))
+def _experts(experts: Experts, tokens: int, width: int, prefix: str, matrices: Matrices) -> Iterator[Operation]:
+    per_token, entries = experts.per_token, tokens * experts.per_token
+    active, router = expected_active(experts.count, per_token, tokens), f"{prefix}gate"
+    gate, up, down = (f"{prefix}experts.0.{name}_proj" for name in ("gate", "up", "down"))
+    yield Operation("norm", "rms_norm", norm(tokens, width, matrices.int8(router)))
+    yield Operation("router", "linear", matrices.linear([router], tokens))
     yield Operation("route", "router_topk", route(tokens, experts.count, per_token))
     yield Operation("route", "moe_sort", Work(0, 0))
-    if gate_up != router:
-        yield Operation("norm", "rms_norm", norm(tokens, width, gate_up))
-    yield Operation("gather", "moe_gather", gather(tokens, per_token, width, gate_up))
-    expert_swiglu = linear(entries, 2 * inner, width, "gate", active, gate_up)
-    yield Operation("experts gate/up", "expert_linear", expert_swiglu)
-    yield from _quantized(down, entries, inner)
-    yield Operation("experts down", "expert_linear", linear(entries, width, inner, "store", active, down))
+    if matrices.int8(gate) != matrices.int8(router):
+        yield Operation("norm", "rms_norm", norm(tokens, width, matrices.int8(gate)))
+    yield Operation("gather", "moe_gather", gather(tokens, per_token, width, matrices.int8(gate)))
+    yield Operation("experts gate/up", "expert_linear", matrices.linear([gate, up], entries, "gate", active))
+    yield from matrices.quantized(down, entries)
+    yield Operation("experts down", "expert_linear", matrices.linear([down], entries, "store", active))
     yield Operation("combine", "moe_combine", combine(tokens, per_token, width))

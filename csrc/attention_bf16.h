@@ -15,20 +15,15 @@ INLINE void gather_queries(const Item& it, AttentionScratch& s) {
 
 // scores[row][i] = query . key i of the tile: for each panel, all heads in order. `next` is read afterwards.
 INLINE void score(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
-  const int64_t heads = it.heads(), stride = it.head_words();
-  for (int64_t i = 0; i < h.panels; i++) {
-    for (int64_t head = 0; head < heads; head++) {
-      const Pair* keys = h.keys[i] + head * stride;
-      const Pair* following = head + 1 < heads ? keys + stride : i + 1 < h.panels ? h.keys[i + 1] : next;
-      Stretch stretch = stretch_of(keys, it.dim / 2, following);
-      for (int64_t strip = 0; strip < it.rows.count(); strip++) {
-        const int64_t first = head * it.rows.rows + it.rows.start(strip);
-        multiply<kQueryRow>(it.rows.size(strip), {s.queries + first * kQueryRow, &stretch, 1, kPanel, 128,
-                                                  s.scores + first * kTile + i * kPanel, kTile, false});
-        stretch.ahead[0] = nullptr;
-      }
+  each_run(it, h.keys, h.panels, 1, next, [&](int64_t i, int64_t, int64_t head, const Pair* following) {
+    Stretch stretch = stretch_of(h.keys[i] + head * it.head_words(), it.dim / 2, following);
+    for (int64_t strip = 0; strip < it.rows.count(); strip++) {
+      const int64_t first = head * it.rows.rows + it.rows.start(strip);
+      multiply<kQueryRow>(it.rows.size(strip), {s.queries + first * kQueryRow, &stretch, 1, kPanel, 128,
+                                                s.scores + first * kTile + i * kPanel, kTile, false});
+      stretch.ahead[0] = nullptr;
     }
-  }
+  });
 }
 
 // Softmax numerators of a row over positions [0, seen) of a tile: 2^(score - row_max) in bfloat16, zeros up to the end
@@ -52,42 +47,21 @@ INLINE void softmax_tile(const Item& it, const KvTile& h, int64_t tile, Attentio
   });
 }
 
-// tile[row] (+)= sum over the positions of panels [begin, end) of weight * value, for the rows of one head. The panel
-// at `next` is read afterwards.
-INLINE void multiply_value_panels(const Item& it, const KvTile& h, int64_t head, int64_t begin, int64_t end,
-                                  const Pair* next, AttentionScratch& s) {
-  constexpr int64_t kChunk = kPanel / 2 * kPanel;  // pairs of 32 dimensions in a panel
-  for (int64_t d = 0; d < it.dim; d += kPanel) {
-    const int64_t chunk = d / kPanel * kChunk;
-    Stretch stretches[kPanels];
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t pairs = min(kPanel, h.known - i * kPanel + 1) / 2;
-      const bool last = i + 1 == end;
-      stretches[i - begin] =
-          stretch_of(h.values[i] + head * it.head_words() + chunk, pairs, last && next ? next + chunk : nullptr);
-    }
-    for (int64_t strip = 0; strip < it.rows.count(); strip++) {
-      const int64_t first = head * it.rows.rows + it.rows.start(strip);
-      multiply<kWeightRow>(it.rows.size(strip),
-                           {s.weights + first * kWeightRow + begin * kPanel / 2, stretches, end - begin, kPanel, 128,
-                            s.tile + first * it.dim + d, it.dim, begin > 0});
-      stretches[end - begin - 1].ahead[0] = nullptr;
-    }
-  }
-}
-
-// tile[row] = sum over positions of weight * value. Several heads alternate panel by panel, so that the values of a
-// block are one stream. One head alone takes all panels at once and keeps its sums in registers. `next` is read
-// afterwards.
+// tile[row] = sum over positions of weight * value. `next` is read afterwards.
 INLINE void multiply_values(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
-  const int64_t heads = it.heads(), run = heads == 1 ? h.panels : 1;
-  for (int64_t begin = 0; begin < h.panels; begin += run)
-    for (int64_t head = 0; head < heads; head++) {
-      const Pair* values = h.values[begin] + head * it.head_words();
-      const Pair* following = head + 1 < heads ? values + it.head_words()
-                              : begin + run < h.panels ? h.values[begin + run] : next;
-      multiply_value_panels(it, h, head, begin, begin + run, following, s);
+  each_run_of_values(it, h, next, [&](int64_t begin, int64_t end, int64_t head, const Pair* following) {
+    for (int64_t d = 0; d < it.dim; d += kPanel) {
+      Stretch stretches[kPanels];
+      stretch_values<2>(it, h, head, begin, end, d, following, stretches);
+      for (int64_t strip = 0; strip < it.rows.count(); strip++) {
+        const int64_t first = head * it.rows.rows + it.rows.start(strip);
+        multiply<kWeightRow>(it.rows.size(strip),
+                             {s.weights + first * kWeightRow + begin * kPanel / 2, stretches, end - begin, kPanel, 128,
+                              s.tile + first * it.dim + d, it.dim, begin > 0});
+        stretches[end - begin - 1].ahead[0] = nullptr;
+      }
     }
+  });
 }
 
 }  // namespace bf16_kv

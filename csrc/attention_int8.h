@@ -62,31 +62,27 @@ INLINE Ints joined(const float* sums, int64_t column) {
 
 // scores[row][i] = query . key i of the tile: for each panel, all heads in order. `next` is read afterwards.
 INLINE void score(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
-  const int64_t heads = it.heads(), stride = it.head_words();
   const Strips strips{it.rows.rows, kMaxRows / 2};
   alignas(64) float sums[kMaxRows * kPanel];
-  for (int64_t i = 0; i < h.panels; i++) {
-    for (int64_t head = 0; head < heads; head++) {
-      const Pair* keys = h.keys[i] + head * stride;
-      const Pair* following = head + 1 < heads ? keys + stride : i + 1 < h.panels ? h.keys[i + 1] : next;
-      const float* scales = scales_of(it, keys);
-      Stretch stretch = stretch_of(keys, it.dim / 4, following);
-      for (int64_t strip = 0; strip < strips.count(); strip++) {
-        const int64_t first = head * strips.rows + strips.start(strip), size = strips.size(strip);
-        multiply<kQueryHalf, PanelDot>(
-            2 * size, {s.queries + first * kQueryRow, &stretch, 1, kPanel, 128, sums, kPanel, false});
-        stretch.ahead[0] = nullptr;
-        for (int64_t m = 0; m < size; m++) {
-          const Fixed& query = s.fixed_queries[first + m];
-          float* out = s.scores + (first + m) * kTile + i * kPanel;
-          for (int64_t c = 0; c < kPanel; c += kLanes) {
-            const Ints total = joined(sums + 2 * m * kPanel, c) + query.offset;
-            store(out + c, __builtin_convertvector(total, Floats) * set1(query.unit) * load(scales + c));
-          }
+  each_run(it, h.keys, h.panels, 1, next, [&](int64_t i, int64_t, int64_t head, const Pair* following) {
+    const Pair* keys = h.keys[i] + head * it.head_words();
+    const float* scales = scales_of(it, keys);
+    Stretch stretch = stretch_of(keys, it.dim / 4, following);
+    for (int64_t strip = 0; strip < strips.count(); strip++) {
+      const int64_t first = head * strips.rows + strips.start(strip), size = strips.size(strip);
+      multiply<kQueryHalf, PanelDot>(2 * size,
+                                     {s.queries + first * kQueryRow, &stretch, 1, kPanel, 128, sums, kPanel, false});
+      stretch.ahead[0] = nullptr;
+      for (int64_t m = 0; m < size; m++) {
+        const Fixed& query = s.fixed_queries[first + m];
+        float* out = s.scores + (first + m) * kTile + i * kPanel;
+        for (int64_t c = 0; c < kPanel; c += kLanes) {
+          const Ints total = joined(sums + 2 * m * kPanel, c) + query.offset;
+          store(out + c, __builtin_convertvector(total, Floats) * set1(query.unit) * load(scales + c));
         }
       }
     }
-  }
+  });
 }
 
 // Softmax numerators of a row over positions [0, seen) of a tile, 2^(score - row_max), times the scales of values, in
@@ -120,49 +116,30 @@ INLINE void softmax_tile(const Item& it, const KvTile& h, int64_t tile, Attentio
   });
 }
 
-// tile[row] (+)= sum over the positions of panels [begin, end) of weight * byte, in whole numbers, for the rows of one
-// head. The panel at `next` is read afterwards.
-INLINE void multiply_value_panels(const Item& it, const KvTile& h, int64_t head, int64_t begin, int64_t end,
-                                  const Pair* next, AttentionScratch& s) {
-  constexpr int64_t kChunk = kPanel / 4 * kPanel;  // quads of 32 dimensions in a panel
+// tile[row] = sum over positions of weight * value: sums of bytes in whole numbers, whose unit follows. `next` is read
+// afterwards.
+INLINE void multiply_values(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
   const Strips strips{it.rows.rows, kMaxRows / 2};
   alignas(64) float sums[kMaxRows * kPanel];
-  for (int64_t d = 0; d < it.dim; d += kPanel) {
-    const int64_t chunk = d / kPanel * kChunk;
-    Stretch stretches[kPanels];
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t quads = (min(kPanel, h.known - i * kPanel) + 3) / 4;
-      const bool last = i + 1 == end;
-      stretches[i - begin] =
-          stretch_of(h.values[i] + head * it.head_words() + chunk, quads, last && next ? next + chunk : nullptr);
-    }
-    for (int64_t strip = 0; strip < strips.count(); strip++) {
-      const int64_t first = head * strips.rows + strips.start(strip), size = strips.size(strip);
-      multiply<kWeightHalf, PanelDot>(2 * size, {s.weights + first * kWeightRow + begin * kPanel / 4, stretches,
-                                                 end - begin, kPanel, 128, sums, kPanel, false});
-      stretches[end - begin - 1].ahead[0] = nullptr;
-      for (int64_t m = 0; m < size; m++) {
-        float* out = s.tile + (first + m) * it.dim + d;
-        for (int64_t c = 0; c < kPanel; c += kLanes) {
-          const Ints earlier = begin > 0 ? (Ints)load(out + c) : Ints{};
-          store(out + c, (Floats)(earlier + joined(sums + 2 * m * kPanel, c)));
+  each_run_of_values(it, h, next, [&](int64_t begin, int64_t end, int64_t head, const Pair* following) {
+    for (int64_t d = 0; d < it.dim; d += kPanel) {
+      Stretch stretches[kPanels];
+      stretch_values<4>(it, h, head, begin, end, d, following, stretches);
+      for (int64_t strip = 0; strip < strips.count(); strip++) {
+        const int64_t first = head * strips.rows + strips.start(strip), size = strips.size(strip);
+        multiply<kWeightHalf, PanelDot>(2 * size, {s.weights + first * kWeightRow + begin * kPanel / 4, stretches,
+                                                   end - begin, kPanel, 128, sums, kPanel, false});
+        stretches[end - begin - 1].ahead[0] = nullptr;
+        for (int64_t m = 0; m < size; m++) {
+          float* out = s.tile + (first + m) * it.dim + d;
+          for (int64_t c = 0; c < kPanel; c += kLanes) {
+            const Ints earlier = begin > 0 ? (Ints)load(out + c) : Ints{};
+            store(out + c, (Floats)(earlier + joined(sums + 2 * m * kPanel, c)));
+          }
         }
       }
     }
-  }
-}
-
-// tile[row] = sum over positions of weight * value. Several heads alternate panel by panel, so that the values of a
-// block are one stream. One head alone takes all panels at once. `next` is read afterwards.
-INLINE void multiply_values(const Item& it, const KvTile& h, const Pair* next, AttentionScratch& s) {
-  const int64_t heads = it.heads(), run = heads == 1 ? h.panels : 1;
-  for (int64_t begin = 0; begin < h.panels; begin += run)
-    for (int64_t head = 0; head < heads; head++) {
-      const Pair* values = h.values[begin] + head * it.head_words();
-      const Pair* following = head + 1 < heads ? values + it.head_words()
-                              : begin + run < h.panels ? h.values[begin + run] : next;
-      multiply_value_panels(it, h, head, begin, begin + run, following, s);
-    }
+  });
   each_row(it, [&](int64_t row, const AttentionQuery&, int64_t) {
     const Fixed& weights = s.fixed_weights[row];
     float* out = s.tile + row * it.dim;

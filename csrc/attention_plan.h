@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "ops.h"
 #include "prefixes.h"
+#include "step.h"
 
 namespace pypto {
 

@@ -83,6 +83,40 @@ INLINE Stretch stretch_of(const Pair* panel, int64_t pairs, const Pair* next) {
   return {panel, panel + kLanes, pairs, {ahead, ahead ? ahead + 64 : nullptr}};
 }
 
+// Calls visit(begin, end, head, following) for panels [begin, end) of a tile, `run` at a time, and for all heads of an
+// item in order. `panels` are those of the first head; the panel at `following` is read afterwards, at last `next`.
+template <typename Visit>
+INLINE void each_run(const Item& it, const Pair* const* panels, int64_t count, int64_t run, const Pair* next,
+                     Visit visit) {
+  const int64_t heads = it.heads(), stride = it.head_words();
+  for (int64_t begin = 0; begin < count; begin += run) {
+    const Pair* behind = begin + run < count ? panels[begin + run] : next;
+    for (int64_t head = 0; head < heads; head++)
+      visit(begin, begin + run, head, head + 1 < heads ? panels[begin] + (head + 1) * stride : behind);
+  }
+}
+
+// The same for values. Several heads alternate panel by panel, so that the values of a block are one stream. One head
+// alone takes all panels at once and keeps its sums in registers.
+template <typename Visit>
+INLINE void each_run_of_values(const Item& it, const KvTile& h, const Pair* next, Visit visit) {
+  each_run(it, h.values, h.panels, it.heads() == 1 ? h.panels : 1, next, visit);
+}
+
+// Stretches over dimensions [d, d + 32) of the values of panels [begin, end) of a head, whose words hold `kEach`
+// positions. The last one prefetches the same dimensions of the panel at `next`.
+template <int kEach>
+INLINE void stretch_values(const Item& it, const KvTile& h, int64_t head, int64_t begin, int64_t end, int64_t d,
+                           const Pair* next, Stretch* out) {
+  const int64_t chunk = d / kEach * kPanel;
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t words = (min(kPanel, h.known - i * kPanel) + kEach - 1) / kEach;
+    const bool last = i + 1 == end;
+    out[i - begin] =
+        stretch_of(h.values[i] + head * it.head_words() + chunk, words, last && next ? next + chunk : nullptr);
+  }
+}
+
 // Lanes i to i + 15 that lie before `end`.
 INLINE Ints before(int64_t i, int64_t end) {
   return lane_numbers() + static_cast<int32_t>(i) < static_cast<int32_t>(end);

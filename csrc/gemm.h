@@ -3,6 +3,7 @@
 
 #include "gemm_quantized.h"
 #include "gemm_tile.h"
+#include "unpacked.h"
 
 namespace ISA {
 
@@ -86,9 +87,14 @@ INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   }
 }
 
-// The same of quantized weights. A single strip prefetches from 2 rows on, and further ahead: there is more to do for a
-// byte, and the hardware does not keep up.
-INLINE void one_quantized_panel(const Linear& op, int64_t panel, const Strips& strips) {
+// Panels that are multiplied in step: two of quantized weights by one row of bfloat16.
+INLINE int64_t panels_in_step(const Linear& op, int64_t rows) {
+  return rows == 1 && op.inputs == Inputs::kBf16 && op.form.weights != Weights::kBf16 ? 2 : 1;
+}
+
+// The same of quantized weights, of one panel or those in step. A single strip prefetches from 2 rows on, and further
+// ahead: there is more to do for a byte, and the hardware does not keep up.
+INLINE void quantized_panels(const Linear& op, int64_t panel, int64_t panels, const Strips& strips) {
   const int64_t panel_bytes = op.form.panel_words(op.k) * 4, words = row_words(op);
   const char* weight = reinterpret_cast<const char*>(op.weight) + panel * panel_bytes;
   const Pair* x = op.x + panel * kPanel / op.group * strips.rows * words;
@@ -96,39 +102,57 @@ INLINE void one_quantized_panel(const Linear& op, int64_t panel, const Strips& s
   const bool fetches = strips.rows > 1 && !(many && last);
   const int64_t parts = min(strips.count(), 4);
   const char* ahead = weight + (many ? panel_bytes : kQuantizedAheadBytes);
-  alignas(64) float tile[kMaxRows * kPanel];
+  alignas(64) float tile[2 * kMaxRows * kPanel];
   for (int64_t strip = 0; strip < strips.count(); strip++) {
     const char* mine = fetches && strip < parts ? ahead + strip * (panel_bytes / parts) : nullptr;
-    multiply_quantized(strips.size(strip), op.inputs,
+    multiply_quantized(strips.size(strip), op.inputs, panels,
                        {&op.form, op.k, weight, x + strips.start(strip) * words, mine, 64 / parts, tile});
+    for (int64_t i = 0; i < panels; i++) apply_epilogue(op, panel + i, strips, strip, tile + i * kMaxRows * kPanel);
+  }
+}
+
+// The same for several strips, where dots are of float32.
+INLINE void one_unpacked_panel(const Linear& op, int64_t panel, const Strips& strips) {
+  static thread_local UnpackedPanel unpacked;
+  const int64_t words = row_words(op);
+  const Pair* x = op.x + panel * kPanel / op.group * strips.rows * words;
+  unpack_panel(op.form, op.k, op.weight + panel * op.form.panel_words(op.k), unpacked);
+  alignas(64) float tile[kMaxRows * kPanel];
+  for (int64_t strip = 0; strip < strips.count(); strip++) {
+    multiply_unpacked(strips.size(strip), unpacked, x + strips.start(strip) * words, tile);
     apply_epilogue(op, panel, strips, strip, tile);
   }
 }
 
-INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
-  switch (op.form.weights) {
-    case Weights::kBf16: return one_panel<Bf16Dot>(op, panel, strips);
-    case Weights::kInt8: return one_panel<Int8Dot>(op, panel, strips);
-    default: return one_quantized_panel(op, panel, strips);
+INLINE void multiply_panels(const Linear& op, int64_t begin, int64_t end, const Strips& strips) {
+  const int64_t group = (op.group + kPanel - 1) / kPanel;  // panels that share activations
+  for (int64_t panel = begin, panels = 1; panel < end; panel += panels) {
+    switch (op.form.weights) {
+      case Weights::kBf16: one_panel<Bf16Dot>(op, panel, strips); break;
+      case Weights::kInt8: one_panel<Int8Dot>(op, panel, strips); break;
+      default:
+        panels = min(panels_in_step(op, strips.rows), min(end - panel, group - panel % group));
+        if (!kDotsOfPairs && op.inputs == Inputs::kBf16 && strips.count() > 1) one_unpacked_panel(op, panel, strips);
+        else quantized_panels(op, panel, panels, strips);
+    }
   }
 }
 
 // Panels that a thread takes at once.
-INLINE int64_t panel_grain(const Linear& op) {
-  const int64_t panel_bytes = op.form.panel_words(op.k) * 4;
-  return panel_bytes < kGrainBytes ? kGrainBytes / panel_bytes : 1;
+INLINE int64_t panel_grain(const Linear& op, int64_t rows) {
+  const int64_t panels = kGrainBytes / (op.form.panel_words(op.k) * 4), least = panels_in_step(op, rows);
+  return panels < least ? least : panels;
 }
 
 static void linear(const Linear& op, const Step& step, Member& member) {
   const Strips strips{count(step, op.rows), kMaxRows};
   if (strips.rows == 0) return;
   const int64_t panels = (op.n + kPanel - 1) / kPanel;
-  Share share(member, panels, panel_grain(op));
-  while (share.next())
-    for (int64_t panel = share.begin; panel < share.end; panel++) one_panel(op, panel, strips);
+  Share share(member, panels, panel_grain(op, strips.rows));
+  while (share.next()) multiply_panels(op, share.begin, share.end, strips);
 }
 
-INLINE void expert_panel(const ExpertLinear& op, int64_t expert, int64_t panel) {
+INLINE void expert_panels(const ExpertLinear& op, int64_t expert, int64_t begin, int64_t end) {
   const Routing& routing = *op.routing;
   const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, place = op.places ? op.places[expert] : expert;
   if (place < 0) return;
@@ -147,17 +171,20 @@ INLINE void expert_panel(const ExpertLinear& op, int64_t expert, int64_t panel) 
     case Epilogue::kStrips: one.out = static_cast<Pair*>(one.out) + first * (one.n / 2); break;
     default: one.out = static_cast<float*>(one.out) + first * one.stride;
   }
-  one_panel(one, panel, {routing.starts[expert + 1] - first, kMaxRows});
+  multiply_panels(one, begin, end, {routing.starts[expert + 1] - first, kMaxRows});
 }
 
 // Grouped GEMM over the experts that have rows: an item is one panel of one expert.
 static void expert_linear(const ExpertLinear& op, const Step&, Member& member) {
   const Routing& routing = *op.routing;
   const int64_t panels = (op.linear.n + kPanel - 1) / kPanel;
-  Share share(member, routing.active[routing.experts] * panels, panel_grain(op.linear));
+  Share share(member, routing.active[routing.experts] * panels, panel_grain(op.linear, 1));
   while (share.next())
-    for (int64_t item = share.begin; item < share.end; item++)
-      expert_panel(op, routing.active[item / panels], item % panels);
+    for (int64_t item = share.begin, end; item < share.end; item = end) {
+      const int64_t place = item / panels;
+      end = min(share.end, (place + 1) * panels);
+      expert_panels(op, routing.active[place], item - place * panels, end - place * panels);
+    }
 }
 
 }  // namespace ISA

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "ops.h"
+#include "step.h"
 
 namespace pypto {
 

@@ -29,9 +29,17 @@ INLINE Register load_sums(const float* p) {
   return x;
 }
 
-INLINE PairRegister broadcast(Pair x) { return PairRegister{} + static_cast<int32_t>(x); }
+INLINE PairRegister broadcast(Pair x) {
+  PairRegister all = PairRegister{} + static_cast<int32_t>(x);
+#if defined(__AVX2__) && !defined(__AVX512BF16__)
+  asm("" : "+v"(all));  // compilers would take a pair or quad apart first, and broadcast the parts
+#endif
+  return all;
+}
 
 INLINE void store_sums(float* p, Register x) { std::memcpy(p, &x, sizeof x); }
+
+INLINE void store_register(Pair* p, PairRegister x) { std::memcpy(p, &x, sizeof x); }
 
 // Converts integers to float32, rounded to nearest, ties to even.
 INLINE Register as_floats(PairRegister x) { return __builtin_convertvector(x, Register); }
@@ -49,15 +57,37 @@ INLINE Register fma_register(Register a, Register b, Register c) {
 #endif
 }
 
-// total + a.low * b.low + a.high * b.high in every lane; one vdpbf16ps where the machine has it.
-INLINE Register dot(Register total, PairRegister a, PairRegister b) {
+// Pairs as dots take them: where the machine has no dot of pairs, both numbers in float32.
+#if defined(__AVX512BF16__)
+constexpr bool kDotsOfPairs = true;
+using Operand = PairRegister;
+INLINE Operand operand(PairRegister pairs) { return pairs; }
+INLINE PairRegister pairs_of(Operand x) { return x; }
+#else
+constexpr bool kDotsOfPairs = false;
+struct Operand {
+  Register even, odd;
+};
+INLINE Operand operand(PairRegister pairs) {
+  return {(Register)(pairs << 16), (Register)(pairs & static_cast<int32_t>(0xffff0000))};
+}
+// The reverse, of numbers that bfloat16 holds.
+INLINE PairRegister pairs_of(Operand x) {
+  return (((PairRegister)x.even >> 16) & 0xffff) | ((PairRegister)x.odd & static_cast<int32_t>(0xffff0000));
+}
+#endif
+
+// total + a.even * b.even + a.odd * b.odd in every lane; one vdpbf16ps where the machine has it.
+INLINE Register dot_operands(Register total, Operand a, Operand b) {
 #if defined(__AVX512BF16__)
   return (Register)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
 #else
-  const PairRegister high = PairRegister{} + static_cast<int32_t>(0xffff0000);
-  const Register low = fma_register((Register)(a << 16), (Register)(b << 16), total);
-  return fma_register((Register)(a & high), (Register)(b & high), low);
+  return fma_register(a.odd, b.odd, fma_register(a.even, b.even, total));
 #endif
+}
+
+INLINE Register dot(Register total, PairRegister a, PairRegister b) {
+  return dot_operands(total, operand(a), operand(b));
 }
 
 // The sum of two products of 16-bit integers in every lane.
@@ -87,13 +117,13 @@ INLINE PairRegister dot_bytes(PairRegister total, PairRegister a, PairRegister b
 #endif
 }
 
-// As `dot`, of one pair b in all lanes, which the instruction broadcasts by itself. Compilers would use a register.
-INLINE Register dot_all(Register total, PairRegister a, const Pair* b) {
+// The same of one pair b in all lanes, which the instruction broadcasts by itself. Compilers would use a register.
+INLINE Register dot_all(Register total, Operand a, const Pair* b) {
 #if defined(__AVX512BF16__)
   asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(total) : "v"(a), "m"(*b));
   return total;
 #else
-  return dot(total, a, broadcast(*b));
+  return dot_operands(total, a, operand(broadcast(*b)));
 #endif
 }
 
@@ -181,6 +211,17 @@ INLINE void interleave_bytes(PairRegister a, PairRegister b, PairRegister out[2]
                                            Bytes{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
   out[1] = (PairRegister)__builtin_shuffle((Bytes)a, (Bytes)b,
                                            Bytes{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+#endif
+}
+
+// Byte i of each lane, unsigned.
+INLINE PairRegister byte_of(PairRegister x, int i) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const int32_t first = static_cast<int32_t>(0x80808000) + i;
+  const __m256i lanes = _mm256_setr_epi32(first, first + 4, first + 8, first + 12, first, first + 4, first + 8, first + 12);
+  return (PairRegister)_mm256_shuffle_epi8((__m256i)x, lanes);
+#else
+  return (x >> (8 * i)) & 0xff;
 #endif
 }
 

@@ -126,38 +126,48 @@ INLINE void norm_rope_neox(const float* x, const float* weight, const float* cos
   }
 }
 
-static void qk_norm_rope(const QkNormRope& op, const Step& step, Member& member) {
+// One token: queries [query, query_end), and keys and values [begin, end).
+INLINE void norm_rope_heads(const QkNormRope& op, const Step& step, int64_t t, int64_t query, int64_t query_end,
+                            int64_t begin, int64_t end) {
   const KvCache& cache = op.cache;
-  const int64_t dim = cache.dim, all = op.heads + 2 * cache.kv_heads;
+  const int64_t dim = cache.dim;
+  const float* x = op.x + t * (op.heads + 2 * cache.kv_heads) * dim;
+  const float* cos = op.cos + step.positions[t] * (dim / 2);
+  const float* sin = op.sin + step.positions[t] * (dim / 2);
+  const int32_t* slots = step.groups[0].slots;
+  const int64_t block = slots[t] / cache.size, offset = slots[t] % cache.size;
+  const bool last = t + 1 == step.tokens || slots[t + 1] != slots[t] + 1;
   alignas(64) float rotated[kMaxDim];
-  Share share(member, step.tokens, row_grain(step.tokens, member));
-  while (share.next()) {
-    for (int64_t t = share.begin; t < share.end; t++) {
-      const float* x = op.x + t * all * dim;
-      const float* cos = op.cos + step.positions[t] * (dim / 2);
-      const float* sin = op.sin + step.positions[t] * (dim / 2);
-      const int32_t* slots = step.groups[0].slots;
-      const int64_t block = slots[t] / cache.size, offset = slots[t] % cache.size;
-      const bool last = t + 1 == step.tokens || slots[t + 1] != slots[t] + 1;
-      for (int64_t head = 0; head < op.heads; head++) {
-        norm_rope_neox(x + head * dim, op.weights + head * dim, cos, sin, dim, op.eps, rotated);
-        bf16* out = op.queries + (t * op.heads + head) * dim;
-        for (int64_t i = 0; i < dim; i += kLanes) store_narrow(out + i, load(rotated + i));
-      }
-      for (int64_t head = 0; head < cache.kv_heads; head++) {
-        const int64_t key = op.heads + head;
-        norm_rope_neox(x + key * dim, op.weights + key * dim, cos, sin, dim, op.eps, rotated);
-        const float* value = x + (key + cache.kv_heads) * dim;
-        if (cache.int8) {
-          store_key_bytes(cache, block, offset, head, rotated);
-          store_value_bytes(cache, block, offset, head, value);
-        } else {
-          store_key(cache, block, offset, head, rotated);
-          store_value(cache, block, offset, head, value, last);
-        }
-      }
+  for (; query < query_end; query++) {
+    norm_rope_neox(x + query * dim, op.weights + query * dim, cos, sin, dim, op.eps, rotated);
+    bf16* out = op.queries + (t * op.heads + query) * dim;
+    for (int64_t i = 0; i < dim; i += kLanes) store_narrow(out + i, load(rotated + i));
+  }
+  for (int64_t head = begin; head < end; head++) {
+    const int64_t key = op.heads + head;
+    norm_rope_neox(x + key * dim, op.weights + key * dim, cos, sin, dim, op.eps, rotated);
+    const float* value = x + (key + cache.kv_heads) * dim;
+    if (cache.int8) {
+      store_key_bytes(cache, block, offset, head, rotated);
+      store_value_bytes(cache, block, offset, head, value);
+    } else {
+      store_key(cache, block, offset, head, rotated);
+      store_value(cache, block, offset, head, value, last);
     }
   }
+}
+
+// Threads take whole tokens, or parts of the heads where there are too few tokens.
+static void qk_norm_rope(const QkNormRope& op, const Step& step, Member& member) {
+  const int64_t heads = op.heads, kv_heads = op.cache.kv_heads;
+  const int64_t parts = step.tokens < member.count() ? min(member.count(), kv_heads) : 1;
+  Share share(member, step.tokens * parts, row_grain(step.tokens, member));
+  while (share.next())
+    for (int64_t item = share.begin; item < share.end; item++) {
+      const int64_t t = item / parts, part = item % parts;
+      norm_rope_heads(op, step, t, heads * part / parts, heads * (part + 1) / parts, kv_heads * part / parts,
+                      kv_heads * (part + 1) / parts);
+    }
 }
 
 }  // namespace ISA

@@ -9,8 +9,8 @@
 #pragma once
 
 #include <bit>
-#include <cstdlib>
 
+#include "buffer.h"
 #include "gemm_tile.h"
 
 namespace ISA {
@@ -64,25 +64,6 @@ struct Histogram {
 struct Entry {
   int32_t key, id;
   float weight;
-};
-
-// Memory that only grows. A standard container of a plain type would be linked from whichever instruction set comes
-// first.
-template <typename Value>
-struct Buffer {
-  Value* data = nullptr;
-  int64_t room = 0;
-
-  ~Buffer() { std::free(data); }
-
-  Value* fit(int64_t size) {
-    if (size > room) {
-      std::free(data);
-      data = static_cast<Value*>(std::malloc(size * sizeof(Value)));
-      room = size;
-    }
-    return data;
-  }
 };
 
 // Buffers of a thread for one row.

@@ -17,8 +17,9 @@ from roofline_work import Batch, Work
 
 from pypto_serving.kernels import Engine, runnable
 from pypto_serving.kernels.roofline import Memory, peak
+from pypto_serving.types.config import Head
 from tests.checkpoints import make_checkpoint
-from tests.compressed import compress
+from tests.quantised import quantise
 
 MEBIBYTE = 1 << 20
 needs_kernels = pytest.mark.skipif(not runnable(), reason="built without kernels")
@@ -36,7 +37,7 @@ def bench() -> Bench:
         (work.linear(3, 32, 8, "add"), Work(512 + 48 + 8 * 96, 1536)),
         (work.linear(3, 32, 8, "gate"), Work(512 + 48 + 2 * 3 * 16, 1536)),
         (work.linear(3, 32, 8, "store", 2.5), Work(2.5 * 512 + 48 + 384, 1536)),
-        (work.linear(3, 32, 8, int8=True), Work(32 * 8 + 32 * 8 + 3 * (8 + 4 * 32 + 4), 1536, int8=True)),
+        (work.linear(3, 32, 8, int8=True, stored=300), Work(300 + 3 * (8 + 4 * 32 + 4), 1536, int8=True)),
         (work.quantize(3, 8), Work(3 * (8 * 3 + 4), 2 * 24)),
         (work.norm(3, 8, int8=True), Work(8 * 4 + 3 * 8 * 5, 5 * 24)),
         (work.embed(3, 8), Work(3 * 8 * 6, 0)),
@@ -57,6 +58,8 @@ def test_attention_counts_what_causality_asks_for(batch: Batch) -> None:
     found = work.attend(batch, 4, 2, 32)
     assert found.flops == seen * 4 * 32 * 2 * 2
     assert found.bytes == 2 * (2 * sum(batch.contexts) * 2 * 32) + 2 * 2 * batch.tokens * 4 * 32
+    int8 = work.attend(batch, 4, 2, 32, int8=True)
+    assert found.bytes - int8.bytes == 2 * sum(batch.contexts) * 2 * (32 - 4) and int8.flops == found.flops
 
 
 def test_active_experts() -> None:
@@ -138,16 +141,23 @@ def test_products_and_attention_are_measured(monkeypatch: pytest.MonkeyPatch, wi
         *(roofline_kernels.attend(bench)(batch)[0] for batch in (Batch.decode(2, 33), Batch.prefill(5, 33))),
     ]
     assert all(0 < result.best <= result.median and bool(result.torch) == with_torch for result in found)
-    (int8,) = roofline_kernels.linear("x", 64, 32, "add", bench, int8=True)(3)
-    assert 0 < int8.best <= int8.median and int8.torch is None
+    int8 = [
+        *roofline_kernels.linear("x", 64, 32, "add", bench, int8=True)(3),
+        *(roofline_kernels.attend(bench, int8=True)(batch)[0] for batch in (Batch.decode(2, 33), Batch.prefill(5, 33))),
+    ]
+    assert all(0 < result.best <= result.median and result.torch is None for result in int8)
 
 
 @needs_kernels
-@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str, int8: bool) -> None:
+@pytest.mark.parametrize(
+    ("stored", "head"), [("", "auto"), ("w8a8", "auto"), ("int4_g32", "int8"), ("fp8_block", "auto")]
+)
+def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str, stored: str, head: Head) -> None:
     model = make_checkpoint(tmp_path / "model", kind)
-    steps = Steps(compress(model) if int8 else model, "", 2, [Batch.decode(2, 20), Batch.prefill(5, 20)])
+    if stored:
+        quantise(model, stored)
+    steps = Steps(model, "", 2, [Batch.decode(2, 20), Batch.prefill(5, 20)], head)
     for batch in steps.batches:
         results = {result.name: result for result in steps.measure(batch, bench)}
         parts = [result.best for name, result in results.items() if name != STEP]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,13 +66,8 @@ def cache_of(rows: Sequence[Row], size: int, seed: int) -> tuple[Array, Array]:
     return pages, tables
 
 
-def attend(engine: Engine, rows: Sequence[Row], size: int = 32, seed: int = 0) -> list[Array]:
-    """What each row's queries attend to, [t, heads, dim]."""
-    return attend_to(engine, rows, *cache_of(rows, size, seed))
-
-
 def attend_to(engine: Engine, rows: Sequence[Row], pages: Array, tables: Array) -> list[Array]:
-    """The same, of rows whose history lies in these pages."""
+    """What each row's queries attend to, [t, heads, dim], where its history lies in these pages."""
     heads, dim = rows[0].queries.shape[1:]
     counts = [len(row.queries) for row in rows]
     stage, tokens = Stage(engine), sum(counts)
@@ -84,8 +79,27 @@ def attend_to(engine: Engine, rows: Sequence[Row], pages: Array, tables: Array) 
     return np.split(stage.rows(out, tokens, heads * dim).reshape(tokens, heads, dim), np.cumsum(counts)[:-1])
 
 
-def assert_attends(found: Array, row: Row) -> None:
+@dataclass(frozen=True)
+class KvForm:
+    """What a cache holds: how rows are put into pages, and what must be found of a row, with the error allowed."""
+
+    cache_of: Callable[[Sequence[Row], int, int], tuple[Array, Array]]
+    wanted: Callable[[Row], tuple[Array, Array]]
+
+    def attend(self, engine: Engine, rows: Sequence[Row], size: int = 32, seed: int = 0) -> list[Array]:
+        """What each row's queries attend to, [t, heads, dim]."""
+        return attend_to(engine, rows, *self.cache_of(rows, size, seed))
+
+    def assert_attends(self, found: Array, row: Row) -> None:
+        assert_close(found, *self.wanted(row))
+
+
+def _wanted(row: Row) -> tuple[Array, Array]:
     """Weights are rounded to bfloat16 before they are summed, and so is the result."""
     wanted = references.attention(row.queries, row.keys, row.values, row.first)
     spread = references.attention(row.queries, row.keys, np.abs(row.values), row.first)
-    assert_close(found, wanted, 1.02 * BFLOAT16 * (np.abs(wanted) + 2 * spread))
+    return wanted, 1.02 * BFLOAT16 * (np.abs(wanted) + 2 * spread)
+
+
+BF16_KV = KvForm(cache_of, _wanted)
+attend, assert_attends = BF16_KV.attend, BF16_KV.assert_attends

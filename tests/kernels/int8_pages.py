@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tests.kernels.attention_rows import LAYER, LAYERS, Row
+from tests.kernels import references
+from tests.kernels.attention_rows import LAYER, LAYERS, KvForm, Row
 from tests.kernels.layouts import Array
+from tests.kernels.references import BFLOAT16
 
 PANEL = 32
+FIXED = 2.0**-14
+"""Of the largest number of a row: rounding queries and softmax weights to 16 bits."""
 
 
 def rounded(x: Array) -> tuple[Array, Array]:
@@ -72,3 +76,16 @@ def int8_cache_of(rows: Sequence[Row], size: int, seed: int) -> tuple[Array, Arr
 def as_kept(row: Row) -> Row:
     """The row with the keys and values that its cache stands for."""
     return Row(row.first, row.queries, meaning(*rounded(row.keys)), meaning(*rounded(row.values)))
+
+
+def _wanted(row: Row) -> tuple[Array, Array]:
+    """Only the result is rounded to bfloat16."""
+    kept = as_kept(row)
+    wanted = references.attention(kept.queries, kept.keys, kept.values, kept.first)
+    spread = references.attention(kept.queries, kept.keys, np.abs(kept.values), kept.first)
+    score_error = FIXED * np.abs(row.queries).max() * np.abs(kept.keys).max() * row.queries.shape[-1] ** 0.5
+    weight_error = FIXED * np.abs(kept.values).max() * 4
+    return wanted, 1.02 * BFLOAT16 * np.abs(wanted) + 2 * score_error * spread + weight_error
+
+
+INT8_KV = KvForm(int8_cache_of, _wanted)

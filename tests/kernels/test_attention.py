@@ -10,31 +10,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, KVCacheLayer
-from tests.kernels.attention_rows import ALONE, LAYER, LAYERS, SHAPES, Row, assert_attends, attend, cache_of, random_row
+from tests.kernels.attention_rows import (
+    ALONE,
+    BF16_KV,
+    LAYER,
+    LAYERS,
+    SHAPES,
+    KvForm,
+    Row,
+    assert_attends,
+    attend,
+    cache_of,
+    random_row,
+)
+from tests.kernels.int8_pages import INT8_KV
 from tests.kernels.layouts import NAN, narrow, random_bf16
 from tests.kernels.references import BFLOAT16, assert_close
 from tests.kernels.stage import Stage, engine_of
 
 
+@pytest.fixture(scope="module", params=[BF16_KV, INT8_KV], ids=["bf16", "int8"])
+def kv(request: pytest.FixtureRequest) -> KvForm:
+    """What the cache holds."""
+    form: KvForm = request.param
+    return form
+
+
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 31, 127, 128, 129, 256, 257, 1000])
-def test_one_token(engine: Engine, context: int) -> None:
+def test_one_token(engine: Engine, kv: KvForm, context: int) -> None:
     for heads, kv_heads, dim, size in SHAPES:
         row = random_row(context, context - 1, 1, heads, kv_heads, dim)
-        assert_attends(attend(engine, [row], size)[0], row)
+        kv.assert_attends(kv.attend(engine, [row], size)[0], row)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES)
-def test_chunks_at_any_offset(engine: Engine, heads: int, kv_heads: int, dim: int, size: int) -> None:
+def test_chunks_at_any_offset(engine: Engine, kv: KvForm, heads: int, kv_heads: int, dim: int, size: int) -> None:
     chunks = [(0, 37), (5, 2), (100, 50), (127, 1), (127, 3), (128, 13), (0, 130), (255, 140)]
     for first, count in chunks:
         row = random_row(first, first, count, heads, kv_heads, dim)
-        assert_attends(attend(engine, [row], size)[0], row)
+        kv.assert_attends(kv.attend(engine, [row], size)[0], row)
 
 
 @pytest.mark.parametrize("shared", [1, 2, 3, 4, 5, 6, 7, 8, 16, 33, 48, 49, 96])
-def test_query_heads_that_share_a_key(engine: Engine, shared: int) -> None:
+def test_query_heads_that_share_a_key(engine: Engine, kv: KvForm, shared: int) -> None:
     row = random_row(shared, 140, 21, 2 * shared, 2, 32)
-    assert_attends(attend(engine, [row])[0], row)
+    kv.assert_attends(kv.attend(engine, [row])[0], row)
 
 
 @settings(max_examples=10)
@@ -45,11 +65,11 @@ def test_query_heads_that_share_a_key(engine: Engine, shared: int) -> None:
     seed=st.integers(0, 1000),
 )
 def test_rows_of_a_step(
-    rows: list[tuple[int, int]], size: int, shape: tuple[int, int, int], seed: int, engine: Engine
+    rows: list[tuple[int, int]], size: int, shape: tuple[int, int, int], seed: int, engine: Engine, kv: KvForm
 ) -> None:
     work = [random_row(seed + i, first, count, *shape) for i, (first, count) in enumerate(rows)]
-    for found, row in zip(attend(engine, work, size, seed), work, strict=True):
-        assert_attends(found, row)
+    for found, row in zip(kv.attend(engine, work, size, seed), work, strict=True):
+        kv.assert_attends(found, row)
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 300), (126, 5), (511, 1), (999, 1)])
@@ -115,22 +135,26 @@ def test_an_empty_step_does_nothing(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), ALONE)
-def test_a_query_is_the_same_in_every_chunk(instruction_set: str, heads: int, kv_heads: int, dim: int) -> None:
+def test_a_query_is_the_same_in_every_chunk(
+    instruction_set: str, kv: KvForm, heads: int, kv_heads: int, dim: int
+) -> None:
     row = random_row(0, 0, 301, heads, kv_heads, dim)
-    whole = attend(engine_of(instruction_set), [row])[0]
+    whole = kv.attend(engine_of(instruction_set), [row])[0]
     for threads, cuts in [(1, [0, 100, 137, 265, 301]), (2, [0, 128, 256, 300, 301]), (3, [0, 1, 3, 17, 301])]:
         for begin, end in itertools.pairwise(cuts):
-            found = attend(engine_of(instruction_set, threads), [row.part(begin, end)], 64, seed=begin)[0]
+            found = kv.attend(engine_of(instruction_set, threads), [row.part(begin, end)], 64, seed=begin)[0]
             assert np.array_equal(found, whole[begin:end])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), ALONE)
-def test_a_query_is_the_same_in_every_company(instruction_set: str, heads: int, kv_heads: int, dim: int) -> None:
+def test_a_query_is_the_same_in_every_company(
+    instruction_set: str, kv: KvForm, heads: int, kv_heads: int, dim: int
+) -> None:
     rows = [random_row(i, 37 * i % 600, 1 + 29 * (i % 4 == 3), heads, kv_heads, dim) for i in range(23)]
-    alone = [attend(engine_of(instruction_set), [row])[0] for row in rows]
+    alone = [kv.attend(engine_of(instruction_set), [row])[0] for row in rows]
     for threads in (1, 2, 3, 5):
         for begin, end in [(0, 23), (3, 4), (3, 8), (20, 23)]:
-            found = attend(engine_of(instruction_set, threads), rows[begin:end], 32, seed=begin)
+            found = kv.attend(engine_of(instruction_set, threads), rows[begin:end], 32, seed=begin)
             assert all(map(np.array_equal, found, alone[begin:end]))
 
 

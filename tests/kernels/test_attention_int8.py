@@ -1,77 +1,22 @@
-"""Attention over an int8 KV cache: what it computes, and that it does not depend on company, threads or machine."""
+"""Attention over an int8 KV cache: what test_attention.py does not ask of every cache."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pypto_serving.kernels import Engine, KVCacheLayer, runnable
 from tests.kernels import references
-from tests.kernels.attention_rows import ALONE, SHAPES, Row, attend_to, random_row
+from tests.kernels.attention_rows import Row, random_row
 from tests.kernels.heads import EPS, LAYER, LAYERS, STEPS, Work, make_work
 from tests.kernels.heads import SHAPES as HEADS
 from tests.kernels.heads import Shape as HeadShape
-from tests.kernels.int8_pages import as_kept, from_panels, int8_cache_of, meaning
+from tests.kernels.int8_pages import INT8_KV, from_panels, meaning
 from tests.kernels.layouts import Array
-from tests.kernels.references import BFLOAT16, assert_close, rotate
+from tests.kernels.references import assert_close, rotate
 from tests.kernels.stage import Stage, engine_of
 
-FIXED = 2.0**-14
-"""Of the largest number of a row: rounding queries and softmax weights to 16 bits."""
-
-
-def attend(engine: Engine, rows: Sequence[Row], size: int = 32, seed: int = 0) -> list[Array]:
-    return attend_to(engine, rows, *int8_cache_of(rows, size, seed))
-
-
-def assert_attends(found: Array, row: Row) -> None:
-    """Only the result is rounded to bfloat16."""
-    kept = as_kept(row)
-    wanted = references.attention(kept.queries, kept.keys, kept.values, kept.first)
-    spread = references.attention(kept.queries, kept.keys, np.abs(kept.values), kept.first)
-    score_error = FIXED * np.abs(row.queries).max() * np.abs(kept.keys).max() * row.queries.shape[-1] ** 0.5
-    weight_error = FIXED * np.abs(kept.values).max() * 4
-    assert_close(found, wanted, 1.02 * BFLOAT16 * np.abs(wanted) + 2 * score_error * spread + weight_error)
-
-
-@pytest.mark.parametrize("context", [1, 2, 3, 17, 31, 128, 129, 257, 1000])
-def test_one_token(engine: Engine, context: int) -> None:
-    for heads, kv_heads, dim, size in SHAPES:
-        row = random_row(context, context - 1, 1, heads, kv_heads, dim)
-        assert_attends(attend(engine, [row], size)[0], row)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES)
-def test_chunks_at_any_offset(engine: Engine, heads: int, kv_heads: int, dim: int, size: int) -> None:
-    for first, count in [(0, 37), (5, 2), (127, 3), (255, 140)]:
-        row = random_row(first, first, count, heads, kv_heads, dim)
-        assert_attends(attend(engine, [row], size)[0], row)
-
-
-@pytest.mark.parametrize("shared", [1, 3, 6, 7, 16, 49, 96])
-def test_query_heads_that_share_a_key(engine: Engine, shared: int) -> None:
-    row = random_row(shared, 140, 21, 2 * shared, 2, 32)
-    assert_attends(attend(engine, [row])[0], row)
-
-
-@settings(max_examples=10)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 40)), min_size=1, max_size=12),
-    size=st.sampled_from([32, 64, 96, 128]),
-    shape=st.sampled_from([(1, 1, 32), (4, 2, 64), (5, 1, 96), (8, 8, 32)]),
-    seed=st.integers(0, 1000),
-)
-def test_rows_of_a_step(
-    rows: list[tuple[int, int]], size: int, shape: tuple[int, int, int], seed: int, engine: Engine
-) -> None:
-    work = [random_row(seed + i, first, count, *shape) for i, (first, count) in enumerate(rows)]
-    for found, row in zip(attend(engine, work, size, seed), work, strict=True):
-        assert_attends(found, row)
+attend = INT8_KV.attend
 
 
 @pytest.mark.parametrize("scale", [2.0**-80, 2.0**-9, 2.0**20])
@@ -80,26 +25,6 @@ def test_values_of_any_size(engine: Engine, scale: float) -> None:
     wanted = attend(engine, [row])[0]
     grown = Row(row.first, row.queries, row.keys, row.values * np.float32(scale))
     assert np.array_equal(attend(engine, [grown])[0], wanted * np.float32(scale))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), ALONE)
-def test_a_query_is_the_same_in_every_chunk(instruction_set: str, heads: int, kv_heads: int, dim: int) -> None:
-    row = random_row(0, 0, 301, heads, kv_heads, dim)
-    whole = attend(engine_of(instruction_set), [row])[0]
-    for threads, cuts in [(1, [0, 100, 137, 265, 301]), (3, [0, 1, 3, 17, 301])]:
-        for begin, end in itertools.pairwise(cuts):
-            found = attend(engine_of(instruction_set, threads), [row.part(begin, end)], 64, seed=begin)[0]
-            assert np.array_equal(found, whole[begin:end])
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), ALONE)
-def test_a_query_is_the_same_in_every_company(instruction_set: str, heads: int, kv_heads: int, dim: int) -> None:
-    rows = [random_row(i, 37 * i % 600, 1 + 29 * (i % 4 == 3), heads, kv_heads, dim) for i in range(23)]
-    alone = [attend(engine_of(instruction_set), [row])[0] for row in rows]
-    for threads in (1, 3):
-        for begin, end in [(0, 23), (3, 8)]:
-            found = attend(engine_of(instruction_set, threads), rows[begin:end], 32, seed=begin)
-            assert all(map(np.array_equal, found, alone[begin:end]))
 
 
 def test_instruction_sets_with_fused_multiply_add_agree() -> None:

@@ -240,11 +240,11 @@ def matrices(engine: Engine, n: int, k: int) -> list[tuple[Matrix, Matrix, bool]
 
 def test_a_product_is_the_same_in_every_company(instruction_set: str) -> None:
     """Whatever the other rows, their number, and the threads."""
-    x = random_bf16(np.random.default_rng(0), 37, 160)
-    for matrix, gates, wide in matrices(engine_of(instruction_set), 96, 160):
+    x = random_bf16(np.random.default_rng(0), 37, 672)
+    for matrix, gates, wide in matrices(engine_of(instruction_set), 96, 672):
         one = engine_of(instruction_set)
         whole, gated = linear(one, x, matrix, wide), linear_swiglu(one, x, gates, wide)
-        for count in range(1, 37):
+        for count in (*range(1, 14), 20, 24, 25, 36):
             assert np.array_equal(linear(one, x[:count], matrix, wide), whole[:count])
         for threads in (2, 5):
             engine = engine_of(instruction_set, threads)
