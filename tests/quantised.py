@@ -64,7 +64,7 @@ def int4_codes(weights: Tensor, group: int, zeros: bool, dtype: torch.dtype) -> 
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     if zeros:
         scales = ((high - low) / 15).to(dtype)
-        points = (-low / scales.float()).round().clamp(1, 15)
+        points = (-low / scales.float()).round().clamp(0, 15)
     else:
         scales = (groups.abs().amax(2) / 7.5).to(dtype)
         points = torch.full_like(low, 8)
@@ -100,12 +100,12 @@ def int4_bytes(group: int) -> Quantise:
     return quantise
 
 
-def gptq(group: int, zeros: bool, offset: int) -> Quantise:
+def gptq(group: int, zeros: bool, version: int) -> Quantise:
     def quantise(weights: Tensor) -> tuple[Tensors, Tensor]:
         codes, scales, points = int4_codes(weights, group, zeros, torch.float16)
         tensors = {
             "qweight": packed(codes.T, 0),
-            "qzeros": packed(points.T - offset, 1),
+            "qzeros": packed(points.T, 1) - (0x11111111 if version == 1 else 0),
             "scales": scales.T.contiguous(),
             "g_idx": (torch.arange(codes.shape[1]) // (group or codes.shape[1])).to(torch.int32),
         }
@@ -295,7 +295,7 @@ FORMATS: dict[str, Format] = {
     "gptq_v2": Format(
         "int4 per output with zero points",
         _unlisted(**_GPTQ | {"group_size": -1}, sym=False, checkpoint_format="gptq_v2"),
-        gptq(0, True, 0),
+        gptq(0, True, 2),
     ),
     "awq": Format(
         "int4 g64 with zero points",
@@ -308,18 +308,25 @@ FORMATS: dict[str, Format] = {
 
 
 def quantise(
-    path: Path, format: str | Sequence[str], ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$")
+    path: Path,
+    format: str | Sequence[str],
+    ignore: tuple[str, ...] = ("lm_head", "re:.*mlp.gate$"),
+    head: bool = False,
 ) -> Tensors:
-    """Quantise the linear layers of a Qwen3 checkpoint of one file in place; return what they mean, by module.
+    """Quantise the linear layers of a Qwen3 checkpoint of one file in place, with `head` the output layer too.
 
-    Of several formats, which take turns layer by layer, the section of the first is that of all.
+    Of several formats, which take turns layer by layer, the section of the first is that of all. Return what matrices
+    mean, by module.
     """
     formats = [FORMATS[name] for name in ([format] if isinstance(format, str) else format)]
 
     def of(name: str) -> Quantise | None:
+        if head and name == "lm_head.weight":
+            return formats[0].quantise
         layer = re.fullmatch(r"model\.layers\.(\d+)\..*_proj\.weight", name)
         return formats[int(layer[1]) % len(formats)].quantise if layer else None
 
+    ignore = tuple(name for name in ignore if not (head and name == "lm_head"))
     means = _write(path, of)
     _configure(path, {"quantization_config": formats[0].section(list(ignore)), "dtype": "bfloat16"})
     return means

@@ -84,10 +84,14 @@ def complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
         for field in schema.get("properties", {}).values():
             if field.get("default", ...) is None:
                 del field["default"]  # a field that is not given; where it is required, null is no value of it
+    paths = document["paths"]
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
-        document["paths"]["/health"]["get"]["security"] = []
+        paths["/health"]["get"]["security"] = []
+    for operations in [paths["/health"]] if needs_key else paths.values():
+        for operation in operations.values():
+            del operation["responses"]["401"]
     return document
 
 

@@ -13,6 +13,7 @@ from pypto_serving.model.fields import Fields
 from pypto_serving.types.config import ServerConfig, default_of
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.util import brief
 
 SAMPLING_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEUTRAL = {
@@ -26,7 +27,8 @@ _NEUTRAL = {
 class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling values for requests that leave them out; None means the default of SamplingParams.
 
-    `not_applied` has the settings of generation_config.json that would change outputs but are not supported.
+    `max_tokens` is for chats alone; None means the rest of the context. `not_applied` has the settings of
+    generation_config.json that would change outputs but are not supported.
     """
 
     temperature: float | None = None
@@ -34,11 +36,13 @@ class DefaultSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_tokens: int | None = None
     not_applied: dict[str, Any] = {}
 
     def describe(self) -> str:
         """Write one line for the log at start."""
         values = ", ".join(f"{name} {value}" for name, value in self.effective().items())
+        values += "" if self.max_tokens is None else f", max_tokens {self.max_tokens} in chats"
         lacking = ", ".join(f"{name} {value}" for name, value in self.not_applied.items())
         return f"default sampling: {values}" + (f"; not supported and not applied: {lacking}" if lacking else "")
 
@@ -104,12 +108,15 @@ def default_sampling(generation: Fields) -> DefaultSampling:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
             raise ModelError(f"{path}: {name} is {value!r}, which is not a number; correct or remove it")
+    max_tokens = generation.get("max_new_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise ModelError(f"{path}: max_new_tokens is {brief(max_tokens)}, but must be a positive whole number; mend it")
     try:
         SamplingParams(**values)
     except RequestError as error:
         raise ModelError(f"{path}: {error}; correct or remove it") from error
     lacking = {name: value for name, off in _NEUTRAL.items() if (value := generation.get(name)) not in (None, off)}
-    return DefaultSampling(**values, not_applied=lacking)
+    return DefaultSampling(**values, max_tokens=max_tokens, not_applied=lacking)
 
 
 def serving_config(server: ServerConfig, model: ModelSpec) -> ServingConfig:

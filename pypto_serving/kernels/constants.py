@@ -13,6 +13,12 @@ GATE_HALF = 16
 SCALED = 128
 """Inputs that share a scale of int8 activations in groups."""
 
+CODES_INPUTS = 32
+"""Inputs of 4-bit codes come in multiples of it."""
+
+FP8_INPUTS = 4
+"""Inputs of FP8 weights, and those of a block, come in multiples of it."""
+
 INDEXER_TOKENS = 16
 """Tokens scored at once before their top-k."""
 

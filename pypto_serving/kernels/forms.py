@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from pypto_serving.kernels.constants import GATE_HALF, PANEL, SCALED
+from pypto_serving.kernels.constants import CODES_INPUTS, FP8_INPUTS, GATE_HALF, PANEL, SCALED
 from pypto_serving.kernels.library import library
 from pypto_serving.types.arrays import Float32Array, Int32Array, PairArray
 from pypto_serving.types.weights import CodesForm, Fp8Form, Table
@@ -106,7 +106,6 @@ BF16, INT8 = Form(Weights.BF16), Form(Weights.INT8)
 _SCALES = {"BF16": Scale.BF16, "F16": Scale.F16, "F32": Scale.F32, "F8_E8M0": Scale.E8M0}
 _WEIGHTS = {Table.INT4: Weights.INT4, Table.E2M1: Weights.E2M1}
 _LEAST_GROUP = {Table.INT4: 32, Table.E2M1: 16}
-_CODES_INPUTS, _FP8_INPUTS = 32, 4
 
 
 def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> Form:
@@ -119,8 +118,8 @@ def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> Form:
 
 def _codes_form(stored: CodesForm, k: int) -> Form:
     group = SCALED if stored.group >= k else stored.group
-    if k % _CODES_INPUTS:
-        raise ValueError(f"4-bit weights of {k} inputs; they must be a multiple of {_CODES_INPUTS}")
+    if k % CODES_INPUTS:
+        raise ValueError(f"4-bit weights of {k} inputs; they must be a multiple of {CODES_INPUTS}")
     if group < _LEAST_GROUP[stored.table] or (SCALED % group and group % SCALED):
         raise ValueError(f"{stored.table.name} weights in groups of {group} inputs; 32, 64, 128 or all are supported")
     if stored.zeros and stored.table is not Table.INT4:
@@ -133,8 +132,8 @@ def _codes_form(stored: CodesForm, k: int) -> Form:
 def _fp8_form(stored: Fp8Form, n: int, k: int) -> Form:
     rows, columns = stored.block
     span = min(columns, k)
-    if k % _FP8_INPUTS or span % _FP8_INPUTS:
-        raise ValueError(f"FP8 weights of {k} inputs in blocks of {columns}; must be multiples of {_FP8_INPUTS}")
+    if k % FP8_INPUTS or span % FP8_INPUTS:
+        raise ValueError(f"FP8 weights of {k} inputs in blocks of {columns}; must be multiples of {FP8_INPUTS}")
     return Form(Weights.FP8, Scale.F32 if rows % GATE_HALF and rows < n else Scale.SHARED, span)
 
 

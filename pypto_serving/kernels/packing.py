@@ -14,7 +14,7 @@ from pypto_serving.types.weights import Layout, StoredCodes, StoredFp8, StoredQu
 from pypto_serving.util import ceil_div
 
 MOST_ZERO = 16
-"""Largest zero point: 15, and 1 that GPTQ adds."""
+"""Largest zero point that kernels take. Files have none above 15."""
 
 _NAN_E8M0 = 0xFF
 _SCALE_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E8M0": np.uint8}

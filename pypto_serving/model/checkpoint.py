@@ -6,7 +6,6 @@ Format, https://github.com/huggingface/safetensors#format: the header length n i
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +36,8 @@ ITEM_BYTES = {
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
-_MAX_NAME = 255
+_LONGEST_NAME = 255
+"""Bytes that file systems allow a name, and characters of the name of a tensor."""
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 48
 
 
@@ -131,11 +131,18 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
         raise ModelError(f"{path}: weight_map is missing")
     _require_names(path, files)
     for name, file in files.items():
-        if not isinstance(file, str):
-            raise ModelError(f"{path}: weight_map has {brief(file)} for {name}, but must have the name of a file")
-    _require_names(path, set(files.values()))
+        if not _is_file_name(file):
+            raise ModelError(
+                f"{path}: weight_map has {brief(file)} for {name}, but must have the name of a file beside it"
+            )
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return files, size if isinstance(size, int) else None
+
+
+def _is_file_name(value: object) -> bool:
+    if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or not value.isprintable():
+        return False
+    return len(value.encode(errors="replace")) <= _LONGEST_NAME
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -147,10 +154,12 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _require_names(source: Path, names: Iterable[str]) -> None:
-    """Raise ModelError for a name of a tensor or file that is none: messages, and file systems, could not hold it."""
+    """Raise ModelError for names of tensors that no message could hold."""
     for name in names:
-        if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
-            raise ModelError(f"{source} has the name {brief(name)}; names have 1 to {_MAX_NAME} printable characters")
+        if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+            raise ModelError(
+                f"{source} has the name {brief(name)}; names have 1 to {_LONGEST_NAME} printable characters"
+            )
 
 
 def _read_header(file: Path) -> list[StoredTensor]:
@@ -170,16 +179,24 @@ def _read_header(file: Path) -> list[StoredTensor]:
     header.pop("__metadata__", None)
     _require_names(file, header)
     tensors = [_stored(file, name, entry, 8 + length, size) for name, entry in header.items()]
-    _require_apart(file, tensors)
+    _require_contiguous(file, tensors, 8 + length, size)
     return tensors
 
 
-def _require_apart(file: Path, tensors: Sequence[StoredTensor]) -> None:
-    """Raise ModelError naming two tensors that share bytes."""
-    in_order = sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.begin)
-    for before, after in itertools.pairwise(in_order):
-        if after.begin < before.end:
-            raise ModelError(f"{file} is damaged: the tensors {before.name} and {after.name} share bytes")
+def _require_contiguous(file: Path, tensors: Sequence[StoredTensor], begin: int, end: int) -> None:
+    """Raise ModelError unless tensors fill bytes [begin, end), as the format demands: other readers refuse the file."""
+    at, before = begin, ""
+    for tensor in sorted((tensor for tensor in tensors if tensor.num_bytes), key=lambda tensor: tensor.begin):
+        if tensor.begin < at:
+            raise ModelError(f"{file} is damaged: the tensors {before} and {tensor.name} share bytes")
+        _require_filled(file, at, tensor.begin)
+        at, before = tensor.end, tensor.name
+    _require_filled(file, at, end)
+
+
+def _require_filled(file: Path, at: int, begin: int) -> None:
+    if begin > at:
+        raise ModelError(f"{file} is damaged: bytes {at} to {begin - 1} belong to no tensor")
 
 
 def _is_shape(sizes: list[object]) -> bool:

@@ -84,7 +84,7 @@ def read_contents(
     the inventory and `dtype`. Draft layers count if the source lists them; config.json alone lists all that it names.
     """
     index, names = _read_index(Path(model_dir))
-    headers, error = _read_headers(Path(model_dir))
+    headers, error = read_headers(Path(model_dir))
     inventory = take_inventory(headers)
     required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
     verdicts = [error] if error else []
@@ -123,14 +123,16 @@ def _read_index(directory: Path) -> tuple[IndexFacts | None, Collection[str]]:
     return IndexFacts(num_tensors=len(names), num_files=len(files), files_here=here, total_size=size), names.keys()
 
 
-def _read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
+def read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
     """Read the tensors in the files, or the error found in them; neither unless all files are present."""
-    if not all(file.is_file() for file in weight_files(directory)):
-        return {}, ""
     try:
-        return Checkpoint.open(directory).tensors, ""
+        if all(file.is_file() for file in weight_files(directory)):
+            return Checkpoint.open(directory).tensors, ""
     except ModelError as error:
         return {}, f"files: {error}"
+    except OSError as error:
+        return {}, f"files: {error.filename or directory} cannot be read: {error.strerror}"
+    return {}, ""
 
 
 def _differences(

@@ -32,10 +32,22 @@ class MakeGroups(Protocol):
 
 
 class MakeSpec(Protocol):
-    """Describe a checkpoint at `path` to the engine; `head` and `kv_dtype` are the options."""
+    """Describe a checkpoint at `path` to the engine; `head` and `kv_dtype` are the options.
+
+    `headers`, if any, settle what the configuration leaves open.
+    """
 
     def __call__(
-        self, config: Any, /, path: str, architecture: str, dtype: str, block_size: int, head: str, kv_dtype: str
+        self,
+        config: Any,
+        /,
+        path: str,
+        architecture: str,
+        dtype: str,
+        block_size: int,
+        head: str,
+        kv_dtype: str,
+        headers: Mapping[str, StoredTensor],
     ) -> ModelSpec: ...
 
 

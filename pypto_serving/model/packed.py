@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.errors import ModelError
 from pypto_serving.kernels import INT8, Engine, Matrix, zeros
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape
@@ -109,7 +110,9 @@ class PackedWeights:
         return self._matrices("matrix", parts, n, 1, fill, self._bias([*named], n) if bias else None)
 
     def rounded(self, name: str) -> Matrix:
-        """Pack the named matrix of floats in int8, with a scale per output."""
+        """Pack the named matrix of floats in int8, with a scale per output. Raises ModelError for others."""
+        if (scheme := self._schemes.get(name, PLAIN)) != PLAIN:
+            raise ModelError(f"{name} is stored as {scheme.name}, and is not rounded to int8; drop the option head")
         part = RoundedPart(self._tensors, name)
         return self._matrices("rounded", [part], part.n, 1, lambda room: self._pack(part, room))
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.contents import STORED_DTYPES, read_contents
+from pypto_serving.model.contents import STORED_DTYPES, read_contents, read_headers
 from pypto_serving.model.family import ModelFamily
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.formats.quantization import SECTION
@@ -78,14 +78,16 @@ class CheckpointConfig:
         head: str = "auto",
         kv_dtype: str = "auto",
     ) -> ModelSpec:
-        """Describe the checkpoint to the engine, without its weights.
+        """Describe the checkpoint to the engine, without its weights. Headers of its files tell which are quantised.
 
         `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and
         bfloat16 beside quantised weights. `head` and `kv_dtype` are int8 for an output layer, and for keys and values,
         that will be rounded to that.
         """
         serving = self.serving_dtype(dtype)
-        spec = self.family.spec(self.model, self.directory, self.architecture, serving, block_size, head, kv_dtype)
+        headers = {} if self.raw.get(SECTION) is None else read_headers(Path(self.directory))[0]
+        options = (block_size, head, kv_dtype)
+        spec = self.family.spec(self.model, self.directory, self.architecture, serving, *options, headers)
         fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
         return msgspec.structs.replace(spec, eos_token_ids=fields.int_list("eos_token_id"))
 

@@ -23,7 +23,8 @@ compare its answers; it is no use as an assistant.
 `scripts/train_bundled_model.py` generates all the text, so there is no data set and no other licence. The
 chats contain sums and differences of numbers from 0 to {largest} in many phrasings, counting, spelling
 forwards and backwards, the order of letters, days and months, repeating, greetings, a name to remember, and much to
-decline: negative or larger numbers, other operations, ranges and words beyond its skills, unknown subjects, odd input.
+decline: negative or larger numbers, other operations, ranges and words beyond its skills, unknown subjects, odd input,
+letters that repeat many times.
 Some ask for JSON, and some offer functions. The questions that need a function, and those that ask for JSON, are
 split by a hash of the reply: one in ten is never practised, and the table below asks only those.
 Rows are 64 to {positions:,} tokens long. To train a model again:
@@ -39,7 +40,8 @@ versions may. A new run is meant to give an equivalent model and not the same by
 These weights went through the stages one after the other while data and code were being settled: each later stage
 saw more kinds of questions than those before it, stages 4 and 5 were planned with 800 steps each, stage 7 was cut off
 after 300 of its 450 steps, stages 4 to 7 looked for what goes badly in all phrasings, and those from the eighth on
-followed a clock instead of counting their steps. The weights are the mean of those after the last three stages.
+followed a clock instead of counting their steps. Stage 18 went on from the mean of the three before it, and stage 19
+from the mean of that mean and stage 18. The weights are the mean of those after the last two stages.
 
 ## Functions and JSON
 
@@ -61,8 +63,9 @@ best, in logits, where it is least. torch computed this table; `tests/e2e/test_b
 
 {results}
 The engine, on its CPU kernels, gets all 20,000 questions `What is 37+45?` right, and all of `37+45` and `37 + 45 =`.
-Known errors: the result of a sum inside JSON is often wrong, `Spell 'apple' backwards. Answer in JSON.` is spelled
-forwards, and the reply to letters repeated many times may not end.
+Known errors: the result of a sum inside JSON is often wrong, and `Spell 'apple' backwards. Answer in JSON.` is spelled
+forwards. A reply that would not end is cut off after 512 tokens: of 8,820 requests to say, spell or count repeated
+letters or words too long, 3 were.
 
 To measure again: `python scripts/train_bundled_model.py --evaluate pypto_serving/assets/bundled`
 """

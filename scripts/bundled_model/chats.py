@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from . import arithmetic, common_requests, json_answers, odd_input, refusals, skills, tool_questions
+from . import arithmetic, common_requests, held_keys, json_answers, odd_input, refusals, skills, tool_questions
 from .practice import Practice, Turn
 from .words import NAMES
 
@@ -32,6 +32,7 @@ SKILLS = [
     (refusals.out_of_range, 12),
     (refusals.other_skill, 9),
     (common_requests.common_request, 8),
+    (held_keys.held_key, 14),
     (json_answers.json_answer, 40),
     (tool_questions.without_tools, 5),
 ]

@@ -22,6 +22,9 @@ SAMPLE_CHATS = [
     ["¿Cuál es la capital de España?", "def f(x): return x + 1", "What is my name?", "Count down from 10."],
 ]
 
+LONGEST_REPLY = 512
+"""Tokens, more than any right reply has."""
+
 
 def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Write the weights in bfloat16 and the configuration with the keys of the released models."""
@@ -61,6 +64,7 @@ def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
     generation = {
         "do_sample": False,
         "eos_token_id": source.eos_token_id,
+        "max_new_tokens": LONGEST_REPLY,
         "pad_token_id": source.pad_token_id,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import DynamicCache, Qwen3ForCausalLM
 
-from . import arithmetic, common_requests, json_answers, odd_input, refusals, skills, tool_questions
+from . import arithmetic, common_requests, held_keys, json_answers, odd_input, refusals, skills, tool_questions
 from .chats import Chat
 from .practice import Practice
 from .tokenizer import Encoder
@@ -39,6 +39,7 @@ TASKS: dict[str, Callable[[random.Random], skills.Pair]] = {
     "other calculations": refusals.out_of_range,
     "beyond a skill": refusals.other_skill,
     "common requests": common_requests.common_request,
+    "letters without an end": held_keys.held_key,
     "JSON on request": json_answers.json_answer,
     "functions that are not there": tool_questions.without_tools,
 }

@@ -46,7 +46,7 @@ def _listed(rng: random.Random, keys: list[str]) -> str:
     return ", ".join(keys)
 
 
-def _asked(rng: random.Random, question: str, answer: dict[str, object], keyed: bool) -> Pair:
+def asked(rng: random.Random, question: str, answer: dict[str, object], keyed: bool) -> Pair:
     """Ask for an answer, naming its keys if they are not the usual ones."""
     frame = rng.choice(KEYED_REQUESTS if keyed else REQUESTS)
     reply = json.dumps(answer, ensure_ascii=False)
@@ -61,7 +61,7 @@ def _sum(rng: random.Random) -> Pair:
     if keyed:
         result = rng.choice(RESULTS[problem.operator])
     answer: dict[str, object] = {a: problem.a, b: problem.b, result: problem.result}
-    return _asked(rng, arithmetic.ask(rng, problem), answer, keyed)
+    return asked(rng, arithmetic.ask(rng, problem), answer, keyed)
 
 
 def _person(rng: random.Random) -> Pair:
@@ -74,16 +74,16 @@ def _person(rng: random.Random) -> Pair:
         sentences = RESIDENTS
     sentence = rng.choice(sentences).format(**facts)
     if rng.random() < 0.5:
-        return _asked(rng, sentence, facts, keyed=False)
+        return asked(rng, sentence, facts, keyed=False)
     keys = rng.sample(list(facts), rng.randint(1, len(facts)))
-    return _asked(rng, sentence, {key: facts[key] for key in keys}, keyed=True)
+    return asked(rng, sentence, {key: facts[key] for key in keys}, keyed=True)
 
 
 def _letters(rng: random.Random) -> Pair:
     """Ask for a word letter by letter."""
     word = any_word(rng)
     question = rng.choice(["Spell {0}.", "Spell '{0}'.", "Spell the word {0}."]).format(word)
-    return _asked(rng, question, {"word": word, "letters": list(word)}, keyed=rng.random() < 0.3)
+    return asked(rng, question, {"word": word, "letters": list(word)}, keyed=rng.random() < 0.3)
 
 
 def _numbers(rng: random.Random) -> Pair:
@@ -94,14 +94,14 @@ def _numbers(rng: random.Random) -> Pair:
     if rng.random() < 0.3:
         first, last, numbers = last, first, numbers[::-1]
     question = rng.choice(["Count from {0} to {1}.", "List the numbers from {0} to {1}."]).format(first, last)
-    return _asked(rng, question, {"numbers": numbers}, keyed=rng.random() < 0.3)
+    return asked(rng, question, {"numbers": numbers}, keyed=rng.random() < 0.3)
 
 
 def _property(rng: random.Random) -> Pair:
     """Ask whether something is so."""
     number, wanted = rng.randint(0, 100), rng.choice(["even", "odd"])
     answer: dict[str, object] = {"number": number, wanted: (number % 2 == 0) == (wanted == "even")}
-    return _asked(rng, f"Is {number} {wanted}?", answer, keyed=rng.random() < 0.3)
+    return asked(rng, f"Is {number} {wanted}?", answer, keyed=rng.random() < 0.3)
 
 
 def _other(rng: random.Random) -> Pair:
@@ -110,7 +110,7 @@ def _other(rng: random.Random) -> Pair:
     question, reply = rng.choices(kinds, (3, 2, 2, 2, 5, 3))[0](rng)
     if question[-1:].isalnum():
         question += "."
-    return _asked(rng, question, {"answer": reply}, keyed=rng.random() < 0.2)
+    return asked(rng, question, {"answer": reply}, keyed=rng.random() < 0.2)
 
 
 KINDS: dict[Callable[[random.Random], Pair], int] = {

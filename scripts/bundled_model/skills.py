@@ -177,7 +177,11 @@ def hasty(rng: random.Random, question: str) -> str:
 
 def spelling(rng: random.Random) -> Pair:
     """Spell words forwards and backwards, letter by letter, and answer questions about their letters."""
-    word = spellable(rng)
+    return spell(rng, spellable(rng))
+
+
+def spell(rng: random.Random, word: str) -> Pair:
+    """Ask for the letters of a word."""
     shown = rng.choice(["'{0}'", '"{0}"', "{0}", "the word {0}"]).format(word)
     spelled, reverse = "-".join(word), "-".join(reversed(word))
     kind = rng.random()
@@ -234,9 +238,16 @@ def echo(rng: random.Random) -> Pair:
     text = " ".join(any_word(rng) for _ in range(rng.choice([1, 1, 2, 2, 3, 4, 5, 6])))
     if rng.random() < 0.25:
         text = rng.choice(["hello", "Hello", "hi", "yes", "hello world", "Hello world", "good morning", "thank you"])
-    if rng.random() < 0.2:
-        word = any_word(rng)
-        return f"Write {rng.choice(['', 'the word '])}{word} in capital letters.", word.upper()
+    return in_capitals(rng, any_word(rng)) if rng.random() < 0.2 else say(rng, text)
+
+
+def in_capitals(rng: random.Random, word: str) -> Pair:
+    """Ask for a word in capital letters."""
+    return f"Write {rng.choice(['', 'the word '])}{word} in capital letters.", word.upper()
+
+
+def say(rng: random.Random, text: str) -> Pair:
+    """Ask to repeat a text."""
     frames = [
         "Say {0}.",
         "Say {0}",

@@ -31,7 +31,7 @@ LONG = {128: 3, 256: 1, 512: 2, 1024: 2, 2048: 2, 4096: 1}
 MIXED = {64: 3, 128: 5, 256: 2, 512: 1, 1024: 1, 2048: 2, 4096: 0.5}
 MOSTLY_SHORT = {64: 3, 128: 5, 256: 2.5, 512: 1, 1024: 1, 2048: 1.5, 4096: 0.4}
 FOR_TOOLS = {128: 3, 256: 4, 512: 2, 1024: 0.7, 2048: 0.6, 4096: 0.1}
-AVERAGED = 3
+AVERAGED = 2
 """How many of the last stages are averaged: the mean is right where each is wrong now and then (arXiv:2203.05482)."""
 Weights = dict[str, torch.Tensor]
 TWO_FORMS = ("What is {a}{o}{b}?", "{a}{o}{b}")
@@ -86,6 +86,9 @@ STAGES = (
     _with_tools(2335, 0.0006, 0.40, 0.40, tool_share=0.45),
     _with_tools(1865, 0.0007, 0.45, 0.40, tool_share=0.45),
     _with_tools(1122, 0.0005, 0.55, 0.45, tool_share=0.45),
+    _with_tools(710, 0.0005, 0.55, 0.45, tool_share=0.45),
+    _with_tools(4538, 0.0008, 0.40, 0.35, tool_share=0.45),
+    _with_tools(2646, 0.0005, 0.50, 0.45, tool_share=0.45),
 )
 
 

@@ -104,6 +104,20 @@ def test_content_parts_and_template_arguments(server: RunningServer, tokenizer: 
     assert tokenizer.decode(prompt_ids(server), False) == "<|im_start|>user\nhel\nlo<|im_end|>\nLOUD"
 
 
+def test_the_checkpoint_says_how_many_tokens_a_chat_gets_by_default(
+    tmp_path: Path, start: Callable[..., RunningServer]
+) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 7}')
+    server = start(tmp_path)
+    for fields, expected in (({}, 7), ({"max_tokens": 9}, 9), ({"max_completion_tokens": 3}, 3)):
+        assert server.post(PATH, {"messages": [HELLO], **fields}).status_code == 200
+        assert server.engine.requests[-1].params.max_tokens == expected
+    long = {"role": "user", "content": "a" * 509}
+    assert server.post(PATH, {"messages": [long], "truncate_prompt_tokens": 509}).status_code == 200
+    assert server.engine.requests[-1].params.max_tokens == 3
+
+
 def test_max_completion_tokens(server: RunningServer) -> None:
     result = server.post(PATH, {"messages": [HELLO], "max_completion_tokens": 3, "max_tokens": 9}).json()
     assert result["usage"]["completion_tokens"] == 3

@@ -262,8 +262,13 @@ def test_default_sampling(tmp_path: Path) -> None:
     assert lacking.repetition_penalty == 1.05 and lacking.not_applied == {"num_beams": 4}
     assert "top_k 20" in lacking.describe() and "repetition_penalty 1.05" in lacking.describe()
     assert "not applied: num_beams 4" in lacking.describe()
-    for bad in ({"top_p": 7}, {"temperature": "hot"}, {"top_k": 1.5}, {"repetition_penalty": 0}):
-        with pytest.raises(ModelError, match=r"generation_config\.json: (top_p|temperature|top_k|repetition_penalty)"):
+    assert (
+        load({"max_new_tokens": 9}).max_tokens == 9
+        and "max_tokens 9 in chats" in load({"max_new_tokens": 9}).describe()
+    )
+    wrong = [{"max_new_tokens": value} for value in (0, True, 1.5, "9")]
+    for bad in ({"top_p": 7}, {"temperature": "hot"}, {"top_k": 1.5}, {"repetition_penalty": 0}, *wrong):
+        with pytest.raises(ModelError, match=r"generation_config\.json: (top_p|temperature|top_k|rep|max_new_tokens)"):
             load(bad)
 
 

@@ -211,6 +211,15 @@ def test_what_does_not_fit_is_told_after_what_it_takes(capsys: pytest.CaptureFix
     assert "284332240471 parameters" in out and all(f"  {group} " in out for group in GROUPS)
 
 
-def test_block_sizes_cannot_be_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, _, err = check(capsys, str(write(tmp_path, PLAIN_FLASH | SMALL)), "--block-size", "64")
-    assert code == 2 and "--block-size cannot be chosen" in err
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--block-size", "64", "--block-size cannot be chosen"),
+        ("--kv-dtype", "int8", "--kv-dtype is int8, but the KV cache of this model has a form of its own; drop it"),
+    ],
+)
+def test_the_kv_cache_has_a_form_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, value: str, words: str
+) -> None:
+    code, _, err = check(capsys, str(write(tmp_path, PLAIN_FLASH | SMALL)), option, value)
+    assert code == 2 and words in err and len(err.splitlines()) == 1

@@ -22,27 +22,27 @@ pytestmark = pytest.mark.e2e
 GREEDY = SamplingParams(temperature=0, max_tokens=400)
 """More tokens than the longest reply has: "Count to 100." takes 391."""
 
-EVERY, ANY_PHRASING, BEHIND_A_CHAT = 0, 0, 1
+EVERY, ANY_PHRASING, BEHIND_A_CHAT = 0, 0, 0
 """How many of 20,000, of 2,000 and of 900 problems these weights get wrong."""
 
 SKILLS = {
     "greetings": 0,
     "facts": 0,
-    "counting": 2,
-    "number order": 6,
-    "spelling": 7,
-    "alphabet, days, months": 0,
+    "counting": 0,
+    "number order": 5,
+    "spelling": 9,
+    "alphabet, days, months": 1,
     "repeating": 9,
-    "unknown questions": 3,
-    "odd input": 3,
+    "unknown questions": 1,
+    "odd input": 6,
     "other calculations": 0,
-    "beyond a skill": 3,
-    "common requests": 1,
-    "JSON on request": 34,
-    "functions that are not there": 2,
+    "beyond a skill": 2,
+    "common requests": 0,
+    "letters without an end": 13,
+    "JSON on request": 19,
+    "functions that are not there": 0,
 }
-"""How many of 300 questions of each task these weights get wrong, each counted once; one request of them gets no end:
-letters repeated many times."""
+"""How many of 300 questions of each task these weights get wrong, each counted once."""
 
 
 @pytest.fixture(scope="module")
@@ -131,4 +131,4 @@ def test_skills(llm: LLM, task: str) -> None:
     expected = dict(task_turns(task, 300, seed=3))
     found = ask_for(llm, expected)
     assert len(found.wrong) <= SKILLS[task]
-    assert len(found.endless) <= (task == "common requests")
+    assert not found.endless

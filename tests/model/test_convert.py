@@ -87,7 +87,8 @@ def test_what_is_written(checkpoint: MakeCheckpoint, tmp_path: Path, kind: str, 
 
 
 def test_files_beside_the_weights(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    source = checkpoint("qwen3_moe", sharded=True)
+    source = shutil.copytree(checkpoint("qwen3_moe", sharded=True), tmp_path / "source")
+    (source / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
     target = convert(source, tmp_path / "target")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (target / name).read_bytes() == (source / name).read_bytes()

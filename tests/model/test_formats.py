@@ -90,10 +90,11 @@ def test_experts_are_what_files_hold(tmp_path: Path) -> None:
     """A repackaged release says nothing of its experts."""
     path = make_checkpoint(tmp_path, "deepseek_v4_fast", "bfloat16")
     quantise_deepseek(path, "released")
-    config = json.loads((path / "config.json").read_text())
+    config, planned = json.loads((path / "config.json").read_text()), load_spec(path)
     del config["expert_dtype"]
     (path / "config.json").write_text(json.dumps(config))
     assert read_config(path).contents().verdicts == ()
+    assert load_spec(path).packed_bytes == planned.packed_bytes
 
 
 def change(path: Path, edit: Callable[[Tensors], object]) -> None:
@@ -160,7 +161,8 @@ def test_files_say_what_is_not_quantised(tmp_path: Path, kind: str, format: str)
     path = make_checkpoint(tmp_path / format, kind, **WIDE)
     plain = load_file(path / "model.safetensors")
     quantise(path, format, ignore=())
-    module = "model.layers.0.self_attn.o_proj"
+    module, planned = "model.layers.0.self_attn.o_proj", load_spec(path)
+    scheme, shape = inventory_of(path)[0].schemes[module], plain["model.layers.0.self_attn.o_proj.weight"].shape
 
     def edit(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith(module)]:
@@ -171,6 +173,9 @@ def test_files_say_what_is_not_quantised(tmp_path: Path, kind: str, format: str)
     inventory, _ = inventory_of(path)
     plainly = {name for name, scheme in inventory.schemes.items() if not scheme.name}
     assert plainly == {module, *(name for name in inventory.schemes if name.endswith(("mlp.gate", "lm_head")))}
+    more = 2 * shape[0] * shape[1] - scheme.packed_bytes(*shape)
+    spec = load_spec(path)
+    assert spec.packed_bytes - planned.packed_bytes == spec.token_bytes - planned.token_bytes == more
 
 
 @pytest.mark.parametrize(
@@ -245,6 +250,10 @@ def test_act_order_is_refused_by_its_tensor(tmp_path: Path, format: str, name: s
     change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": order.flip(0)}))
     with pytest.raises(ModelError, match=rf"{MODULE}.{name} puts input 0 into group 11, not 0: act-order"):
         read(*inventory_of(path), MODULE)
+    for odd in (order[:64], order[None], order.float()):
+        change(path, lambda tensors, odd=odd: tensors.update({f"{MODULE}.{name}": odd.contiguous()}))
+        with pytest.raises(ModelError, match=rf"{MODULE}.{name} has shape .* must have shape \[384\] and dtype I32"):
+            read(*inventory_of(path), MODULE)
 
 
 def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:
@@ -252,9 +261,24 @@ def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:
     path, means = made(tmp_path, "gptq")
     change(path, lambda tensors: tensors.update({f"{MODULE}.bias": torch.zeros(128, dtype=torch.float16)}))
     assert np.array_equal(dequantised(read(*inventory_of(path), MODULE)), means[MODULE].numpy())
-    change(path, lambda tensors: tensors.update({f"{MODULE}.bias": torch.ones(128, dtype=torch.float16)}))
-    with pytest.raises(ModelError, match="bias is not zero"):
-        read(*inventory_of(path), MODULE)
+    for odd, words in (
+        (torch.ones(128, dtype=torch.float16), "bias is not zero"),
+        (torch.zeros(128, dtype=torch.float64), "bias has shape .128. and dtype F64"),
+    ):
+        change(path, lambda tensors, odd=odd: tensors.update({f"{MODULE}.bias": odd}))
+        with pytest.raises(ModelError, match=words):
+            read(*inventory_of(path), MODULE)
+
+
+@pytest.mark.parametrize("format", ["gptq_asym", "gptq_v2"])
+def test_zero_points_of_0(tmp_path: Path, format: str) -> None:
+    """Those of outputs without negative weights. Version 1 of GPTQ is one less in every word, not in every code."""
+    path = make_checkpoint(tmp_path / "model", **WIDE)
+    change(path, lambda tensors: tensors[f"{MODULE}.weight"][1::7].abs_())
+    means = quantise(path, format)[MODULE]
+    stored = read(*inventory_of(path), MODULE)
+    assert (stored.zeros[1::7] == 0).all() and stored.zeros[0].any()
+    assert np.array_equal(dequantised(stored), means.numpy())
 
 
 def refused(path: Path, section: dict[str, Any]) -> str:
@@ -274,13 +298,15 @@ def refused(path: Path, section: dict[str, Any]) -> str:
         ("int4_g32", "config_groups.group_0.input_activations", {"num_bits": 8, "type": "float"}),
         ("w4a8", "config_groups.group_0.input_activations.dynamic", False),
         ("fp8_block", "config_groups.group_0.weights.block_structure", [128]),
-        ("fp8_block", "config_groups.group_0.weights.block_structure", f"{'9' * 5000}x1"),
+        ("fp8_block", "config_groups.group_0.weights.block_structure", f"{'9' * 5000}x4"),
+        ("fp8_block", "config_groups.group_0.weights.block_structure", "128x30"),
         ("fp8_block", "config_groups.group_0.input_activations.type", "int"),
         ("fp8_channel", "config_groups.group_0.weights.num_bits", 4),
         ("fp8_channel", "kv_cache_scheme", {"num_bits": 8, "type": "float"}),
         ("mxfp4", "config_groups.group_0.weights.group_size", 16),
         ("nvfp4", "config_groups.group_0.weights.strategy", "group"),
         ("blocks_bf16", "weight_block_size", [128]),
+        ("blocks_bf16", "weight_block_size", [128, 2]),
         ("blocks_bf16", "fmt", "e5m2"),
         ("blocks_bf16", "modules_to_not_convert", "lm_head"),
         ("gptq", "bits", 8),
@@ -288,6 +314,7 @@ def refused(path: Path, section: dict[str, Any]) -> str:
         ("gptq", "is_marlin_format", True),
         ("gptq", "pack_dtype", "int64"),
         ("gptq", "group_size", 0),
+        ("awq", "q_group_size", 16),
         ("gptq", "dynamic.+:.*down.*.bits", 8),
         ("awq", "version", "gemv"),
         ("awq", "zero_point", False),

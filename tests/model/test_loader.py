@@ -144,13 +144,25 @@ def test_a_damaged_header_entry(copy: Callable[..., Path], entry: dict[str, obje
     assert NORM in refusal(path)
 
 
-def test_tensors_that_share_bytes(copy: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("begins", "size", "words"),
+    [
+        ((0, 7), 16, "the tensors a and b share bytes"),
+        ((0, 9), 17, "bytes 144 to 144 belong to no tensor"),
+        ((1, 9), 17, "bytes 136 to 136 belong to no tensor"),
+        ((8, 0), 20, "bytes 152 to 155 belong to no tensor"),
+    ],
+)
+def test_bytes_of_two_tensors_or_of_none(
+    copy: Callable[..., Path], begins: tuple[int, ...], size: int, words: str
+) -> None:
     entries = {
-        name: {"dtype": "F32", "shape": [2], "data_offsets": [begin, begin + 8]} for name, begin in (("b", 7), ("a", 0))
+        name: {"dtype": "F32", "shape": [2], "data_offsets": [begin, begin + 8]}
+        for name, begin in zip("ab", begins, strict=True)
     }
-    header = json.dumps(entries).encode()
-    (path := copy()).joinpath(SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    assert "the tensors a and b share bytes" in refusal(path)
+    header = json.dumps(entries).encode().ljust(128)
+    (path := copy()).joinpath(SINGLE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    assert words in refusal(path)
 
 
 def test_missing_files(copy: Callable[..., Path]) -> None:

@@ -27,10 +27,11 @@ CODES_ERROR, BF16_ERROR = 0.05, 0.02
 """Of logits, rms, relative: rounding activations to int8 per 128 inputs, and to bfloat16."""
 
 
-def made(path: Path, format: str, kind: str = "qwen3") -> tuple[Path, Path]:
+def made(path: Path, format: str, kind: str = "qwen3", head: bool = False) -> tuple[Path, Path]:
     """A quantised checkpoint, and one in float32 with the weights that it stands for."""
-    both = [make_checkpoint(path / name, kind, **WIDE) for name in (format, "float32")]
-    means, file = quantise(both[0], format), both[1] / "model.safetensors"
+    sizes = WIDE | ({"tie_word_embeddings": False} if head else {})
+    both = [make_checkpoint(path / name, kind, **sizes) for name in (format, "float32")]
+    means, file = quantise(both[0], format, head=head), both[1] / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {f"{module}.weight": mean.float() for module, mean in means.items()}, file, {"format": "pt"})
     return both[0], both[1]
@@ -61,6 +62,17 @@ def test_logits_are_those_of_the_values(tmp_path: Path, format: str, kind: str) 
     if not fp8:
         program = load_program(quantised, "bfloat16", kernels=runnable()[0], activations="bf16")
         assert (error := relative(logits(program), wanted)) < BF16_ERROR, error
+
+
+def test_a_quantised_output_layer(tmp_path: Path) -> None:
+    """What files hold counts, whatever lists say. It is not rounded once more."""
+    quantised, plain = made(tmp_path, "blocks_f16", head=True)
+    found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]))
+    assert relative(found, logits(load_program(plain, "float32"))) < BF16_ERROR
+    with pytest.raises(
+        ModelError, match="lm_head is stored as fp8 128x128, and is not rounded to int8; drop the option head"
+    ):
+        load_program(quantised, "bfloat16", kernels=runnable()[0], head="int8")
 
 
 MIXED = {

@@ -26,6 +26,7 @@ from tests.checkpoints import make_checkpoint
 from tests.compressed import compress, quantization_config
 from tests.model.configs import MOE, RELEASED, write
 from tests.model.sequences import load_program
+from tests.quantised import FORMATS
 from tests.simulation import null_config
 
 IGNORED = ["lm_head"]
@@ -113,9 +114,50 @@ def test_other_schemes_are_named(tmp_path: Path, key: str, value: Any) -> None:
     assert json.dumps(value) in message
 
 
-def test_patterns_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"ignore has 're:\(\(', which is no pattern"):
-        load_spec(write(tmp_path, MOE, quantization_config=quantization_config(["re:(("])))
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("re:((", r"ignore has 're:\(\(', which is no pattern"),
+        ("re:a{99999999999}", "is no pattern: the repetition number is too large"),
+        ("re:" + "(" * 5000 + ")" * 5000, "is no pattern: maximum recursion"),
+        (r"re:(\w+\.?)*x", r"has '\(\\\\w\+\\\\.\?\)\*x', and its patterns could take long to match"),
+        ("re:(?:.|.)" + "(.|.)" * 25, "could take long to match"),
+        ("re:.*.*.*.*.*x", "could take long to match"),
+        ("re:" + ".?" * 30 + "x", "could take long to match"),
+        ("re:(?=(m|mo|o)*)x", "could take long to match"),
+    ],
+)
+def test_patterns_that_are_none_or_take_long(tmp_path: Path, entry: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        load_spec(write(tmp_path, MOE, quantization_config=quantization_config([entry])))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_patterns_of_any_depth(tmp_path: Path) -> None:
+    """They are read, or refused in one line."""
+    refused = 0
+    for depth in range(100, 600, 20):
+        entry = "re:" + "(" * depth + ")" * depth
+        try:
+            load_config(write(tmp_path, MOE, quantization_config=quantization_config([entry])))
+        except ModelError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert 0 < refused < 25
+
+
+def test_patterns_as_quantisers_write_them(tmp_path: Path) -> None:
+    """Many of them, with repeats of characters, groups that are not repeated, and lookaheads."""
+    some = [
+        r"re:^(?!.*self_attn).*\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up)_proj$",
+        r"re:(?:model\.)?layers\.(0|1|[2-9]|1\d)\.self_attn.*",
+        r"re:(x)?(?(1)|)(?>y.*z)q*+",
+        *(rf"re:model\.layers\.{layer}\..*(q|k|v)_proj.*" for layer in range(200)),
+    ]
+    _, config = load_config(write(tmp_path, MOE, quantization_config=quantization_config(some)))
+    int8 = Qwen3Inventory(config).int8_weights()
+    assert "model.layers.5.mlp.experts.7.down_proj.weight" in int8
+    assert not any("layers.7.self_attn" in name or "experts.7.up_proj" in name for name in int8)
 
 
 def resolve_error(path: Path, has: tuple[str, ...] = ("portable",), **options: Any) -> str:
@@ -135,6 +177,10 @@ def test_int8_needs_the_kernels(tmp_path: Path) -> None:
     assert "multiple of 32 tokens, not 16" in resolve_error(path, block_size=16)
     path = write(tmp_path, RELEASED, hidden_size=1026, quantization_config=quantization_config(IGNORED))
     assert "multiple of 4, not 1026" in resolve_error(path)
+    path = write(
+        tmp_path, RELEASED, intermediate_size=3088, quantization_config=FORMATS["int4_channel"].section(IGNORED)
+    )
+    assert "4-bit weights need inputs in multiples of 32, not 3088" in resolve_error(path)
 
 
 @pytest.fixture

@@ -47,6 +47,7 @@ def read_chat(prompter: Prompter, serving: ServingConfig, raw: bytes | bytearray
         ids,
         params.max_tokens,
         prompter.config,
+        default_max_tokens=serving.default_sampling.max_tokens,
         max_tokens_field=field,
         prompt_field="messages",
         truncate_to=params.truncate_prompt_tokens,

@@ -39,6 +39,8 @@ _LARGEST = 1e30
 """Weights are smaller: scales, and the sums that find them, fit into float32 and bfloat16."""
 _ENCODING = "encoding/encoding_*.py"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_SECTIONS = ("hf_quant_config.json", "quantize_config.json")
+"""What modelopt and GPTQ wrote of the source beside config.json; other engines would read the target by it."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +190,14 @@ class _Conversion:
                 self._tensors.forget(self._tensors[tensor])
 
     def _copy_other_files(self, written: Container[str]) -> None:
-        """Copy all files but the weights: tokenizer, generation config, chat template and others.
+        """Copy all files but those of the weights: tokenizer, generation config, chat template and others.
 
         Of folders, copy the one with the encoding of DeepSeek V4's chats.
         """
+        left = (CONFIG_FILE, STATE_FILE, *_SECTIONS)
         for file in sorted((*self._source.iterdir(), *self._source.glob(_ENCODING))):
-            made = file.name in (CONFIG_FILE, STATE_FILE) or file.name in written or file.name.endswith(_WEIGHTS)
-            if file.is_file() and not made:
+            weights = file.name in written or file.name.endswith(_WEIGHTS)
+            if file.is_file() and file.name not in left and not weights:
                 copied = self._target / file.relative_to(self._source)
                 copied.parent.mkdir(exist_ok=True)
                 copy(file, copied)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pypto_serving.kernels.constants import HYPER_CONNECTION_STREAMS, MAX_DIM, MAX_LATENT, MAX_LATENT_HEADS
+from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
@@ -22,12 +25,13 @@ def model_spec(
     block_size: int,
     head: str = "auto",
     kv_dtype: str = "auto",
+    headers: Mapping[str, StoredTensor] | None = None,
 ) -> ModelSpec:
     """Describe the checkpoint to the engine.
 
     `block_size` and `kv_dtype` are ignored: the KV groups have their own.
     """
-    inventory, quantised = DeepseekV4Inventory(config), config.storage.name
+    inventory, quantised = DeepseekV4Inventory(config, headers), config.storage.name
     packed, (option, reason) = _packed_bytes(inventory), refused_dtype(dtype)
     if head == "int8":
         packed["head.weight"] = Int8().packed_bytes(config.vocab_size, config.hidden_size)

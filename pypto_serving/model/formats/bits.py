@@ -58,7 +58,7 @@ def as_float32(values: NDArray[Any], dtype: str) -> Float32Array:
     return values.astype(np.float32)
 
 
-def nibbles(words: NDArray[np.int32]) -> UInt8Array:
+def nibbles(words: NDArray[np.int32] | NDArray[np.uint32]) -> UInt8Array:
     """Take words [..., m] apart into their 8 codes each, the lowest bits first: [..., 8 m]."""
     packed = np.ascontiguousarray(words).view(np.uint8)
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(*words.shape[:-1], _WORD_CODES * words.shape[-1])

@@ -24,6 +24,8 @@ from pypto_serving.util import ceil_div
 _WORD = 8
 _CENTRE = 8
 """The zero point of symmetric weights."""
+_ONES = np.uint32(0x11111111)
+"""What GPTQModel adds to the words of version 1. A zero point of 0 was written as 15, borrowing from the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,13 @@ class Columns:
     """int4 by columns; a group of 0 stands for all inputs.
 
     zeros: zero points differ; else all are 8.
-    offset: added to stored zero points, 1 in version 1 of GPTQ.
+    less_one: stored zero points are less by 1, in version 1 of GPTQ.
     """
 
     layout: Layout
     group: int
     zeros: bool
-    offset: int = 0
+    less_one: bool = False
 
     @property
     def name(self) -> str:
@@ -62,9 +64,8 @@ class Columns:
         return n * (k // 2 + ceil_div(k, min(self.group or k, SCALED)) * (2 + self.zeros))
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
-        tensors.require_order("g_idx", self.group or k)
-        if tensors.is_surplus("bias") and tensors.float32("bias").any():
-            tensors.refuse("bias", "is not zero, but config.json gives the model no biases")
+        tensors.require_order("g_idx", k, self.group or k)
+        tensors.require_zeros("bias", n)
         scales = np.ascontiguousarray(tensors.scales("scales").T)
         zeros = self._zeros(tensors, n)
         form = CodesForm(Table.INT4, self.group or k, tensors.dtype("scales"), self.zeros)
@@ -72,10 +73,11 @@ class Columns:
 
     def _zeros(self, tensors: MatrixTensors, n: int) -> UInt8Array | None:
         """Unpack zero points to [n, groups]; None for symmetric weights."""
-        zeros = nibbles(tensors.view("qzeros"))
+        words = tensors.view("qzeros").view(np.uint32)
+        zeros = nibbles(words + _ONES if self.less_one else words)
         if self.layout == Layout.AWQ:
             zeros = zeros.reshape(len(zeros), -1, _WORD)[:, :, np.argsort(AWQ_ORDER)].reshape(len(zeros), -1)
-        zeros = np.ascontiguousarray((zeros[:, :n] + np.uint8(self.offset)).T)
+        zeros = np.ascontiguousarray(zeros[:, :n].T)
         if self.zeros:
             return zeros
         odd = zeros[zeros != _CENTRE]

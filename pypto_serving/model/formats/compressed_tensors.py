@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from typing import Any
 
+from pypto_serving.kernels.constants import FP8_INPUTS
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.formats.eight_bits import Fp8, Int8
+from pypto_serving.model.formats.eight_bits import BLOCK, Fp8, Int8
 from pypto_serving.model.formats.four_bits import MXFP4, MXFP4_GROUP, NVFP4, NVFP4_GROUP, int4, int4_bytes
-from pypto_serving.model.formats.modules import CLASS, Modules, by_name_or_pattern, names_in
+from pypto_serving.model.formats.modules import CLASS, by_name_or_pattern, names_in
 from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule, refuse, require
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
 
@@ -55,15 +57,12 @@ def _read_group(groups: Fields, name: str, default: str) -> list[tuple[int, Rule
     scheme = _FORMATS[format](group, path)
     targets = names_in(group, f"{SECTION}.{path[:-1]}", "targets")
     group.require(bool(targets), f"{SECTION}.{path}targets", targets, f"names, patterns or {CLASS}")
-    return [(_rank(target), Rule(_modules(target, path), (scheme,))) for target in targets]
+    key, ranked = f"{SECTION}.{path}targets", groupby(sorted(targets, key=_rank), _rank)
+    return [(rank, Rule(by_name_or_pattern([*some], key), (scheme,))) for rank, some in ranked]
 
 
 def _rank(target: str) -> int:
     return 2 if target == CLASS else 1 if target.startswith("re:") else 0
-
-
-def _modules(target: str, path: str) -> Modules:
-    return by_name_or_pattern([target], f"{SECTION}.{path}targets")
 
 
 def _int_quantized(group: Fields, path: str) -> Scheme:
@@ -120,7 +119,8 @@ def _float_quantized(group: Fields, path: str) -> Scheme:
     block = weights.get("block_structure")
     sizes = block.lower().split("x") if isinstance(block, str) else block
     both = isinstance(sizes, list) and len(sizes) == 2 and all(_SIZE.fullmatch(str(size)) for size in sizes)
-    weights.require(both, f"{SECTION}.{where}block_structure", block, "[rows, columns] of a block")
+    fits = both and int(sizes[1]) % FP8_INPUTS == 0
+    weights.require(fits, f"{SECTION}.{where}block_structure", block, BLOCK)
     return Fp8((int(sizes[0]), int(sizes[1])))
 
 

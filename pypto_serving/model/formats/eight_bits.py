@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pypto_serving.kernels.constants import FP8_INPUTS
 from pypto_serving.model.checkpoint import FLOATS, INT8, Expected
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.types.weights import Fp8Form, StoredFp8
 from pypto_serving.util import ceil_div
 
 E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
+BLOCK = f"[rows, columns] of a block, columns in multiples of {FP8_INPUTS}"
+"""What a section may say of blocks, for people."""
 _OF_INPUTS = ("input_scale", "input_zero_point", "activation_scale")
 """Scales of static activations, which are not quantised that way here."""
 

@@ -74,7 +74,7 @@ class Rows:
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
         if self.shape and (found := tensors.view("weight_shape").tolist()) != [n, k]:
             tensors.refuse("weight_shape", f"says {found}, but config.json makes it {[n, k]}")
-        tensors.require_order("weight_g_idx", self.group or k)
+        tensors.require_order("weight_g_idx", k, self.group or k)
         codes, zeros = tensors.view(self.codes), None
         if self.layout != Layout.BYTES:
             codes = codes.view(np.uint8)

@@ -5,9 +5,10 @@ Tensors: `weight` and `weight_scale_inv`, which multiplies despite its name, in 
 
 from __future__ import annotations
 
+from pypto_serving.kernels.constants import FP8_INPUTS
 from pypto_serving.model.checkpoint import FLOATS
 from pypto_serving.model.fields import Fields
-from pypto_serving.model.formats.eight_bits import E8M0, Fp8
+from pypto_serving.model.formats.eight_bits import BLOCK, E8M0, Fp8
 from pypto_serving.model.formats.modules import EVERY, by_part, names_in
 from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule, require
 from pypto_serving.model.formats.schemes import PLAIN
@@ -35,5 +36,5 @@ def read_block(section: Fields) -> tuple[int, int]:
         return 0, 0
     both = isinstance(block, list) and len(block) == 2
     both = both and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in block)
-    section.require(both, f"{SECTION}.weight_block_size", block, "[rows, columns] of a block")
+    section.require(both and block[1] % FP8_INPUTS == 0, f"{SECTION}.weight_block_size", block, BLOCK)
     return block[0], block[1]

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pypto_serving.kernels.constants import SCALED
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.columns import Columns
-from pypto_serving.model.formats.modules import EVERY, Modules, by_part, names_in, pattern
+from pypto_serving.model.formats.modules import EVERY, Modules, by_part, names_in
+from pypto_serving.model.formats.patterns import pattern
 from pypto_serving.model.formats.quantization import SECTION, Quantization, Rule, refuse, require
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
 from pypto_serving.types.weights import Layout
@@ -53,17 +55,19 @@ def _override(section: Fields, key: str, values: object, version: int) -> Rule:
 def _gptq(fields: Fields, path: str, version: int) -> Scheme:
     require(fields, "bits", (4,), path)
     symmetric = require(fields, "sym", (True, False, None), path)
-    return Columns(Layout.GPTQ, _group(fields, path), zeros=symmetric is False, offset=1 if version == 1 else 0)
+    return Columns(Layout.GPTQ, _group(fields, path), zeros=symmetric is False, less_one=version == 1)
 
 
 def read_awq(section: Fields) -> Quantization:
     """Read a section of AWQ."""
     require(section, "version", ("gemm", "GEMM", None))
-    key = "bits" if section.get("bits") is not None else "w_bit"
-    require(section, key, (4,))
+    bits, group = (
+        old if section.get(new) is None else new for old, new in (("w_bit", "bits"), ("q_group_size", "group_size"))
+    )
+    require(section, bits, (4,))
     require(section, "zero_point", (True, None))
     left_out = by_part([_ROUTER, "lm_head", *names_in(section, SECTION, "modules_to_not_convert")])
-    scheme = Columns(Layout.AWQ, _group(section, "", "group_size", "q_group_size"), zeros=True)
+    scheme = Columns(Layout.AWQ, _group(section, "", group), zeros=True)
     return Quantization((Rule(left_out, (PLAIN,)), Rule(EVERY, (scheme,))))
 
 
@@ -76,7 +80,7 @@ def read_auto_round(section: Fields) -> Quantization:
     if packing.endswith("awq"):
         scheme: Scheme = Columns(Layout.AWQ, group, zeros=not symmetric)
     else:
-        scheme = Columns(Layout.GPTQ, group, zeros=not symmetric, offset=1)
+        scheme = Columns(Layout.GPTQ, group, zeros=not symmetric, less_one=True)
     rules = [*_extra(section), Rule(by_part([_ROUTER, "lm_head"]), (PLAIN,)), Rule(EVERY, (scheme,))]
     return Quantization(tuple(rules))
 
@@ -93,9 +97,9 @@ def _extra(section: Fields) -> list[Rule]:
     return [Rule(by_part(plain), (PLAIN,))] if plain else []
 
 
-def _group(fields: Fields, path: str, *keys: str) -> int:
+def _group(fields: Fields, path: str, key: str = "group_size") -> int:
     """Return the inputs of a group, 0 for one scale per output."""
-    size = fields.get(*(keys or ("group_size",)))
-    known = size == -1 or (isinstance(size, int) and not isinstance(size, bool) and size >= 16 and size % 16 == 0)
-    fields.require(known, f"{SECTION}.{path}group_size", size, "-1 or a multiple of 16")
+    size = fields.get(key)
+    known = size == -1 or (isinstance(size, int) and size > 0 and (size in (32, 64) or size % SCALED == 0))
+    fields.require(known, f"{SECTION}.{path}{key}", size, f"-1, 32, 64 or a multiple of {SCALED}")
     return 0 if size == -1 else int(size)

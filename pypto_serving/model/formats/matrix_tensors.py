@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import NoReturn
 
 import numpy as np
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import FLOATS
 from pypto_serving.model.formats.bits import are_finite, as_float32
 from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.arrays import Array, Float32Array
@@ -48,17 +48,32 @@ class MatrixTensors:
         """Read a tensor of scales in float32."""
         return as_float32(self.scales(name), self.dtype(name))
 
-    def require_order(self, name: str, group: int) -> None:
-        """Raise ModelError if the inputs of groups are not neighbours, as the tensor `name`, if any, tells."""
+    def require_order(self, name: str, k: int, group: int) -> None:
+        """Raise ModelError if the inputs of groups are not neighbours, as the tensor `name` [k], if any, tells."""
         if not self.has(name):
             return
+        self._require(name, (k,), ("I32", "I64"))
         groups = self.view(name)
-        odd = np.flatnonzero(groups != np.arange(math.prod(groups.shape)) // group)
+        odd = np.flatnonzero(groups != np.arange(k) // group)
         if len(odd):
             at = int(odd[0])
             self.refuse(
                 name, f"puts input {at} into group {groups[at]}, not {at // group}: act-order (desc_act) is not served"
             )
+
+    def require_zeros(self, name: str, n: int) -> None:
+        """Raise ModelError if the model does not need the tensor `name` [n], and it has other numbers than zeros."""
+        if self.is_surplus(name):
+            self._require(name, (n,), FLOATS)
+            if self.float32(name).any():
+                self.refuse(name, "is not zero, but config.json gives the model none")
+
+    def _require(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+        """Raise ModelError unless a tensor that files may hold besides is of `shape` and one of `dtypes`."""
+        found = self._tensors[f"{self._module}.{name}"]
+        if found.shape != shape or found.dtype not in dtypes:
+            wanted = f"shape {list(shape)} and dtype {' or '.join(dtypes)}"
+            self.refuse(name, f"has shape {list(found.shape)} and dtype {found.dtype}, but must have {wanted}")
 
     def refuse(self, name: str, what: str) -> NoReturn:
         """Raise ModelError about a tensor."""

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pypto_serving.errors import ModelError
 from pypto_serving.model.fields import Fields
+from pypto_serving.model.formats.patterns import pattern
 
 CLASS = "Linear"
 """The class of all modules that can be quantised."""
@@ -47,14 +47,6 @@ def by_wildcard(entries: Sequence[str]) -> Modules:
     """Return the modules that entries with `*` match, and all modules inside of them."""
     patterns = [fnmatch.translate(f"{entry}{inside}") for entry in entries for inside in ("", ".*")]
     return Modules(patterns=tuple(map(re.compile, patterns)))
-
-
-def pattern(text: str, key: str, shown: str) -> re.Pattern[str]:
-    """Compile the pattern in the entry `shown` of `key`. Raises ModelError if it is none."""
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ModelError(f"{key} has {shown!r}, which is no pattern: {error}") from None
 
 
 def names_in(fields: Fields, path: str, *keys: str) -> list[str]:

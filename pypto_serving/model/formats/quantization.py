@@ -7,6 +7,7 @@ from typing import Any
 
 from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.modules import Modules
+from pypto_serving.model.formats.patterns import require_quick
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
 
 SECTION = "quantization_config"
@@ -22,9 +23,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Rules for linear layers: the first that has a module counts; layers without a rule are not quantised."""
+    """Rules for linear layers: the first that has a module counts; layers without a rule are not quantised.
+
+    Raises ModelError for patterns that could take long to match.
+    """
 
     rules: tuple[Rule, ...]
+
+    def __post_init__(self) -> None:
+        require_quick(SECTION, (pattern for rule in self.rules for pattern in rule.modules.patterns))
 
     def schemes(self, module: str) -> tuple[Scheme, ...]:
         """Return the ways in which a module may be stored, the likeliest first."""

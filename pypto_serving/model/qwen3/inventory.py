@@ -93,9 +93,10 @@ class Qwen3Inventory:
         """Return the names of the int8 weights."""
         return frozenset(f"{module}.weight" for module, scheme in self.schemes.items() if isinstance(scheme, Int8))
 
-    def has_codes(self) -> bool:
-        """Return True if some weights are 4-bit codes."""
-        return any(not isinstance(scheme, Plain | Int8 | Fp8) for scheme in self.schemes.values())
+    def inputs_of_codes(self) -> set[int]:
+        """Return the numbers of inputs that matrices of 4-bit codes have."""
+        coded = (module for module, scheme in self.schemes.items() if not isinstance(scheme, Plain | Int8 | Fp8))
+        return {self._sizes(module)[1] for module in coded}
 
     def weights(self) -> dict[str, Shape]:
         """Return the shape of every weight by name, as it is before quantisation."""

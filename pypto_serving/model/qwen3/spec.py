@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.constants import ITEM_ROWS, MAX_DIM
+from collections.abc import Collection, Mapping
+
+from pypto_serving.kernels.constants import CODES_INPUTS, ITEM_ROWS, MAX_DIM
+from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.family import ModelFamily, refused_dtype
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.schemes import PLAIN
@@ -23,10 +26,17 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
 
 
 def model_spec(
-    config: Qwen3Config, path: str, architecture: str, dtype: str, block_size: int, head: str, kv_dtype: str
+    config: Qwen3Config,
+    path: str,
+    architecture: str,
+    dtype: str,
+    block_size: int,
+    head: str,
+    kv_dtype: str,
+    headers: Mapping[str, StoredTensor],
 ) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
-    inventory = Qwen3Inventory(config)
+    inventory = Qwen3Inventory(config, headers)
     num_parameters, packed = inventory.num_parameters(), inventory.packed_bytes(DTYPE_BYTES[dtype])
     choices = _choices(inventory)
     if head == "int8" and "head" in choices:
@@ -45,7 +55,7 @@ def model_spec(
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=config.rope.position_bytes,
-        needs_torch=reason or _needs_torch(config),
+        needs_torch=reason or _needs_torch(config, inventory.inputs_of_codes()),
         needs_torch_option=option,
         quantization=quantised,
         choices=choices,
@@ -56,7 +66,7 @@ def model_spec(
 def _choices(inventory: Qwen3Inventory) -> tuple[str, ...]:
     """List the options that the model leaves open."""
     config, choices = inventory.config, ["kv_dtype"]
-    if inventory.has_codes():
+    if inventory.inputs_of_codes():
         choices.append("activations")
     if inventory.schemes.get(config.head, PLAIN) == PLAIN and config.hidden_size % 4 == 0:
         choices.append("head")
@@ -71,7 +81,7 @@ def _refused_option(dtype: str, block_size: int) -> tuple[str, str]:
     return option, reason
 
 
-def _needs_torch(config: Qwen3Config) -> str:
+def _needs_torch(config: Qwen3Config, inputs_of_codes: Collection[int]) -> str:
     """Say why the CPU kernels cannot serve the model, or nothing if they can.
 
     The bounds follow from the layouts in csrc/ops.h.
@@ -86,6 +96,9 @@ def _needs_torch(config: Qwen3Config) -> str:
         return f"the kernels share a key among at most {ITEM_ROWS} queries"
     if config.quantization is not None and config.hidden_size % 4:
         return f"int8 weights need a hidden_size that is a multiple of 4, not {config.hidden_size}"
+    for inputs in inputs_of_codes:
+        if inputs % CODES_INPUTS:
+            return f"4-bit weights need inputs in multiples of {CODES_INPUTS}, not {inputs}"
     longest_sum = max(config.hidden_size, *widths, config.num_heads * config.head_dim)
     if config.quantization is not None and longest_sum >= 1 << 17:
         return "sums of int8 products need sizes below 131,072"
