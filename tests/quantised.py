@@ -315,11 +315,10 @@ def quantise(
 ) -> Tensors:
     """Quantise the linear layers of a Qwen3 checkpoint of one file in place, with `head` the output layer too.
 
-    Return what they mean, by module. Of several formats, which take turns layer by layer, the section of the first is
-    that of all; the output layer has the first.
+    Of several formats, which take turns layer by layer, the section of the first is that of all. Return what matrices
+    mean, by module.
     """
     formats = [FORMATS[name] for name in ([format] if isinstance(format, str) else format)]
-    ignore = tuple(name for name in ignore if not (head and name == "lm_head"))
 
     def of(name: str) -> Quantise | None:
         if head and name == "lm_head.weight":
@@ -327,6 +326,7 @@ def quantise(
         layer = re.fullmatch(r"model\.layers\.(\d+)\..*_proj\.weight", name)
         return formats[int(layer[1]) % len(formats)].quantise if layer else None
 
+    ignore = tuple(name for name in ignore if not (head and name == "lm_head"))
     means = _write(path, of)
     _configure(path, {"quantization_config": formats[0].section(list(ignore)), "dtype": "bfloat16"})
     return means

@@ -126,7 +126,8 @@ class EngineCore:
         try:
             if hello.groups != self.config.groups or hello.limits != self.config.limits:
                 raise ConfigError("the worker's KV groups or limits are not those of the configuration")
-            self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint, hello.tiers)
+            now_s = self._clock.now()
+            self._outputs += self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint, hello.tiers, now_s)
         except ConfigError as error:
             self._give_up(GaveUp(str(error), error.exit_code), self._clock.now())
             return

@@ -36,7 +36,8 @@ ITEM_BYTES = {
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
-_MAX_NAME = 255
+_LONGEST_NAME = 255
+"""Bytes that file systems allow a name, and characters of the name of a tensor."""
 _MAX_DIMS, _MAX_SIZE = 8, 1 << 48
 
 
@@ -131,8 +132,9 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
     _require_names(path, files)
     for name, file in files.items():
         if not _is_file_name(file):
-            shown = f"{brief(file)} for {brief(name)}"
-            raise ModelError(f"{path}: weight_map has {shown}, but must have the name of a file beside it")
+            raise ModelError(
+                f"{path}: weight_map has {brief(file)} for {name}, but must have the name of a file beside it"
+            )
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return files, size if isinstance(size, int) else None
 
@@ -140,7 +142,7 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
 def _is_file_name(value: object) -> bool:
     if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or not value.isprintable():
         return False
-    return len(value.encode()) <= _MAX_NAME
+    return len(value.encode(errors="replace")) <= _LONGEST_NAME
 
 
 def weight_files(directory: Path) -> tuple[Path, ...]:
@@ -152,10 +154,12 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _require_names(source: Path, names: Iterable[str]) -> None:
-    """Raise ModelError for a name of a tensor or file that is none: messages, and file systems, could not hold it."""
+    """Raise ModelError for names of tensors that no message could hold."""
     for name in names:
-        if not name.isprintable() or not 0 < len(name) <= _MAX_NAME:
-            raise ModelError(f"{source} has the name {brief(name)}; names have 1 to {_MAX_NAME} printable characters")
+        if not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+            raise ModelError(
+                f"{source} has the name {brief(name)}; names have 1 to {_LONGEST_NAME} printable characters"
+            )
 
 
 def _read_header(file: Path) -> list[StoredTensor]:

@@ -79,6 +79,15 @@ def queue_timeout(request: Request, now_s: float) -> RequestFault:
     return RequestFault(503, "queue_timeout", f"the request waited {waited_s:.1f} s in the queue; try again later")
 
 
+def model_changed() -> RequestFault:
+    """Return the 500 of a request that another model began to answer."""
+    return RequestFault(
+        500,
+        "model_changed",
+        "the model's files changed while it was served, and its worker had to load them again; send the request again",
+    )
+
+
 def crashes_worker(num_strikes: int) -> RequestFault:
     """Return the 500 of a request with too many strikes."""
     return RequestFault(

@@ -117,6 +117,12 @@ class Request:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    @property
+    def has_begun(self) -> bool:
+        """Return True if output tokens, or log-probabilities of the prompt, were delivered."""
+        scores = self.source.params.prompt_logprobs is not None
+        return self.num_output_tokens > 0 or (scores and self.num_unscored < self.prompt_len - 1)
+
     def row_sampling(self) -> RowSampling:
         """Return the sampling parameters that the worker's row needs."""
         params, source = self.source.params, self.source

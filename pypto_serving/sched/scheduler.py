@@ -226,15 +226,19 @@ class Scheduler:
     # Lives of the worker.
 
     def worker_ready(
-        self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory] = ()
-    ) -> None:
+        self, num_blocks: tuple[int, ...], fingerprint: bytes, inventories: Sequence[TierInventory], now_s: float
+    ) -> list[RequestOutput]:
         """Take over a new worker: its empty KV pools and the contents of its stores.
 
+        Return the last outputs of requests that fail because another model began to answer them.
         Raises ConfigError if a pool is too small for one request.
         """
         assert not self._places.running and not self._in_flight and not self._places.loading
         require_blocks(self.config, num_blocks)
+        same = fingerprint == self.kv.fingerprint
         self.kv.open(num_blocks, fingerprint, inventories)
+        begun = [] if same else [request for request in self._places.requests.values() if request.has_begun]
+        return [self._places.finish(request, "error", outputs.model_changed(), now_s) for request in begun]
 
     def worker_lost(self, now_s: float) -> list[RequestOutput]:
         """Queue all requests again with nothing computed, since device and steps in flight are gone.

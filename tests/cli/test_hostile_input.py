@@ -159,14 +159,6 @@ def test_a_hostile_header_is_a_verdict(
     assert verdict.startswith(f"files: {checkpoint / 'model.safetensors'}: the ") and verdict.endswith(reason)
 
 
-@pytest.mark.parametrize("file", ["n" * 300, "../model.safetensors", "/model.safetensors", "", ".", "..", 3, None])
-def test_an_index_names_files_of_its_folder(capsys: pytest.CaptureFixture[str], checkpoint: Path, file: Any) -> None:
-    index = {"weight_map": {"norm.weight": file}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    code, line = run_line(capsys, "check", checkpoint)
-    assert code == 3 and "for 'norm.weight', but must have the name of a file beside it" in line and len(line) < 600
-
-
 def test_an_offset_of_thousands_of_digits(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
     with_header(checkpoint, '{"t": {"dtype": "C64", "shape": [1], "data_offsets": [0, %s]}}' % ("9" * 4300))
     code, line = run_line(capsys, "convert", checkpoint, checkpoint.parent / "new", "--format", "w8a8")
@@ -175,25 +167,34 @@ def test_an_offset_of_thousands_of_digits(capsys: pytest.CaptureFixture[str], ch
 
 @pytest.mark.parametrize("name", ["\ud800", "a\nb", "\x1b[31m", "\0", "", "x" * 1000], ids=repr)
 def test_names_that_are_none(capsys: pytest.CaptureFixture[str], checkpoint: Path, name: str) -> None:
-    """Of tensors in a header, and of files in an index."""
+    """Of tensors, in a header and in an index."""
     wanted = "has the name " + repr(name)[:90]
     with_header(checkpoint, json.dumps({name: {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}}))
     assert main(["check", str(checkpoint), "--json"]) == 0
     (verdict,) = json.loads(capsys.readouterr().out)["checkpoint"]["verdicts"]
     assert wanted in verdict and len(verdict) < 200 + len(str(checkpoint))
-    index = checkpoint / "model.safetensors.index.json"
-    for names, said in (({name: "model.safetensors"}, wanted), ({"t": name}, "must have the name of a file beside it")):
-        index.write_text(json.dumps({"weight_map": names}))
-        code, line = run_line(capsys, "check", checkpoint)
-        assert code == 3 and said in line
+    index = {"weight_map": {name: "model.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, line = run_line(capsys, "check", checkpoint)
+    assert code == 3 and wanted in line
 
 
 def test_a_file_that_cannot_be_read(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
-    file.unlink(missing_ok=True)
+    file.unlink()
     file.symlink_to("/proc/self/mem")
     code, line = run_line(capsys, "convert", checkpoint, checkpoint.parent / "new", "--format", "w8a8")
     assert (code, line) == (3, f"error: {file} cannot be read: Input/output error")
+
+
+@pytest.mark.parametrize(
+    "file", ["n" * 300, "a\nb", "\ud800", "../x.safetensors", "/x.safetensors", "", ".", "..", 3, None]
+)
+def test_an_index_names_files_of_its_folder(capsys: pytest.CaptureFixture[str], checkpoint: Path, file: Any) -> None:
+    index = {"weight_map": {"norm.weight": file}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    code, line = run_line(capsys, "check", checkpoint)
+    assert code == 3 and "for norm.weight, but must have the name of a file beside it" in line and len(line) < 600
 
 
 def test_convert_names_a_hostile_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:

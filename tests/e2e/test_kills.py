@@ -5,7 +5,9 @@ See test_formats_bit_by_bit.py for quantised weights and DeepSeek V4.
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ import pytest
 from pypto_serving.api.generation.bad_words import encode_bad_words
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.changing import CHANGES
-from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, run_engine
+from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, requests_of, run_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -62,6 +65,30 @@ def test_streams_survive_kills(tmp_path: Path) -> None:
 
 def test_streams_survive_a_kill_in_torch(tmp_path: Path) -> None:
     survive(make_checkpoint(tmp_path / "model"), kills=1, max_tokens=40, points={})
+
+
+def test_a_stream_does_not_go_on_with_another_model(tmp_path: Path) -> None:
+    """Its files changed before the worker died. The next request is answered."""
+    model = make_checkpoint(tmp_path / "model", dtype="bfloat16")
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+    async def scenario(engine: AsyncEngine) -> list[str]:
+        faults: list[str] = []
+        killed = False
+
+        def kill(outputs: list[RequestOutput]) -> None:
+            nonlocal killed
+            faults.extend(output.fault.code for output in outputs if output.fault is not None)
+            if not killed and engine.ready is not None:
+                killed = True
+                os.utime(model / "model.safetensors", (0, 0))
+                os.kill(engine.ready.worker_pid, signal.SIGKILL)
+
+        await engine.submit(requests_of([[5, 6, 7]], [long])).deliver_to(kill)
+        assert await answers(engine, [[5, 6, 7]])
+        return faults
+
+    assert run_engine(engine_config(model, {"faults": QUICK_FAULTS}), scenario) == ["model_changed"]
 
 
 @pytest.mark.soak

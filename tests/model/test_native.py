@@ -101,8 +101,8 @@ def test_why_a_model_needs_torch(
 ) -> None:
     architecture, model = load_config(checkpoint())
     changed = dataclasses.replace(model, **changes)
-    needs = model_family(architecture).spec(changed, "m", architecture, dtype, block_size, "auto", "auto").needs_torch
-    assert (reason in needs) if reason else not needs
+    spec = model_family(architecture).spec(changed, "m", architecture, dtype, block_size, "auto", "auto", {})
+    assert (reason in spec.needs_torch) if reason else not spec.needs_torch
 
 
 _LOAD = """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -189,14 +189,15 @@ class _Conversion:
             for tensor in weight.tensors():
                 self._tensors.forget(self._tensors[tensor])
 
-    def _copy_other_files(self, written: Iterable[str]) -> None:
-        """Copy all files but the weights: tokenizer, generation config, chat template and others.
+    def _copy_other_files(self, written: Container[str]) -> None:
+        """Copy all files but those of the weights: tokenizer, generation config, chat template and others.
 
         Of folders, copy the one with the encoding of DeepSeek V4's chats.
         """
-        others = {CONFIG_FILE, STATE_FILE, *_SECTIONS, *written}
+        left = (CONFIG_FILE, STATE_FILE, *_SECTIONS)
         for file in sorted((*self._source.iterdir(), *self._source.glob(_ENCODING))):
-            if file.is_file() and file.name not in others and not file.name.endswith(_WEIGHTS):
+            weights = file.name in written or file.name.endswith(_WEIGHTS)
+            if file.is_file() and file.name not in left and not weights:
                 copied = self._target / file.relative_to(self._source)
                 copied.parent.mkdir(exist_ok=True)
                 copy(file, copied)
