@@ -132,9 +132,8 @@ def read_index(directory: Path) -> tuple[dict[str, str], int | None] | None:
     _require_names(path, files)
     for name, file in files.items():
         if not _is_file_name(file):
-            raise ModelError(
-                f"{path}: weight_map has {brief(file)} for {name}, but must have the name of a file beside it"
-            )
+            shown = f"{brief(file)} for {brief(name)}"
+            raise ModelError(f"{path}: weight_map has {shown}, but must have the name of a file beside it")
     size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return files, size if isinstance(size, int) else None
 

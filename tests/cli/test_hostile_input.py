@@ -194,7 +194,7 @@ def test_an_index_names_files_of_its_folder(capsys: pytest.CaptureFixture[str], 
     index = {"weight_map": {"norm.weight": file}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     code, line = run_line(capsys, "check", checkpoint)
-    assert code == 3 and "for norm.weight, but must have the name of a file beside it" in line and len(line) < 600
+    assert code == 3 and "for 'norm.weight', but must have the name of a file beside it" in line and len(line) < 600
 
 
 def test_convert_names_a_hostile_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:

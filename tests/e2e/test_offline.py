@@ -80,7 +80,7 @@ def test_stops_that_are_shown_and_prompts_that_are_cut(llm: LLM) -> None:
 
 
 def test_choices_seeds_and_logprobs(llm: LLM) -> None:
-    params = SamplingParams(temperature=1.2, n=3, seed=4, max_tokens=12, ignore_eos=True, logprobs=2)
+    params = SamplingParams(temperature=2, n=3, seed=4, max_tokens=12, ignore_eos=True, logprobs=2)
     first, second = (llm.generate("Once", params, progress=False)[0] for _ in range(2))
     assert first.outputs == second.outputs
     assert len({tuple(output.token_ids) for output in first.outputs}) == 3
