@@ -61,11 +61,13 @@ def test_a_release(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "count", "size", "drafts"),
-    [(FLASH, 69_187, 159_609_485_896, 290_942_289_362), (PRO, 145_116, 864_704_792_696, 1_598_837_347_742)],
+    ("config", "count", "size", "drafts", "indexed"),
+    [
+        (FLASH, 69_187, 159_609_485_896, 290_942_289_362, False),
+        (PRO, 145_116, 864_704_792_696, 1_598_837_347_742, True),
+    ],
     ids=["flash", "pro"],
 )
-@pytest.mark.parametrize("indexed", [True, False])
 def test_a_release_as_json(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

@@ -56,7 +56,7 @@ def run(oracle: Oracle, kind: str, seeds: range, disk: Path) -> Counter[str]:
     return totals
 
 
-FEW = dict(zip(SUBJECTS, (1, 4, 2, 4), strict=True))
+FEW = dict(zip(SUBJECTS, (1, 2, 2, 2), strict=True))
 """Schedules of each kind when time counts."""
 
 needs_kernels = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
