@@ -105,7 +105,7 @@ class EngineCore:
             return
         self._checked = False
         if isinstance(event, WorkerHello):
-            self._worker_ready(event)
+            self._worker_ready(event, now_s)
         elif isinstance(event, WorkerDown):
             self._ready = False
             self._num_respawns += 1
@@ -122,19 +122,18 @@ class EngineCore:
             self._last_step_s = now_s
             self._outputs += self.scheduler.commit(event, now_s)
 
-    def _worker_ready(self, hello: WorkerHello) -> None:
+    def _worker_ready(self, hello: WorkerHello, now_s: float) -> None:
         try:
             if hello.groups != self.config.groups or hello.limits != self.config.limits:
                 raise ConfigError("the worker's KV groups or limits are not those of the configuration")
-            now_s = self._clock.now()
             self._outputs += self.scheduler.worker_ready(hello.num_blocks, hello.fingerprint, hello.tiers, now_s)
         except ConfigError as error:
-            self._give_up(GaveUp(str(error), error.exit_code), self._clock.now())
+            self._give_up(GaveUp(str(error), error.exit_code), now_s)
             return
         self._ready = True
         self._epoch = hello.epoch
-        self._last_step_s = self._clock.now()
-        self._tell(self._last_step_s)
+        self._last_step_s = now_s
+        self._tell(now_s)
         endpoints = (self._publisher.endpoint, self._publisher.replay_endpoint) if self._publisher else None
         self._api.send(CoreReady(hello.epoch, hello.pid, hello.num_blocks, hello.load_s, endpoints))
 

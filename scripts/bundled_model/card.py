@@ -41,7 +41,8 @@ These weights went through the stages one after the other while data and code we
 saw more kinds of questions than those before it, stages 4 and 5 were planned with 800 steps each, stage 7 was cut off
 after 300 of its 450 steps, stages 4 to 7 looked for what goes badly in all phrasings, and those from the eighth on
 followed a clock instead of counting their steps. Stage 18 went on from the mean of the three before it, and stage 19
-from the mean of that mean and stage 18. The weights are the mean of those after the last two stages.
+from the mean of that mean and stage 18; the rate and shares of stage 18 were not kept, and those in the script are
+guesses. Stage 19 did not look for what goes badly first. The weights are the mean of those after the last two stages.
 
 ## Functions and JSON
 

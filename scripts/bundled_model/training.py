@@ -31,6 +31,7 @@ LONG = {128: 3, 256: 1, 512: 2, 1024: 2, 2048: 2, 4096: 1}
 MIXED = {64: 3, 128: 5, 256: 2, 512: 1, 1024: 1, 2048: 2, 4096: 0.5}
 MOSTLY_SHORT = {64: 3, 128: 5, 256: 2.5, 512: 1, 1024: 1, 2048: 1.5, 4096: 0.4}
 FOR_TOOLS = {128: 3, 256: 4, 512: 2, 1024: 0.7, 2048: 0.6, 4096: 0.1}
+BEHIND_CHATS = {128: 3, 256: 3.5, 512: 1.5, 1024: 0.6, 2048: 0.8, 4096: 0.05}
 AVERAGED = 2
 """How many of the last stages are averaged: the mean is right where each is wrong now and then (arXiv:2203.05482)."""
 Weights = dict[str, torch.Tensor]
@@ -61,10 +62,16 @@ class Stage:
 
 
 def _with_tools(
-    steps: int, rate: float, arithmetic: float, again: float, cooldown: float = 1.0, tool_share: float = 0.6
+    steps: int,
+    rate: float,
+    arithmetic: float,
+    again: float,
+    cooldown: float = 1.0,
+    tool_share: float = 0.6,
+    lengths: dict[int, float] = FOR_TOOLS,
 ) -> Stage:
     """Return a stage with functions and JSON, too."""
-    phases = ((0.0, arithmetic, FOR_TOOLS),)
+    phases = ((0.0, arithmetic, lengths),)
     return Stage(steps, rate, phases, cooldown, 20, 2048, 0.05, again, 3.0, TWO_FORMS, tool_share)
 
 
@@ -86,9 +93,9 @@ STAGES = (
     _with_tools(2335, 0.0006, 0.40, 0.40, tool_share=0.45),
     _with_tools(1865, 0.0007, 0.45, 0.40, tool_share=0.45),
     _with_tools(1122, 0.0005, 0.55, 0.45, tool_share=0.45),
-    _with_tools(710, 0.0005, 0.55, 0.45, tool_share=0.45),
-    _with_tools(4538, 0.0008, 0.40, 0.35, tool_share=0.45),
-    _with_tools(2646, 0.0005, 0.50, 0.45, tool_share=0.45),
+    _with_tools(710, 0.0005, 0.55, 0.45, tool_share=0.45, lengths=BEHIND_CHATS),
+    _with_tools(4538, 0.0008, 0.40, 0.35, tool_share=0.45, lengths=BEHIND_CHATS),
+    _with_tools(2646, 0.0005, 0.50, 0.45, tool_share=0.45, lengths=BEHIND_CHATS),
 )
 
 
