@@ -256,6 +256,20 @@ def test_act_order_is_refused_by_its_tensor(tmp_path: Path, format: str, name: s
             read(*inventory_of(path), MODULE)
 
 
+@pytest.mark.parametrize("format", ["int4_g32", "w4a8", "gptq"])
+def test_order_that_was_never_set(tmp_path: Path, format: str) -> None:
+    """compressed-tensors fills `weight_g_idx` with -1 then. In GPTQ that would be the last group."""
+    path, means = made(tmp_path, format)
+    name, unset = "g_idx" if format == "gptq" else "weight_g_idx", torch.full((384,), -1, dtype=torch.int32)
+    change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": unset}))
+    if format != "gptq":
+        assert np.array_equal(dequantised(read(*inventory_of(path), MODULE)), means[MODULE].numpy())
+        unset[5] = 0
+        change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": unset}))
+    with pytest.raises(ModelError, match=rf"{MODULE}.{name} puts input 0 into group -1, not 0: act-order"):
+        read(*inventory_of(path), MODULE)
+
+
 def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:
     """Those of zeros are written by habit; others are not left out in silence."""
     path, means = made(tmp_path, "gptq")

@@ -22,6 +22,8 @@ from pypto_serving.util import ceil_div
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 _WORD, _BYTE = 8, 2
 """Codes in a stored item of 32, and of 8 bits."""
+_NO_ORDER = -1
+"""What compressed-tensors fills `weight_g_idx` with where there is no act-order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,7 @@ class Rows:
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
         if self.shape and (found := tensors.view("weight_shape").tolist()) != [n, k]:
             tensors.refuse("weight_shape", f"says {found}, but config.json makes it {[n, k]}")
-        tensors.require_order("weight_g_idx", k, self.group or k)
+        tensors.require_order("weight_g_idx", k, self.group or k, _NO_ORDER)
         codes, zeros = tensors.view(self.codes), None
         if self.layout != Layout.BYTES:
             codes = codes.view(np.uint8)
@@ -118,7 +120,13 @@ def int4_bytes(group: int) -> Rows:
     """Return compressed-tensors' int-quantized int4 (W4A8): one weight in a byte."""
     name = f"int4 g{group}" if group else "int4 per output"
     return Rows(
-        name=name, table=Table.INT4, group=group, codes="weight", codes_dtype=INT8, layout=Layout.BYTES, extras=()
+        name=name,
+        table=Table.INT4,
+        group=group,
+        codes="weight",
+        codes_dtype=INT8,
+        layout=Layout.BYTES,
+        extras=("weight_g_idx",),
     )
 
 
