@@ -113,7 +113,9 @@ def test_the_config_says_what_it_is(checkpoint: MakeCheckpoint, tmp_path: Path, 
     assert (spec.quantization, spec.dtype, before.quantization) == ("w8a8", "bfloat16", "")
     packed = {name: tensor for name, tensor in tensors_of(target).items() if not name.endswith("_scale")}
     outputs = sum(tensor.shape[0] for tensor in packed.values() if tensor.dtype == torch.int8)
-    assert spec.packed_bytes == sum(tensor.nbytes for tensor in packed.values()) + 8 * outputs
+    vectors = sum(2 * tensor.nbytes for tensor in packed.values() if tensor.dim() == 1)
+    matrices = sum(-(-len(t) // 32) * 32 * t.nbytes // len(t) for t in packed.values() if t.dim() > 1)
+    assert spec.packed_bytes == vectors + matrices + 8 * outputs
 
 
 @pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")

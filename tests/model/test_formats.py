@@ -139,7 +139,7 @@ def test_a_spec_and_what_files_hold(tmp_path: Path, format: str) -> None:
         assert low <= form.bits_per_weight <= high
     files = sum(tensor.num_bytes for tensor in Checkpoint.open(path).tensors.values())
     assert sum(tensors.num_bytes for tensors in contents.tensors) == files
-    assert 0.9 * files < spec.packed_bytes < 1.1 * files or format == "w4a8"
+    assert 0.9 * files < spec.packed_bytes < 1.15 * files or format == "w4a8"
     assert spec.token_bytes == spec.packed_bytes
 
 
@@ -151,7 +151,8 @@ def test_a_token_reads_its_experts(tmp_path: Path) -> None:
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     unread = sizes["model.embed_tokens.weight"] + experts * 6 // 8
     assert load_spec(path).token_bytes == sum(sizes.values()) - unread
-    assert experts == 3 * 8 * 128 * 64 * 9 // 16
+    outputs, lines, head, own = (2 * 64, 128), (64, 32), 4 * 2, 4
+    assert experts == 8 * sum(n * (line + head + own) for n, line in zip(outputs, lines, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

@@ -54,7 +54,8 @@ def test_what_llm_compressor_writes(tmp_path: Path) -> None:
     assert (spec.quantization, spec.dtype, spec.num_parameters) == ("w8a8", "bfloat16", 596_049_920)
     outputs = 28 * (4096 + 1024 + 6144 + 1024)
     linear = 28 * 1024 * (4096 + 2048 + 6144 + 3072)
-    assert spec.packed_bytes == 2 * (596_049_920 - linear) + linear + 8 * outputs
+    vectors = 28 * (2 * 1024 + 2 * 128) + 1024
+    assert spec.packed_bytes == 2 * (596_049_920 - linear + vectors) + linear + 8 * outputs
 
 
 def test_patterns_and_names_are_ignored(tmp_path: Path) -> None:

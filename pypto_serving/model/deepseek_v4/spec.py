@@ -9,7 +9,6 @@ from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.deepseek_v4.storage import MATRICES
 from pypto_serving.model.family import ModelFamily, refused_dtype
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.four_bits import DEEPSEEK_FP4
@@ -32,9 +31,8 @@ def model_spec(
     `block_size` and `kv_dtype` are ignored: the KV groups have their own.
     """
     inventory, quantised = DeepseekV4Inventory(config, headers), config.storage.name
-    packed, (option, reason) = _packed_bytes(inventory), refused_dtype(dtype)
-    if head == "int8":
-        packed["head.weight"] = Int8().packed_bytes(config.vocab_size, config.hidden_size)
+    packed = inventory.packed_bytes(Int8() if head == "int8" else None)
+    option, reason = refused_dtype(dtype)
     return ModelSpec(
         path=path,
         architecture=architecture,
@@ -60,18 +58,6 @@ def _weight_bytes(inventory: DeepseekV4Inventory, dtype: str) -> int:
     """Count the bytes of the weights in torch."""
     sizes = {"precise": 4, "float": 4, "ids": 8}
     return sum(t.count * sizes.get(t.role, DTYPE_BYTES[dtype]) for t in inventory.model.values())
-
-
-def _packed_bytes(inventory: DeepseekV4Inventory) -> dict[str, int]:
-    """Count the bytes of every tensor in the CPU kernels: routers in float32, other plain tensors in bfloat16."""
-    sizes, plain = {}, {"float": 4, "ids": 4}
-    for name, tensor in inventory.model.items():
-        if tensor.role in MATRICES:
-            n, k = tensor.shape
-            sizes[name] = inventory.scheme(name).packed_bytes(n, k)
-        else:
-            sizes[name] = tensor.count * (4 if name.endswith("ffn.gate.weight") else plain.get(tensor.role, 2))
-    return sizes
 
 
 def _needs_torch(config: DeepseekV4Config) -> str:

@@ -37,10 +37,9 @@ def model_spec(
 ) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
     inventory = Qwen3Inventory(config, headers)
-    num_parameters, packed = inventory.num_parameters(), inventory.packed_bytes(DTYPE_BYTES[dtype])
-    choices = _choices(inventory)
-    if head == "int8" and "head" in choices:
-        packed[f"{config.head}.weight"] = Int8().packed_bytes(config.vocab_size, config.hidden_size)
+    num_parameters, choices = inventory.num_parameters(), _choices(inventory)
+    rounded = Int8() if head == "int8" and "head" in choices else None
+    packed = inventory.packed_bytes(DTYPE_BYTES[dtype], rounded)
     quantised, (option, reason) = inventory.quantization(), _refused_option(dtype, block_size)
     resident = num_parameters + (config.vocab_size * config.hidden_size if config.tied_embeddings else 0)
     return ModelSpec(
