@@ -13,6 +13,7 @@ import pytest
 
 from pypto_serving.kernels import Form, Matrix, runnable
 from pypto_serving.kernels.forms import Scale, Weights
+from pypto_serving.model.family import Serving
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.registry import load_spec
 from tests.checkpoints import make_checkpoint
@@ -66,7 +67,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def require_planned(path: Path, monkeypatch: pytest.MonkeyPatch, head: Any = "auto") -> None:
-    sizes, spec = counted(monkeypatch), load_spec(path, "bfloat16", head=head)
+    sizes, spec = counted(monkeypatch), load_spec(path, Serving("bfloat16", head=head))
     load_program(path, "bfloat16", 2, 64, kernels=runnable()[0], head=head)
     assert spec.packed_bytes == pytest.approx(sum(sizes), rel=0.01)
     assert spec.weight_bytes == spec.packed_bytes or not spec.quantization

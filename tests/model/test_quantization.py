@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
@@ -163,7 +164,7 @@ def test_patterns_as_quantisers_write_them(tmp_path: Path) -> None:
 
 def resolve_error(path: Path, has: tuple[str, ...] = ("portable",), **options: Any) -> str:
     chosen = make_options({"model": str(path), **options})
-    spec = load_spec(path, chosen.dtype or "auto", chosen.block_size or 32)
+    spec = load_spec(path, Serving(chosen.dtype or "auto", chosen.block_size or 32))
     with pytest.raises(ConfigError) as caught:
         resolve(chosen, spec, msgspec.structs.replace(read_host_facts(), kernels=has))
     assert "\n" not in str(caught.value)
