@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.constants import INDEXER_TOKENS, PANEL
+from pypto_serving.kernels.constants import GATE_HALF, INDEXER_TOKENS, PANEL
 from pypto_serving.kernels.engine import Engine, hashes, zeros
 from pypto_serving.kernels.forms import (
     BF16,
@@ -12,6 +12,7 @@ from pypto_serving.kernels.forms import (
     Int8Strips,
     Matrix,
     Stored,
+    StripColumns,
     Strips,
     activations,
     most_int8_words,
@@ -35,6 +36,7 @@ from pypto_serving.kernels.sampling import NativeSampler
 
 __all__ = [
     "BF16",
+    "GATE_HALF",
     "INDEXER_TOKENS",
     "INT8",
     "PANEL",
@@ -53,6 +55,7 @@ __all__ = [
     "Rows",
     "Scoring",
     "Stored",
+    "StripColumns",
     "Strips",
     "activations",
     "hashes",

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Rows, Scoring, zeros
+from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Rows, Scoring, StripColumns, zeros
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.products import Feed, Products
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
@@ -50,7 +50,7 @@ class NativeQwen3:
         self.logits = buffers.logits
         self._products = buffers.products(self.step, exact=config.activations == "bf16")
         embedding, module = "model.embed_tokens", model.head
-        (lm_head,) = [weights.rounded(module)] if config.head == "int8" else weights.matrix([module])
+        (lm_head,) = weights.rounded(module) if config.head == "int8" else weights.matrix([module])
         if model.tied_embeddings:
             self.step.embed_packed(lm_head, buffers.x)
         else:
@@ -93,7 +93,7 @@ class NativeQwen3:
             self._record_experts(weights, b, normed, f"{prefix}mlp.", model.experts)
             return
         gate_up = weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
-        self._products.swiglu(normed, gate_up, b.gated)
+        self._products.swiglu(normed, gate_up, StripColumns(b.gated, model.intermediate_size))
         down = weights.matrix([f"{prefix}mlp.down_proj"])
         self._products.linear_add(self._products.strips(b.gated), down, b.x)
 
@@ -104,7 +104,7 @@ class NativeQwen3:
         routing = self.step.route(b.router_logits, experts.per_token, scoring)
         rows = self._products.gathered(routing, normed, b.expert_rows)
         gate_up = weights.gate_up(names["gate"], names["up"])
-        self._products.expert_swiglu(routing, rows, gate_up, b.expert_gated)
+        self._products.expert_swiglu(routing, rows, gate_up, StripColumns(b.expert_gated, experts.intermediate_size))
         gated = self._products.strips(b.expert_gated, routing)
         self._products.expert_linear(routing, gated, weights.several(names["down"]), b.expert_out)
         self.step.moe_combine(routing, b.expert_out, b.x)
