@@ -1,0 +1,1 @@
+"""How one replica is spread over ranks: values only, for every layer."""

@@ -1,0 +1,148 @@
+"""The ranks of one replica, and which part of a model each one computes.
+
+A replica is a pipeline of stages, each a range of layers, and every stage is a tensor group. The ranks of a tensor group
+split each matrix by its outputs, never by its inputs: no sum is split, so results are the same bits for every size.
+The experts of a layer are split among expert groups inside the tensor group:
+
+    --tp 4 --ep 2     rank 0    rank 1    rank 2    rank 3
+    heads             0..7      8..15     16..23    24..31
+    experts           0..63     0..63     64..127   64..127
+    their columns     left      right     left      right
+
+All parts are half-open ranges in rank order, without gaps, as equal as whole units allow.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pypto_serving.util import ceil_div
+
+PANEL = 32
+"""Outputs of a panel of packed weights."""
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """How one replica is spread over ranks. Raises ValueError for sizes that do not go together.
+
+    tensor: ranks that split the matrices of each layer.
+    pipeline: stages that split the layers; each is a tensor group.
+    expert: groups within a tensor group that split the experts.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.pipeline, self.expert) < 1:
+            raise ValueError("sizes of a topology begin at 1")
+        if self.tensor % self.expert:
+            raise ValueError(f"{self.tensor} tensor ranks cannot be split into {self.expert} expert groups")
+
+    @property
+    def num_ranks(self) -> int:
+        """Count the ranks of the replica."""
+        return self.tensor * self.pipeline
+
+    @property
+    def ranks(self) -> tuple[Rank, ...]:
+        """List all ranks, stage by stage; the first is the leader, which samples and answers."""
+        return tuple(Rank(self, index) for index in range(self.num_ranks))
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One rank's place, and its parts of a model; the only rank of Topology() has all of it.
+
+    Raises ValueError for an index that the topology does not have.
+    """
+
+    topology: Topology = Topology()
+    index: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.topology.num_ranks:
+            raise ValueError(f"{self.index} is no rank of {self.topology.num_ranks}")
+
+    @property
+    def leads(self) -> bool:
+        """Return True for the rank that packs steps, samples and answers."""
+        return self.index == 0
+
+    @property
+    def stage(self) -> int:
+        """Return the place in the pipeline."""
+        return self.index // self.topology.tensor
+
+    @property
+    def tensor(self) -> int:
+        """Return the place in the tensor group."""
+        return self.index % self.topology.tensor
+
+    @property
+    def embeds(self) -> bool:
+        """Return True in the first stage, which looks tokens up."""
+        return self.stage == 0
+
+    @property
+    def projects(self) -> bool:
+        """Return True in the last stage, which computes logits."""
+        return self.stage == self.topology.pipeline - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Return the layers of its stage."""
+        return part(num_layers, self.topology.pipeline, self.stage)
+
+    def heads(self, num_heads: int, num_kv_heads: int = 1) -> range:
+        """Return its query heads: those of its key and value heads, or a part of those of its only one.
+
+        `num_kv_heads` divides `num_heads`. Empty for some ranks if there are fewer heads than tensor ranks.
+        """
+        kept = self.kv_heads(num_heads, num_kv_heads)
+        group, size = num_heads // num_kv_heads, self.topology.tensor
+        if num_kv_heads >= size:
+            return range(kept.start * group, kept.stop * group)
+        first, last = (ceil_div(head * size, num_kv_heads) for head in (kept.start, kept.stop))
+        inside = part(group, last - first, self.tensor - first)
+        return range(kept.start * group + inside.start, kept.start * group + inside.stop)
+
+    def kv_heads(self, num_heads: int, num_kv_heads: int) -> range:
+        """Return its key and value heads; where there are fewer than tensor ranks, several ranks have the same one."""
+        if num_kv_heads >= self.topology.tensor:
+            return part(num_kv_heads, self.topology.tensor, self.tensor)
+        head = self.tensor * num_kv_heads // self.topology.tensor
+        return range(head, head + 1)
+
+    def columns(self, num_columns: int, unit: int = PANEL) -> range:
+        """Return its outputs of a matrix in whole units; only the last unit may be shorter. It may be empty."""
+        return columns(num_columns, unit, self.topology.tensor, self.tensor)
+
+    def vocabulary(self, vocab_size: int) -> range:
+        """Return its tokens of embedding and output layer."""
+        return self.columns(vocab_size)
+
+    def experts(self, num_experts: int) -> range:
+        """Return the experts of its expert group."""
+        return part(num_experts, self.topology.expert, self.tensor // self._sharers)
+
+    def expert_columns(self, num_columns: int, unit: int = PANEL) -> range:
+        """Return its outputs of a matrix of each of its experts, in whole units."""
+        return columns(num_columns, unit, self._sharers, self.tensor % self._sharers)
+
+    @property
+    def _sharers(self) -> int:
+        """Count the ranks of an expert group."""
+        return self.topology.tensor // self.topology.expert
+
+
+def part(count: int, num_parts: int, index: int) -> range:
+    """Return part `index` of range(count), split into `num_parts` that differ by one at most; the first are larger."""
+    least, larger = divmod(count, num_parts)
+    start = index * least + min(index, larger)
+    return range(start, start + least + (index < larger))
+
+
+def columns(count: int, unit: int, num_parts: int, index: int) -> range:
+    """Return part `index` of range(count), split into `num_parts` of whole units; the last unit may be shorter."""
+    units = part(ceil_div(count, unit), num_parts, index)
+    return range(min(count, units.start * unit), min(count, units.stop * unit))
