@@ -1,7 +1,7 @@
 """The ranks of one replica, and which part of a model each one computes.
 
-A replica is a pipeline of stages, each a range of layers, and every stage is a tensor group. The ranks of a tensor group
-split each matrix by its outputs, never by its inputs: no sum is split, so the results are the same bits for every size.
+A replica is a pipeline of stages, each a range of layers, and every stage is a tensor group. The ranks of a tensor
+group split each matrix by its outputs, never by its inputs. No sum is split, so all sizes give the same bits.
 The experts of a layer are split among expert groups inside the tensor group:
 
     --tp 4 --ep 2     rank 0    rank 1    rank 2    rank 3
