@@ -125,7 +125,8 @@ class Recording:
     def embed(self, table: BFloat16Array, x: Float32Array, first: int = 0) -> None:
         """Look up token embeddings: x [tokens, width] = rows of `table` [count, width].
 
-        The table is of tokens from `first` on; rows of others are not written. x may be [tokens, copies, width]; each row is then written `copies` times.
+        The table is of tokens from `first` on; rows of others are not written. x may be [tokens, copies, width]; each
+        row is then written `copies` times.
         """
         self._embed(x, first, len(table), table=table)
 
@@ -251,8 +252,9 @@ class Recording:
         """Route each token to its top `per_token` experts by router logits [tokens, experts].
 
         Expert weights are multiplied by `scale`. With Scoring.SQRT_SOFTPLUS, `bias` [experts] is added to the scores
-        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing). Matrices are
-        those of the experts `computed` here, by default all. Raises ValueError for more experts per token than there are.
+        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing). Operations on
+        experts have the matrices of those `computed`, by default all, and leave out the others. Raises ValueError for
+        more experts per token than there are.
         """
         tokens, experts = logits.shape
         if not 1 <= per_token <= experts:
