@@ -38,7 +38,7 @@ class Shared:
         held = range(limits.held_dispatches)
         self.buffers = [StepBuffers.in_host_memory(config.groups, limits, memory.zeros) for _ in held]
         self._places = {_address(buffers): place for place, buffers in enumerate(self.buffers)}
-        self.peers = Peers(rank.tensor, rank.topology.tensor, memory)
+        self.peers = Peers(rank.tensor, rank.topology.tensor, memory, rank.stage, rank.topology.pipeline)
 
     def publish(self, inputs: StepInputs) -> None:
         """Let all ranks compute a step, whose arrays begin those of one of `buffers`."""
