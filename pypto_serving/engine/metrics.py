@@ -1,8 +1,8 @@
 """Prometheus metrics of one server. Names are vLLM's where vLLM has the metric, else they begin with `pypto:`.
 
 Gauges and counters of engines, whose label `engine` is the index of the replica, are read from their newest snapshots
-at a scrape. Only histograms are observed while serving, at the cost of one bisection each. The code that writes a stream observes the
-time between its tokens.
+at a scrape. Only histograms are observed while serving, at the cost of one bisection each. The code that writes a
+stream observes the time between its tokens.
 """
 
 from __future__ import annotations
