@@ -16,6 +16,7 @@ from pypto_serving.kernels.forms import (
     activations,
     most_int8_words,
     packed_form,
+    planned_form,
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
@@ -67,6 +68,7 @@ __all__ = [
     "pack_quantized",
     "pack_rounded",
     "packed_form",
+    "planned_form",
     "round_int4",
     "runnable",
     "strips_for",
