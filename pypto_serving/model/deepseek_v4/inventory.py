@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import get_args
 
+from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.storage import MATRICES, Role, Tensor, expected_plain
 from pypto_serving.model.formats.schemes import Scheme, held
+from pypto_serving.parallel.weights import Split, SplitWeights
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_SPLITS: Mapping[str, Split] = {
+    "wq_b": "heads",
+    "wo_a": "columns",
+    "wo_b": "columns",
+    "w1": "columns",
+    "w2": "columns",
+    "w3": "columns",
+    "embed": "columns",
+    "head": "columns",
+}
+"""How ranks split a matrix; the rest they have whole. Those of experts are split by experts, too."""
+_GATE_UP = {"w1", "w3"}
 
 
 class DeepseekV4Inventory:
@@ -76,6 +93,18 @@ class DeepseekV4Inventory:
         if tensor.role == "expert":
             return Fraction(experts.per_token, experts.count)
         return Fraction(int(tensor.role != "ids" and name != "embed.weight"))
+
+    def split(self, name: str, num_bytes: int) -> SplitWeights:
+        """Describe how ranks split the tensor `name` of `num_bytes`."""
+        tensor, module = self.model[name], "" if ".indexer." in name else _module(name).rpartition(".")[2]
+        layer, last = _LAYER.match(name), self._config.num_layers - 1
+        return SplitWeights(
+            layers=(int(layer[1]),) if layer else (0 if module == "embed" else last,),
+            split="experts" if tensor.role == "expert" else _SPLITS.get(module, "whole"),
+            outputs=tensor.shape[0],
+            unit=GATE_HALF if module in _GATE_UP else PANEL,
+            num_bytes=num_bytes,
+        )
 
     def ignores(self, name: str) -> bool:
         """Return True for tensors of draft layers."""
