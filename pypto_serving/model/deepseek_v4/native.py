@@ -16,6 +16,7 @@ from pypto_serving.kernels import (
     Recording,
     Rows,
     Scoring,
+    StripColumns,
     zeros,
 )
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
@@ -74,7 +75,7 @@ class NativeDeepseekV4:
             self.step.hyper_connection_post(b.y, b.post_comb, b.streams)
         self._record_hyper_connection_pre("hc_head", Rows.LOGITS)
         normed = self._normed(self._weights.exact("norm.weight"), Rows.LOGITS)
-        head = [self._weights.rounded("head")] if config.head == "int8" else self._weights.matrix(["head"])
+        head = self._weights.rounded("head") if config.head == "int8" else self._weights.matrix(["head"])
         self._products.linear(normed, head, b.logits, Rows.LOGITS)
 
     def _normed(self, norm: Float32Array, rows: Rows = Rows.TOKENS) -> Feed:
@@ -115,10 +116,10 @@ class NativeDeepseekV4:
             self._record_indexer(layer, parts, queries[:, width:], rope)
         sinks = np.zeros(ceil_div(model.num_heads, PANEL) * PANEL, np.float32)
         sinks[: model.num_heads] = weights.exact(f"{prefix}attn_sink") * LOG2_E
-        sizes = MlaSizes(model.num_heads, model.window, model.o_groups)
+        sizes = MlaSizes(range(model.num_heads), model.window, model.num_heads // model.o_groups)
         self.step.mla_attention(b.queries, sinks, rope, sizes, rows, b.attended, entries, topk_indices)
         (wo_a,) = weights.matrix([f"{prefix}wo_a"])
-        self.step.linear_groups(b.attended, wo_a, model.o_groups, b.out_latent)
+        self.step.linear_groups(b.attended, wo_a, model.o_lora_rank, b.out_latent)
         self._products.linear(self._products.strips(b.out_latent), weights.matrix([f"{prefix}wo_b"]), b.y)
 
     def _project(self, layer: int, kind: LayerKind) -> dict[str, Float32Array]:
@@ -176,11 +177,12 @@ class NativeDeepseekV4:
         routing = self.step.route(logits, per_token, Scoring.SQRT_SOFTPLUS, experts.scale, bias, tid2eid)
         normed = self._normed(norm)
         shared = weights.gate_up([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"])
-        products.swiglu(normed, shared, b.gated, experts.limit)
+        width = experts.intermediate_size
+        products.swiglu(normed, shared, StripColumns(b.gated, width), experts.limit)
         products.linear(products.strips(b.gated), weights.matrix([f"{prefix}shared_experts.w2"]), b.y)
         rows = products.gathered(routing, normed, b.expert_rows)
         gate_up = weights.gate_up(names["w1"], names["w3"])
-        products.expert_swiglu(routing, rows, gate_up, b.expert_gated, experts.limit)
+        products.expert_swiglu(routing, rows, gate_up, StripColumns(b.expert_gated, width), experts.limit)
         gated = products.strips(b.expert_gated, routing)
         products.expert_linear(routing, gated, weights.several(names["w2"]), b.expert_out)
         self.step.moe_combine(routing, b.expert_out, b.y)
