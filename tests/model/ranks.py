@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pypto_serving.backend.base import StepInputs, StepOutput
@@ -25,7 +26,8 @@ class RankedProgram:
 
     def __init__(self, path: Path, topology: Topology, **changes: Any) -> None:
         architecture, model = load_config(path)
-        self.config = config_for(path, "bfloat16", kernels=runnable()[0], **changes)
+        config = config_for(path, "bfloat16", kernels=runnable()[0], **changes)
+        self.config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
         self.groups, self.num_blocks = self.config.groups, self.config.num_blocks
         program, memory = model_family(architecture).native_program, SharedMemory.create()
         self.models = []

@@ -10,9 +10,10 @@ import pytest
 from pypto_serving.kernels import runnable
 from pypto_serving.parallel.topology import Topology
 from tests.checkpoints import make_checkpoint
+from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from tests.model.conftest import MakeCheckpoint
 from tests.model.ranks import assert_same_bits
-from tests.quantised import FORMATS, quantise
+from tests.quantised import FORMATS, quantise, quantise_deepseek
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
@@ -45,3 +46,24 @@ def test_formats(tmp_path: Path, format: str) -> None:
     path = make_checkpoint(tmp_path, kind, dtype="bfloat16", **WIDE)
     quantise(path, format)
     assert_same_bits(path, topology)
+
+
+FAST = {"num_hidden_layers": 3, "o_lora_rank": 32, "layer_types": [SPARSE, HEAVY, SLIDING], "num_hash_layers": 1}
+DEEPSEEK_V4 = {
+    "few": FAST | {"vocab_size": 131, "hidden_size": 80, "q_lora_rank": 48, "o_groups": 1, "moe_intermediate_size": 48},
+    "heads": FAST | {"num_attention_heads": 40, "o_groups": 4, "index_n_heads": 40, "index_head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("sizes", DEEPSEEK_V4)
+def test_deepseek_v4(checkpoint: MakeCheckpoint, sizes: str) -> None:
+    path = checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4[sizes])
+    assert_same_bits(path, Topology(2), Topology(8), *EXPERT)
+
+
+@pytest.mark.parametrize("form", ["released", "base", "w8a8"])
+def test_deepseek_v4_formats(tmp_path: Path, form: str) -> None:
+    sizes = FAST | {"hidden_size": 128, "moe_intermediate_size": 96, "q_lora_rank": 64}
+    path = make_checkpoint(tmp_path, "deepseek_v4_fast", "bfloat16", **sizes)
+    quantise_deepseek(path, form)
+    assert_same_bits(path, Topology(2, expert=2), Topology(4))
