@@ -1,6 +1,6 @@
 // The C interface of operations: recording and replaying those of a step, and running tasks at once.
 #include "abi.h"
-#include "recording.h"
+#include "following.h"
 
 using namespace pypto;
 
@@ -18,14 +18,12 @@ API(Recording*, record, Engine* engine) { return new Recording(engine); }
 
 API(void, forget, Recording* recording) { delete recording; }
 
-API(void, replay, Recording* recording, int32_t tokens, int32_t rows, int32_t logits, const int32_t* token_ids,
+// 1, or 0 if a meeting was closed.
+API(int, replay, Recording* recording, int32_t tokens, int32_t rows, int32_t logits, const int32_t* token_ids,
     const int32_t* positions, const int32_t* query_start, const int32_t* context_lens, const int32_t* logits_rows,
     const GroupTables* groups, double* NULLABLE seconds) {
-  Step step;
-  step.tokens = tokens, step.rows = rows, step.logits = logits;
-  step.token_ids = token_ids, step.positions = positions, step.query_start = query_start;
-  step.context_lens = context_lens, step.logits_rows = logits_rows, step.groups = groups;
-  recording->replay(step, seconds);
+  const StepArrays arrays{token_ids, positions, query_start, context_lens, logits_rows, groups};
+  return recording->replay(arrays.step(tokens, rows, logits), seconds);
 }
 
 // 32-bit words of a panel of weights, and of a row of activations, whose matrix has k inputs.

@@ -12,16 +12,17 @@ double now() {
 
 }  // namespace
 
-void Recording::replay(const Step& step, double* seconds) {
+bool Recording::replay(const Step& step, double* seconds) {
   step_ = step;
   seconds_ = seconds;
-  if (step_.tokens == 0) return;
+  if (step_.tokens == 0) return true;
   find_rows();
   plan_.make(step_, engine_->team.count());
   if (seconds) arrivals_.resize(operations_.size() * engine_->team.count());
   const double began = now();
   engine_->team.run(*this);
   if (seconds) add_seconds(began);
+  return complete_;
 }
 
 void Recording::find_rows() {
@@ -31,12 +32,19 @@ void Recording::find_rows() {
   step_.row_of = row_of_.data();
 }
 
+// A meeting is the barrier after the operation before it.
 void Recording::run(Member& member) {
   double* arrival = seconds_ ? arrivals_.data() + static_cast<int64_t>(member.index()) * size() : nullptr;
   for (int i = 0; i < size(); i++) {
-    operations_[i](step_, member);
-    if (arrival) arrival[i] = now();
-    member.barrier();
+    const auto& [kernel, meeting] = operations_[i];
+    if (kernel) kernel(step_, member);
+    if (arrival && kernel) arrival[i] = now();
+    if (meeting || !meets(i + 1)) member.barrier(meeting);
+    if (arrival && meeting) arrival[i] = now();
+    if (meeting && meeting->closed()) {
+      if (member.index() == 0) complete_ = false;
+      return;
+    }
   }
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "meet.h"
 #include "ops.h"
 
 namespace pypto {
@@ -20,8 +21,6 @@ struct Engine {
 // Owns the operations of a step and its attention plan. Not thread-safe.
 class Recording final : public Job {
  public:
-  using Operation = std::function<void(const Step&, Member&)>;
-
   explicit Recording(Engine* engine) : engine_(engine) {}
   const Kernels& kernels() const { return *engine_->kernels; }
   // A copy of `values` that lives as long as the recording.
@@ -35,17 +34,26 @@ class Recording final : public Job {
   template <typename Values>
   const Values* add(void (*kernel)(const Values&, const Step&, Member&), const Values& values) {
     const Values* kept = keep(values);
-    operations_.push_back([=](const Step& step, Member& member) { kernel(*kept, step, member); });
+    operations_.push_back({[=](const Step& step, Member& member) { kernel(*kept, step, member); }});
     return kept;
   }
+  // Adds a barrier with the other ranks, whose end is the caller's.
+  void meet(Meeting* meeting) { operations_.push_back({{}, meeting}); }
   AttentionPlan& attention() { return plan_; }
-  // Compute one step. With `seconds` [operations], adds the time that each took.
-  void replay(const Step& step, double* seconds);
+  // Compute one step; false if a meeting was closed. With `seconds` [operations], adds the time that each took.
+  bool replay(const Step& step, double* seconds);
   int size() const { return static_cast<int>(operations_.size()); }
   void run(Member& member) override;
 
  private:
+  // A kernel, or a meeting.
+  struct Operation {
+    std::function<void(const Step&, Member&)> kernel;
+    Meeting* meeting = nullptr;
+  };
+
   void find_rows();
+  bool meets(int index) const { return index < size() && operations_[index].meeting; }
   void add_seconds(double began);
 
   Engine* engine_;
@@ -53,6 +61,7 @@ class Recording final : public Job {
   std::vector<std::shared_ptr<const void>> kept_;
   AttentionPlan plan_;
   Step step_;
+  bool complete_ = true;
   double* seconds_ = nullptr;
   std::vector<int32_t> row_of_;
   std::vector<double> arrivals_;  // [members, operations]: when each member had done each, where it is asked for

@@ -5,27 +5,16 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include "meet.h"
+#include "waiting.h"
+
 namespace pypto {
 namespace {
 
-// About 100 us: longer than any imbalance between threads that run, shorter than a time slice of the scheduler.
-constexpr int kSpins = 4000;
-
-void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 // Wait until `value` is no longer `old`: spin, then sleep in the kernel.
 void await(std::atomic<uint32_t>& value, uint32_t old) {
-  for (int i = 0; i < kSpins; i++) {
-    if (value.load(std::memory_order_acquire) != old) return;
-    pause();
-  }
-  value.wait(old, std::memory_order_acquire);
+  const auto changed = [&] { return value.load(std::memory_order_acquire) != old; };
+  if (!spin(changed)) value.wait(old, std::memory_order_acquire);
 }
 
 // A thread inherits the mask of the one that starts it, which libraries may have narrowed to a single CPU.
@@ -42,7 +31,7 @@ void allow([[maybe_unused]] pthread_t thread, [[maybe_unused]] const std::vector
 
 int Member::count() const { return team_->count_; }
 
-void Member::barrier() { team_->barrier(); }
+void Member::barrier(Meeting* meeting) { team_->barrier(meeting); }
 
 Share::Share(Member& member, int64_t total, int64_t grain)
     : team_(member.team_), total_(total), grain_(grain), index_(member.index_) {}
@@ -111,9 +100,10 @@ void Team::work(int index) {
   }
 }
 
-void Team::barrier() {
+void Team::barrier(Meeting* meeting) {
   const uint32_t met = met_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < static_cast<uint32_t>(count_)) return await(met_, met);
+  if (meeting) meeting->meet();
   renew_shares();
   arrived_.store(0, std::memory_order_relaxed);
   met_.store(met + 1, std::memory_order_release);

@@ -10,6 +10,7 @@
 
 namespace pypto {
 
+class Meeting;
 class Team;
 
 // One thread's view of a running job.
@@ -19,7 +20,8 @@ class Member {
   int index() const { return index_; }
   int count() const;
   // Wait until all threads have arrived. The next loop may be shared out afterwards.
-  void barrier();
+  // With a `meeting`, the last to arrive meets the other processes first.
+  void barrier(Meeting* meeting = nullptr);
 
  private:
   friend class Share;
@@ -71,7 +73,7 @@ class Team {
   };
   void work(int index);
   void stop();
-  void barrier();
+  void barrier(Meeting* meeting = nullptr);
   void renew_shares();
 
   int count_;

@@ -19,6 +19,7 @@ from pypto_serving.kernels.forms import (
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
+from pypto_serving.kernels.meeting import Meeting, RanksGone
 from pypto_serving.kernels.operands import (
     KVCacheLayer,
     MlaSizes,
@@ -32,26 +33,32 @@ from pypto_serving.kernels.packing import pack_quantized, pack_rounded
 from pypto_serving.kernels.recording import Recording
 from pypto_serving.kernels.rounding import round_int4
 from pypto_serving.kernels.sampling import NativeSampler
+from pypto_serving.kernels.shared import Board, Peers, SharedMemory
 
 __all__ = [
     "BF16",
     "INDEXER_TOKENS",
     "INT8",
     "PANEL",
+    "Board",
     "Engine",
     "Form",
     "GroupStrips",
     "Int8Strips",
     "KVCacheLayer",
     "Matrix",
+    "Meeting",
     "MlaSizes",
     "NativeSampler",
     "NormRopeParams",
     "Pages",
+    "Peers",
+    "RanksGone",
     "Recording",
     "Routing",
     "Rows",
     "Scoring",
+    "SharedMemory",
     "Stored",
     "Strips",
     "activations",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,25 +19,28 @@ from pypto_serving.kernels.library import library, runnable
 from pypto_serving.types.arrays import Array, Int32Array, PairArray
 from pypto_serving.util import ceil_div
 
+HUGE_PAGE_BYTES, _POOL_BYTES, _LINE_BYTES = 2 << 20, 64 << 20, 64
 
-class _Pool:
-    """Owns the memory of small arrays. They lie one behind the other, so that huge pages hold all of them."""
 
-    def __init__(self) -> None:
+class Pool:
+    """Owns memory that `map_memory` maps. Small arrays lie one behind the other, so that huge pages hold them."""
+
+    def __init__(self, map_memory: Callable[[int], NDArray[np.uint8]]) -> None:
+        self._map = map_memory
         self._left = np.zeros(0, np.uint8)
 
-    def take(self, size: int) -> NDArray[np.uint8]:
-        """Allocate `size` zero bytes. They live as long as an array refers to them."""
-        if size >= _POOL_BYTES:
-            return _map(size)
-        if size > len(self._left):
-            self._left = _map(_POOL_BYTES)
-        taken, self._left = self._left[:size], self._left[ceil_div(size, _LINE_BYTES) * _LINE_BYTES :]
+    def zeros(self, dtype: Any, *shape: int) -> Array:
+        """Allocate zeros. They live as long as an array refers to them."""
+        taken: Array = self._take(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
         return taken
 
-
-_HUGE_PAGE_BYTES, _POOL_BYTES, _LINE_BYTES = 2 << 20, 64 << 20, 64
-_POOL = _Pool()
+    def _take(self, size: int) -> NDArray[np.uint8]:
+        if size >= _POOL_BYTES:
+            return self._map(size)
+        if size > len(self._left):
+            self._left = self._map(_POOL_BYTES)
+        taken, self._left = self._left[:size], self._left[ceil_div(size, _LINE_BYTES) * _LINE_BYTES :]
+        return taken
 
 
 def _map(size: int) -> NDArray[np.uint8]:
@@ -44,19 +48,26 @@ def _map(size: int) -> NDArray[np.uint8]:
 
     It is private because huge pages for shared memory depend on another system setting, which is off by default.
     """
+    mapped = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapped, np.uint8)
+    memory = memory[-memory.ctypes.data % HUGE_PAGE_BYTES :][:size]
+    ask_for_huge_pages(memory)
+    return memory
+
+
+def ask_for_huge_pages(memory: NDArray[np.uint8]) -> None:
+    """Ask for huge pages, which the system gives where it has them."""
     lib = library()
     assert lib is not None
-    mapped = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = np.frombuffer(mapped, np.uint8)
-    memory = memory[-memory.ctypes.data % _HUGE_PAGE_BYTES :][:size]
-    lib.huge_pages(memory, size)
-    return memory
+    lib.huge_pages(memory, memory.nbytes)
+
+
+_POOL = Pool(_map)
 
 
 def zeros(dtype: Any, *shape: int) -> Array:
     """Allocate zeros, in huge pages where the system has them. Memory is committed when first written."""
-    array: Array = _POOL.take(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
-    return array
+    return _POOL.zeros(dtype, *shape)
 
 
 def hashes(array: Array) -> NDArray[np.uint64]:

@@ -23,6 +23,7 @@ from pypto_serving.kernels.forms import (
     multiplies,
     row_words,
 )
+from pypto_serving.kernels.meeting import Meeting, RanksGone
 from pypto_serving.kernels.operands import (
     Epilogue,
     KVCacheLayer,
@@ -33,7 +34,7 @@ from pypto_serving.kernels.operands import (
     Rows,
     Scoring,
 )
-from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray
+from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
 
 
 def _parts(x: Strips, words: str = "x", scales: str = "x_scales") -> dict[str, Array | None]:
@@ -80,6 +81,10 @@ def _columns(x: Array) -> tuple[Array, int]:
     if step != x.itemsize:
         raise ValueError(f"rows of {list(x.shape)} are not contiguous")
     return x[:1], stride // step
+
+
+StepArrays = tuple[Array, Array, Array, Array, Array, Sequence[Array], Sequence[Array]]
+"""The arrays of a step, in the order that `Recording.replay` takes them."""
 
 
 class Recording:
@@ -404,6 +409,12 @@ class Recording:
         pages = {"kv": kv.handle, "compressed_kv": None if compressed_kv is None else compressed_kv.handle}
         self._add("mla_attention", **inputs, **dims, **counts, **pages, out=out)
 
+    def meet(self, meeting: Meeting) -> None:
+        """Wait until every rank has come here, and see all that they have written."""
+        self._lib.record_meeting(self._handle, meeting.handle)
+        self._kept.append(meeting)
+        self.names.append("meet")
+
     def replay(
         self,
         token_ids: Array,
@@ -417,14 +428,28 @@ class Recording:
     ) -> None:
         """Compute one step. The arrays are those of StepInputs: int32, contiguous except between the tables' rows.
 
-        The time of each operation is added to `seconds` [operations]. Raises ValueError where it has another length.
+        The time of each operation is added to `seconds` [operations]. Raises ValueError where it has another length,
+        RanksGone if a meeting was closed.
         """
         if seconds is not None and len(seconds) != len(self.names):
             raise ValueError(f"seconds must be {len(self.names)} numbers, not {len(seconds)}")
-        groups = self._groups.array([(s, *_columns(table)) for s, table in zip(slots, block_tables, strict=True)])
+        groups = self._tables(slots, block_tables)
         counts = (len(token_ids), len(context_lens), len(logits_rows))
         arrays = (token_ids, positions, query_start, context_lens, logits_rows, groups)
-        self._lib.replay(self._handle, *counts, *arrays, seconds)
+        if not self._lib.replay(self._handle, *counts, *arrays, seconds):
+            raise RanksGone
+
+    def _tables(self, slots: Sequence[Array], block_tables: Sequence[Array]) -> NDArray[np.void]:
+        return self._groups.array([(s, *_columns(table)) for s, table in zip(slots, block_tables, strict=True)])
+
+    def follow(self, board: UInt8Array, buffers: Sequence[StepArrays]) -> bool:
+        """Compute the steps that a leader publishes, until the last; return False if a meeting or the board is closed.
+
+        The arrays of a step begin those of its `buffers`.
+        """
+        groups = [self._tables(slots, tables) for *_, slots, tables in buffers]
+        fields = [(*arrays[:5], tables) for arrays, tables in zip(buffers, groups, strict=True)]
+        return bool(self._lib.follow(self._handle, board, self._lib.structs["StepArrays"].array(fields)))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

@@ -65,8 +65,10 @@ def ask_for(llm: LLM, expected: dict[str, str]) -> Replies:
     return Replies(wrong, [question for question, output in found.items() if output.finish_reason != "stop"])
 
 
-def test_every_sum_and_difference(llm: LLM) -> None:
-    assert len(ask_for(llm, {f"What is {p.a}{p.operator}{p.b}?": p.reply for p in PROBLEMS}).wrong) <= EVERY
+@pytest.mark.parametrize("count", [4000, pytest.param(len(PROBLEMS), marks=pytest.mark.soak)])
+def test_sums_and_differences(llm: LLM, count: int) -> None:
+    problems = random.Random(count).sample(PROBLEMS, count)
+    assert len(ask_for(llm, {f"What is {p.a}{p.operator}{p.b}?": p.reply for p in problems}).wrong) <= EVERY
 
 
 def test_sums_and_differences_in_any_phrasing(llm: LLM) -> None:

@@ -78,8 +78,8 @@ def is_taken(schema: dict[str, Any]) -> bool:
 
 
 def test_answers_validate_or_their_schema_is_refused(llm: LLM) -> None:
-    found = sweep(llm, range(200))
-    assert found["stop"] > 170 and found["length"] < 5, found
+    found = sweep(llm, range(96))
+    assert found["stop"] > 80 and found["length"] < 3, found
 
 
 @pytest.mark.soak
@@ -140,10 +140,10 @@ GUIDES = (
 
 def streams() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(1)
-    prompts = [rng.choices(range(250), k=rng.randrange(4, 90)) for _ in range(24)]
+    prompts = [rng.choices(range(250), k=rng.randrange(4, 90)) for _ in range(16)]
     params = [
         SamplingParams(
-            temperature=i % 2, seed=i, max_tokens=60, logprobs=0 if i % 5 == 0 else None, guide=GUIDES[i % len(GUIDES)]
+            temperature=i % 2, seed=i, max_tokens=40, logprobs=0 if i % 5 == 0 else None, guide=GUIDES[i % len(GUIDES)]
         )
         for i in range(len(prompts))
     ]
@@ -160,7 +160,7 @@ def test_guided_answers_depend_on_no_schedule(model: Path) -> None:
         return run_engine(config, lambda engine: answers(engine, prompts, params, eos_token_ids=(END,)))
 
     together = run()
-    assert sum(END in answer for answer in together) > 12
+    assert sum(END in answer for answer in together) > 8
     assert run(max_num_seqs=1) == together
     assert run(max_num_batched_tokens=32, prefix_caching=False) == together
 

@@ -43,7 +43,7 @@ GROUP_SETS: dict[str, tuple[KVCacheGroupSpec, ...]] = {
 }
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(GROUPS, st.integers(0, 60), st.integers(0, 60))
 def test_useful_blocks_are_those_that_some_position_needs(
     groups: tuple[KVCacheGroupSpec, ...], start: int, length: int
@@ -57,7 +57,7 @@ def test_useful_blocks_are_those_that_some_position_needs(
         assert list(one.useful(start, end)) == [i for i in ended if i in needed]
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(GROUPS, st.integers(0, 100))
 def test_a_block_is_passed_once_it_is_not_needed(groups: tuple[KVCacheGroupSpec, ...], num_tokens: int) -> None:
     for one in make_groups(groups, ResumePoints(groups), None):

@@ -84,7 +84,7 @@ def test_priority_goes_before_fairness() -> None:
     assert list(simulation.last) == [first, high, low]
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), depth=st.integers(1, 2))
 def test_random_traffic_of_salts(seed: int, depth: int) -> None:
     """Preemptions, shared prefixes, aborts, deadlines and deaths: every answer is right, and no salt is remembered."""

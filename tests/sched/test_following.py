@@ -200,7 +200,7 @@ def tree(rng: random.Random, num_requests: int, longest: int) -> list[list[int]]
 GROUPS = {"plain": (plain_groups(16), 2000), "deepseek_v4": (deepseek_v4_groups(), 2000)}
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(sorted(GROUPS)),
     depth=st.integers(1, 3),
@@ -233,7 +233,7 @@ def test_every_block_is_computed_once(kind: str, depth: int, budget: int, thresh
 SMALL_POOLS = {"plain": (plain_groups(16), (24,)), "deepseek_v4": (deepseek_v4_groups(), (8, 6, 6, 60, 60, 60))}
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(kind=st.sampled_from(sorted(GROUPS)), depth=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_nobody_waits_for_ever(kind: str, depth: int, seed: int) -> None:
     """Few blocks, priorities, aborts, deaths of the worker and cleared caches; `run` ends only when all are served."""

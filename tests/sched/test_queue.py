@@ -39,7 +39,7 @@ def num_requests() -> int:
 def test_aborted_requests_of_low_priority_are_forgotten_at_once() -> None:
     simulation = Simulation(null_config(max_num_seqs=1))
     running, patient = (simulation.add([1, 2, 3], max_tokens=200) for _ in range(2))
-    late = [simulation.add([4, 5, 6], priority=9, deadline_s=1e9) for _ in range(500)]
+    late = [simulation.add([4, 5, 6], priority=9, deadline_s=1e9) for _ in range(120)]
     simulation.turn()
     before = num_requests()
     simulation.abort(*late)
@@ -74,7 +74,7 @@ def test_with_fairness_only_the_first_requests_of_salts_are_compared() -> None:
     assert shares.compared <= 3 * 3001 and not queue._lanes
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 10**6), fair=st.booleans())
 def test_the_queue_agrees_with_a_sorted_list(seed: int, fair: bool) -> None:
     """Pushes, removals in any order, pushes of what was removed, tokens of salts, and deadlines."""

@@ -257,7 +257,7 @@ GROUP_SETS = {
 }
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(sorted(GROUP_SETS)),
     depth=st.integers(1, 3),

@@ -50,7 +50,7 @@ def counts(simulation: Simulation) -> list[list[int]]:
     chunked=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_any_cut_gives_the_same_values(
     lengths: list[int], budget: int, limit: int, chunk: int, chunked: bool, seed: int
 ) -> None:

@@ -1,0 +1,35 @@
+// Steps that a leader publishes to the other ranks, which compute them without asking anybody else.
+#pragma once
+
+#include "meet.h"
+#include "recording.h"
+
+namespace pypto {
+
+// What is new in a step; the arrays lie where those of its `buffers` always do.
+struct Order {
+  int32_t buffers, tokens, rows, logits;
+  bool last;  // nothing follows
+};
+
+// The last orders, in shared memory. A leader publishes no more steps than kOrders before all ranks have begun them.
+struct Board {
+  static constexpr uint32_t kOrders = 64;
+  Count published;
+  Order orders[kOrders];
+  // For the leader alone.
+  void publish(const Order& order);
+};
+
+// Where the arrays of a step lie; see Step.
+struct StepArrays {
+  const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows;
+  const GroupTables* groups;
+  FIELDS(token_ids, positions, query_start, context_lens, logits_rows, groups)
+  Step step(int32_t tokens, int32_t rows, int32_t logits) const;
+};
+
+// Replay the steps that are published until the last; false if a meeting or the board is closed.
+bool follow(Recording& recording, Board& board, const StepArrays* buffers);
+
+}  // namespace pypto

@@ -1,0 +1,36 @@
+// The C interface of what ranks share; the memory is theirs, zero at first. meet.h and following.h say what it holds.
+#include "abi.h"
+#include "following.h"
+
+using namespace pypto;
+
+API(int, count_bytes) { return sizeof(Count); }
+
+API(int, board_bytes) { return sizeof(Board); }
+
+// Close `count` counts of a meeting, or that of a board.
+API(void, close_counts, void* counts, int count) {
+  for (int i = 0; i < count; i++) static_cast<Count*>(counts)[i].close();
+}
+
+API(Meeting*, meeting, void* counts, int rank, int ranks) {
+  return new Meeting(static_cast<Count*>(counts), rank, ranks);
+}
+
+API(void, leave, Meeting* meeting) { delete meeting; }
+
+// 1, or 0 if the meeting is closed.
+API(int, meet, Meeting* meeting) { return meeting->meet(); }
+
+API(void, record_meeting, Recording* recording, Meeting* meeting) { recording->meet(meeting); }
+
+API(void, publish, void* board, int32_t buffers, int32_t tokens, int32_t rows, int32_t logits) {
+  static_cast<Board*>(board)->publish({buffers, tokens, rows, logits, false});
+}
+
+API(void, publish_last, void* board) { static_cast<Board*>(board)->publish({0, 0, 0, 0, true}); }
+
+// 1 after the last step, or 0 if a meeting or the board is closed.
+API(int, follow, Recording* recording, void* board, const StepArrays* buffers) {
+  return follow(*recording, *static_cast<Board*>(board), buffers);
+}
