@@ -264,8 +264,7 @@ def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
 
 
 def _span(span: tuple[int, int]) -> str:
-    first, end = span
-    return f"{first}-{end - 1}" if end > first else "-"
+    return _ids(range(*span)) or "-"
 
 
 def _ids(ids: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ Span = tuple[int, int]
 
 FOLLOWER_BYTES = 48 << 20
 """Resident memory of the process of a rank that follows, beside weights, KV and activations."""
-REPEATED_PART = 4
+REPEATED_PART = 8
 """Each rank that follows repeats one of so many parts of the activations in buffers of its own."""
 
 

@@ -18,17 +18,26 @@ from pypto_serving.parallel.weights import Split, SplitWeights
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SPLITS: Mapping[str, Split] = {
+    "wq_a": "columns",
     "wq_b": "heads",
+    "wkv": "columns",
+    "wgate": "columns",
+    "weights_proj": "columns",
     "wo_a": "columns",
     "wo_b": "columns",
+    "gate": "columns",
     "w1": "columns",
     "w2": "columns",
     "w3": "columns",
     "embed": "columns",
     "head": "columns",
 }
-"""How ranks split a matrix; the rest they have whole. Those of experts are split by experts, too."""
-_GATE_UP = {"w1", "w3"}
+"""How ranks split a matrix; the rest they have whole. Those of experts are split by experts, too.
+
+Projections of attention's input are split as one; that each is by itself gives about the same bytes.
+"""
+_UNITS = {"gate": 4, "w1": GATE_HALF, "w3": GATE_HALF}
+"""Outputs that stay together, where they are not a panel."""
 
 
 class DeepseekV4Inventory:
@@ -114,13 +123,13 @@ class DeepseekV4Inventory:
 
     def split(self, name: str, num_bytes: int) -> SplitWeights:
         """Describe how ranks split the tensor `name` of `num_bytes`."""
-        tensor, module = self.model[name], "" if ".indexer." in name else _module(name).rpartition(".")[2]
+        tensor, module = self.model[name], _module(name).rpartition(".")[2]
         layer, last = _LAYER.match(name), self._config.num_layers - 1
         return SplitWeights(
             layers=(int(layer[1]),) if layer else (0 if module == "embed" else last,),
             split="experts" if tensor.role == "expert" else _SPLITS.get(module, "whole"),
             outputs=tensor.shape[0],
-            unit=GATE_HALF if module in _GATE_UP else PANEL,
+            unit=_UNITS.get(module, PANEL),
             num_bytes=num_bytes,
         )
 
