@@ -110,7 +110,7 @@ class DeepseekV4Inventory:
                 sizes[name] = 4 * tensor.count
             else:
                 scheme = head if head and name == "head.weight" else self.scheme(name)
-                unit, (n, k) = GATE_HALF if module.rpartition(".")[2] in _GATE_UP else PANEL, tensor.shape
+                unit, (n, k) = _UNITS.get(module.rpartition(".")[2], PANEL), tensor.shape
                 sizes[name] = packed_bytes(scheme, self._headers, module, n, k, unit)
         return sizes
 
