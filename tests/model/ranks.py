@@ -34,7 +34,8 @@ class RankedProgram:
         for rank in topology.ranks:
             engine = Engine(self.config.kernels, 1)
             weights = PackedWeights(path, engine, lambda *_: None)
-            peers = Peers(rank.tensor, topology.tensor, SharedMemory(memory.fd)) if topology.tensor > 1 else Peers()
+            places = (rank.tensor, topology.tensor, SharedMemory(memory.fd), rank.stage, topology.pipeline)
+            peers = Peers(*places) if topology.num_ranks > 1 else Peers()
             self.models.append(program(model, weights, engine, self.config, rank, peers))
         self.memory = HostBlocks(self.models[0].arenas)
         self._threads = ThreadPoolExecutor(topology.num_ranks)

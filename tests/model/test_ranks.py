@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ comp
 
 TENSOR = tuple(Topology(tensor=size) for size in (2, 4, 8))
 EXPERT = tuple(Topology(tensor=size, expert=groups) for size, groups in [(2, 2), (4, 2), (4, 4)])
+STAGES = (Topology(pipeline=2), Topology(2, pipeline=3))
 SMALL = {"num_hidden_layers": 2, "vocab_size": 131, "bos_token_id": 0, "eos_token_id": 2}
 ODD = SMALL | {"hidden_size": 96, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 3}
 WIDE = SMALL | {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 128}
@@ -33,11 +34,13 @@ def test_dense(checkpoint: MakeCheckpoint, sizes: dict[str, Any], tied: bool) ->
     path = checkpoint(
         "qwen3", dtype="bfloat16", **SMALL | sizes | {"tie_word_embeddings": tied, "attention_bias": tied}
     )
-    assert_same_bits(path, *TENSOR)
+    assert_same_bits(path, *TENSOR, *STAGES)
 
 
 def test_experts(checkpoint: MakeCheckpoint) -> None:
-    assert_same_bits(checkpoint("qwen3_moe", dtype="bfloat16", **SMALL), *TENSOR, *EXPERT)
+    assert_same_bits(
+        checkpoint("qwen3_moe", dtype="bfloat16", **SMALL), *TENSOR, *EXPERT, Topology(2, pipeline=2, expert=2)
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -58,7 +61,7 @@ DEEPSEEK_V4 = {
 @pytest.mark.parametrize("sizes", DEEPSEEK_V4)
 def test_deepseek_v4(checkpoint: MakeCheckpoint, sizes: str) -> None:
     path = checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4[sizes])
-    assert_same_bits(path, Topology(2), Topology(8), *EXPERT)
+    assert_same_bits(path, Topology(2), Topology(8), *EXPERT, Topology(2, pipeline=2))
 
 
 @pytest.mark.parametrize("form", ["released", "base", "w8a8"])

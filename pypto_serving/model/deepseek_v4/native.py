@@ -43,9 +43,9 @@ class NativeDeepseekV4:
     """Owns packed weights, the arenas of all KV groups and the recorded step of a DeepSeek V4 model, or a rank's part.
 
     A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
-    routing are float32. `logits` is float32 [max_logits, vocab]. Ranks split every matrix by its outputs and meet where
-    they need the outputs of all. What all heads share, such as rows of the KV cache, each rank computes: all write the
-    same bytes.
+    routing are float32. `logits` is float32 [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and
+    meet where they need those of all. What all heads share, such as rows of the KV cache, each rank computes: all write
+    the same bytes.
     """
 
     layout = "block, tensor, layer, row"
@@ -76,20 +76,31 @@ class NativeDeepseekV4:
         self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
         self.logits = self._buffers.logits
         self._record(config)
+        weights.finish()
         del self._weights
 
     def _record(self, config: EngineConfig) -> None:
         b, model, mine = self._buffers, self.model, self._rank.vocabulary(self.model.vocab_size)
-        self.step.embed(self._weights.table("embed.weight", mine), b.streams, mine.start)
-        self._peers.meet(self.step, b.streams)
+        if self._rank.embeds:
+            if mine:
+                self.step.embed(self._weights.table("embed.weight", mine), b.streams, mine.start)
+            self._peers.meet(self.step, b.streams)
+        self._peers.begin_stage(self.step)
         tables = rope_tables(model.ropes(), config.max_model_len)
-        for layer, kind in enumerate(model.kinds):
+        for layer in self._rank.layers(model.num_layers):
+            kind = model.kinds[layer]
             self._record_hyper_connection_pre(f"layers.{layer}.hc_attn")
             self._record_attention(layer, kind, *tables[kind])
             self._record_hyper_connection_post()
             self._record_hyper_connection_pre(f"layers.{layer}.hc_ffn")
             self._record_experts(layer)
             self._record_hyper_connection_post()
+        if self._rank.projects:
+            self._record_logits(config, mine)
+        self._peers.end_stage(self.step)
+
+    def _record_logits(self, config: EngineConfig, mine: range) -> None:
+        b = self._buffers
         self._record_hyper_connection_pre("hc_head", Rows.LOGITS)
         normed = self._normed(self._weights.exact("norm.weight"), Rows.LOGITS)
         head = self._weights.rounded("head", mine) if config.head == "int8" else self._matrix("head", mine)
