@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import INT8, Engine, Matrix, zeros
+from pypto_serving.kernels import Engine, Matrix, zeros
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
@@ -180,7 +180,7 @@ class PackedWeights:
     ) -> Matrix:
         """Pack `count` matrices of n outputs into one piece of memory: words, then what outputs have of their own."""
         form, k, outputs = parts[0].form, parts[0].k, Matrix.outputs(n, count)
-        words, rows = form.words(n, k, count), 2 if form == INT8 else int(form.codes)
+        words, rows = form.words(n, k, count), form.own_words
 
         def view(memory: NDArray[np.uint32]) -> Matrix:
             own = memory[words:].reshape(rows, outputs)
