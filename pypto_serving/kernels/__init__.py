@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.constants import INDEXER_TOKENS, PANEL
+from pypto_serving.kernels.constants import GATE_HALF, INDEXER_TOKENS, PANEL
 from pypto_serving.kernels.engine import Engine, hashes, zeros
 from pypto_serving.kernels.forms import (
     BF16,
@@ -12,10 +12,12 @@ from pypto_serving.kernels.forms import (
     Int8Strips,
     Matrix,
     Stored,
+    StripColumns,
     Strips,
     activations,
     most_int8_words,
     packed_form,
+    planned_form,
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
@@ -37,6 +39,7 @@ from pypto_serving.kernels.shared import Board, Peers, SharedMemory
 
 __all__ = [
     "BF16",
+    "GATE_HALF",
     "INDEXER_TOKENS",
     "INT8",
     "PANEL",
@@ -60,6 +63,7 @@ __all__ = [
     "Scoring",
     "SharedMemory",
     "Stored",
+    "StripColumns",
     "Strips",
     "activations",
     "hashes",
@@ -67,6 +71,7 @@ __all__ = [
     "pack_quantized",
     "pack_rounded",
     "packed_form",
+    "planned_form",
     "round_int4",
     "runnable",
     "strips_for",

@@ -18,10 +18,12 @@ from pypto_serving.kernels.forms import (
     GroupStrips,
     Int8Strips,
     Matrix,
+    StripColumns,
     Strips,
     activations,
     multiplies,
     row_words,
+    strip_columns,
 )
 from pypto_serving.kernels.meeting import Meeting, RanksGone
 from pypto_serving.kernels.operands import (
@@ -52,20 +54,26 @@ def _factors(x: Strips, matrix: Matrix) -> dict[str, Any]:
     return {**_parts(x), **weights, "inputs": activations(x)["inputs"], **matrix.form.fields()}
 
 
-def _product(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array) -> dict[str, Any]:
+def _product(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array | StripColumns) -> dict[str, Any]:
     """Make the fields of Linear in csrc/ops.h that every GEMM needs.
 
     Raises TypeError where `out` does not have the dtype that the epilogue writes, ValueError for sizes it cannot write.
     """
     is_rows = epilogue in (Epilogue.STORE, Epilogue.ADD)
-    dtype = np.float32 if is_rows else np.uint32
-    if out.dtype != dtype:
-        raise TypeError(f"a GEMM with epilogue {epilogue.name} writes {np.dtype(dtype)}, not {out.dtype}")
+    dtype, words = np.float32 if is_rows else np.uint32, out.words if isinstance(out, StripColumns) else out
+    if words.dtype != dtype:
+        raise TypeError(f"a GEMM with epilogue {epilogue.name} writes {np.dtype(dtype)}, not {words.dtype}")
     if epilogue == Epilogue.STRIPS and matrix.n % GATE_HALF:
         raise ValueError(f"{matrix.n} outputs are not whole half panels")
-    start, stride = _columns(out) if is_rows else (out, 0)
-    sizes = {"n": matrix.n, "k": matrix.k, "stride": stride}
-    return {**_factors(x, matrix), **sizes, "epilogue": epilogue, "out": start}
+    fields = _factors(x, matrix) | {"n": matrix.n, "k": matrix.k, "epilogue": epilogue}
+    if isinstance(out, StripColumns) or not is_rows:
+        return fields | strip_columns(out, matrix.n // (2 if epilogue == Epilogue.SWIGLU else 1))
+    start, stride = _columns(out)
+    return fields | {"out": start, "stride": stride, "first": 0}
+
+
+_UNGROUPED = 1 << 40
+"""Outputs of a group where all have the same activations: more than there are."""
 
 
 def _gated(gates: Float32Array | None) -> Epilogue:
@@ -114,30 +122,33 @@ class Recording:
     def _keep(self, fields: Mapping[str, Any]) -> None:
         self._kept.extend(value for value in fields.values() if isinstance(value, np.ndarray))
 
-    def embed(self, table: BFloat16Array, x: Float32Array) -> None:
-        """Look up token embeddings: x [tokens, width] = rows of `table` [vocab, width].
+    def embed(self, table: BFloat16Array, x: Float32Array, first: int = 0) -> None:
+        """Look up token embeddings: x [tokens, width] = rows of `table` [count, width].
 
-        x may be [tokens, copies, width]; each row is then written `copies` times.
+        The table is of tokens from `first` on; rows of others are not written. x may be [tokens, copies, width]; each
+        row is then written `copies` times.
         """
-        self._embed(x, table=table)
+        self._embed(x, first, len(table), table=table)
 
-    def embed_packed(self, table: Matrix, x: Float32Array) -> None:
-        """As `embed`, from a packed `table` [vocab, width] of bfloat16 or int8, such as a tied output layer.
+    def embed_packed(self, table: Matrix, x: Float32Array, first: int = 0) -> None:
+        """As `embed`, from a packed `table` [count, width] of bfloat16 or int8, such as a tied output layer.
 
         Raises ValueError for other weights.
         """
         if table.form not in (BF16, INT8):
             raise ValueError(f"embeddings must be bfloat16 or int8, not {table.form}")
-        self._embed(x, packed=table.words, scales=table.scales)
+        self._embed(x, first, table.n, packed=table.words, scales=table.scales)
 
     def _embed(
         self,
         x: Float32Array,
+        first: int,
+        count: int,
         table: BFloat16Array | None = None,
         packed: PairArray | None = None,
         scales: Float32Array | None = None,
     ) -> None:
-        rows = {"width": x.shape[-1], "copies": math.prod(x.shape[1:-1]), "x": x}
+        rows = {"first": first, "count": count, "width": x.shape[-1], "copies": math.prod(x.shape[1:-1]), "x": x}
         self._add("embed", table=table, packed=packed, scales=scales, **rows)
 
     def rms_norm(
@@ -168,7 +179,12 @@ class Recording:
         self._linear(x, matrix, Epilogue.ADD, out, Rows.TOKENS)
 
     def linear_swiglu(
-        self, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf, gates: Float32Array | None = None
+        self,
+        x: Strips,
+        matrix: Matrix,
+        out: PairArray | StripColumns,
+        limit: float = math.inf,
+        gates: Float32Array | None = None,
     ) -> None:
         """GEMM with SwiGLU (arXiv:2002.05202): silu(x G^T) * (x U^T) into strips.
 
@@ -177,27 +193,27 @@ class Recording:
         """
         self._linear(x, matrix, _gated(gates), out, Rows.TOKENS, limit=limit, gates=gates)
 
-    def linear_groups(self, x: PairArray, matrix: Matrix, groups: int, out: PairArray) -> None:
-        """Grouped GEMM: x_g W_g^T of each group, concatenated into strips [tokens, n].
+    def linear_groups(self, x: PairArray, matrix: Matrix, group: int, out: PairArray | StripColumns) -> None:
+        """Grouped GEMM: x_g W_g^T for each `group` of columns of `out`, into strips.
 
-        The groups' strips x_g lie one behind the other. Raises ValueError where a group's outputs are not whole panels.
+        The groups' strips x_g lie one behind the other. Raises ValueError where a group is not whole panels.
         """
-        if matrix.n % groups or matrix.n // groups % PANEL:
-            raise ValueError(f"{groups} groups of {matrix.n} outputs are not whole panels")
-        self._linear(x, matrix, Epilogue.STRIPS, out, Rows.TOKENS, group=matrix.n // groups)
+        if group % PANEL or (isinstance(out, StripColumns) and out.first % PANEL):
+            raise ValueError(f"groups of {group} outputs are not whole panels")
+        self._linear(x, matrix, Epilogue.STRIPS, out, Rows.TOKENS, group=group)
 
     def _linear(
         self,
         x: Strips,
         matrix: Matrix,
         epilogue: Epilogue,
-        out: Array,
+        out: Array | StripColumns,
         rows: Rows,
-        group: int = 0,
+        group: int = _UNGROUPED,
         limit: float = math.inf,
         gates: Float32Array | None = None,
     ) -> None:
-        sizes = {"group": group or Matrix.outputs(matrix.n), "limit": limit, "rows": rows}
+        sizes = {"group": group, "limit": limit, "rows": rows}
         self._add("linear", **_product(x, matrix, epilogue, out), bias=matrix.bias, gates=gates, **sizes)
 
     def qk_norm_rope(
@@ -218,9 +234,10 @@ class Recording:
         inputs = {"x": x, "weights": weights, "cos": cos, "sin": sin, "eps": eps}
         self._add("qk_norm_rope", **inputs, heads=queries.shape[1], queries=queries, **cache.fields())
 
-    def paged_attention(self, queries: BFloat16Array, cache: KVCacheLayer, out: PairArray) -> None:
+    def paged_attention(self, queries: BFloat16Array, cache: KVCacheLayer, out: PairArray | StripColumns) -> None:
         """Causal attention of queries [tokens, heads, dim] over the paged KV cache, into strips."""
-        self._add("paged_attention", queries=queries, heads=queries.shape[1], **cache.fields(), out=out)
+        _, heads, dim = queries.shape
+        self._add("paged_attention", queries=queries, heads=heads, **cache.fields(), **strip_columns(out, heads * dim))
 
     def route(
         self,
@@ -230,17 +247,21 @@ class Recording:
         scale: float = 1.0,
         bias: Float32Array | None = None,
         tid2eid: Int32Array | None = None,
+        computed: range | None = None,
     ) -> Routing:
         """Route each token to its top `per_token` experts by router logits [tokens, experts].
 
         Expert weights are multiplied by `scale`. With Scoring.SQRT_SOFTPLUS, `bias` [experts] is added to the scores
-        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing).
-        Raises ValueError for more experts per token than there are.
+        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing). Operations on
+        experts have the matrices of those `computed`, by default all, and leave out the others. Raises ValueError for
+        more experts per token than there are.
         """
         tokens, experts = logits.shape
         if not 1 <= per_token <= experts:
             raise ValueError(f"per_token is {per_token}, but must be between 1 and the {experts} experts")
-        sizes = {"experts": experts, "per_token": per_token, "scoring": scoring, "scale": scale}
+        mine = range(experts) if computed is None else computed
+        sizes = {"experts": experts, "begin": mine.start, "end": mine.stop, "per_token": per_token}
+        sizes |= {"scoring": scoring, "scale": scale}
         scores = np.zeros((tokens, 2, experts), np.float32) if scoring == Scoring.SQRT_SOFTPLUS else None
         inputs = {"logits": logits, "scores": scores, "bias": bias, "tid2eid": tid2eid}
         entries = {name: np.zeros(tokens * per_token, np.int32) for name in ("topk_ids", "order", "place")}
@@ -266,7 +287,7 @@ class Recording:
         routing: Routing,
         x: Strips,
         matrix: Matrix,
-        out: PairArray,
+        out: PairArray | StripColumns,
         limit: float = math.inf,
         gates: Float32Array | None = None,
     ) -> None:
@@ -280,26 +301,33 @@ class Recording:
         matrix: Matrix,
         limit: float,
         epilogue: Epilogue,
-        out: Array,
+        out: Array | StripColumns,
         gates: Float32Array | None,
     ) -> None:
         of = {"routing": routing.handle, "places": matrix.places}
-        sizes = {"group": Matrix.outputs(matrix.n), "limit": limit, "rows": Rows.TOKENS}
+        sizes = {"group": _UNGROUPED, "limit": limit, "rows": Rows.TOKENS}
         self._add("expert_linear", **of, **_product(x, matrix, epilogue, out), bias=None, gates=gates, **sizes)
 
     def moe_combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
-        """Add the expert outputs y [entries, width] to x [tokens, width], weighted, in top-k order."""
-        self._add("moe_combine", routing=routing.handle, y=y, width=x.shape[1], x=x)
+        """Add the expert outputs y [entries, width] to x [tokens, width], weighted, in top-k order.
+
+        Both may be columns of arrays.
+        """
+        (y_start, y_stride), (x_start, x_stride) = _columns(y), _columns(x)
+        sizes = {"width": x.shape[1], "y_stride": y_stride, "x_stride": x_stride}
+        self._add("moe_combine", routing=routing.handle, y=y_start, x=x_start, **sizes)
 
     def rms_norm_linear(
         self, x: Float32Array, weight: Float32Array, eps: float, out: Float32Array, rows: Rows = Rows.TOKENS
     ) -> None:
         """Unweighted RMSNorm and float32 GEMM: out [rows, outputs] = x / rms(x) W^T.
 
-        x is [tokens, ...], W [outputs, width] with a multiple of 4 outputs. Serves hyper-connections and routers.
+        x is [tokens, ...], W [outputs, width] with a multiple of 4 outputs. `out` may be columns of an array. Serves
+        hyper-connections and routers.
         """
-        outputs, width = weight.shape
-        self._add("rms_norm_linear", x=x, weight=weight, width=width, outputs=outputs, eps=eps, rows=rows, out=out)
+        (outputs, width), (start, stride) = weight.shape, _columns(out)
+        sizes = {"width": width, "outputs": outputs, "stride": stride}
+        self._add("rms_norm_linear", x=x, weight=weight, **sizes, eps=eps, rows=rows, out=start)
 
     def hyper_connection_pre(
         self,
@@ -324,8 +352,13 @@ class Recording:
         self._add("hyper_connection_pre", **inputs, **sizes, post_comb=post_comb, out=out)
 
     def hyper_connection_post(self, y: Float32Array, post_comb: Float32Array, x: Float32Array) -> None:
-        """Update streams x [tokens, streams, width] with the block output y [tokens, width]: post * y + comb^T x."""
-        self._add("hyper_connection_post", y=y, post_comb=post_comb, width=y.shape[1], x=x)
+        """Update streams x [tokens, streams, width] with the block output y [tokens, width]: post * y + comb^T x.
+
+        Both may be columns of arrays.
+        """
+        (y_start, y_stride), (x_start, stride) = _columns(y), _columns(x[0])
+        sizes = {"width": y.shape[1], "y_stride": y_stride, "stride": stride}
+        self._add("hyper_connection_post", y=y_start, post_comb=post_comb, x=x_start, **sizes)
 
     def pages(self, arena: NDArray[np.uint8], offset: int, row_bytes: int, group: int, size: int, ratio: int) -> Pages:
         """Describe paged rows: from `offset` on in each block of `arena` [blocks, bytes], one row per `ratio` tokens.
@@ -339,15 +372,23 @@ class Recording:
         self._keep(fields)
         return Pages(self._lib.pages(self._handle, **fields))
 
-    def norm_rope(self, x: Float32Array, heads: int, rope: NormRopeParams, out: PairArray | Pages) -> None:
+    def norm_rope(
+        self, x: Float32Array, heads: int, rope: NormRopeParams, out: PairArray | Pages, first: int = 0
+    ) -> None:
         """RMSNorm and RoPE of x [tokens, heads * dim] at each token's position, rounded to bfloat16.
 
-        `out` is query panels, uint32 [tokens, panels, dim / 2, 32]. With one head it may be pages: the
-        result then goes to the token's slot.
+        `out` is query panels, uint32 [tokens, panels, dim / 2, 32], where heads are written from `first` on. With one
+        head it may be pages: the result then goes to the token's slot. Raises ValueError for heads beyond the panels.
         """
-        places = {"out": None, "pages": out.handle} if isinstance(out, Pages) else {"out": out, "pages": None}
+        places: dict[str, Any] = (
+            {"out": None, "pages": out.handle} if isinstance(out, Pages) else {"out": out, "pages": None}
+        )
+        panels = 0 if isinstance(out, Pages) else out.shape[1]
+        if panels and not 0 <= first <= panels * PANEL - heads:
+            raise ValueError(f"{heads} heads from {first} on are not within {panels} panels")
         start, stride = _columns(x)
-        self._add("norm_rope", x=start, stride=stride, heads=heads, **rope.fields(), **places)
+        sizes = {"stride": stride, "heads": heads, "first": first, "panels": panels}
+        self._add("norm_rope", x=start, **sizes, **rope.fields(), **places)
 
     def compressor_state(self, kv: Float32Array, gates: Float32Array, ape: Float32Array, state: Pages) -> None:
         """Write the tokens' compressor state, rows [kv | gates + ape[p % ratio]].
@@ -400,14 +441,14 @@ class Recording:
 
         `queries` are in panels. With `indices`, compressed entries are the indexer's top-k. The attention sinks
         [panels * 32] are in base 2. The output is rotated back by the query position (inverse RoPE) and written to
-        strips [tokens, heads * dim / groups] of each group, one group behind the other.
+        strips [tokens, group * dim] of each group of heads, one group behind the other.
         """
         topk = 0 if indices is None else indices.shape[1]
         inputs = {"queries": queries, "sinks": sinks, "cos": rope.cos, "sin": rope.sin, "indices": indices}
-        dims = {"heads": sizes.heads, "dim": rope.dim, "rope_dim": rope.rope_dim}
-        counts = {"window": sizes.window, "groups": sizes.groups, "topk": topk}
+        heads = {"heads": len(sizes.heads), "first": sizes.heads.start, "group": sizes.group}
+        counts = {"dim": rope.dim, "rope_dim": rope.rope_dim, "window": sizes.window, "topk": topk}
         pages = {"kv": kv.handle, "compressed_kv": None if compressed_kv is None else compressed_kv.handle}
-        self._add("mla_attention", **inputs, **dims, **counts, **pages, out=out)
+        self._add("mla_attention", **inputs, **heads, **counts, **pages, out=out)
 
     def meet(self, meeting: Meeting) -> None:
         """Wait until every rank has come here, and see all that they have written."""

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
-from pypto_serving.model.registry import DEFAULT_BLOCK_SIZE
+from pypto_serving.model.family import DEFAULT_BLOCK_SIZE
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig, default_of
 from pypto_serving.util import GIB, format_size

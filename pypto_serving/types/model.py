@@ -90,8 +90,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: end-of-sequence ids of config.json, which generation_config.json may replace.
     """
 
-    path: str
-    architecture: str
+    path: str = ""
+    architecture: str = ""
     dtype: str
     num_layers: int
     vocab_size: int

@@ -23,6 +23,14 @@ class WorkerStart(msgspec.Struct, frozen=True):
     left_out: tuple[Tier, ...] = ()
 
 
+class RankStart(msgspec.Struct, frozen=True):
+    """What a rank needs to follow a worker: its index, and the inherited file descriptor of what they share."""
+
+    config: EngineConfig
+    rank: int
+    memory: int
+
+
 class CoreStart(msgspec.Struct, frozen=True):
     """What an engine core needs to start.
 

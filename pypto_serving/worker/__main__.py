@@ -37,6 +37,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
     backend: Backend = BACKENDS.load(start.config.backend)(start.config)
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
+    backend.watch(parent.fault)
     backend.pin_main_thread()
     runner = wrap(Runner(program, buffers, start.config.vocab_size, start.config.num_drafts, start.config.model))
     stores = open_stores(program, start)

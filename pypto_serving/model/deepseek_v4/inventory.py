@@ -13,7 +13,7 @@ from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.storage import MATRICES, Role, Tensor, expected_plain
-from pypto_serving.model.formats.schemes import Scheme, held
+from pypto_serving.model.formats.schemes import Scheme, held, packed_bytes
 from pypto_serving.parallel.weights import Split, SplitWeights
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -95,6 +95,24 @@ class DeepseekV4Inventory:
     def num_parameters(self, mtp: bool = False) -> int:
         """Count the elements of all float tensors before quantisation, with draft layers if `mtp`."""
         return sum(tensor.count for tensor in self._all(mtp).values() if tensor.role != "ids")
+
+    def packed_bytes(self, head: Scheme | None = None) -> dict[str, int]:
+        """Count the bytes of every tensor as kernels hold it; `head` is how the output layer is held, if not as stored.
+
+        The embedding is bfloat16. Routers, vectors and what is used in float32 outside of matrices are float32.
+        """
+        sizes = {}
+        for name, tensor in self.model.items():
+            module = _module(name)
+            if name == "embed.weight":
+                sizes[name] = 2 * tensor.count
+            elif tensor.role in ("float", "ids") or len(tensor.shape) == 1 or name.endswith("ffn.gate.weight"):
+                sizes[name] = 4 * tensor.count
+            else:
+                scheme = head if head and name == "head.weight" else self.scheme(name)
+                unit, (n, k) = _UNITS.get(module.rpartition(".")[2], PANEL), tensor.shape
+                sizes[name] = packed_bytes(scheme, self._headers, module, n, k, unit)
+        return sizes
 
     def token_share(self, name: str) -> Fraction:
         """Return the part of all tensors called like `name` that a token reads: of experts, the chosen ones."""

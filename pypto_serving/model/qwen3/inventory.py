@@ -11,7 +11,7 @@ from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
 from pypto_serving.model.formats.eight_bits import Fp8, Int8
-from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held
+from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held, packed_bytes
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.parallel.weights import Split, SplitWeights
 
@@ -42,15 +42,16 @@ class Qwen3Inventory:
 
     def __init__(self, config: Qwen3Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
         self.config = config
+        self._headers = headers or {}
         self._weights = self._list_weights()
-        self.schemes = {module: self._scheme(module, headers or {}) for module in config.linear_layers()}
+        self.schemes = {module: self._scheme(module) for module in config.linear_layers()}
 
-    def _scheme(self, module: str, headers: Mapping[str, StoredTensor]) -> Scheme:
+    def _scheme(self, module: str) -> Scheme:
         quantization = self.config.quantization
         if quantization is None:
             return PLAIN
         schemes = quantization.schemes(module)
-        return held(schemes, headers, module, *self._sizes(module)) if headers else schemes[0]
+        return held(schemes, self._headers, module, *self._sizes(module)) if self._headers else schemes[0]
 
     def sizes(self) -> dict[str, Shape]:
         """Return [n, k] of every linear layer by module."""
@@ -91,12 +92,23 @@ class Qwen3Inventory:
         """Count the elements of all weights before quantisation."""
         return sum(math.prod(shape) for shape in self._weights.values())
 
-    def packed_bytes(self, item_bytes: int) -> dict[str, int]:
-        """Count the bytes of every weight as kernels read it; weights that are not quantised have `item_bytes`."""
-        sizes = {}
+    def packed_bytes(self, item_bytes: int = 2, head: Scheme | None = None) -> dict[str, int]:
+        """Count the bytes of every weight as kernels hold it; matrices that are not quantised have `item_bytes`.
+
+        `head` is how the output layer is held, if not as stored.
+        """
+        model, sizes = self.config, {}
         for name, shape in self._weights.items():
-            scheme = self.schemes.get(name.removesuffix(".weight"), PLAIN)
-            sizes[name] = math.prod(shape) * item_bytes if scheme == PLAIN else scheme.packed_bytes(*shape)
+            if len(shape) == 1:
+                sizes[name] = 4 * shape[0]
+            elif name == EMBEDDING and not model.tied_embeddings:
+                sizes[name] = item_bytes * math.prod(shape)
+            else:
+                module = name.removesuffix(".weight")
+                scheme = head if head and module == model.head else self.schemes.get(module, PLAIN)
+                unit, (n, k) = GATE_HALF if module.rpartition(".")[2] in _GATE_UP else PANEL, shape
+                size = packed_bytes(scheme, self._headers, module, n, k, unit)
+                sizes[name] = size * item_bytes // 2 if scheme == PLAIN else size
         return sizes
 
     def token_share(self, name: str) -> Fraction:
