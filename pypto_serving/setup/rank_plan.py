@@ -25,6 +25,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     columns: of the residual stream; other matrices are split alike.
     experts: empty for a model without.
+    workspace_bytes: of rank 0 with those of all other processes of the server.
     cpus, node: see Placement.
     """
 
