@@ -47,8 +47,8 @@ class NativeLoader:
         """Load the weights and record the step. Raises ModelError or ConfigError."""
         file = self._packed_file() if self.config.packed_cache else None
         weights = PackedWeights(self.config.model, self.engine, progress, file)
-        model = self._program(self._model, weights, self.engine, self.config)
-        peers.meet(model.step)
+        part = (self.rank, peers) if self.rank.topology.num_ranks > 1 else ()
+        model = self._program(self._model, weights, self.engine, self.config, *part)
         if file is not None:
             file.save()
         return model
