@@ -13,6 +13,7 @@ from roofline_kernels import Bench, Result, Rounds, bfloat16, fill, replay
 from roofline_work import BLOCK, Batch, Operation, Work, operations
 
 from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_config, load_spec
 from pypto_serving.setup.host import read_host_facts
 from pypto_serving.types.config import EngineConfig, Head
@@ -34,7 +35,7 @@ class Steps:
 
     def __init__(self, model: Path, kernels: str, threads: int, wanted: list[Batch], head: Head = "auto") -> None:
         """Keeps in `batches` what there is memory for."""
-        spec = load_spec(model, "bfloat16", BLOCK)
+        spec = load_spec(model, Serving("bfloat16", BLOCK))
         block_bytes = sum(group.block_bytes for group in spec.kv_groups)
         room = (read_host_facts().available_bytes - 1.1 * spec.packed_bytes) * 0.9
         self.batches = [batch for batch in wanted if batch.num_blocks * block_bytes < room]

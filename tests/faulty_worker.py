@@ -1,10 +1,10 @@
 """A worker that fails on purpose: `python -m tests.faulty_worker FD`.
 
 `backend_options["faults"]` maps an epoch (as a string) to [point, nth step]. The worker is killed while loading
-("load"), loses a rank that loads ("rank"), or has a process like a rank that stays behind ("leave"). At that step of that
-life it is killed before computing ("before") or between sampling and sending ("after"), stops answering ("hang"), raises
-("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id that kills every
-step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang.
+("load"), loses a rank that loads ("rank"), or has a process like a rank that stays behind ("leave"). At that step of
+that life it is killed before computing ("before") or between sampling and sending ("after"), stops answering ("hang"),
+raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id that kills
+every step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ class NativeLoader:
         """Load the weights and record the step. Raises ModelError or ConfigError."""
         file = self._packed_file() if self.config.packed_cache else None
         weights = PackedWeights(self.config.model, self.engine, progress, file)
-        part = (self.rank, peers) if self.rank.topology.num_ranks > 1 else ()
-        model = self._program(self._model, weights, self.engine, self.config, *part)
+        model = self._program(self._model, weights, self.engine, self.config, self.rank, peers)
         if file is not None:
             file.save()
         return model

@@ -17,6 +17,7 @@ from pypto_serving.kernels.forms import (
     activations,
     most_int8_words,
     packed_form,
+    planned_form,
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
@@ -70,6 +71,7 @@ __all__ = [
     "pack_quantized",
     "pack_rounded",
     "packed_form",
+    "planned_form",
     "round_int4",
     "runnable",
     "strips_for",

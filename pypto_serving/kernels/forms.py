@@ -8,6 +8,7 @@ arrays of the caller's.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +101,32 @@ class Form:
         assert lib is not None
         return count * ceil_div(n, PANEL) * int(lib.panel_words(k, **self.fields()))
 
+    @property
+    def own_words(self) -> int:
+        """Count the words that an output has beside the panels: scales, and compensations of int8."""
+        return 2 if self == INT8 else int(self.codes)
+
+    def planned_bytes(self, n: int, k: int) -> int:
+        """Count the bytes of n outputs of k inputs, n in half panels, and of what they have of their own.
+
+        For plans, without the library: `Form::half_bytes` of csrc/weights.h.
+        """
+        if not self.span:
+            half = GATE_HALF * k * (1 if self == INT8 else 2)
+        else:
+            each = _SCALE_BYTES[self.scale] + GATE_HALF * self.zeros
+            heads = math.lcm(4 * each, _LINE) // each
+            lines = k // (FP8_INPUTS if self.weights is Weights.FP8 else 2 * FP8_INPUTS)
+            half = ceil_div(ceil_div(k, self.span), heads) * heads * each + lines * _LINE
+        return n // GATE_HALF * half + 4 * self.own_words * n
+
 
 BF16, INT8 = Form(Weights.BF16), Form(Weights.INT8)
 
+_LINE = 64
+"""Bytes of a line of packed codes or FP8."""
+_SCALE_BYTES = {Scale.BF16: 32, Scale.F16: 32, Scale.F32: 64, Scale.E8M0: 16, Scale.SHARED: 4}
+"""Bytes of a group's scales in half a panel."""
 _SCALES = {"BF16": Scale.BF16, "F16": Scale.F16, "F32": Scale.F32, "F8_E8M0": Scale.E8M0}
 _WEIGHTS = {Table.INT4: Weights.INT4, Table.E2M1: Weights.E2M1}
 _LEAST_GROUP = {Table.INT4: 32, Table.E2M1: 16}
@@ -113,11 +137,28 @@ def packed_form(stored: CodesForm | Fp8Form, n: int, k: int) -> Form:
 
     Matrices of one form can lie in one packed matrix. Scales of more than SCALED inputs are repeated.
     """
-    return _fp8_form(stored, n, k) if isinstance(stored, Fp8Form) else _codes_form(stored, k)
+    if isinstance(stored, Fp8Form):
+        _require_fp8(stored, k)
+    else:
+        _require_codes(stored, k)
+    return planned_form(stored, n, k)
 
 
-def _codes_form(stored: CodesForm, k: int) -> Form:
-    group = SCALED if stored.group >= k else stored.group
+def planned_form(stored: CodesForm | Fp8Form, n: int, k: int) -> Form:
+    """Return what `packed_form` does, and something like it for forms without a kernel."""
+    if isinstance(stored, Fp8Form):
+        rows, columns = stored.block
+        return Form(Weights.FP8, Scale.F32 if rows % GATE_HALF and rows < n else Scale.SHARED, min(columns, k))
+    group, scale = _group(stored, k), _SCALES.get(stored.scale_dtype, Scale.F32)
+    return Form(_WEIGHTS[stored.table], scale, min(group, SCALED), stored.zeros)
+
+
+def _group(stored: CodesForm, k: int) -> int:
+    return SCALED if stored.group >= k else stored.group
+
+
+def _require_codes(stored: CodesForm, k: int) -> None:
+    group = _group(stored, k)
     if k % CODES_INPUTS:
         raise ValueError(f"4-bit weights of {k} inputs; they must be a multiple of {CODES_INPUTS}")
     if group < _LEAST_GROUP[stored.table] or (SCALED % group and group % SCALED):
@@ -126,15 +167,12 @@ def _codes_form(stored: CodesForm, k: int) -> Form:
         raise ValueError(f"{stored.table.name} weights with zero points are not supported")
     if stored.scale_dtype not in _SCALES:
         raise ValueError(f"scales in {stored.scale_dtype}; {', '.join(_SCALES)} are supported")
-    return Form(_WEIGHTS[stored.table], _SCALES[stored.scale_dtype], min(group, SCALED), stored.zeros)
 
 
-def _fp8_form(stored: Fp8Form, n: int, k: int) -> Form:
-    rows, columns = stored.block
-    span = min(columns, k)
-    if k % FP8_INPUTS or span % FP8_INPUTS:
+def _require_fp8(stored: Fp8Form, k: int) -> None:
+    columns = stored.block[1]
+    if k % FP8_INPUTS or min(columns, k) % FP8_INPUTS:
         raise ValueError(f"FP8 weights of {k} inputs in blocks of {columns}; must be multiples of {FP8_INPUTS}")
-    return Form(Weights.FP8, Scale.F32 if rows % GATE_HALF and rows < n else Scale.SHARED, span)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ from pypto_serving.model.contents import Inventory
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import ModelSpec
 
+DEFAULT_BLOCK_SIZE = 32
+"""Tokens per KV block: one panel of the CPU kernels."""
+
 
 class ParseConfig(Protocol):
     """Parse the object in config.json at `source`. Raises ModelError naming an unsupported key and value."""
@@ -31,24 +34,32 @@ class MakeGroups(Protocol):
     def __call__(self, config: Any, /, dtype: str, block_size: int) -> tuple[KVCacheGroupSpec, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The options that decide what a checkpoint is served as.
+
+    dtype: `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and bfloat16
+        beside quantised weights.
+    block_size: tokens per KV block, where groups do not have their own.
+    head, kv_dtype: `int8` for an output layer, and for keys and values, that will be rounded to that.
+    """
+
+    dtype: str = "auto"
+    block_size: int = DEFAULT_BLOCK_SIZE
+    head: str = "auto"
+    kv_dtype: str = "auto"
+
+
+DEFAULT_SERVING = Serving()
+
+
 class MakeSpec(Protocol):
-    """Describe a checkpoint at `path` to the engine; `head` and `kv_dtype` are the options.
+    """Describe a checkpoint to the engine, but for its path and names; the dtype is not `auto`.
 
     `headers`, if any, settle what the configuration leaves open.
     """
 
-    def __call__(
-        self,
-        config: Any,
-        /,
-        path: str,
-        architecture: str,
-        dtype: str,
-        block_size: int,
-        head: str,
-        kv_dtype: str,
-        headers: Mapping[str, StoredTensor],
-    ) -> ModelSpec: ...
+    def __call__(self, config: Any, serving: Serving, headers: Mapping[str, StoredTensor], /) -> ModelSpec: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

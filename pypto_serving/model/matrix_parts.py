@@ -23,7 +23,7 @@ from pypto_serving.kernels import (
 from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
-from pypto_serving.model.formats.schemes import PLAIN, Coded, Plain, Scheme
+from pypto_serving.model.formats.schemes import Coded, Plain, Scheme
 from pypto_serving.model.tensors import StoredTensors
 
 _STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16}
@@ -120,11 +120,6 @@ def part_of(
         case Int8():
             return Int8Part(stored, module, scheme, outputs)
     return CodedPart(stored, module, cast("Coded", scheme), shape[0], shape[1], outputs)
-
-
-def names_of(module: str, scheme: Scheme, shape: Sequence[int]) -> list[str]:
-    """List the tensors of the matrix of a module [n, k] that is stored by `scheme`."""
-    return [f"{module}.weight"] if scheme == PLAIN else [*scheme.expected(module, shape[0], shape[1])]
 
 
 def _pack(

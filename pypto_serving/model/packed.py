@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.errors import ModelError
-from pypto_serving.kernels import INT8, Engine, Matrix, zeros
+from pypto_serving.kernels import Engine, Matrix, zeros
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
-from pypto_serving.model.matrix_parts import Part, RoundedPart, names_of, part_of
+from pypto_serving.model.matrix_parts import Part, RoundedPart, part_of
 from pypto_serving.model.packed_file import PackedFile
 from pypto_serving.model.products import Gated
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16, require_ids
@@ -48,7 +48,7 @@ class PackedWeights:
         self._tensors = StoredTensors(model_dir, progress)
         self._schemes: Mapping[str, Scheme] = {}
         self._shapes: Mapping[str, Shape] = {}
-        self.has, self.headers = self._tensors.has, self._tensors.headers
+        self.has, self.headers, self.finish = self._tensors.has, self._tensors.headers, self._tensors.finish
 
     def require(
         self,
@@ -100,7 +100,7 @@ class PackedWeights:
 
         With `bias`, pack their biases too.
         """
-        runs = groupby(self._parts(names, outputs, bias), lambda named: named[1].form)
+        runs = groupby(self._parts(names, outputs), lambda named: named[1].form)
         return [self._joined(dict(run), bias) for _, run in runs]
 
     def _joined(self, named: Mapping[str, Part], bias: bool) -> Matrix:
@@ -121,7 +121,6 @@ class PackedWeights:
             raise ModelError(f"{name} is stored as {scheme.name}, and is not rounded to int8; drop the option head")
         part = RoundedPart(self._tensors, name, outputs)
         if not part.outputs:
-            self._skip(name)
             return []
         return [self._matrices("rounded", [part], len(part.outputs), 1, lambda room: self._pack(part, room))]
 
@@ -161,23 +160,14 @@ class PackedWeights:
         for tensor in part.tensors:
             self._tensors.forget(tensor)
 
-    def _parts(self, modules: Sequence[str], outputs: Outputs, bias: bool = False) -> list[tuple[str, Part]]:
-        """Find the outputs of each matrix to pack; matrices without any are left out, and count as read."""
+    def _parts(self, modules: Sequence[str], outputs: Outputs) -> list[tuple[str, Part]]:
+        """Find the outputs of each matrix to pack; matrices without any are left out."""
         parts = []
         for module, mine in zip(modules, [None] * len(modules) if outputs is None else outputs, strict=True):
             if mine is None or mine:
-                parts.append((module, part_of(self._tensors, module, *self._stored(module), mine)))
-            else:
-                self._skip(module, bias)
+                stored = self._schemes.get(module, PLAIN), self._shapes.get(module, ())
+                parts.append((module, part_of(self._tensors, module, *stored, mine)))
         return parts
-
-    def _stored(self, module: str) -> tuple[Scheme, Shape]:
-        return self._schemes.get(module, PLAIN), self._shapes.get(module, ())
-
-    def _skip(self, module: str, bias: bool = False) -> None:
-        names = names_of(module, *self._stored(module)) + [f"{module}.bias"] * (bias and self.has(f"{module}.bias"))
-        for name in names:
-            self._tensors.count(self._tensors[name])
 
     def _matrices(
         self,
@@ -190,7 +180,7 @@ class PackedWeights:
     ) -> Matrix:
         """Pack `count` matrices of n outputs into one piece of memory: words, then what outputs have of their own."""
         form, k, outputs = parts[0].form, parts[0].k, Matrix.outputs(n, count)
-        words, rows = form.words(n, k, count), 2 if form == INT8 else int(form.codes)
+        words, rows = form.words(n, k, count), form.own_words
 
         def view(memory: NDArray[np.uint32]) -> Matrix:
             own = memory[words:].reshape(rows, outputs)

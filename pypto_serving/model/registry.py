@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import msgspec
 
 from pypto_serving.errors import ModelError
 from pypto_serving.model.contents import STORED_DTYPES, read_contents, read_headers
-from pypto_serving.model.family import ModelFamily
+from pypto_serving.model.family import DEFAULT_SERVING, ModelFamily, Serving
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
@@ -28,8 +28,6 @@ FAMILIES = LazyRegistry(
 )
 
 CONFIG_FILE = "config.json"
-DEFAULT_BLOCK_SIZE = 32
-"""Tokens per KV block: one panel of the CPU kernels."""
 
 
 def model_family(architecture: str) -> ModelFamily:
@@ -71,25 +69,14 @@ class CheckpointConfig:
             raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
         return dtype
 
-    def spec(
-        self,
-        dtype: str = "auto",
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        head: str = "auto",
-        kv_dtype: str = "auto",
-    ) -> ModelSpec:
-        """Describe the checkpoint to the engine, without its weights. Headers of its files tell which are quantised.
-
-        `dtype` is `auto`, `bfloat16` or `float32`; auto is the checkpoint's own, with float16 served as bfloat16, and
-        bfloat16 beside quantised weights. `head` and `kv_dtype` are int8 for an output layer, and for keys and values,
-        that will be rounded to that.
-        """
-        serving = self.serving_dtype(dtype)
+    def spec(self, serving: Serving = DEFAULT_SERVING) -> ModelSpec:
+        """Describe the checkpoint to the engine, without its weights. Headers of its files tell which are quantised."""
+        serving = replace(serving, dtype=self.serving_dtype(serving.dtype))
         headers = {} if self.raw.get(SECTION) is None else read_headers(Path(self.directory))[0]
-        options = (block_size, head, kv_dtype)
-        spec = self.family.spec(self.model, self.directory, self.architecture, serving, *options, headers)
+        spec = self.family.spec(self.model, serving, headers)
         fields = Fields(self.raw, str(Path(self.directory) / CONFIG_FILE))
-        return msgspec.structs.replace(spec, eos_token_ids=fields.int_list("eos_token_id"))
+        names = {"path": self.directory, "architecture": self.architecture}
+        return msgspec.structs.replace(spec, **names, eos_token_ids=fields.int_list("eos_token_id"))
 
     def contents(self) -> Contents:
         """List what the folder holds, by the best source that is there: files, an index, or config.json alone.
@@ -116,12 +103,6 @@ def load_config(model_dir: str | Path) -> tuple[str, Any]:
     return config.architecture, config.model
 
 
-def load_spec(
-    model_dir: str | Path,
-    dtype: str = "auto",
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    head: str = "auto",
-    kv_dtype: str = "auto",
-) -> ModelSpec:
+def load_spec(model_dir: str | Path, serving: Serving = DEFAULT_SERVING) -> ModelSpec:
     """Read what a checkpoint folder holds, without its weights. See `CheckpointConfig.spec`."""
-    return read_config(model_dir).spec(dtype, block_size, head, kv_dtype)
+    return read_config(model_dir).spec(serving)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.library import runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.null.spec import NULL_MODELS, null_spec
 from pypto_serving.model.registry import CheckpointConfig, read_config
 from pypto_serving.setup.defaults import DEFAULTS
@@ -78,8 +80,8 @@ def _is_null(options: Options) -> bool:
 
 
 def _spec(options: Options, config: CheckpointConfig) -> ModelSpec:
-    dtype, block_size = options.dtype or DEFAULTS["dtype"], options.block_size or DEFAULTS["block_size"]
-    spec = config.spec(dtype, block_size, options.head or "auto", options.kv_dtype or "auto")
+    given = {field.name: getattr(options, field.name) for field in fields(Serving)}
+    spec = config.spec(Serving(**{name: value for name, value in given.items() if value is not None}))
     if spec.own_blocks and options.block_size is not None:
         raise _no_block_size(options, config.directory)
     return spec

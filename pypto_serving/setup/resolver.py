@@ -10,6 +10,7 @@ import msgspec
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS, BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import NULL_MODELS
+from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.blocks import choose_block_size
 from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.events import check_ports, choose_events
@@ -19,6 +20,8 @@ from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.options import ENVIRONMENT, Options
 from pypto_serving.setup.precision import choose_precision
+from pypto_serving.setup.rank_plan import RankPlan, plan_ranks
+from pypto_serving.setup.ranks import choose_placements, choose_topology
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import options_named
@@ -30,12 +33,16 @@ from pypto_serving.util import format_size
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """A resolved configuration, before anything is loaded. `warnings` are lines for the user."""
+    """A resolved configuration, before anything is loaded.
+
+    ranks: parts of the memory plan, where there are several ranks; warnings: lines for the user.
+    """
 
     engine: EngineConfig
     server: ServerConfig
     settings: tuple[Setting, ...]
     memory: MemoryPlan
+    ranks: tuple[RankPlan, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -52,9 +59,11 @@ def resolve(
     name = settings.pick_fixed("backend")
     backend = BACKEND_DEFAULTS[name]
     kernels, model = _as_served(settings, model, host, backend)
+    topology, model = _over_ranks(settings, model, host, backend, kernels)
     max_num_seqs = settings.pick("max_num_seqs", backend.max_num_seqs, f"default for {name}")
-    planner = MemoryPlanner(options, model, host, backend, max_num_seqs)
+    planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology)
     memory, model_len = _plan_memory(settings, planner)
+    num_threads = choose_threads(settings, model, host)
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
     with options_named(options):
         engine = EngineConfig(
@@ -67,7 +76,9 @@ def resolve(
             kernels=kernels,
             cache_dir=host.cache_dir,
             packed_cache=choose_packed_cache(settings, host, kernels),
-            num_threads=choose_threads(settings, model, host),
+            num_threads=num_threads,
+            topology=topology,
+            placements=choose_placements(settings, topology, host, num_threads),
             tiers=tiers,
             kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
             **choose_precision(settings, model, kernels),
@@ -84,6 +95,7 @@ def resolve(
         server=server,
         settings=settings.in_order(),
         memory=_with_tiers(memory, model, tiers),
+        ranks=plan_ranks(engine, model, memory, planner.follower_bytes(model_len)),
         warnings=tuple(settings.warnings),
     )
 
@@ -98,6 +110,17 @@ def _as_served(
     elif kernels:
         model = msgspec.structs.replace(model, weight_bytes=model.packed_bytes)
     return kernels, choose_block_size(settings, model, backend)
+
+
+def _over_ranks(
+    settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults, kernels: str
+) -> tuple[Topology, ModelSpec]:
+    """Choose the ranks, and return the model with the weights of all of them."""
+    topology = choose_topology(settings, model, host, backend, kernels)
+    if topology.num_ranks > 1 and model.parts is not None:
+        held = sum(map(model.parts.weight_bytes, topology.ranks))
+        model = msgspec.structs.replace(model, weight_bytes=held)
+    return topology, model
 
 
 def _plan_memory(settings: Settings, planner: MemoryPlanner) -> tuple[MemoryPlan, int]:

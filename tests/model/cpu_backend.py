@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.config import EngineConfig
 
 
 def config_for(path: Path, dtype: str = "float32", **changes: Any) -> EngineConfig:
-    spec = load_spec(path, dtype)
+    spec = load_spec(path, Serving(dtype))
     config = EngineConfig(
         model=str(path),
         backend="cpu",

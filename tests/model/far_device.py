@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from pypto_serving.model.family import Serving
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from pypto_serving.model.step import StepTensors
@@ -125,7 +126,7 @@ def make_step(device: torch.device, groups: tuple[KVCacheGroupSpec, ...], start:
 
 def run(path: Path, device: torch.device) -> list[Tensor]:
     """Logits of the last token of each chunk, and of an empty step; only the constructor is told the device."""
-    spec, (architecture, model) = load_spec(path, "float32"), load_config(path)
+    spec, (architecture, model) = load_spec(path, Serving("float32")), load_config(path)
     config = EngineConfig(
         model=str(path),
         backend="cpu",

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pypto_serving.backend.base import StepInputs, StepOutput
@@ -25,14 +26,16 @@ class RankedProgram:
 
     def __init__(self, path: Path, topology: Topology, **changes: Any) -> None:
         architecture, model = load_config(path)
-        self.config = config_for(path, "bfloat16", kernels=runnable()[0], **changes)
+        config = config_for(path, "bfloat16", kernels=runnable()[0], **changes)
+        self.config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
         self.groups, self.num_blocks = self.config.groups, self.config.num_blocks
         program, memory = model_family(architecture).native_program, SharedMemory.create()
         self.models = []
         for rank in topology.ranks:
             engine = Engine(self.config.kernels, 1)
             weights = PackedWeights(path, engine, lambda *_: None)
-            peers = Peers(rank.tensor, topology.tensor, SharedMemory(memory.fd)) if topology.tensor > 1 else Peers()
+            places = (rank.tensor, topology.tensor, SharedMemory(memory.fd), rank.stage, topology.pipeline)
+            peers = Peers(*places) if topology.num_ranks > 1 else Peers()
             self.models.append(program(model, weights, engine, self.config, rank, peers))
         self.memory = HostBlocks(self.models[0].arenas)
         self._threads = ThreadPoolExecutor(topology.num_ranks)

@@ -11,6 +11,7 @@ import numpy as np
 
 from pypto_serving.backend.base import Progress, StepInputs
 from pypto_serving.backend.cpu import CpuBackend
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.config import Activations, EngineConfig, Head
 
@@ -34,7 +35,7 @@ def load_program(
     kv_dtype: str = "auto",
 ) -> Any:
     """The CPU program of a checkpoint, on torch or on the kernels of an instruction set."""
-    spec = load_spec(path, dtype, block_size, kv_dtype=kv_dtype)
+    spec = load_spec(path, Serving(dtype, block_size, kv_dtype=kv_dtype))
     config = EngineConfig(
         model=str(path),
         backend="cpu",

@@ -24,6 +24,7 @@ from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from pypto_serving.model.convert.conversion import convert as convert_checkpoint
 from pypto_serving.model.convert.encodings import W8A8, Encoding
 from pypto_serving.model.convert.files import STATE_FILE
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
 from tests.model.sequences import Array, Sequences, load_program
@@ -109,11 +110,13 @@ def test_the_config_says_what_it_is(checkpoint: MakeCheckpoint, tmp_path: Path, 
     assert (config["dtype"], config["tie_word_embeddings"]) == ("bfloat16", False)
     section = config["quantization_config"]
     assert (section["quant_method"], section["format"]) == ("compressed-tensors", "int-quantized")
-    spec, before = load_spec(target), load_spec(checkpoint(kind), "bfloat16")
+    spec, before = load_spec(target), load_spec(checkpoint(kind), Serving("bfloat16"))
     assert (spec.quantization, spec.dtype, before.quantization) == ("w8a8", "bfloat16", "")
     packed = {name: tensor for name, tensor in tensors_of(target).items() if not name.endswith("_scale")}
     outputs = sum(tensor.shape[0] for tensor in packed.values() if tensor.dtype == torch.int8)
-    assert spec.packed_bytes == sum(tensor.nbytes for tensor in packed.values()) + 8 * outputs
+    vectors = sum(2 * tensor.nbytes for tensor in packed.values() if tensor.dim() == 1)
+    matrices = sum(-(-len(t) // 32) * 32 * t.nbytes // len(t) for t in packed.values() if t.dim() > 1)
+    assert spec.packed_bytes == vectors + matrices + 8 * outputs
 
 
 @pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")

@@ -246,11 +246,11 @@ def test_the_commands(checkpoint: MakeCheckpoint, tmp_path: Path, capsys: pytest
     assert main(["check", target]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"int4 g64 +21 +147456 +4.268", shown)
-    assert "a token reads 120576 bytes of weights" in shown
+    assert "a token reads 140288 bytes of weights" in shown
     assert "Cannot be served" not in shown
     assert main(["check", target, "--json"]) == 0
     weights = json.loads(capsys.readouterr().out)["weights"]
-    assert weights["linear_layers"][0]["name"] == "int4 g64" and weights["token_bytes"] == 120_576
+    assert weights["linear_layers"][0]["name"] == "int4 g64" and weights["token_bytes"] == 140_288
     assert main(["convert", source, str(tmp_path / "a\nb"), "--format", "mxfp4"]) == 2
     assert "must be text on one line" in capsys.readouterr().err
     for options, words in (

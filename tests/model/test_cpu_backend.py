@@ -15,6 +15,7 @@ from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.model.attention import KVArena, product
 from pypto_serving.model.checkpoint import SINGLE_FILE
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.kv import FullSpec, KVTensorSpec
 from pypto_serving.types.tier import TierConfig
@@ -55,7 +56,7 @@ def test_progress_ends_with_everything_done(checkpoint: MakeCheckpoint) -> None:
 
 def test_the_fingerprint_names_what_pages_depend_on(checkpoint: MakeCheckpoint) -> None:
     path = checkpoint()
-    group = load_spec(path, block_size=64).kv_groups
+    group = load_spec(path, Serving(block_size=64)).kv_groups
     configs = [
         config_for(path),
         config_for(path, dtype="bfloat16"),
@@ -101,7 +102,7 @@ def test_weights_that_change_while_they_are_loaded_are_refused(checkpoint: MakeC
 
 
 def test_other_kv_groups_are_refused(checkpoint: MakeCheckpoint) -> None:
-    group = load_spec(checkpoint(), "bfloat16").kv_groups
+    group = load_spec(checkpoint(), Serving("bfloat16")).kv_groups
     with pytest.raises(ConfigError, match="KV groups"):
         prepare(config_for(checkpoint(), groups=group))
 

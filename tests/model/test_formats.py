@@ -139,7 +139,7 @@ def test_a_spec_and_what_files_hold(tmp_path: Path, format: str) -> None:
         assert low <= form.bits_per_weight <= high
     files = sum(tensor.num_bytes for tensor in Checkpoint.open(path).tensors.values())
     assert sum(tensors.num_bytes for tensors in contents.tensors) == files
-    assert 0.9 * files < spec.packed_bytes < 1.1 * files or format == "w4a8"
+    assert 0.9 * files < spec.packed_bytes < 1.15 * files or format == "w4a8"
     assert spec.token_bytes == spec.packed_bytes
 
 
@@ -151,7 +151,8 @@ def test_a_token_reads_its_experts(tmp_path: Path) -> None:
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     unread = sizes["model.embed_tokens.weight"] + experts * 6 // 8
     assert load_spec(path).token_bytes == sum(sizes.values()) - unread
-    assert experts == 3 * 8 * 128 * 64 * 9 // 16
+    outputs, lines, head, own = (2 * 64, 128), (64, 32), 4 * 2, 4
+    assert experts == 8 * sum(n * (line + head + own) for n, line in zip(outputs, lines, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
@@ -254,6 +255,20 @@ def test_act_order_is_refused_by_its_tensor(tmp_path: Path, format: str, name: s
         change(path, lambda tensors, odd=odd: tensors.update({f"{MODULE}.{name}": odd.contiguous()}))
         with pytest.raises(ModelError, match=rf"{MODULE}.{name} has shape .* must have shape \[384\] and dtype I32"):
             read(*inventory_of(path), MODULE)
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "w4a8", "gptq"])
+def test_order_that_was_never_set(tmp_path: Path, format: str) -> None:
+    """compressed-tensors fills `weight_g_idx` with -1 then. In GPTQ that would be the last group."""
+    path, means = made(tmp_path, format)
+    name, unset = "g_idx" if format == "gptq" else "weight_g_idx", torch.full((384,), -1, dtype=torch.int32)
+    change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": unset}))
+    if format != "gptq":
+        assert np.array_equal(dequantised(read(*inventory_of(path), MODULE)), means[MODULE].numpy())
+        unset[5] = 0
+        change(path, lambda tensors: tensors.update({f"{MODULE}.{name}": unset}))
+    with pytest.raises(ModelError, match=rf"{MODULE}.{name} puts input 0 into group -1, not 0: act-order"):
+        read(*inventory_of(path), MODULE)
 
 
 def test_biases_that_gptq_files_have_besides(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pypto_serving.kernels import runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from tests.checkpoints import make_checkpoint
 from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
@@ -53,7 +54,7 @@ def test_logits_and_identity(tmp_path: Path, kind: str) -> None:
 
 def test_a_block_takes_a_byte_for_a_number_and_four_for_a_scale(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model")
-    (plain,), (int8,) = (load_spec(path, "bfloat16", kv_dtype=name).kv_groups for name in ("auto", "int8"))
+    (plain,), (int8,) = (load_spec(path, Serving("bfloat16", kv_dtype=name)).kv_groups for name in ("auto", "int8"))
     layers, kv_heads, dim = 3, 2, 32
     assert plain.block_bytes == 32 * layers * 2 * kv_heads * dim * 2
     assert int8.block_bytes == 32 * layers * 2 * kv_heads * (dim + 4)

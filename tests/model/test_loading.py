@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.kernels import runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from tests.model.conftest import MakeCheckpoint
@@ -40,7 +41,7 @@ def test_loading_takes_a_layer_beside_the_weights(checkpoint: MakeCheckpoint, ki
     dtype = "float32" if kernels == "torch" else "bfloat16"
     command = [sys.executable, "-m", "tests.model.loading", str(path), dtype, kernels]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    found, spec = json.loads(done.stdout.splitlines()[-1]), load_spec(path, dtype)
+    found, spec = json.loads(done.stdout.splitlines()[-1]), load_spec(path, Serving(dtype))
     weights = spec.weight_bytes if kernels == "torch" else spec.packed_bytes
     beside = found["most"] - found["before"] - weights
     assert weights > 4 * CODE_BYTES, "too small to tell"

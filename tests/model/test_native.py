@@ -15,6 +15,7 @@ import pytest
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from tests.model.conftest import MakeCheckpoint
 from tests.model.cpu_backend import config_for, prepare, resident_bytes
@@ -61,7 +62,7 @@ def test_the_largest_step(checkpoint: MakeCheckpoint) -> None:
 
 def test_the_fingerprint_names_the_kernels(checkpoint: MakeCheckpoint) -> None:
     path = checkpoint()
-    blocks = load_spec(path, "bfloat16", block_size=64).kv_groups
+    blocks = load_spec(path, Serving("bfloat16", 64)).kv_groups
     configs = [config_for(path, "bfloat16"), *(native_config(path, kernels) for kernels in runnable())]
     configs += [native_config(path, groups=blocks), native_config(checkpoint(seed=1))]
     assert len({prepare(config).fingerprint for config in configs}) == len(configs)
@@ -101,7 +102,7 @@ def test_why_a_model_needs_torch(
 ) -> None:
     architecture, model = load_config(checkpoint())
     changed = dataclasses.replace(model, **changes)
-    spec = model_family(architecture).spec(changed, "m", architecture, dtype, block_size, "auto", "auto", {})
+    spec = model_family(architecture).spec(changed, Serving(dtype, block_size), {})
     assert (reason in spec.needs_torch) if reason else not spec.needs_torch
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
@@ -54,7 +55,8 @@ def test_what_llm_compressor_writes(tmp_path: Path) -> None:
     assert (spec.quantization, spec.dtype, spec.num_parameters) == ("w8a8", "bfloat16", 596_049_920)
     outputs = 28 * (4096 + 1024 + 6144 + 1024)
     linear = 28 * 1024 * (4096 + 2048 + 6144 + 3072)
-    assert spec.packed_bytes == 2 * (596_049_920 - linear) + linear + 8 * outputs
+    vectors = 28 * (2 * 1024 + 2 * 128) + 1024
+    assert spec.packed_bytes == 2 * (596_049_920 - linear + vectors) + linear + 8 * outputs
 
 
 def test_patterns_and_names_are_ignored(tmp_path: Path) -> None:
@@ -162,7 +164,7 @@ def test_patterns_as_quantisers_write_them(tmp_path: Path) -> None:
 
 def resolve_error(path: Path, has: tuple[str, ...] = ("portable",), **options: Any) -> str:
     chosen = make_options({"model": str(path), **options})
-    spec = load_spec(path, chosen.dtype or "auto", chosen.block_size or 32)
+    spec = load_spec(path, Serving(chosen.dtype or "auto", chosen.block_size or 32))
     with pytest.raises(ConfigError) as caught:
         resolve(chosen, spec, msgspec.structs.replace(read_host_facts(), kernels=has))
     assert "\n" not in str(caught.value)

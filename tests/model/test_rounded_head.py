@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pypto_serving.kernels import runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from tests.checkpoints import make_checkpoint
 from tests.model.neighbours import OUTPUT, PROMPT, TOKENS, assert_same, run_among_others
@@ -42,7 +43,7 @@ def test_logits_memory_and_identity(tmp_path: Path, tied: bool) -> None:
     assert_same(run_among_others(rounded, 36, [100, 1, 30, 128, 16, *[1] * OUTPUT], seed=2), found)
     errors = [np.sqrt(((found[at] - row) ** 2).mean() / (row**2).mean()) for at, row in wanted.items()]
     assert np.median(errors) < ERROR[tied], errors
-    stored, int8 = (load_spec(path, "bfloat16", head=head) for head in ("auto", "int8"))
+    stored, int8 = (load_spec(path, Serving("bfloat16", head=head)) for head in ("auto", "int8"))
     saved = 640 * 64 - 8 * 640
     assert stored.packed_bytes - int8.packed_bytes == stored.token_bytes - int8.token_bytes == saved
 
@@ -50,5 +51,5 @@ def test_logits_memory_and_identity(tmp_path: Path, tied: bool) -> None:
 def test_what_cannot_be_rounded(tmp_path: Path) -> None:
     """Deciding is setup's; a model says what it leaves open."""
     odd = make_checkpoint(tmp_path / "odd", hidden_size=66)
-    assert "head" not in load_spec(odd, "bfloat16").choices
-    assert "head" in load_spec(make_checkpoint(tmp_path / "even"), "bfloat16").choices
+    assert "head" not in load_spec(odd, Serving("bfloat16")).choices
+    assert "head" in load_spec(make_checkpoint(tmp_path / "even"), Serving("bfloat16")).choices

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.family import Serving
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec, model_family
 from tests.model.configs import MOE, RELEASED, write
 
 
 def test_a_released_config(tmp_path: Path) -> None:
-    spec = load_spec(write(tmp_path, RELEASED), block_size=32)
+    spec = load_spec(write(tmp_path, RELEASED))
     assert (spec.architecture, spec.dtype, spec.num_layers) == ("Qwen3ForCausalLM", "bfloat16", 28)
     assert (spec.max_position_embeddings, spec.eos_token_ids) == (40960, (151645,))
     assert spec.num_parameters == 596_049_920
@@ -68,7 +69,7 @@ def test_expert_layers(tmp_path: Path) -> None:
     ],
 )
 def test_serving_dtype(tmp_path: Path, stored: Any, wanted: str, served: str) -> None:
-    spec = load_spec(write(tmp_path, RELEASED, torch_dtype=stored), dtype=wanted)
+    spec = load_spec(write(tmp_path, RELEASED, torch_dtype=stored), Serving(wanted))
     assert spec.dtype == spec.kv_groups[0].tensors[0].dtype == served
 
 
@@ -164,7 +165,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="float16"):
-        load_spec(write(tmp_path, RELEASED), dtype="float16")
+        load_spec(write(tmp_path, RELEASED), Serving("float16"))
 
 
 def test_families_are_found_by_architecture() -> None:

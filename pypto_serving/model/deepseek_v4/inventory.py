@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import get_args
 
+from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.storage import MATRICES, Role, Tensor, expected_plain
-from pypto_serving.model.formats.schemes import Scheme, held
+from pypto_serving.model.formats.schemes import Scheme, held, packed_bytes
+from pypto_serving.parallel.weights import Split, SplitWeights
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_SPLITS: Mapping[str, Split] = {
+    "wq_a": "columns",
+    "wq_b": "heads",
+    "wkv": "columns",
+    "wgate": "columns",
+    "weights_proj": "columns",
+    "wo_a": "columns",
+    "wo_b": "columns",
+    "gate": "columns",
+    "w1": "columns",
+    "w2": "columns",
+    "w3": "columns",
+    "embed": "columns",
+    "head": "columns",
+}
+"""How ranks split a matrix; the rest they have whole. Those of experts are split by experts, too.
+
+Projections of attention's input are split as one; that each is by itself gives about the same bytes.
+"""
+_UNITS = {"gate": 4, "w1": GATE_HALF, "w3": GATE_HALF}
+"""Outputs that stay together, where they are not a panel."""
 
 
 class DeepseekV4Inventory:
@@ -70,12 +96,42 @@ class DeepseekV4Inventory:
         """Count the elements of all float tensors before quantisation, with draft layers if `mtp`."""
         return sum(tensor.count for tensor in self._all(mtp).values() if tensor.role != "ids")
 
+    def packed_bytes(self, head: Scheme | None = None) -> dict[str, int]:
+        """Count the bytes of every tensor as kernels hold it; `head` is how the output layer is held, if not as stored.
+
+        The embedding is bfloat16. Routers, vectors and what is used in float32 outside of matrices are float32.
+        """
+        sizes = {}
+        for name, tensor in self.model.items():
+            module = _module(name)
+            if name == "embed.weight":
+                sizes[name] = 2 * tensor.count
+            elif tensor.role in ("float", "ids") or len(tensor.shape) == 1 or name.endswith("ffn.gate.weight"):
+                sizes[name] = 4 * tensor.count
+            else:
+                scheme = head if head and name == "head.weight" else self.scheme(name)
+                unit, (n, k) = _UNITS.get(module.rpartition(".")[2], PANEL), tensor.shape
+                sizes[name] = packed_bytes(scheme, self._headers, module, n, k, unit)
+        return sizes
+
     def token_share(self, name: str) -> Fraction:
         """Return the part of all tensors called like `name` that a token reads: of experts, the chosen ones."""
         tensor, experts = self.model[name], self._config.experts
         if tensor.role == "expert":
             return Fraction(experts.per_token, experts.count)
         return Fraction(int(tensor.role != "ids" and name != "embed.weight"))
+
+    def split(self, name: str, num_bytes: int) -> SplitWeights:
+        """Describe how ranks split the tensor `name` of `num_bytes`."""
+        tensor, module = self.model[name], _module(name).rpartition(".")[2]
+        layer, last = _LAYER.match(name), self._config.num_layers - 1
+        return SplitWeights(
+            layers=(int(layer[1]),) if layer else (0 if module == "embed" else last,),
+            split="experts" if tensor.role == "expert" else _SPLITS.get(module, "whole"),
+            outputs=tensor.shape[0],
+            unit=_UNITS.get(module, PANEL),
+            num_bytes=num_bytes,
+        )
 
     def ignores(self, name: str) -> bool:
         """Return True for tensors of draft layers."""

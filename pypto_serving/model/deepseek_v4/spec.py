@@ -9,50 +9,43 @@ from pypto_serving.model.checkpoint import StoredTensor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
-from pypto_serving.model.deepseek_v4.storage import MATRICES
-from pypto_serving.model.family import ModelFamily, refused_dtype
+from pypto_serving.model.family import ModelFamily, Serving, refused_dtype
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.four_bits import DEEPSEEK_FP4
+from pypto_serving.parallel.weights import ModelParts, merged
 from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
 
 
-def model_spec(
-    config: DeepseekV4Config,
-    path: str,
-    architecture: str,
-    dtype: str,
-    block_size: int,
-    head: str = "auto",
-    kv_dtype: str = "auto",
-    headers: Mapping[str, StoredTensor] | None = None,
-) -> ModelSpec:
-    """Describe the checkpoint to the engine.
-
-    `block_size` and `kv_dtype` are ignored: the KV groups have their own.
-    """
+def model_spec(config: DeepseekV4Config, serving: Serving, headers: Mapping[str, StoredTensor]) -> ModelSpec:
+    """Describe the checkpoint to the engine. The KV groups have block sizes and dtypes of their own."""
     inventory, quantised = DeepseekV4Inventory(config, headers), config.storage.name
-    packed, (option, reason) = _packed_bytes(inventory), refused_dtype(dtype)
-    if head == "int8":
-        packed["head.weight"] = Int8().packed_bytes(config.vocab_size, config.hidden_size)
+    packed = inventory.packed_bytes(Int8() if serving.head == "int8" else None)
+    option, reason = refused_dtype(serving.dtype)
     return ModelSpec(
-        path=path,
-        architecture=architecture,
-        dtype=dtype,
+        dtype=serving.dtype,
         num_layers=config.num_layers,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         num_parameters=inventory.num_parameters(),
-        weight_bytes=sum(packed.values()) if quantised else _weight_bytes(inventory, dtype),
+        weight_bytes=sum(packed.values()) if quantised else _weight_bytes(inventory, serving.dtype),
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=sum(rope.position_bytes for rope in set(config.ropes().values())),
+        parts=ModelParts(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=1,
+            hidden_size=config.hidden_size,
+            num_experts=config.experts.count,
+            weights=merged(inventory.split(name, size) for name, size in packed.items()),
+        ),
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,
         choices=("activations", "head") if DEEPSEEK_FP4 in config.storage.schemes_of("expert") else ("head",),
         own_blocks=True,
-        kv_groups=kv_groups(config, dtype),
+        kv_groups=kv_groups(config, serving.dtype),
     )
 
 
@@ -60,18 +53,6 @@ def _weight_bytes(inventory: DeepseekV4Inventory, dtype: str) -> int:
     """Count the bytes of the weights in torch."""
     sizes = {"precise": 4, "float": 4, "ids": 8}
     return sum(t.count * sizes.get(t.role, DTYPE_BYTES[dtype]) for t in inventory.model.values())
-
-
-def _packed_bytes(inventory: DeepseekV4Inventory) -> dict[str, int]:
-    """Count the bytes of every tensor in the CPU kernels: routers in float32, other plain tensors in bfloat16."""
-    sizes, plain = {}, {"float": 4, "ids": 4}
-    for name, tensor in inventory.model.items():
-        if tensor.role in MATRICES:
-            n, k = tensor.shape
-            sizes[name] = inventory.scheme(name).packed_bytes(n, k)
-        else:
-            sizes[name] = tensor.count * (4 if name.endswith("ffn.gate.weight") else plain.get(tensor.role, 2))
-    return sizes
 
 
 def _needs_torch(config: DeepseekV4Config) -> str:

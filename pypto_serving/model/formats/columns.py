@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.kernels.constants import SCALED
+from pypto_serving.kernels import planned_form
 from pypto_serving.model.checkpoint import FLOATS, Expected
 from pypto_serving.model.formats.bits import AWQ_ORDER, nibbles
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.model.formats.schemes import groups_in
 from pypto_serving.types.arrays import UInt8Array
 from pypto_serving.types.weights import CodesForm, Layout, StoredCodes, Table
-from pypto_serving.util import ceil_div
 
 _WORD = 8
 _CENTRE = 8
@@ -41,6 +40,8 @@ class Columns:
     zeros: bool
     less_one: bool = False
 
+    scale = "scales"
+
     @property
     def name(self) -> str:
         name = f"int4 g{self.group}" if self.group else "int4 per output"
@@ -56,20 +57,23 @@ class Columns:
         tensors = {
             "qweight": Expected(words, ("I32",)),
             "qzeros": Expected((groups, -(-n // _WORD)), ("I32",)),
-            "scales": Expected((groups, n), FLOATS, "F16"),
+            self.scale: Expected((groups, n), FLOATS, "F16"),
         }
         return {f"{module}.{name}": wanted for name, wanted in tensors.items()}
 
-    def packed_bytes(self, n: int, k: int) -> int:
-        return n * (k // 2 + ceil_div(k, min(self.group or k, SCALED)) * (2 + self.zeros))
+    def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
+        return planned_form(self._form(k, scales or "F16"), n, k).planned_bytes(n, k)
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
         tensors.require_order("g_idx", k, self.group or k)
         tensors.require_zeros("bias", n)
-        scales = np.ascontiguousarray(tensors.scales("scales").T)
+        scales = np.ascontiguousarray(tensors.scales(self.scale).T)
         zeros = self._zeros(tensors, n)
-        form = CodesForm(Table.INT4, self.group or k, tensors.dtype("scales"), self.zeros)
+        form = self._form(k, tensors.dtype(self.scale))
         return StoredCodes(form, self.layout, tensors.view("qweight"), scales, zeros, 1.0)
+
+    def _form(self, k: int, scales: str) -> CodesForm:
+        return CodesForm(Table.INT4, self.group or k, scales, self.zeros)
 
     def _zeros(self, tensors: MatrixTensors, n: int) -> UInt8Array | None:
         """Unpack zero points to [n, groups]; None for symmetric weights."""

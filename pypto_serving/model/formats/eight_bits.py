@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pypto_serving.kernels import INT8 as INT8_FORM
+from pypto_serving.kernels import planned_form
 from pypto_serving.kernels.constants import FP8_INPUTS
 from pypto_serving.model.checkpoint import FLOATS, INT8, Expected
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
@@ -35,9 +37,8 @@ class Int8:
         scales = Expected((n, 1)) if self.scale == "weight_scale" else Expected((n,), usual="F32")
         return {f"{module}.weight": Expected((n, k), (INT8,)), f"{module}.{self.scale}": scales}
 
-    def packed_bytes(self, n: int, k: int) -> int:
-        """Count the bytes: an output has a scale and a compensation, 4 bytes each, besides its weights."""
-        return n * (k + 8)
+    def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
+        return INT8_FORM.planned_bytes(n, k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,15 @@ class Fp8:
         scales = Expected(shape, self.dtypes, self.usual)
         return {f"{module}.weight": Expected((n, k), (E4M3,)), f"{module}.{self.scale}": scales}
 
-    def packed_bytes(self, n: int, k: int) -> int:
-        rows, columns = self._scales(n, k)
-        return n * k + 4 * rows * columns
+    def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
+        return planned_form(self._form(n, k), n, k).planned_bytes(n, k)
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredFp8:
         scales = np.ascontiguousarray(tensors.float32(self.scale).reshape(self._scales(n, k)))
-        form = Fp8Form((self.block[0] or n, self.block[1] or k))
-        return StoredFp8(form, tensors.view("weight"), scales)
+        return StoredFp8(self._form(n, k), tensors.view("weight"), scales)
+
+    def _form(self, n: int, k: int) -> Fp8Form:
+        return Fp8Form((self.block[0] or n, self.block[1] or k))
 
     def _scales(self, n: int, k: int) -> tuple[int, int]:
         return ceil_div(n, self.block[0] or n), ceil_div(k, self.block[1] or k)

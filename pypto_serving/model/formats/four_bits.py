@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pypto_serving.kernels.constants import SCALED
+from pypto_serving.kernels import planned_form
 from pypto_serving.model.checkpoint import FLOATS, INT8, Expected
 from pypto_serving.model.formats.bits import as_float32, nibbles
 from pypto_serving.model.formats.eight_bits import E4M3, E8M0
@@ -17,11 +17,12 @@ from pypto_serving.model.formats.matrix_tensors import E8M0_DTYPES, MatrixTensor
 from pypto_serving.model.formats.schemes import groups_in
 from pypto_serving.types.arrays import Array
 from pypto_serving.types.weights import CodesForm, Layout, StoredCodes, Table
-from pypto_serving.util import ceil_div
 
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 _WORD, _BYTE = 8, 2
 """Codes in a stored item of 32, and of 8 bits."""
+_NO_ORDER = -1
+"""What compressed-tensors fills `weight_g_idx` with where there is no act-order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,29 +68,30 @@ class Rows:
             tensors["weight_shape"] = Expected((2,), ("I64", "I32"))
         return {f"{module}.{name}": wanted for name, wanted in tensors.items()}
 
-    def packed_bytes(self, n: int, k: int) -> int:
-        scale = 1 if E8M0 in self.scale_dtypes else 2
-        return n * (k // 2 + ceil_div(k, min(self.group or k, SCALED)) * (scale + self.zeros))
+    def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
+        usual = "BF16" if self.scale_dtypes == FLOATS else self.scale_dtypes[0]
+        return planned_form(self._form(k, scales or usual), n, k).planned_bytes(n, k)
 
     def read(self, tensors: MatrixTensors, n: int, k: int) -> StoredCodes:
         if self.shape and (found := tensors.view("weight_shape").tolist()) != [n, k]:
             tensors.refuse("weight_shape", f"says {found}, but config.json makes it {[n, k]}")
-        tensors.require_order("weight_g_idx", k, self.group or k)
+        tensors.require_order("weight_g_idx", k, self.group or k, _NO_ORDER)
         codes, zeros = tensors.view(self.codes), None
         if self.layout != Layout.BYTES:
             codes = codes.view(np.uint8)
         if self.zeros:
             zeros = np.ascontiguousarray(nibbles(tensors.view("weight_zero_point").T)[:, :n].T)
-        scales, dtype = self._scales(tensors)
-        form = CodesForm(self.table, self.group or k, dtype, self.zeros)
-        return StoredCodes(form, self.layout, codes, scales, zeros, self._factor(tensors))
+        form = self._form(k, tensors.dtype(self.scale))
+        return StoredCodes(form, self.layout, codes, self._scales(tensors), zeros, self._factor(tensors))
 
-    def _scales(self, tensors: MatrixTensors) -> tuple[Array, str]:
-        """Return the scales and their dtype. Those in F8_E4M3 become bfloat16, which is exact."""
+    def _form(self, k: int, scales: str) -> CodesForm:
+        """Return the form with stored `scales`. Those in F8_E4M3 become bfloat16, which is exact."""
+        dtype = "BF16" if scales == E4M3 else E8M0 if scales in E8M0_DTYPES else scales
+        return CodesForm(self.table, self.group or k, dtype, self.zeros)
+
+    def _scales(self, tensors: MatrixTensors) -> Array:
         scales, dtype = tensors.scales(self.scale), tensors.dtype(self.scale)
-        if dtype == E4M3:
-            return (as_float32(scales, dtype).view(np.uint32) >> 16).astype(np.uint16), "BF16"
-        return scales, E8M0 if dtype in E8M0_DTYPES else dtype
+        return (as_float32(scales, dtype).view(np.uint32) >> 16).astype(np.uint16) if dtype == E4M3 else scales
 
     def _factor(self, tensors: MatrixTensors) -> float:
         if not self.factor:
@@ -118,7 +120,13 @@ def int4_bytes(group: int) -> Rows:
     """Return compressed-tensors' int-quantized int4 (W4A8): one weight in a byte."""
     name = f"int4 g{group}" if group else "int4 per output"
     return Rows(
-        name=name, table=Table.INT4, group=group, codes="weight", codes_dtype=INT8, layout=Layout.BYTES, extras=()
+        name=name,
+        table=Table.INT4,
+        group=group,
+        codes="weight",
+        codes_dtype=INT8,
+        layout=Layout.BYTES,
+        extras=("weight_g_idx",),
     )
 
 

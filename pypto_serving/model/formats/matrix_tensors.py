@@ -48,12 +48,17 @@ class MatrixTensors:
         """Read a tensor of scales in float32."""
         return as_float32(self.scales(name), self.dtype(name))
 
-    def require_order(self, name: str, k: int, group: int) -> None:
-        """Raise ModelError if the inputs of groups are not neighbours, as the tensor `name` [k], if any, tells."""
+    def require_order(self, name: str, k: int, group: int, unset: int | None = None) -> None:
+        """Raise ModelError if the inputs of groups are not neighbours, as the tensor `name` [k], if any, tells.
+
+        One that is `unset` everywhere tells nothing.
+        """
         if not self.has(name):
             return
         self._require(name, (k,), ("I32", "I64"))
         groups = self.view(name)
+        if unset is not None and (groups == unset).all():
+            return
         odd = np.flatnonzero(groups != np.arange(k) // group)
         if len(odd):
             at = int(odd[0])

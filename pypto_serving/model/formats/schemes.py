@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pypto_serving.errors import ModelError
+from pypto_serving.kernels import BF16, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
 from pypto_serving.types.weights import StoredCodes, StoredFp8
+from pypto_serving.util import ceil_div
 
 
 class Scheme(Protocol):
@@ -29,8 +31,15 @@ class Scheme(Protocol):
     def expected(self, module: str, n: int, k: int) -> dict[str, Expected]:
         """List the tensors of a matrix by name. Raises ModelError for sizes that the scheme cannot have."""
 
-    def packed_bytes(self, n: int, k: int) -> int:
-        """Count the bytes of a matrix as kernels read it, to within 2 %: scales of codes repeat every 128 inputs."""
+    @property
+    def scale(self) -> str:
+        """Name the tensor of scales by its last component; empty if there is none."""
+
+    def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
+        """Count the bytes of a matrix as kernels hold it, n in half panels.
+
+        `scales` is the stored dtype of its scales, by default the usual one.
+        """
 
 
 class Coded(Scheme, Protocol):
@@ -46,12 +55,13 @@ class Plain:
 
     name: str = ""
     extras: tuple[str, ...] = ()
+    scale: str = ""
 
     def expected(self, module: str, n: int, k: int) -> dict[str, Expected]:
         return {f"{module}.weight": Expected((n, k))}
 
-    def packed_bytes(self, n: int, k: int) -> int:
-        return 2 * n * k
+    def packed_bytes(self, n: int, k: int, scales: str = "") -> int:
+        return BF16.planned_bytes(n, k)
 
 
 PLAIN = Plain()
@@ -65,6 +75,17 @@ def held(schemes: Sequence[Scheme], headers: Mapping[str, StoredTensor], module:
         return all(name in headers and headers[name].dtype in wanted.dtypes for name, wanted in expected)
 
     return next(filter(holds, schemes), schemes[0])
+
+
+def packed_bytes(
+    scheme: Scheme, headers: Mapping[str, StoredTensor], module: str, n: int, k: int, unit: int = PANEL
+) -> int:
+    """Count the bytes of a matrix as kernels hold it, outputs in multiples of `unit`.
+
+    `headers`, if any, tell the dtype of its scales.
+    """
+    scales = headers.get(f"{module}.{scheme.scale}")
+    return scheme.packed_bytes(ceil_div(n, unit) * unit, k, "" if scales is None else scales.dtype)
 
 
 def groups_in(module: str, k: int, group: int, scheme: str) -> int:

@@ -7,14 +7,30 @@ import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
+from pypto_serving.kernels.constants import GATE_HALF, PANEL
 from pypto_serving.model.checkpoint import Expected, StoredTensor
 from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
 from pypto_serving.model.formats.eight_bits import Fp8, Int8
-from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held
+from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held, packed_bytes
 from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.parallel.weights import Split, SplitWeights
 
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 _EXPERT = re.compile(r".*\.mlp\.experts\.\d+\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_SPLITS: Mapping[str, Split] = {
+    "q_proj": "heads",
+    "k_proj": "kv_heads",
+    "v_proj": "kv_heads",
+    "o_proj": "columns",
+    "gate_proj": "columns",
+    "up_proj": "columns",
+    "down_proj": "columns",
+    "embed_tokens": "columns",
+    "lm_head": "columns",
+}
+"""How ranks split a matrix; the rest they have whole."""
+_GATE_UP = {"gate_proj", "up_proj"}
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -26,15 +42,16 @@ class Qwen3Inventory:
 
     def __init__(self, config: Qwen3Config, headers: Mapping[str, StoredTensor] | None = None) -> None:
         self.config = config
+        self._headers = headers or {}
         self._weights = self._list_weights()
-        self.schemes = {module: self._scheme(module, headers or {}) for module in config.linear_layers()}
+        self.schemes = {module: self._scheme(module) for module in config.linear_layers()}
 
-    def _scheme(self, module: str, headers: Mapping[str, StoredTensor]) -> Scheme:
+    def _scheme(self, module: str) -> Scheme:
         quantization = self.config.quantization
         if quantization is None:
             return PLAIN
         schemes = quantization.schemes(module)
-        return held(schemes, headers, module, *self._sizes(module)) if headers else schemes[0]
+        return held(schemes, self._headers, module, *self._sizes(module)) if self._headers else schemes[0]
 
     def sizes(self) -> dict[str, Shape]:
         """Return [n, k] of every linear layer by module."""
@@ -75,12 +92,23 @@ class Qwen3Inventory:
         """Count the elements of all weights before quantisation."""
         return sum(math.prod(shape) for shape in self._weights.values())
 
-    def packed_bytes(self, item_bytes: int) -> dict[str, int]:
-        """Count the bytes of every weight as kernels read it; weights that are not quantised have `item_bytes`."""
-        sizes = {}
+    def packed_bytes(self, item_bytes: int = 2, head: Scheme | None = None) -> dict[str, int]:
+        """Count the bytes of every weight as kernels hold it; matrices that are not quantised have `item_bytes`.
+
+        `head` is how the output layer is held, if not as stored.
+        """
+        model, sizes = self.config, {}
         for name, shape in self._weights.items():
-            scheme = self.schemes.get(name.removesuffix(".weight"), PLAIN)
-            sizes[name] = math.prod(shape) * item_bytes if scheme == PLAIN else scheme.packed_bytes(*shape)
+            if len(shape) == 1:
+                sizes[name] = 4 * shape[0]
+            elif name == EMBEDDING and not model.tied_embeddings:
+                sizes[name] = item_bytes * math.prod(shape)
+            else:
+                module = name.removesuffix(".weight")
+                scheme = head if head and module == model.head else self.schemes.get(module, PLAIN)
+                unit, (n, k) = GATE_HALF if module.rpartition(".")[2] in _GATE_UP else PANEL, shape
+                size = packed_bytes(scheme, self._headers, module, n, k, unit)
+                sizes[name] = size * item_bytes // 2 if scheme == PLAIN else size
         return sizes
 
     def token_share(self, name: str) -> Fraction:
@@ -88,6 +116,26 @@ class Qwen3Inventory:
         if _EXPERT.match(name) and self.config.experts is not None:
             return Fraction(self.config.experts.per_token, self.config.experts.count)
         return Fraction(int(name != EMBEDDING or self.config.tied_embeddings))
+
+    def split(self, name: str, num_bytes: int) -> SplitWeights:
+        """Describe how ranks split the weight `name` of `num_bytes`."""
+        module = name.split(".")[-2]
+        return SplitWeights(
+            layers=self._stages(name),
+            split="experts" if _EXPERT.match(name) else _SPLITS.get(module, "whole"),
+            outputs=self._weights[name][0],
+            unit=GATE_HALF if module in _GATE_UP else PANEL,
+            num_bytes=num_bytes,
+        )
+
+    def _stages(self, name: str) -> tuple[int, ...]:
+        """Return the layers whose stages hold a weight; a tied embedding is in the first and the last one."""
+        if layer := _LAYER.match(name):
+            return (int(layer[1]),)
+        last = (self.config.num_layers - 1,)
+        if name != EMBEDDING:
+            return last
+        return (0, *last) if self.config.tied_embeddings else (0,)
 
     def int8_weights(self) -> frozenset[str]:
         """Return the names of the int8 weights."""

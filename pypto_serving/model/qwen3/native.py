@@ -36,7 +36,7 @@ class NativeQwen3:
     """Owns packed weights, KV pages and the recorded step of a Qwen3 model, or one rank's part of them.
 
     `pages` are those of KVCacheLayer; csrc/ops.h says how a head's part of a block is laid out. `logits` is float32
-    [max_logits, vocab]. Ranks split every matrix by its outputs and meet where they need the outputs of all.
+    [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and meet where they need those of all.
     """
 
     layout = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
@@ -68,28 +68,34 @@ class NativeQwen3:
         self.logits = self._buffers.logits
         self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
         self._record(config)
+        weights.finish()
         del self._weights
 
     def _record(self, config: EngineConfig) -> None:
-        model, b, mine = self.model, self._buffers, self._rank.vocabulary(self.model.vocab_size)
-        head = self._weights.rounded(model.head, mine) if config.head == "int8" else self._matrix(model.head, mine)
-        self._record_embedding(head, mine)
+        model, rank, mine = self.model, self._rank, self._rank.vocabulary(self.model.vocab_size)
+        head: list[Matrix] = []
+        if rank.projects or (rank.embeds and model.tied_embeddings):
+            head = self._weights.rounded(model.head, mine) if config.head == "int8" else self._matrix(model.head, mine)
+        if rank.embeds:
+            self._record_embedding(head, mine)
+        self._peers.begin_stage(self.step)
         cos, sin = model.rope.tables(config.max_model_len)
-        for index in range(model.num_layers):
+        for index in rank.layers(model.num_layers):
             self._record_attention(index, cos, sin)
             self._record_mlp(index)
-        normed = self._normed("model.norm.weight", Rows.LOGITS)
-        self._products.linear(normed, head, columns_of(b.logits, mine), Rows.LOGITS)
-        self._peers.meet(self.step, b.logits)
+        if rank.projects:
+            normed, logits = self._normed("model.norm.weight", Rows.LOGITS), self._buffers.logits
+            self._products.linear(normed, head, columns_of(logits, mine), Rows.LOGITS)
+            self._peers.meet(self.step, logits)
+        self._peers.end_stage(self.step)
 
     def _record_embedding(self, head: list[Matrix], mine: range) -> None:
         """Record x = embeddings; each rank knows those of its tokens."""
         x = self._buffers.x
-        if self.model.tied_embeddings:
-            for matrix in head:
-                self.step.embed_packed(matrix, x, mine.start)
-        else:
+        if mine and not self.model.tied_embeddings:
             self.step.embed(self._weights.table("model.embed_tokens.weight", mine), x, mine.start)
+        elif head:
+            self.step.embed_packed(head[0], x, mine.start)
         self._peers.meet(self.step, x)
 
     def _matrix(self, module: str, outputs: range, bias: bool = False) -> list[Matrix]:

@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping
 
 from pypto_serving.kernels.constants import CODES_INPUTS, ITEM_ROWS, MAX_DIM
 from pypto_serving.model.checkpoint import StoredTensor
-from pypto_serving.model.family import ModelFamily, refused_dtype
+from pypto_serving.model.family import ModelFamily, Serving, refused_dtype
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.schemes import PLAIN
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
+from pypto_serving.parallel.weights import ModelParts, merged
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
@@ -25,41 +26,42 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
     return (FullSpec(name="kv", tensors=tuple(tensors), block_size=block_size),)
 
 
-def model_spec(
-    config: Qwen3Config,
-    path: str,
-    architecture: str,
-    dtype: str,
-    block_size: int,
-    head: str,
-    kv_dtype: str,
-    headers: Mapping[str, StoredTensor],
-) -> ModelSpec:
+def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, StoredTensor]) -> ModelSpec:
     """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
     inventory = Qwen3Inventory(config, headers)
-    num_parameters, packed = inventory.num_parameters(), inventory.packed_bytes(DTYPE_BYTES[dtype])
-    choices = _choices(inventory)
-    if head == "int8" and "head" in choices:
-        packed[f"{config.head}.weight"] = Int8().packed_bytes(config.vocab_size, config.hidden_size)
-    quantised, (option, reason) = inventory.quantization(), _refused_option(dtype, block_size)
+    num_parameters, choices = inventory.num_parameters(), _choices(inventory)
+    rounded = Int8() if serving.head == "int8" and "head" in choices else None
+    packed = inventory.packed_bytes(DTYPE_BYTES[serving.dtype], rounded)
+    quantised, (option, reason) = inventory.quantization(), _refused_option(serving)
     resident = num_parameters + (config.vocab_size * config.hidden_size if config.tied_embeddings else 0)
     return ModelSpec(
-        path=path,
-        architecture=architecture,
-        dtype=dtype,
+        dtype=serving.dtype,
         num_layers=config.num_layers,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         num_parameters=num_parameters,
-        weight_bytes=sum(packed.values()) if quantised else resident * DTYPE_BYTES[dtype],
+        weight_bytes=sum(packed.values()) if quantised else resident * DTYPE_BYTES[serving.dtype],
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=config.rope.position_bytes,
+        parts=_parts(config, inventory, packed),
         needs_torch=reason or _needs_torch(config, inventory.inputs_of_codes()),
         needs_torch_option=option,
         quantization=quantised,
         choices=choices,
-        kv_groups=kv_groups(config, "int8" if kv_dtype == "int8" else dtype, block_size),
+        kv_groups=kv_groups(config, "int8" if serving.kv_dtype == "int8" else serving.dtype, serving.block_size),
+    )
+
+
+def _parts(config: Qwen3Config, inventory: Qwen3Inventory, packed: Mapping[str, int]) -> ModelParts:
+    """List what ranks split of weights of these packed bytes."""
+    return ModelParts(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        hidden_size=config.hidden_size,
+        num_experts=config.experts.count if config.experts is not None else 0,
+        weights=merged(inventory.split(name, size) for name, size in packed.items()),
     )
 
 
@@ -73,11 +75,11 @@ def _choices(inventory: Qwen3Inventory) -> tuple[str, ...]:
     return tuple(choices)
 
 
-def _refused_option(dtype: str, block_size: int) -> tuple[str, str]:
+def _refused_option(serving: Serving) -> tuple[str, str]:
     """Name the option whose value the CPU kernels refuse, and say why; both are empty if they take all."""
-    option, reason = refused_dtype(dtype)
-    if not option and block_size % 32:
-        return "block_size", f"the kernels need blocks of a multiple of 32 tokens, not {block_size}"
+    option, reason = refused_dtype(serving.dtype)
+    if not option and serving.block_size % 32:
+        return "block_size", f"the kernels need blocks of a multiple of 32 tokens, not {serving.block_size}"
     return option, reason
 
 

@@ -23,6 +23,7 @@ from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.kernels import runnable
 from pypto_serving.kv import positions
 from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import TailSpec, max_live_blocks, resume_step
@@ -144,7 +145,7 @@ class Oracle:
 
     @cached_property
     def largest(self) -> EngineConfig:
-        spec = load_spec(self.model, self.subject.dtype)
+        spec = load_spec(self.model, Serving(self.subject.dtype))
         budget = max(self.subject.steps)
         groups, total = spec.kv_groups, self.subject.longest + self.subject.output
         return EngineConfig(

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_config, model_family
 from tests.model.conftest import MakeCheckpoint
 from tests.model.neighbours import Subject, Subjects, assert_same, random_tokens, run_among_others
@@ -204,5 +205,5 @@ def test_going_on_from_what_a_resumed_request_needs(subject: Subject) -> None:
 )
 def test_why_a_model_needs_torch(checkpoint: MakeCheckpoint, changes: dict[str, Any], dtype: str, reason: str) -> None:
     architecture, model = load_config(checkpoint("deepseek_v4_fast", **changes))
-    needs = model_family(architecture).spec(model, "m", architecture, dtype, 32).needs_torch
+    needs = model_family(architecture).spec(model, Serving(dtype), {}).needs_torch
     assert (reason in needs) if reason else not needs

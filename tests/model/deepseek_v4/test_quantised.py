@@ -202,7 +202,7 @@ def test_a_scale_that_is_no_number_is_named(made: Make, tmp_path: Path) -> None:
 def test_what_a_token_reads(made: Make, form: str) -> None:
     """Stored bytes but the embedding, tables of ids and experts not chosen.
 
-    What mixes and routes is float32; an int8 output has a sum beside its scale.
+    What mixes and routes is float32; an int8 output has a sum beside its scale. Scales lie in whole lines.
     """
     path = made(form).path
     spec, contents = load_spec(path), read_config(path).contents()
@@ -213,10 +213,10 @@ def test_what_a_token_reads(made: Make, form: str) -> None:
         if name == "embed.weight" or name.endswith("tid2eid"):
             return 0
         doubled = (".gate.weight", ".scale") if form == "w8a8" else ".gate.weight"
-        wide = name.endswith(doubled) or not name.endswith((".weight", ".scale"))
+        wide = "norm" in name or name.endswith(doubled) or not name.endswith((".weight", ".scale"))
         return size * (2 if wide else 1) * (2 / 8 if ".experts." in name else 1)
 
-    assert spec.token_bytes == pytest.approx(sum(read(*each) for each in stored.items()), rel=0.002)
+    assert spec.token_bytes == pytest.approx(sum(read(*each) for each in stored.items()), rel=0.03)
     assert spec.weight_bytes == spec.packed_bytes > spec.token_bytes
 
 

@@ -14,6 +14,7 @@ from pypto_serving.model.deepseek_v4.groups import kv_groups
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.released import FLASH
 from pypto_serving.model.deepseek_v4.spec import model_spec
+from pypto_serving.model.family import Serving
 from pypto_serving.model.null.spec import deepseek_v4_groups
 from pypto_serving.model.registry import load_config, load_spec, read_config
 from tests.compressed import quantization_config
@@ -90,7 +91,7 @@ def test_the_form_in_int8() -> None:
     assert (stored[f"{EXPERT}.scale"].dtype, stored[f"{EXPERT}.scale"].shape) == ("F32", (2048,))
     assert stored["layers.2.attn.indexer.wq_b.weight"].dtype == stored["mtp.0.e_proj.weight"].dtype == "I8"
     assert stored["layers.0.attn.wq_a.weight"].dtype == "BF16" and "layers.0.attn.wq_a.scale" not in stored
-    spec = model_spec(model, "", "DeepseekV4ForCausalLM", "bfloat16", 0)
+    spec = model_spec(model, Serving("bfloat16"), {})
     assert spec.quantization == "int8" and not spec.needs_torch
     assert 15.9e9 < spec.token_bytes < 16.3e9
     odd = W8A8 | {"config_groups": {"group_0": W8A8["config_groups"]["group_0"] | {"format": "pack-quantized"}}}
@@ -100,13 +101,13 @@ def test_the_form_in_int8() -> None:
 
 def test_what_a_token_reads() -> None:
     """As counted from the release: fp8 5.86, fp4 6.49, bf16 .36 GB (elements), and the output layer."""
-    assert 11.0e9 < model_spec(config_of(), "", "", "bfloat16", 0).token_bytes < 11.4e9
-    assert 26.0e9 < model_spec(config_of(PLAIN_FLASH), "", "", "bfloat16", 0).token_bytes < 27.0e9
+    assert 11.0e9 < model_spec(config_of(), Serving("bfloat16"), {}).token_bytes < 11.4e9
+    assert 26.0e9 < model_spec(config_of(PLAIN_FLASH), Serving("bfloat16"), {}).token_bytes < 27.0e9
 
 
 def test_a_plain_checkpoint_of_the_same_shape() -> None:
     model = config_of(PLAIN_FLASH)
-    spec = model_spec(model, "", "DeepseekV4ForCausalLM", "bfloat16", 0)
+    spec = model_spec(model, Serving("bfloat16"), {})
     assert not spec.quantization and not spec.needs_torch
     assert 2 * spec.num_parameters < spec.weight_bytes < 2.01 * spec.num_parameters
     inventory = DeepseekV4Inventory(model)

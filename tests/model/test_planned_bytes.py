@@ -1,0 +1,107 @@
+"""The memory plan counts weights as the kernels hold them: whole panels, scales in groups, scales of outputs."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pypto_serving.kernels import Form, Matrix, runnable
+from pypto_serving.kernels.forms import Scale, Weights
+from pypto_serving.model.family import Serving
+from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.registry import load_spec
+from tests.checkpoints import make_checkpoint
+from tests.model.sequences import load_program
+from tests.quantised import FORMATS, quantise, quantise_deepseek
+
+pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+
+NARROW = {"vocab_size": 33, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1}
+MOE = NARROW | {"moe_intermediate_size": 128, "num_experts": 3, "mlp_only_layers": []}
+LATENT = {"hidden_size": 128, "moe_intermediate_size": 96, "q_lora_rank": 64, "o_lora_rank": 32}
+READING = ("vector", "exact", "ids", "table", "matrix", "rounded", "gate_up", "several")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoints that are not quantised, by kind."""
+    folder = tmp_path_factory.mktemp("plain")
+    sizes = {"qwen3": NARROW | {"attention_bias": True}, "qwen3_moe": MOE, "deepseek_v4_fast": LATENT}
+
+    def made(kind: str) -> Path:
+        return folder / kind if (folder / kind).exists() else make_checkpoint(folder / kind, kind, **sizes[kind])
+
+    return made
+
+
+def held_bytes(found: Any) -> int:
+    if isinstance(found, np.ndarray):
+        return found.nbytes
+    if isinstance(found, Matrix):  # a bias has been read as a vector
+        own = (found.words, found.scales, found.compensation)
+        return sum(array.nbytes for array in own if array is not None)
+    assert isinstance(found, Iterable)
+    return sum(map(held_bytes, found))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of everything that programs are given from now on."""
+    sizes: list[int] = []
+
+    def counting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reads(*args: Any, **options: Any) -> Any:
+            sizes.append(held_bytes(found := read(*args, **options)))
+            return found
+
+        return reads
+
+    for name in READING:
+        monkeypatch.setattr(PackedWeights, name, counting(getattr(PackedWeights, name)))
+    return sizes
+
+
+def require_planned(path: Path, monkeypatch: pytest.MonkeyPatch, head: Any = "auto") -> None:
+    sizes, spec = counted(monkeypatch), load_spec(path, Serving("bfloat16", head=head))
+    load_program(path, "bfloat16", 2, 64, kernels=runnable()[0], head=head)
+    assert spec.packed_bytes == pytest.approx(sum(sizes), rel=0.01)
+    assert spec.weight_bytes == spec.packed_bytes or not spec.quantization
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [
+        *((format, "qwen3") for format in ("bf16", *FORMATS)),
+        *((format, "qwen3_moe") for format in ("bf16", "int4_g128_f32", "blocks_bf16", "w8a8", "nvfp4")),
+    ],
+)
+def test_every_format(
+    plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, kind: str
+) -> None:
+    path = shutil.copytree(plain(kind), tmp_path / "model")
+    if format != "bf16":
+        quantise(path, format)
+    require_planned(path, monkeypatch, head="int8" if format in ("bf16", "awq") else "auto")
+
+
+@pytest.mark.parametrize("form", ["plain", "released", "base", "w8a8"])
+def test_deepseek_v4(plain: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    path = shutil.copytree(plain("deepseek_v4_fast"), tmp_path / "model")
+    if form != "plain":
+        quantise_deepseek(path, form)
+    require_planned(path, monkeypatch, head="int8" if form == "base" else "auto")
+
+
+def test_bytes_of_forms_are_those_of_the_library() -> None:
+    whole = [Form(Weights.BF16), Form(Weights.INT8)]
+    codes = itertools.product((Weights.INT4, Weights.E2M1), (Scale.BF16, Scale.F32, Scale.E8M0), (16, 32, 64, 128))
+    fp8 = itertools.product((Weights.FP8,), (Scale.F32, Scale.SHARED), (4, 32, 100, 128))
+    forms = [*whole, *(Form(*each) for each in (*codes, *fp8)), Form(Weights.INT4, Scale.F16, 64, zeros=True)]
+    for form, k in itertools.product(forms, (32, 96, 128, 2080)):
+        wanted = 4 * (form.words(40, k) + form.own_words * Matrix.outputs(40))
+        assert form.planned_bytes(Matrix.outputs(40), k) == wanted, (form, k)
