@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from pypto_serving.backend.base import StepBuffers
-from pypto_serving.backend.cpu import NativeProgram
+from pypto_serving.backend.native import NativeProgram
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import Event
 from pypto_serving.ipc import MemoryChannel

@@ -100,8 +100,8 @@ INLINE void attend_tiles(const Item& it, const KvTile& after, AttentionScratch& 
 INLINE void store_attended(const Item& it, const Strips& tokens, const AttentionScratch& s) {
   each_row(it, [&](int64_t row, const AttentionQuery& query, int64_t head) {
     int64_t stride;
-    Pair* out = tokens.at(it.op.out, it.op.heads * it.dim / 2, query.token, stride);
-    out += head * it.dim / 2 * stride;
+    Pair* out = tokens.at(it.op.out, it.op.stride, query.token, stride);
+    out += (it.op.first + head * it.dim) / 2 * stride;
     for (int64_t i = 0; i < it.dim; i += kLanes)
       store_pairs(out + i / 2 * stride, stride, load(s.out + row * it.dim + i) / set1(s.row_sum[row]));
   });

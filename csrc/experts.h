@@ -80,7 +80,7 @@ static void moe_sort(const Routing& r, const Step& step, Member& member) {
   for (int64_t i = 0; i < entries; i++) r.starts[r.topk_ids[i] + 1]++;
   int32_t active = 0;
   for (int32_t e = 0; e < r.experts; e++) {
-    if (r.starts[e + 1] > 0) r.active[active++] = e;
+    if (r.starts[e + 1] > 0 && e >= r.begin && e < r.end) r.active[active++] = e;
     r.starts[e + 1] += r.starts[e];
   }
   r.active[r.experts] = active;
@@ -96,9 +96,10 @@ static void moe_gather(const MoeGather& op, const Step& step, Member& member) {
   const Routing& r = *op.routing;
   const int64_t words = op.words;
   const Strips source{step.tokens, kMaxRows};
-  Share share(member, static_cast<int64_t>(step.tokens) * r.per_token, kMaxRows);
+  const int64_t begin = r.starts[r.begin];
+  Share share(member, r.starts[r.end] - begin, kMaxRows);
   while (share.next()) {
-    for (int64_t place = share.begin; place < share.end; place++) {
+    for (int64_t place = begin + share.begin; place < begin + share.end; place++) {
       const int64_t entry = r.order[place], first = r.starts[r.topk_ids[entry]];
       const Strips target{r.starts[r.topk_ids[entry] + 1] - first, kMaxRows};
       int64_t from_stride, to_stride;
@@ -115,11 +116,11 @@ static void moe_combine(const MoeCombine& op, const Step& step, Member& member) 
   Share share(member, step.tokens, 1);
   while (share.next()) {
     const int64_t t = share.begin;
-    float* x = op.x + t * op.width;
+    float* x = op.x + t * op.x_stride;
     for (int64_t i = 0; i < op.width; i++) {
       float sum = 0;
       for (int64_t entry = t * r.per_token; entry < (t + 1) * r.per_token; entry++)
-        sum += r.topk_weights[entry] * op.y[r.place[entry] * op.width + i];
+        sum += r.topk_weights[entry] * op.y[r.place[entry] * op.y_stride + i];
       x[i] += sum;
     }
   }

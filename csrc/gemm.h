@@ -40,13 +40,15 @@ INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips
     if (op.epilogue == Epilogue::kSwiglu) {
       static_assert(kGateHalf == kLanes);
       int64_t stride;
-      Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 4, first + m, stride);
-      store_pairs(out + panel * (kGateHalf / 2) * stride, stride, gated(op, load(y), load(y + kGateHalf)));
+      Pair* out = strips.at(static_cast<Pair*>(op.out), op.stride, first + m, stride);
+      out += (op.first + panel * kGateHalf) / 2 * stride;
+      store_pairs(out, stride, gated(op, load(y), load(y + kGateHalf)));
       continue;
     }
     if (op.epilogue == Epilogue::kStrips) {
       int64_t stride;
-      Pair* out = strips.at(static_cast<Pair*>(op.out), op.n / 2, first + m, stride) + column / 2 * stride;
+      Pair* out = strips.at(static_cast<Pair*>(op.out), op.stride, first + m, stride);
+      out += (op.first + column) / 2 * stride;
       const float* gates = op.gates ? op.gates + (first + m) * op.n + column : nullptr;
       for (int64_t i = 0; i < used; i += kLanes)
         store_pairs(out + i / 2 * stride, stride, gates ? gated(op, load(gates + i), load(y + i)) : load(y + i));
@@ -63,6 +65,11 @@ INLINE void apply_epilogue(const Linear& op, int64_t panel, const Strips& strips
 
 INLINE int64_t row_words(const Linear& op) { return row_words(op.inputs, op.k, op.form.span); }
 
+// Strips of the group that a panel belongs to.
+INLINE const Pair* inputs_of(const Linear& op, int64_t panel, const Strips& strips, int64_t words) {
+  return op.x + (op.first + panel * kPanel) / op.group * strips.rows * words;
+}
+
 // One panel times all strips. Up to 4 rows need no software prefetch: there is little to do but read, and the hardware
 // follows the stream. A larger single strip prefetches kAheadBytes ahead. With several strips the panel stays in the L2
 // cache, and the first four strips prefetch a part of the next panel each.
@@ -70,7 +77,7 @@ template <typename Kind>
 INLINE void one_panel(const Linear& op, int64_t panel, const Strips& strips) {
   const int64_t pairs = op.k / Kind::kEach, panel_pairs = pairs * kPanel;
   const Pair* weight = op.weight + panel * panel_pairs;
-  const Pair* x = op.x + panel * kPanel / op.group * strips.rows * pairs;
+  const Pair* x = inputs_of(op, panel, strips, pairs);
   const bool many = strips.count() > 1, last = (panel + 1) * kPanel >= op.n;
   const bool fetches = strips.rows > 4 && !(many && last);
   const char* ahead = reinterpret_cast<const char*>(weight) + (many ? panel_pairs * 4 : kAheadBytes);
@@ -97,7 +104,7 @@ INLINE int64_t panels_in_step(const Linear& op, int64_t rows) {
 INLINE void quantized_panels(const Linear& op, int64_t panel, int64_t panels, const Strips& strips) {
   const int64_t panel_bytes = op.form.panel_words(op.k) * 4, words = row_words(op);
   const char* weight = reinterpret_cast<const char*>(op.weight) + panel * panel_bytes;
-  const Pair* x = op.x + panel * kPanel / op.group * strips.rows * words;
+  const Pair* x = inputs_of(op, panel, strips, words);
   const bool many = strips.count() > 1, last = (panel + 1) * kPanel >= op.n;
   const bool fetches = strips.rows > 1 && !(many && last);
   const int64_t parts = min(strips.count(), 4);
@@ -115,7 +122,7 @@ INLINE void quantized_panels(const Linear& op, int64_t panel, int64_t panels, co
 INLINE void one_unpacked_panel(const Linear& op, int64_t panel, const Strips& strips) {
   static thread_local UnpackedPanel unpacked;
   const int64_t words = row_words(op);
-  const Pair* x = op.x + panel * kPanel / op.group * strips.rows * words;
+  const Pair* x = inputs_of(op, panel, strips, words);
   unpack_panel(op.form, op.k, op.weight + panel * op.form.panel_words(op.k), unpacked);
   alignas(64) float tile[kMaxRows * kPanel];
   for (int64_t strip = 0; strip < strips.count(); strip++) {
@@ -131,7 +138,7 @@ INLINE void multiply_panels(const Linear& op, int64_t begin, int64_t end, const 
       case Weights::kBf16: one_panel<Bf16Dot>(op, panel, strips); break;
       case Weights::kInt8: one_panel<Int8Dot>(op, panel, strips); break;
       default:
-        panels = min(panels_in_step(op, strips.rows), min(end - panel, group - panel % group));
+        panels = min(panels_in_step(op, strips.rows), min(end - panel, group - (op.first / kPanel + panel) % group));
         if (!kDotsOfPairs && op.inputs == Inputs::kBf16 && strips.count() > 1) one_unpacked_panel(op, panel, strips);
         else quantized_panels(op, panel, panels, strips);
     }
@@ -154,7 +161,8 @@ static void linear(const Linear& op, const Step& step, Member& member) {
 
 INLINE void expert_panels(const ExpertLinear& op, int64_t expert, int64_t begin, int64_t end) {
   const Routing& routing = *op.routing;
-  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, place = op.places ? op.places[expert] : expert;
+  const int64_t panels = (op.linear.n + kPanel - 1) / kPanel, own = expert - routing.begin;
+  const int64_t place = op.places ? op.places[own] : own;
   if (place < 0) return;
   const int64_t first = routing.starts[expert], outputs = place * panels * kPanel;
   Linear one = op.linear;
@@ -166,11 +174,7 @@ INLINE void expert_panels(const ExpertLinear& op, int64_t expert, int64_t begin,
     one.x_scales += first;
     one.compensation += outputs;
   }
-  switch (one.epilogue) {
-    case Epilogue::kSwiglu: one.out = static_cast<Pair*>(one.out) + first * (one.n / 4); break;
-    case Epilogue::kStrips: one.out = static_cast<Pair*>(one.out) + first * (one.n / 2); break;
-    default: one.out = static_cast<float*>(one.out) + first * one.stride;
-  }
+  one.out = static_cast<float*>(one.out) + first * one.stride;
   multiply_panels(one, begin, end, {routing.starts[expert + 1] - first, kMaxRows});
 }
 

@@ -44,16 +44,16 @@ static void rms_norm_linear(const RmsNormLinear& op, const Step& step, Member& m
     const float* x[kLinearRows];
     for (int64_t m = 0; m < size; m++) x[m] = op.x + token_of(step, op.rows, first + m) * op.width;
     const float* weight = op.weight + output * op.width;
-    float* out = op.out + first * op.outputs + output;
+    float* out = op.out + first * op.stride + output;
     switch (size) {
-      case 1: multiply_f32<1>(x, weight, op.width, out, op.outputs); break;
-      case 2: multiply_f32<2>(x, weight, op.width, out, op.outputs); break;
-      case 3: multiply_f32<3>(x, weight, op.width, out, op.outputs); break;
-      case 4: multiply_f32<4>(x, weight, op.width, out, op.outputs); break;
+      case 1: multiply_f32<1>(x, weight, op.width, out, op.stride); break;
+      case 2: multiply_f32<2>(x, weight, op.width, out, op.stride); break;
+      case 3: multiply_f32<3>(x, weight, op.width, out, op.stride); break;
+      case 4: multiply_f32<4>(x, weight, op.width, out, op.stride); break;
     }
     for (int64_t m = 0; m < size; m++) {
       const float scale = inverse_rms(x[m], op.width, op.eps);
-      for (int64_t i = 0; i < kLinearOutputs; i++) out[m * op.outputs + i] *= scale;
+      for (int64_t i = 0; i < kLinearOutputs; i++) out[m * op.stride + i] *= scale;
     }
   }
 }
@@ -130,15 +130,15 @@ static void hyper_connection_post(const HyperConnectionPost& op, const Step& ste
   while (share.next()) {
     const int64_t t = share.begin / parts.count, part = share.begin % parts.count;
     const float *post_comb = op.post_comb + t * (kMixes - n), *comb = post_comb + n;
-    const float* y = op.y + t * op.width;
-    float* x = op.x + t * n * op.width;
+    const float* y = op.y + t * op.y_stride;
+    float* x = op.x + t * n * op.stride;
     for (int64_t i = parts.begin(part); i < parts.end(part); i += kLanes) {
       Floats streams[n];
-      for (int j = 0; j < n; j++) streams[j] = load(x + j * op.width + i);
+      for (int j = 0; j < n; j++) streams[j] = load(x + j * op.stride + i);
       for (int k = 0; k < n; k++) {
         Floats out = load(y + i) * set1(post_comb[k]);
         for (int j = 0; j < n; j++) out = fma(streams[j], set1(comb[j * n + k]), out);
-        store(x + k * op.width + i, out);
+        store(x + k * op.stride + i, out);
       }
     }
   }

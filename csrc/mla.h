@@ -55,7 +55,6 @@ constexpr int kRopeHeads = 16;  // heads processed at once
 
 static void norm_rope(const NormRope& op, const Step& step, Member& member) {
   const int64_t dim = op.rope.dim, parts = (op.heads + kRopeHeads - 1) / kRopeHeads;
-  const int64_t panels = (op.heads + kPanel - 1) / kPanel;
   alignas(64) float rotated[kMaxLatent];
   Share share(member, step.tokens * parts, 1);
   while (share.next()) {
@@ -66,7 +65,8 @@ static void norm_rope(const NormRope& op, const Step& step, Member& member) {
         store_bf16(rotated, dim, slot_row<bf16>(*op.pages, step, t));
         continue;
       }
-      Pair* column = op.out + (t * panels + head / kPanel) * (dim / 2) * kPanel + head % kPanel;
+      const int64_t place = op.first + head;
+      Pair* column = op.out + (t * op.panels + place / kPanel) * (dim / 2) * kPanel + place % kPanel;
       for (int64_t i = 0; i < dim; i += kLanes) store_pairs(column + i / 2 * kPanel, kPanel, load(rotated + i));
     }
   }

@@ -133,10 +133,10 @@ INLINE int64_t heads_in(const MlaAttention& op, int64_t panel) { return min(kPan
 INLINE void store_unrotated(const MlaAttention& op, const Step& step, int64_t token, int64_t head, const float* values,
                               float row_sum) {
   const Strips tokens{step.tokens, kMaxRows};
-  const int64_t heads = op.heads / op.groups, pairs = heads * op.dim / 2, plain = op.dim - op.rope_dim;
+  const int64_t pairs = op.group * op.dim / 2, plain = op.dim - op.rope_dim, place = op.first + head;
   int64_t stride;
-  Pair* out = tokens.at(op.out + head / heads * tokens.rows * pairs, pairs, token, stride);
-  out += head % heads * (op.dim / 2) * stride;
+  Pair* out = tokens.at(op.out + place / op.group * tokens.rows * pairs, pairs, token, stride);
+  out += place % op.group * (op.dim / 2) * stride;
   for (int64_t i = 0; i < op.dim; i += kLanes) {
     Floats y = load(values + i) / set1(row_sum);
     if (i >= plain) {

@@ -25,15 +25,15 @@ ALWAYS_INLINE int64_t count(const Step& step, Rows rows) { return rows == Rows::
 struct Routing;
 
 // x[t] = embedding of token t, from a row-major table, or from the packed output layer where embeddings are tied: of
-// int8 where there are scales [vocab].
+// int8 where there are scales. The table holds tokens [first, first + count); other rows of x stay as they are.
 struct Embed {
   const bf16* table;
   const Pair* packed;
   const float* scales;
-  int64_t width;
+  int64_t first, count, width;
   int32_t copies;  // of each row, one behind the other
   float* x;
-  FIELDS(NULLABLE table, NULLABLE packed, NULLABLE scales, width, copies, x)
+  FIELDS(NULLABLE table, NULLABLE packed, NULLABLE scales, first, count, width, copies, x)
 };
 
 // How activations are packed. In groups, sums over `sum_span` inputs are multiplied by -offset; see weights.h.
@@ -79,8 +79,8 @@ ENUM(Epilogue,
      kStrips)  // strips: y, bfloat16, or silu(gates[row, n]) * y
 
 // GEMM: y = x W^T + bias, x in strips. Sums of int8 are multiplied by x_scales[row], then by scales[output]; those of
-// codes by scales[output]. Each `group` of outputs (whole panels, or all outputs) has strips x of its own, one group
-// behind the other. `out` may be columns of wider rows.
+// codes by scales[output]. `out` may be columns of wider rows. Each `group` of a row's outputs (whole panels, or more
+// than there are) has strips x of its own, one group behind the other.
 struct Linear {
   const Pair *x, *weight;
   Inputs inputs;
@@ -93,10 +93,11 @@ struct Linear {
   float limit;  // of kSwiglu and gates: gate is clamped to at most limit, up to [-limit, limit]
   Rows rows;
   Epilogue epilogue;
-  int64_t stride;  // floats from one row of `out` to the next
-  void* out;  // float32 [rows, n]; strips of n / 2 pairs; or strips of n / 4 for kSwiglu, whose n counts gate and up
+  int64_t stride;  // words of a row of `out`
+  int64_t first;   // numbers of a row of strips before the first output
+  void* out;  // float32 [rows, n]; strips of n numbers; or strips of n / 2 for kSwiglu, whose n counts gate and up
   FIELDS(x, weight, inputs, form, NULLABLE x_scales, NULLABLE scales, NULLABLE compensation, NULLABLE bias,
-         NULLABLE gates, n, k, group, limit, rows, epilogue, stride, out)
+         NULLABLE gates, n, k, group, limit, rows, epilogue, stride, first, out)
 };
 
 // Paged KV cache of a layer, in group 0. For every 32 positions, a block of `size` tokens holds for each kv head a
@@ -127,13 +128,14 @@ struct QkNormRope {
   FIELDS(x, weights, cos, sin, eps, heads, queries, cache)
 };
 
-// Causal attention of all queries over the paged KV cache, into strips of heads * dim / 2 pairs.
+// Causal attention of all queries over the paged KV cache, into strips: heads * dim numbers from `first` on.
 struct PagedAttention {
   const bf16* queries;
   int32_t heads;
   KvCache cache;
+  int64_t stride, first;  // words of a row of strips, and numbers before the first head
   Pair* out;
-  FIELDS(queries, heads, cache, out)
+  FIELDS(queries, heads, cache, stride, first, out)
 };
 
 // How router logits become the weights of the top-k experts.
@@ -144,9 +146,9 @@ ENUM(Scoring,
 
 // MoE routing of one layer: the experts of each token, by the largest scores, by scores plus `bias`, or by token id
 // (tid2eid). An entry is token * per_token + slot; entries [starts[e], starts[e + 1]) in `order` belong to expert e,
-// sorted by token.
+// sorted by token. Experts [begin, end) are computed here.
 struct Routing {
-  int32_t experts, per_token;
+  int32_t experts, begin, end, per_token;
   Scoring scoring;
   float scale;             // of all expert weights
   const float* logits;     // [t, experts]
@@ -157,12 +159,12 @@ struct Routing {
   float* topk_weights;     // [t, per_token]
   int32_t *order, *place;  // [t * per_token]: entry at a place, place of an entry
   int32_t* starts;         // [experts + 1]
-  int32_t* active;         // experts with entries, and behind the last one their number at [experts]
-  FIELDS(experts, per_token, scoring, scale, logits, NULLABLE scores, NULLABLE bias, NULLABLE tid2eid, topk_ids,
-         topk_weights, order, place, starts, active)
+  int32_t* active;         // experts to compute that have entries, and their number at [experts]
+  FIELDS(experts, begin, end, per_token, scoring, scale, logits, NULLABLE scores, NULLABLE bias, NULLABLE tid2eid,
+         topk_ids, topk_weights, order, place, starts, active)
 };
 
-// Copies the strips of all tokens into strips of each expert's entries.
+// Copies the strips of all tokens into strips of the entries of each expert to compute.
 struct MoeGather {
   const Routing* routing;
   const Pair* x;  // strips of all tokens
@@ -176,7 +178,7 @@ struct MoeGather {
 // Grouped GEMM: each entry with the weights of its expert. Entries of experts without a place are left out.
 struct ExpertLinear {
   const Routing* routing;
-  const int32_t* places;  // [experts]: the place of an expert's matrix, or -1; null where all are in order
+  const int32_t* places;  // [end - begin]: the place of an expert's matrix, or -1; null where all are in order
   Linear linear;  // `weight` is that of place 0; `rows` is not used
   FIELDS(routing, NULLABLE places, linear)
 };
@@ -185,9 +187,9 @@ struct ExpertLinear {
 struct MoeCombine {
   const Routing* routing;
   const float* y;
-  int64_t width;
+  int64_t width, y_stride, x_stride;  // floats from one row to the next
   float* x;
-  FIELDS(routing, y, width, x)
+  FIELDS(routing, y, width, y_stride, x_stride, x)
 };
 
 // Manifold-constrained hyper-connections (arXiv:2512.24880): a token has n = kHyperConnectionStreams residual streams of
@@ -203,8 +205,9 @@ struct RmsNormLinear {
   int32_t outputs;  // a multiple of 4
   float eps;
   Rows rows;
+  int64_t stride;  // floats from one row of `out` to the next
   float* out;
-  FIELDS(x, weight, width, outputs, eps, rows, out)
+  FIELDS(x, weight, width, outputs, eps, rows, stride, out)
 };
 
 // Coefficients from mixes * scale + base: pre and post by sigmoid, comb by Sinkhorn. out[token] = sum over j of
@@ -220,12 +223,12 @@ struct HyperConnectionPre {
   FIELDS(x, mixes, scale, base, width, eps, iterations, rows, NULLABLE post_comb, out)
 };
 
-// x[t, k] = post[k] * y[t] + sum over j of comb[j, k] * x[t, j].
+// x[t, k] = post[k] * y[t] + sum over j of comb[j, k] * x[t, j], in `width` columns.
 struct HyperConnectionPost {
   const float *y, *post_comb;
-  int64_t width;
+  int64_t width, y_stride, stride;  // floats from one row of y, and from one stream of x, to the next
   float* x;
-  FIELDS(y, post_comb, width, x)
+  FIELDS(y, post_comb, width, y_stride, stride, x)
 };
 
 // Paged rows of one tensor of a layer in KV group `group`: one row for every `ratio` tokens.
@@ -249,16 +252,16 @@ struct NormRopeParams {
   FIELDS(NULLABLE weight, cos, sin, dim, rope_dim, eps, scale)
 };
 
-// RMSNorm and RoPE of x [t, heads * dim] at the token's position, rounded to bfloat16. Writes query panels [t, heads /
-// 32, dim / 2, 32] of pairs, or with one head the token's row of `pages`.
+// RMSNorm and RoPE of x [t, heads * dim] at the token's position, rounded to bfloat16. Writes query panels [t, panels,
+// dim / 2, 32] of pairs, from head `first` on, or with one head the token's row of `pages`.
 struct NormRope {
   const float* x;
   int64_t stride;  // floats from one token to the next
-  int32_t heads;
+  int32_t heads, first, panels;
   NormRopeParams rope;
   Pair* out;
   const Pages* pages;
-  FIELDS(x, stride, heads, rope, NULLABLE out, NULLABLE pages)
+  FIELDS(x, stride, heads, first, panels, rope, NULLABLE out, NULLABLE pages)
 };
 
 // Compressor state of a token at position p: a float32 row [kv | gates + ape[p % ratio]].
@@ -303,15 +306,15 @@ constexpr int kIndexerTokens = 16;  // tokens scored at once before their top-k
 // MLA: `heads` query heads share one latent per row as key and value. A token attends to the rows of its sliding
 // `window` and to compressed entries: all that it sees, or the indexer's top-k. Each head has an attention sink, a
 // score without a value, in base 2 like the others. The output is rotated back by the token's position (inverse RoPE)
-// and written to strips of heads * dim / groups / 2 pairs of each group.
+// and written to strips of group * dim numbers for each `group` of the model's heads, whose `first` is this one's.
 struct MlaAttention {
   const Pair* queries;  // panels
   const float *sinks, *cos, *sin;
-  int32_t heads, dim, rope_dim, window, groups, topk;
+  int32_t heads, first, dim, rope_dim, window, group, topk;
   const Pages *kv, *compressed_kv;
   const int32_t* indices;  // [t, topk], read where a token sees more entries
   Pair* out;
-  FIELDS(queries, sinks, cos, sin, heads, dim, rope_dim, window, groups, topk, kv, NULLABLE compressed_kv,
+  FIELDS(queries, sinks, cos, sin, heads, first, dim, rope_dim, window, group, topk, kv, NULLABLE compressed_kv,
          NULLABLE indices, out)
 };
 

@@ -122,7 +122,7 @@ static void pack_gptq(const PackQuantized& op, const HalfPanels& panels, int64_t
     for (int64_t half = begin; half < end; half++) {
       const int64_t first = half * kLanes;
       store_codes(panels.at(half) + panels.line(line),
-                  load_some(source + line * op.n + first, min(kLanes, op.n - first)));
+                  load_some(source + line * op.row + first, min(kLanes, op.n - first)));
     }
 }
 
@@ -141,7 +141,7 @@ INLINE void transpose_codes(Ints words[8]) {
 // AWQ: word [input, c] holds the codes of outputs 8c + (0, 2, 4, 6, 1, 3, 5, 7). A vector is 8 half panels.
 static void pack_awq(const PackQuantized& op, const HalfPanels& panels, int64_t begin, int64_t end) {
   static constexpr int kOutputs[8] = {0, 2, 4, 6, 1, 3, 5, 7};
-  const int64_t row = op.n / 8, last = min(end * 2, row);
+  const int64_t row = op.row / 8, last = min(end * 2, op.n / 8);
   const uint32_t* source = static_cast<const uint32_t*>(op.source);
   for (int64_t line = 0; line < op.k / 8; line++)
     for (int64_t c = begin * 2; c < last; c += kLanes) {

@@ -105,8 +105,10 @@ static void embed(const Embed& op, const Step& step, Member& member) {
   Share share(member, step.tokens, row_grain(step.tokens, member));
   while (share.next()) {
     for (int64_t t = share.begin; t < share.end; t++) {
+      const int64_t token = step.token_ids[t] - op.first;
+      if (token < 0 || token >= op.count) continue;
       float* x = op.x + t * op.copies * op.width;
-      embed_row(op, step.token_ids[t], x);
+      embed_row(op, token, x);
       for (int64_t copy = 1; copy < op.copies; copy++) std::memcpy(x + copy * op.width, x, op.width * sizeof(float));
     }
   }

@@ -132,18 +132,18 @@ struct PackRounded {
 ENUM(Layout, kRows, kGptq, kAwq, kBytes)
 
 // Packs codes or FP8 weights of a stored matrix [n, k], as Pack does. `scales` and `zero_points` are [n, groups] of
-// `stored_span` inputs each, a multiple of the form's. `refused` becomes 1 + an output whose weights are not what the
-// layout may hold, such as NaN.
+// `stored_span` inputs each, a multiple of the form's. In layouts along the outputs a row has `row` of them. `refused`
+// becomes 1 + an output whose weights are not what the layout may hold, such as NaN.
 struct PackQuantized {
   Pair* out;
   Form form;
   const void *source, *scales;
   const uint8_t* zero_points;
   Layout layout;
-  int64_t stored_span, n, k, offset;
+  int64_t stored_span, n, row, k, offset;
   bool half;
   int64_t* refused;
-  FIELDS(out, form, source, scales, NULLABLE zero_points, layout, stored_span, n, k, offset, half, refused)
+  FIELDS(out, form, source, scales, NULLABLE zero_points, layout, stored_span, n, row, k, offset, half, refused)
 };
 
 }  // namespace pypto

@@ -1,21 +1,24 @@
 """A worker that fails on purpose: `python -m tests.faulty_worker FD`.
 
-`backend_options["faults"]` maps an epoch (as a string) to [point, nth step]: at that step of that life the worker is
-killed while loading ("load"), before computing ("before"), between sampling and sending ("after"), stops answering
-("hang"), raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id
-that kills every step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang.
+`backend_options["faults"]` maps an epoch (as a string) to [point, nth step]. The worker is killed while loading
+("load"), loses a rank that loads ("rank"), or has a process like a rank that stays behind ("leave"). At that step of
+that life it is killed before computing ("before") or between sampling and sending ("after"), stops answering ("hang"),
+raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id that kills
+every step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from typing import Any
 
-from pypto_serving.ipc import Parent
+from pypto_serving.backend import ranks
+from pypto_serving.ipc import Child, Parent
 from pypto_serving.store.host import HostStore
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import StepPlan, StepResult
@@ -85,12 +88,23 @@ def hang(*arguments: Any) -> Any:
     threading.Event().wait()
 
 
+def lost_child(*arguments: Any, **options: Any) -> Child:
+    """Start a child, and kill it at once."""
+    child = Child(*arguments, **options)
+    child.process.kill()
+    return child
+
+
 def main() -> None:
     parent = Parent(int(sys.argv[1]), WorkerStart)
     options = parent.start.config.backend_options
     point, step = options.get("faults", {}).get(str(parent.start.epoch), ["", 0])
     if point == "load":
         os.kill(os.getpid(), signal.SIGKILL)
+    if point == "rank":
+        ranks.Child = lost_child  # type: ignore[attr-defined,assignment]
+    if point == "leave":
+        subprocess.Popen(["sleep", "1000"], pass_fds=parent.start.descendants)
     if options.get("stalled") == parent.start.epoch:
         HostStore.load = hang  # type: ignore[method-assign]
     run(parent, lambda runner: FaultyRunner(runner, point, step, options.get("poison")))

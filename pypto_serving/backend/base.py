@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pypto_serving.backend.memory import BlockMemory
 from pypto_serving.types.adjustments import LogitAdjustments
-from pypto_serving.types.arrays import Float32Array, Int32Array, UInt64Array
+from pypto_serving.types.arrays import Array, Float32Array, Int32Array, UInt64Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.draws import Logprobs, Sampler
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -29,7 +29,17 @@ from pypto_serving.types.step import BackendLimits
 Progress = Callable[[str, int, int], None]
 """Reports progress while a program is prepared, as (phase, done, total)."""
 
+Zeros = Callable[..., Array]
+"""Allocates zeros of a dtype, in the shape that follows it."""
+
+Fault = Callable[[str, int], None]
+"""Reports the error that ends this process, as (message, exit code)."""
+
 DispatchKind = Literal["mixed", "prefill", "decode"]
+
+
+def _zeros(dtype: Any, *shape: int) -> Array:
+    return np.zeros(shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +61,27 @@ class StepBuffers:
     num_drafts: Int32Array
 
     @classmethod
-    def in_host_memory(cls, groups: tuple[KVCacheGroupSpec, ...], limits: BackendLimits) -> StepBuffers:
-        """Allocate zeroed buffers in ordinary host memory."""
+    def in_host_memory(
+        cls, groups: tuple[KVCacheGroupSpec, ...], limits: BackendLimits, zeros: Zeros = _zeros
+    ) -> StepBuffers:
+        """Allocate zeroed buffers in ordinary host memory, or with `zeros`."""
         padded = max(limits.traits.padded_rows, default=0)
         rows = max(limits.max_num_seqs, padded)
         tokens = limits.max_num_batched_tokens + padded
 
-        def zeros(*shape: int) -> Int32Array:
-            return np.zeros(shape, dtype=np.int32)
+        def room(*shape: int) -> Int32Array:
+            return zeros(np.int32, *shape)
 
         return cls(
-            token_ids=zeros(tokens),
-            positions=zeros(tokens),
-            query_start=zeros(rows + 1),
-            context_lens=zeros(rows),
-            logits_rows=zeros(rows * (1 + limits.traits.max_drafts) + limits.max_scored_tokens),
-            slot_mapping=tuple(zeros(tokens) for _ in groups),
-            block_tables=tuple(zeros(rows, g.table_blocks(limits.max_model_len)) for g in groups),
-            rows=zeros(rows),
-            num_drafts=zeros(rows),
+            token_ids=room(tokens),
+            positions=room(tokens),
+            query_start=room(rows + 1),
+            context_lens=room(rows),
+            logits_rows=room(rows * (1 + limits.traits.max_drafts) + limits.max_scored_tokens),
+            slot_mapping=tuple(room(tokens) for _ in groups),
+            block_tables=tuple(room(rows, g.table_blocks(limits.max_model_len)) for g in groups),
+            rows=room(rows),
+            num_drafts=room(rows),
         )
 
 
@@ -198,6 +210,9 @@ class Program(Protocol):
 class Backend(ABC):
     """The factory of a Program for a device. Made once per worker life, with the resolved configuration."""
 
+    descendants: tuple[int, ...] = ()
+    """File descriptors that processes of the program inherit, by which others see when all have ended."""
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
@@ -208,6 +223,9 @@ class Backend(ABC):
 
     def pin_main_thread(self) -> None:  # noqa: B027 (most backends pin nothing)
         """Pin the calling thread to a CPU, if that helps. The main thread of a worker process calls this once."""
+
+    def watch(self, fault: Fault) -> None:  # noqa: B027 (most programs are one process)
+        """Report a fault and end this process when another one that the program needs ends. Call after `prepare`."""
 
     @abstractmethod
     def prepare(self, progress: Progress) -> Program:

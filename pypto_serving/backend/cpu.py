@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from typing import Any
 
-from pypto_serving.backend.base import Backend, Progress, SamplingInputs, StepInputs, StepOutput
-from pypto_serving.backend.memory import HostBlocks
+from pypto_serving.backend.base import Backend, Fault, Progress, StepBuffers
+from pypto_serving.backend.native import NativeLoader, NativeProgram, check_groups
+from pypto_serving.backend.ranks import Followers, Shared
 from pypto_serving.errors import ConfigError, ModelError
-from pypto_serving.kernels import Engine, NativeSampler
-from pypto_serving.model.fingerprint import checkpoint_state, program_fingerprint
-from pypto_serving.model.packed import PackedWeights
-from pypto_serving.model.packed_file import PackedFile, packed_key
+from pypto_serving.kernels import Engine, Peers, SharedMemory
+from pypto_serving.model.fingerprint import checkpoint_state
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.types.config import EngineConfig
 
 
-class NativeProgram:
-    """A model on the CPU kernels. Owns its arenas and weights. Implements Program."""
-
-    drafter = None
-
-    def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes, engine: Engine) -> None:
-        self.model, self.sampler = model, NativeSampler(engine)
-        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
-        self.fingerprint = fingerprint
-        self.memory = HostBlocks(model.arenas)
-        self._num_logits = 0
-
-    def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Compute a step before returning, since no other work could overlap on the cores."""
-        self.model.step.replay(
-            inputs.token_ids,
-            inputs.positions,
-            inputs.query_start,
-            inputs.context_lens,
-            inputs.logits_rows,
-            inputs.slot_mapping,
-            inputs.block_tables,
-        )
-        self._num_logits = len(inputs.logits_rows)
-
-    def collect(self) -> StepOutput:
-        """Return the logits as a view that the next step overwrites."""
-        return StepOutput(logits=self.model.logits[: self._num_logits])
-
-
 class CpuBackend(Backend):
-    """Prepares the program that `EngineConfig.kernels` names: kernels for an instruction set, or torch."""
+    """Prepares the program that `EngineConfig.kernels` names: kernels for an instruction set, or torch.
+
+    Where the topology has several ranks, this process is the leader, and owns the others.
+    """
 
     _engine: Engine | None = None
+    _followers: Followers | None = None
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        ranks = config.topology.ranks
+        self._shared = Shared(config, ranks[0], SharedMemory.create()) if len(ranks) > 1 else None
+
+    def allocate(self) -> Sequence[StepBuffers]:
+        return super().allocate() if self._shared is None else self._shared.buffers
 
     def pin_main_thread(self) -> None:
         if self._engine is not None:
             self._engine.pin_caller()
+
+    def watch(self, fault: Fault) -> None:
+        if self._followers is not None:
+            self._followers.watch(fault)
 
     def prepare(self, progress: Progress) -> Any:
         """Load weights, allocate the KV arena and return the program. Raises ModelError or ConfigError."""
@@ -64,29 +49,28 @@ class CpuBackend(Backend):
         return program
 
     def _prepare(self, progress: Progress) -> Any:
-        config = self.config
-        architecture, model_config = load_config(config.model)
-        family = model_family(architecture)
-        dtype = "int8" if config.int8_kv else config.dtype
-        if family.kv_groups(model_config, dtype, config.groups[0].block_size) != config.groups:
-            raise ConfigError(f"the KV groups of {config.model} in {dtype} are not the configured ones")
-        if config.kernels == "torch":
-            try:
-                from pypto_serving.backend import cpu_torch
-            except (ImportError, OSError) as error:
-                raise ConfigError(f"torch cannot be imported ({error}); install it again") from None
-            return cpu_torch.prepare(config, architecture, model_config, progress)
-        engine = self._engine = Engine(config.kernels, config.num_threads or len(os.sched_getaffinity(0)))
-        model_class = family.native_program
-        name, numerics = model_class.name(model_config, config), (engine.instruction_set, model_class.layout)
-        identity = program_fingerprint(config, progress, architecture, name, *numerics)
-        file = None
-        if config.packed_cache:
-            tensors = family.inventory(model_config).expected().items()
-            shapes = (f"{name} {wanted}" for name, wanted in tensors)
-            key = packed_key(config.model, architecture, name, *shapes)
-            file = PackedFile(config.packed_cache, key, engine)
-        model = model_class(model_config, PackedWeights(config.model, engine, progress, file), engine, config)
-        if file is not None:
-            file.save()
-        return NativeProgram(model, config, identity, engine)
+        if self.config.kernels == "torch":
+            return self._prepare_torch(progress)
+        if self._shared is None:
+            return self._prepare_native(progress, Peers())
+        self._followers = Followers(self.config, self._shared.memory, self.descendants)
+        program = self._prepare_native(self._followers.reporting(progress), self._shared.peers)
+        self._followers.await_ready(progress)
+        return program
+
+    def _prepare_native(self, progress: Progress, peers: Peers) -> NativeProgram:
+        loader = NativeLoader(self.config, self.config.topology.ranks[0])
+        self._engine = loader.engine
+        identity = loader.fingerprint(progress)
+        return NativeProgram(loader.load(peers, progress), self.config, identity, loader.engine, self._shared)
+
+    def _prepare_torch(self, progress: Progress) -> Any:
+        if self._shared is not None:
+            raise ConfigError("torch computes on one rank; choose other kernels")
+        architecture, model_config = load_config(self.config.model)
+        check_groups(self.config, model_family(architecture), model_config)
+        try:
+            from pypto_serving.backend import cpu_torch
+        except (ImportError, OSError) as error:
+            raise ConfigError(f"torch cannot be imported ({error}); install it again") from None
+        return cpu_torch.prepare(self.config, architecture, model_config, progress)

@@ -18,6 +18,7 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     - cpu_kernels: it uses the CPU kernels for models that they serve.
     - in_host_memory: its device memory is host memory.
     - simulated: it has no weights and takes no memory.
+    - splits: dimensions of a Topology in which its programs have ranks, with the CPU kernels where it uses them.
     """
 
     target: str
@@ -28,11 +29,16 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     cpu_kernels: bool = False
     in_host_memory: bool = False
     simulated: bool = False
+    splits: tuple[str, ...] = ()
 
 
 BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
     "cpu": BackendDefaults(
-        target="pypto_serving.backend.cpu:CpuBackend", depth=2, cpu_kernels=True, in_host_memory=True
+        target="pypto_serving.backend.cpu:CpuBackend",
+        depth=2,
+        cpu_kernels=True,
+        in_host_memory=True,
+        splits=("tensor", "expert"),
     ),
     "null": BackendDefaults(
         target="pypto_serving.backend.null.program:NullBackend",

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import typer
 
-from pypto_serving.setup.kv_shares import GroupPlan, MemoryPlan
+from pypto_serving.setup.kv_shares import GroupPlan
+from pypto_serving.setup.rank_plan import RankPlan
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.model import Contents, ModelSpec
@@ -80,7 +81,7 @@ def as_json(
         "checkpoint": None if contents is None else {name: getattr(contents, name) for name in _CHECKPOINT_FACTS},
         "settings": resolved.settings if resolved is not None else [],
         "sampling_defaults": sampling or {},
-        "memory": _unplanned(model) if resolved is None else _planned(model, resolved.memory),
+        "memory": _unplanned(model) if resolved is None else _planned(model, resolved),
     }
     return msgspec.json.encode(content).decode()
 
@@ -107,8 +108,9 @@ def _unplanned(model: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _planned(model: ModelSpec, memory: MemoryPlan) -> dict[str, Any]:
+def _planned(model: ModelSpec, resolved: Resolved) -> dict[str, Any]:
     """Return the fields of `_unplanned`, and more. Groups of lower tiers follow those of the device."""
+    memory = resolved.memory
     sequences = {group.name: _sequence_facts(group, model) for group in model.kv_groups}
     return {
         "weight_bytes": memory.weight_bytes,
@@ -124,6 +126,7 @@ def _planned(model: ModelSpec, memory: MemoryPlan) -> dict[str, Any]:
         "total_bytes": memory.total_bytes,
         "available_bytes": memory.available_bytes,
         "num_sequences": round(memory.num_sequences, 2),
+        "ranks": resolved.ranks,
     }
 
 
@@ -133,6 +136,8 @@ def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Itera
     yield "Model", [f"{model.architecture}, {facts}"]
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
     yield "Memory plan", _memory_lines(resolved)
+    if resolved.ranks:
+        yield "Ranks", _rank_lines(resolved.ranks)
 
 
 def _tensor_lines(contents: Contents) -> Iterable[str]:
@@ -239,6 +244,38 @@ def _memory_lines(resolved: Resolved) -> Iterable[str]:
     count, each = plan.share(resolved.engine.max_num_seqs, model_len)
     shorter = f", or {count} of {each}" if each < model_len else ""
     yield f"room for {plan.num_sequences:.4g} sequences of {model_len} tokens at once{shorter}"
+
+
+def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
+    """Write what each rank computes, where, and its part of the memory plan."""
+    head = ("rank", "stage", "layers", "heads", "KV heads", "columns", "experts", "CPUs", "node", "threads")
+    rows = [
+        (
+            *map(str, (rank.index, rank.stage)),
+            *map(_span, (rank.layers, rank.heads, rank.kv_heads, rank.columns, rank.experts)),
+            _ids(rank.cpus) or "any",
+            "-" if rank.node is None else str(rank.node),
+            str(rank.num_threads),
+            *map(format_size, (rank.weight_bytes, rank.kv_bytes, rank.workspace_bytes)),
+        )
+        for rank in ranks
+    ]
+    return columns([(*head, "weights", "KV", "workspace"), *rows])
+
+
+def _span(span: tuple[int, int]) -> str:
+    return _ids(range(*span)) or "-"
+
+
+def _ids(ids: Sequence[int]) -> str:
+    """Write sorted numbers as in `0-3,8`."""
+    runs: list[list[int]] = []
+    for number in ids:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def _group_row(group: GroupPlan) -> tuple[str, ...]:

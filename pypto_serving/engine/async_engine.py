@@ -38,6 +38,8 @@ from pypto_serving.util import counted
 log = logging.getLogger(__name__)
 
 SILENT_BEATS = 10
+START_PATIENCE_S = 30.0
+"""Time that a core may take to import its modules, beyond that of silence."""
 STOP_PATIENCE_S = 8.0
 WORKER_PATIENCE_S = 60.0
 MAX_CORE_RESPAWNS = 3
@@ -48,13 +50,19 @@ class AsyncEngine:
 
     When a core dies, its requests end with a 503. Another core starts once the old one's worker has ended too, which
     holds memory, and the lock of the disk tier's folder. See `Deaths` for how often; totals go on.
+
+    It calls `on_milestone` with the first and the last output of each request, and `on_lost` when all requests end with
+    a core.
     """
 
     def __init__(self, config: EngineConfig, on_progress: Callable[[str, int, int], None] | None = None) -> None:
         self.config = config
         self.stats = StepStats()
         self.on_stats: Callable[[StepStats], None] = lambda stats: None
+        self.on_milestone: Callable[[RequestOutput], None] = lambda output: None
+        self.on_lost: Callable[[], None] = lambda: None
         self.ready: CoreReady | None = None
+        self.engines = (self,)
         self._on_progress = on_progress or (lambda phase, done, total: None)
         self._streams: dict[str, OutputStream] = {}
         self._due: list[OutputStream] = []
@@ -91,7 +99,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._child.pipe.fileno(), self._on_control)
         loop.add_reader(self._channel.socket.fileno(), self._read)
-        self._heard_s = time.monotonic()
+        self._heard_s = time.monotonic() + START_PATIENCE_S
         self._watcher = loop.create_task(self._watch(self._child))
 
     async def wait_ready(self) -> None:
@@ -239,6 +247,9 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
                 self._finish_times = [*self._finish_times[-63:], time.monotonic()]
+                self.on_milestone(output)
+            elif output.timeline is not None:
+                self.on_milestone(output)
 
     def _deliver(self) -> None:
         """Deliver all outputs that were read, of any number of steps, in one call per stream."""
@@ -252,17 +263,22 @@ class AsyncEngine:
             if stream.push(RequestOutput(request_id=request_id, finish_reason="error", fault=fault)):
                 self._due.append(stream)
         self._deliver()
+        self.on_lost()
 
     # Requests.
 
     def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
         """Admit all of `requests` or none. Raises QueueFullError or UnavailableError."""
+        stream = OutputStream([request.request_id for request in requests], self.abort)
+        self.submit_to(stream, requests)
+        return stream
+
+    def submit_to(self, stream: OutputStream, requests: Sequence[EngineRequest]) -> None:
+        """Do what `submit` does, with outputs in a stream of the caller."""
         self.require_admission(len(requests))
         for message in AddRequests.pack(requests):
             self._send(message)
-        stream = OutputStream([request.request_id for request in requests], self.abort)
         self._streams |= dict.fromkeys([request.request_id for request in requests], stream)
-        return stream
 
     def require_admission(self, count: int) -> None:
         """Raise what `submit` would raise for `count` requests."""
@@ -320,6 +336,11 @@ class AsyncEngine:
                 asyncio.get_running_loop().remove_writer(channel.socket.fileno())
 
     # Health.
+
+    @property
+    def kv_events(self) -> list[tuple[str, str]]:
+        """The endpoints of KV events and of their replay, once a worker is ready; none if they are off."""
+        return [self.ready.kv_events] if self.ready is not None and self.ready.kv_events is not None else []
 
     def health(self) -> Health:
         """Return whether requests make progress: 'loading', 'ready', 'stalled', 'silent' or 'dead'."""

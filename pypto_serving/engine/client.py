@@ -26,6 +26,17 @@ class Health:
     age_s: float = 0.0
 
 
+class Monitored(Protocol):
+    """What metrics show of one replica."""
+
+    @property
+    def stats(self) -> StepStats:
+        """The newest snapshot."""
+
+    def health(self) -> Health:
+        """Return whether requests make progress; see Health."""
+
+
 class EngineClient(Protocol):
     """The interface of an engine for HTTP handlers. Call all methods in the event loop's thread.
 
@@ -39,8 +50,8 @@ class EngineClient(Protocol):
         """The configuration that the engine was started with."""
 
     @property
-    def stats(self) -> StepStats:
-        """The newest snapshot."""
+    def engines(self) -> Sequence[Monitored]:
+        """The engine of each replica."""
 
     def require_admission(self, count: int) -> None:
         """Raise what `submit` would raise for `count` requests: QueueFullError or UnavailableError."""

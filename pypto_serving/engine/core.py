@@ -200,6 +200,8 @@ class EngineCore:
             generation_tokens=counters.generation_tokens,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
+            prefill_per_s=self._kv.prefill_rate.measured_per_second,
+            decode_per_s=counters.decode_rate.measured_per_second,
             kv_usage=self._kv.usage(),
             tiers=self._kv.tier_stats(),
         )

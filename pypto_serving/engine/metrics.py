@@ -1,7 +1,8 @@
 """Prometheus metrics of one server. Names are vLLM's where vLLM has the metric, else they begin with `pypto:`.
 
-Gauges and counters of the engine are read from its newest snapshot at a scrape. Only histograms are observed while
-serving, at the cost of one bisection each. The code that writes a stream observes the time between its tokens.
+Gauges and counters of engines, whose label `engine` is the index of the replica, are read from their newest snapshots
+at a scrape. Only histograms are observed while serving, at the cost of one bisection each. The code that writes a
+stream observes the time between its tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from pypto_serving.engine.client import EngineClient
+from pypto_serving.engine.client import EngineClient, Health
 from pypto_serving.types.request import Timeline
 from pypto_serving.types.stats import StepStats, TierStats
 
@@ -105,6 +106,18 @@ _TIER_COUNTERS = {
 }
 
 
+_ENGINE_COUNTERS = {
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_hits"),
+    "vllm:prompt_tokens": ("Prompt tokens processed.", "prompt_tokens"),
+    "vllm:generation_tokens": ("Output tokens generated.", "generation_tokens"),
+    "vllm:num_preemptions": ("Preemptions.", "num_preemptions"),
+    "pypto:worker_respawns": ("Worker restarts.", "num_respawns"),
+    "pypto:core_respawns": ("Engine core restarts.", "num_core_respawns"),
+    "pypto:engine_steps": ("Engine steps.", "num_steps"),
+}
+
+
 class Histogram:
     """Counts per bucket. Bounds are inclusive upper ends; a last bucket takes the rest."""
 
@@ -186,10 +199,11 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. The registry calls this at a scrape."""
-        stats = self._engine.stats
-        yield from self._gauges(stats)
+        engines = self._engine.engines
+        stats = [engine.stats for engine in engines]
+        yield from self._gauges(stats, [engine.health() for engine in engines])
         yield from self._counters(stats)
-        yield from self._tiers(stats.tiers)
+        yield from self._tiers([each.tiers for each in stats])
         yield self._counter("vllm:request_success", "Finished requests.", self._finished.items(), "finished_reason")
         statuses = ((str(status), count) for status, count in sorted(self._responses.items()))
         yield self._counter("pypto:http_responses", "HTTP responses by status.", statuses, "status")
@@ -202,61 +216,58 @@ class ServerMetrics(Collector):
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def _gauges(self, stats: StepStats) -> Iterator[Metric]:
-        health = self._engine.health()
-        usage = max(stats.kv_usage, default=0.0)
-        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.", stats.num_waiting)
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, in the fullest group; 1 is full.", usage
-        )
-        yield self._gauge("pypto:engine_ok", "1 while the engine makes progress.", float(health.ok))
-        yield self._gauge("pypto:last_step_age_seconds", "Age of the last completed step.", health.age_s)
-        yield self._gauge("pypto:worker_epoch", "Number of worker starts so far.", stats.epoch)
-        groups = GaugeMetricFamily(
-            "pypto:kv_group_usage_perc", "Share of KV blocks in use.", labels=["model_name", "group"]
-        )
-        names = [group.name for group in self._engine.config.groups]
-        for name, share in zip(names, stats.kv_usage, strict=False):
-            groups.add_metric([*self._labels, name], share)
-        yield groups
-
-    def _counters(self, stats: StepStats) -> Iterator[Metric]:
-        for name, help_text, value in (
+    def _gauges(self, stats: Sequence[StepStats], healths: Sequence[Health]) -> Iterator[Metric]:
+        for name, help_text, values in (
+            ("vllm:num_requests_running", "Requests in the running batch.", [each.num_running for each in stats]),
+            ("vllm:num_requests_waiting", "Requests waiting to be scheduled.", [each.num_waiting for each in stats]),
             (
-                "vllm:prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_queries,
+                "vllm:kv_cache_usage_perc",
+                "Share of KV blocks in use, in the fullest group; 1 is full.",
+                [max(each.kv_usage, default=0.0) for each in stats],
             ),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-            ("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
-            ("vllm:generation_tokens", "Output tokens generated.", stats.generation_tokens),
-            ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
-            ("pypto:worker_respawns", "Worker restarts.", stats.num_respawns),
-            ("pypto:core_respawns", "Engine core restarts.", stats.num_core_respawns),
-            ("pypto:engine_steps", "Engine steps.", stats.num_steps),
+            ("pypto:engine_ok", "1 while the engine makes progress.", [health.ok for health in healths]),
+            ("pypto:last_step_age_seconds", "Age of the last completed step.", [health.age_s for health in healths]),
+            ("pypto:worker_epoch", "Number of worker starts so far.", [each.epoch for each in stats]),
         ):
-            yield self._counter(name, help_text, [("", value)])
+            yield self._of_engines(GaugeMetricFamily, name, help_text, [[((), value)] for value in values])
+        names = [(group.name,) for group in self._engine.config.groups]
+        shares = [[*zip(names, each.kv_usage, strict=False)] for each in stats]
+        yield self._of_engines(
+            GaugeMetricFamily, "pypto:kv_group_usage_perc", "Share of KV blocks in use.", shares, "group"
+        )
 
-    def _tiers(self, tiers: Sequence[TierStats]) -> Iterator[Metric]:
-        for field, help_text in _TIER_GAUGES.items():
-            family = GaugeMetricFamily(f"pypto:kv_tier_{field}", help_text, labels=["model_name", "tier"])
-            for tier in tiers:
-                family.add_metric([*self._labels, tier.tier], float(getattr(tier, field)))
-            yield family
-        for field, help_text in _TIER_COUNTERS.items():
+    def _counters(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
+        for name, (help_text, field) in _ENGINE_COUNTERS.items():
+            yield self._of_engines(
+                CounterMetricFamily, name, help_text, [[((), getattr(each, field))] for each in stats]
+            )
+
+    def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterator[Metric]:
+        for field, help_text in (_TIER_GAUGES | _TIER_COUNTERS).items():
             name = "pypto:kv_tier_" + field.removesuffix("_s") + ("_seconds" if field.endswith("_s") else "")
-            yield self._counter(name, help_text, [(tier.tier, getattr(tier, field)) for tier in tiers], "tier")
+            values = [[((tier.tier,), getattr(tier, field)) for tier in each] for each in tiers]
+            family = GaugeMetricFamily if field in _TIER_GAUGES else CounterMetricFamily
+            yield self._of_engines(family, name, help_text, values, "tier")
 
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, help_text, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
+    def _of_engines(
+        self,
+        family: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        help_text: str,
+        values: Iterable[Sequence[tuple[tuple[str, ...], float]]],
+        *labels: str,
+    ) -> Metric:
+        """Return a metric with the `values` of each engine: pairs of further labels and value."""
+        metric = family(name, help_text, labels=["model_name", "engine", *labels])
+        for index, of_engine in enumerate(values):
+            for further, value in of_engine:
+                metric.add_metric([*self._labels, str(index), *further], float(value))
+        return metric
 
-    def _counter(self, name: str, help_text: str, rows: Iterable[tuple[str, float]], label: str = "") -> Metric:
-        family = CounterMetricFamily(name, help_text, labels=["model_name", *([label] if label else [])])
+    def _counter(self, name: str, help_text: str, rows: Iterable[tuple[str, float]], label: str) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=["model_name", label])
         for value, count in rows:
-            family.add_metric([*self._labels, *([value] if label else [])], count)
+            family.add_metric([*self._labels, value], count)
         return family
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pypto_serving.kernels.constants import INDEXER_TOKENS, PANEL
+from pypto_serving.kernels.constants import GATE_HALF, INDEXER_TOKENS, PANEL
 from pypto_serving.kernels.engine import Engine, hashes, zeros
 from pypto_serving.kernels.forms import (
     BF16,
@@ -12,6 +12,7 @@ from pypto_serving.kernels.forms import (
     Int8Strips,
     Matrix,
     Stored,
+    StripColumns,
     Strips,
     activations,
     most_int8_words,
@@ -38,6 +39,7 @@ from pypto_serving.kernels.shared import Board, Peers, SharedMemory
 
 __all__ = [
     "BF16",
+    "GATE_HALF",
     "INDEXER_TOKENS",
     "INT8",
     "PANEL",
@@ -61,6 +63,7 @@ __all__ = [
     "Scoring",
     "SharedMemory",
     "Stored",
+    "StripColumns",
     "Strips",
     "activations",
     "hashes",

@@ -233,6 +233,31 @@ class GroupStrips:
         return k // 4 + ceil_div(k, SCALED) + ceil_div(k, span)
 
 
+@dataclass(frozen=True, slots=True)
+class StripColumns:
+    """Columns of bfloat16 strips [rows, width], from `first` on; operations write theirs beside others."""
+
+    words: PairArray
+    width: int
+    first: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Return the most rows."""
+        return 2 * self.words.size // self.width
+
+    def fields(self, n: int) -> dict[str, Any]:
+        """Return the fields of an operation that writes n of the columns. Raises ValueError if there are fewer."""
+        if not 0 <= self.first <= self.width - n or (self.first | self.width) % 2:
+            raise ValueError(f"{n} columns from {self.first} on are not within strips of {self.width}")
+        return {"out": self.words, "stride": self.width // 2, "first": self.first}
+
+
+def strip_columns(out: PairArray | StripColumns, n: int) -> dict[str, Any]:
+    """Return the fields of an operation that writes n columns, all of them in plain strips."""
+    return (out if isinstance(out, StripColumns) else StripColumns(out, n)).fields(n)
+
+
 Strips = PairArray | Int8Strips | GroupStrips
 """Activations that a GEMM reads: int8 if its weights are int8, either kind with codes, else bfloat16."""
 

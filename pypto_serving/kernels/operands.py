@@ -44,20 +44,24 @@ class KVCacheLayer:
     """One layer of a KV cache: pages [blocks, layers, k or v, kv_heads, numbers of a head].
 
     Pages are bfloat16 as uint16, block_size * dim numbers; or int8 as uint8, block_size * (dim + KV_SCALE_BYTES).
+    `heads` are the kv heads to work on, by default all.
     """
 
     pages: BFloat16Array | UInt8Array
     layer: int
     dim: int
+    heads: range | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of KvCache in csrc/ops.h. Raises ValueError for pages that are not contiguous."""
         if not self.pages.flags.c_contiguous:
             raise ValueError("KV cache pages must be contiguous")
         int8, (_, _, _, kv_heads, elements) = self.pages.dtype == np.uint8, self.pages.shape
-        keys, values = (self.pages[:1, self.layer, half].view(np.uint32) for half in (0, 1))
+        heads = range(kv_heads) if self.heads is None else self.heads
+        mine = slice(heads.start, heads.stop)
+        keys, values = (self.pages[:1, self.layer, half, mine].view(np.uint32) for half in (0, 1))
         size = elements // (self.dim + KV_SCALE_BYTES if int8 else self.dim)
-        sizes = {"kv_heads": kv_heads, "dim": self.dim, "size": size, "int8": int8}
+        sizes = {"kv_heads": len(heads), "dim": self.dim, "size": size, "int8": int8}
         return {"keys": keys, "values": values, "block_stride": self.pages.strides[0] // 4, **sizes}
 
 
@@ -96,11 +100,11 @@ class NormRopeParams:
 
 @dataclass(frozen=True, slots=True)
 class MlaSizes:
-    """Query heads, sliding window in tokens, and groups of the output projection."""
+    """The model's query heads to compute, sliding window in tokens, and heads in a group of the output projection."""
 
-    heads: int
+    heads: range
     window: int
-    groups: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from pypto_serving.kernels.constants import GATE_HALF, PANEL
@@ -21,40 +19,53 @@ _SCALE_DTYPES = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F8_E8
 
 
 def pack_quantized(
-    engine: Engine, room: Matrix, stored: StoredQuantized, n: int, offset: int = 0, half: int | None = None
+    engine: Engine,
+    room: Matrix,
+    stored: StoredQuantized,
+    n: int,
+    offset: int = 0,
+    half: int | None = None,
+    outputs: range | None = None,
 ) -> None:
     """Pack a stored matrix of n rows into outputs `offset` on of `room`, or into half 0 (gate) or 1 (up) of each panel.
 
-    Raises ValueError where it is of another form than `room`, does not fit, or holds what its form may not, such as
-    not-a-number.
+    Only `outputs` of it are packed, by default all. Raises ValueError where it is of another form than `room`, does not
+    fit, or holds what its form may not, such as not-a-number.
     """
-    k = room.k
+    k, mine = room.k, range(n) if outputs is None else outputs
     if packed_form(stored.form, n, k) != room.form:
         raise ValueError(f"[{n}, {k}] of form {stored.form} does not go among weights of form {room.form}")
-    outputs = 2 * n if half is not None else offset + n
+    _check_places(room, len(mine), offset, half)
+    if isinstance(stored, StoredFp8):
+        source, span, zeros, layout = stored.weights, min(stored.form.block[1], k), None, Layout.BYTES
+        scales: Array = _fp8_scales(stored, n, k, mine)
+    else:
+        source, span, zeros, layout = stored.codes, min(stored.form.group, k), _zeros(stored, n, k), stored.layout
+        scales, zeros = _code_scales(stored, n, k)[_rows(mine)], None if zeros is None else zeros[_rows(mine)]
+        _fill_factors(room, stored.factor, len(mine), offset, half)
+    refused = np.zeros(1, np.int64)
+    places = {"offset": offset if half is None else half * GATE_HALF, "half": half is not None}
+    source = _source(source, layout, n, k, mine)
+    inputs = {"source": source, "scales": scales, "zero_points": zeros, "layout": layout, "stored_span": span}
+    sizes = {"n": len(mine), "row": n, "k": k}
+    engine._lib.pack_quantized(
+        engine._handle, out=room.words, **room.form.fields(), **inputs, **sizes, **places, refused=refused
+    )
+    if refused[0]:
+        wrong = "is not a number" if isinstance(stored, StoredFp8) else "is not in [-8, 7]"
+        raise ValueError(f"a weight of output {mine.start + refused[0] - 1} {wrong}")
+
+
+def _check_places(room: Matrix, n: int, offset: int, half: int | None) -> None:
+    k, outputs = room.k, 2 * n if half is not None else offset + n
     if offset % GATE_HALF or offset < 0 or n < 1 or half not in (None, 0, 1) or (half is not None and n % GATE_HALF):
         raise ValueError(f"[{n}, {k}] does not go into half panels at output {offset}, half {half}")
     if room.words.size < room.form.words(outputs, k):
         raise ValueError(f"[{n}, {k}] does not go into {room.words.size} words at output {offset}")
-    if isinstance(stored, StoredFp8):
-        source, span, zeros, layout = stored.weights, min(stored.form.block[1], k), None, Layout.BYTES
-        scales: Array = _fp8_scales(stored, n, k)
-    else:
-        source, span, zeros, layout = stored.codes, min(stored.form.group, k), _zeros(stored, n, k), stored.layout
-        scales = _code_scales(stored, n, k)
-        _fill_factors(room, stored.factor, n, offset, half)
-    _check_bytes(source, layout, n, k)
-    refused = np.zeros(1, np.int64)
-    places: dict[str, Any] = (
-        {"offset": offset, "half": False} if half is None else {"offset": half * GATE_HALF, "half": True}
-    )
-    inputs = {"source": source, "scales": scales, "zero_points": zeros, "layout": layout, "stored_span": span}
-    engine._lib.pack_quantized(
-        engine._handle, out=room.words, **room.form.fields(), **inputs, n=n, k=k, **places, refused=refused
-    )
-    if refused[0]:
-        wrong = "is not a number" if isinstance(stored, StoredFp8) else "is not in [-8, 7]"
-        raise ValueError(f"a weight of output {refused[0] - 1} {wrong}")
+
+
+def _rows(outputs: range) -> slice:
+    return slice(outputs.start, outputs.stop)
 
 
 def pack_rounded(engine: Engine, room: Matrix, source: Array, stored: Stored, n: int) -> None:
@@ -73,12 +84,17 @@ def pack_rounded(engine: Engine, room: Matrix, source: Array, stored: Stored, n:
     engine._lib.pack_rounded(engine._handle, out=room.words, **own, source=source, stored=stored, n=n, k=k)
 
 
-def _check_bytes(source: Array, layout: Layout, n: int, k: int) -> None:
+def _source(source: Array, layout: Layout, n: int, k: int, outputs: range) -> Array:
+    """Return the stored bytes of `outputs`; along outputs, those of the first row, behind which others follow."""
     size = n * k if layout is Layout.BYTES else n * k // 2
     if source.nbytes != size:
         raise ValueError(f"{source.nbytes} bytes are no [{n}, {k}] of {size}")
-    if layout in (Layout.GPTQ, Layout.AWQ) and n % 8:
+    if layout in (Layout.ROWS, Layout.BYTES):
+        return source.reshape(n, -1)[_rows(outputs)]
+    if n % 8 or outputs.start % 8 or outputs.stop % 8:
         raise ValueError(f"{n} outputs in layout {layout.name}; they must be a multiple of 8")
+    words = 1 if layout is Layout.GPTQ else 8
+    return source.view(np.uint32).reshape(-1, n // words)[:1, outputs.start // words : outputs.stop // words]
 
 
 def _fill_factors(room: Matrix, factor: float, n: int, offset: int, half: int | None) -> None:
@@ -123,12 +139,12 @@ def _zeros(stored: StoredCodes, n: int, k: int) -> UInt8Array | None:
     return zeros
 
 
-def _fp8_scales(stored: StoredFp8, n: int, k: int) -> Float32Array:
-    """Return scales of each output [n, groups]."""
+def _fp8_scales(stored: StoredFp8, n: int, k: int, outputs: range) -> Float32Array:
+    """Return scales of each of `outputs` [outputs, groups]."""
     (rows, columns), scales = stored.form.block, stored.scales
     wanted = (ceil_div(n, rows), ceil_div(k, columns))
     if scales.shape != wanted or scales.dtype != np.float32:
         raise ValueError(f"scales must be float32 {list(wanted)}, not {scales.dtype} {list(scales.shape)}")
     if not np.isfinite(scales).all():
         raise ValueError("a scale is not finite")
-    return np.ascontiguousarray(scales if rows == 1 else np.repeat(scales, min(rows, n), axis=0)[:n])
+    return np.ascontiguousarray(scales[np.arange(outputs.start, outputs.stop) // rows])

@@ -10,18 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.arguments import Handle
-from pypto_serving.kernels.constants import GATE_HALF, PANEL
+from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import Engine
+from pypto_serving.kernels.fields import UNGROUPED, first_row, gated_epilogue, gemm_fields, strip_words
 from pypto_serving.kernels.forms import (
     BF16,
     INT8,
     GroupStrips,
     Int8Strips,
     Matrix,
+    StripColumns,
     Strips,
     activations,
-    multiplies,
     row_words,
+    strip_columns,
 )
 from pypto_serving.kernels.meeting import Meeting, RanksGone
 from pypto_serving.kernels.operands import (
@@ -35,52 +37,6 @@ from pypto_serving.kernels.operands import (
     Scoring,
 )
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
-
-
-def _parts(x: Strips, words: str = "x", scales: str = "x_scales") -> dict[str, Array | None]:
-    """Make the fields of activations: their words, and for int8 their scales."""
-    if isinstance(x, np.ndarray):
-        return {words: x, scales: None}
-    return {words: x.words, scales: x.scales if isinstance(x, Int8Strips) else None}
-
-
-def _factors(x: Strips, matrix: Matrix) -> dict[str, Any]:
-    """Make the fields of a GEMM's inputs. Raises ValueError where there is none of such inputs."""
-    if not multiplies(matrix.form, x):
-        raise ValueError(f"{type(x).__name__} are no activations for weights of {matrix.form}")
-    weights = {"weight": matrix.words, "scales": matrix.scales, "compensation": matrix.compensation}
-    return {**_parts(x), **weights, "inputs": activations(x)["inputs"], **matrix.form.fields()}
-
-
-def _product(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array) -> dict[str, Any]:
-    """Make the fields of Linear in csrc/ops.h that every GEMM needs.
-
-    Raises TypeError where `out` does not have the dtype that the epilogue writes, ValueError for sizes it cannot write.
-    """
-    is_rows = epilogue in (Epilogue.STORE, Epilogue.ADD)
-    dtype = np.float32 if is_rows else np.uint32
-    if out.dtype != dtype:
-        raise TypeError(f"a GEMM with epilogue {epilogue.name} writes {np.dtype(dtype)}, not {out.dtype}")
-    if epilogue == Epilogue.STRIPS and matrix.n % GATE_HALF:
-        raise ValueError(f"{matrix.n} outputs are not whole half panels")
-    start, stride = _columns(out) if is_rows else (out, 0)
-    sizes = {"n": matrix.n, "k": matrix.k, "stride": stride}
-    return {**_factors(x, matrix), **sizes, "epilogue": epilogue, "out": start}
-
-
-def _gated(gates: Float32Array | None) -> Epilogue:
-    return Epilogue.SWIGLU if gates is None else Epilogue.STRIPS
-
-
-def _columns(x: Array) -> tuple[Array, int]:
-    """Return the first row of x [rows, width], which may be columns of an array, and the row stride in elements.
-
-    Raises ValueError where the elements of a row are not contiguous.
-    """
-    stride, step = x.strides
-    if step != x.itemsize:
-        raise ValueError(f"rows of {list(x.shape)} are not contiguous")
-    return x[:1], stride // step
 
 
 StepArrays = tuple[Array, Array, Array, Array, Array, Sequence[Array], Sequence[Array]]
@@ -114,30 +70,33 @@ class Recording:
     def _keep(self, fields: Mapping[str, Any]) -> None:
         self._kept.extend(value for value in fields.values() if isinstance(value, np.ndarray))
 
-    def embed(self, table: BFloat16Array, x: Float32Array) -> None:
-        """Look up token embeddings: x [tokens, width] = rows of `table` [vocab, width].
+    def embed(self, table: BFloat16Array, x: Float32Array, first: int = 0) -> None:
+        """Look up token embeddings: x [tokens, width] = rows of `table` [count, width].
 
-        x may be [tokens, copies, width]; each row is then written `copies` times.
+        The table is of tokens from `first` on; rows of others are not written. x may be [tokens, copies, width]; each
+        row is then written `copies` times.
         """
-        self._embed(x, table=table)
+        self._embed(x, first, len(table), table=table)
 
-    def embed_packed(self, table: Matrix, x: Float32Array) -> None:
-        """As `embed`, from a packed `table` [vocab, width] of bfloat16 or int8, such as a tied output layer.
+    def embed_packed(self, table: Matrix, x: Float32Array, first: int = 0) -> None:
+        """As `embed`, from a packed `table` [count, width] of bfloat16 or int8, such as a tied output layer.
 
         Raises ValueError for other weights.
         """
         if table.form not in (BF16, INT8):
             raise ValueError(f"embeddings must be bfloat16 or int8, not {table.form}")
-        self._embed(x, packed=table.words, scales=table.scales)
+        self._embed(x, first, table.n, packed=table.words, scales=table.scales)
 
     def _embed(
         self,
         x: Float32Array,
+        first: int,
+        count: int,
         table: BFloat16Array | None = None,
         packed: PairArray | None = None,
         scales: Float32Array | None = None,
     ) -> None:
-        rows = {"width": x.shape[-1], "copies": math.prod(x.shape[1:-1]), "x": x}
+        rows = {"first": first, "count": count, "width": x.shape[-1], "copies": math.prod(x.shape[1:-1]), "x": x}
         self._add("embed", table=table, packed=packed, scales=scales, **rows)
 
     def rms_norm(
@@ -147,9 +106,9 @@ class Recording:
 
         x may be columns of an array. Int8 strips are quantized per row or per SCALED inputs.
         """
-        start, stride = _columns(x)
+        start, stride = first_row(x)
         sizes = {"stride": stride, "width": x.shape[1], "eps": eps, "rows": rows}
-        self._add("rms_norm", x=start, weight=weight, **sizes, **activations(out), **_parts(out, "out", "scales"))
+        self._add("rms_norm", x=start, weight=weight, **sizes, **activations(out), **strip_words(out, "out", "scales"))
 
     def quantize(self, x: PairArray, k: int, out: Int8Strips | GroupStrips, routing: Routing | None = None) -> None:
         """Quantize bfloat16 strips [tokens, k] to int8, symmetric: the largest magnitude that shares a scale is 127.
@@ -157,7 +116,7 @@ class Recording:
         A row or SCALED inputs of it share a scale. With `routing`, the rows are expert inputs.
         """
         of = None if routing is None else routing.handle
-        self._add("quantize", routing=of, x=x, k=k, **activations(out), **_parts(out, "out", "scales"))
+        self._add("quantize", routing=of, x=x, k=k, **activations(out), **strip_words(out, "out", "scales"))
 
     def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
         """GEMM: out [rows, n] = x W^T + b. `out` may be columns of an array."""
@@ -168,37 +127,42 @@ class Recording:
         self._linear(x, matrix, Epilogue.ADD, out, Rows.TOKENS)
 
     def linear_swiglu(
-        self, x: Strips, matrix: Matrix, out: PairArray, limit: float = math.inf, gates: Float32Array | None = None
+        self,
+        x: Strips,
+        matrix: Matrix,
+        out: PairArray | StripColumns,
+        limit: float = math.inf,
+        gates: Float32Array | None = None,
     ) -> None:
         """GEMM with SwiGLU (arXiv:2002.05202): silu(x G^T) * (x U^T) into strips.
 
         `matrix` is packed from gate G and up U with `pack_gate_up`. With `gates`, x G^T [tokens, n], it is U alone.
         x G^T is clamped to at most `limit`, x U^T to [-limit, limit].
         """
-        self._linear(x, matrix, _gated(gates), out, Rows.TOKENS, limit=limit, gates=gates)
+        self._linear(x, matrix, gated_epilogue(gates), out, Rows.TOKENS, limit=limit, gates=gates)
 
-    def linear_groups(self, x: PairArray, matrix: Matrix, groups: int, out: PairArray) -> None:
-        """Grouped GEMM: x_g W_g^T of each group, concatenated into strips [tokens, n].
+    def linear_groups(self, x: PairArray, matrix: Matrix, group: int, out: PairArray | StripColumns) -> None:
+        """Grouped GEMM: x_g W_g^T for each `group` of columns of `out`, into strips.
 
-        The groups' strips x_g lie one behind the other. Raises ValueError where a group's outputs are not whole panels.
+        The groups' strips x_g lie one behind the other. Raises ValueError where a group is not whole panels.
         """
-        if matrix.n % groups or matrix.n // groups % PANEL:
-            raise ValueError(f"{groups} groups of {matrix.n} outputs are not whole panels")
-        self._linear(x, matrix, Epilogue.STRIPS, out, Rows.TOKENS, group=matrix.n // groups)
+        if group % PANEL or (isinstance(out, StripColumns) and out.first % PANEL):
+            raise ValueError(f"groups of {group} outputs are not whole panels")
+        self._linear(x, matrix, Epilogue.STRIPS, out, Rows.TOKENS, group=group)
 
     def _linear(
         self,
         x: Strips,
         matrix: Matrix,
         epilogue: Epilogue,
-        out: Array,
+        out: Array | StripColumns,
         rows: Rows,
-        group: int = 0,
+        group: int = UNGROUPED,
         limit: float = math.inf,
         gates: Float32Array | None = None,
     ) -> None:
-        sizes = {"group": group or Matrix.outputs(matrix.n), "limit": limit, "rows": rows}
-        self._add("linear", **_product(x, matrix, epilogue, out), bias=matrix.bias, gates=gates, **sizes)
+        sizes = {"group": group, "limit": limit, "rows": rows}
+        self._add("linear", **gemm_fields(x, matrix, epilogue, out), bias=matrix.bias, gates=gates, **sizes)
 
     def qk_norm_rope(
         self,
@@ -218,9 +182,10 @@ class Recording:
         inputs = {"x": x, "weights": weights, "cos": cos, "sin": sin, "eps": eps}
         self._add("qk_norm_rope", **inputs, heads=queries.shape[1], queries=queries, **cache.fields())
 
-    def paged_attention(self, queries: BFloat16Array, cache: KVCacheLayer, out: PairArray) -> None:
+    def paged_attention(self, queries: BFloat16Array, cache: KVCacheLayer, out: PairArray | StripColumns) -> None:
         """Causal attention of queries [tokens, heads, dim] over the paged KV cache, into strips."""
-        self._add("paged_attention", queries=queries, heads=queries.shape[1], **cache.fields(), out=out)
+        _, heads, dim = queries.shape
+        self._add("paged_attention", queries=queries, heads=heads, **cache.fields(), **strip_columns(out, heads * dim))
 
     def route(
         self,
@@ -230,17 +195,21 @@ class Recording:
         scale: float = 1.0,
         bias: Float32Array | None = None,
         tid2eid: Int32Array | None = None,
+        computed: range | None = None,
     ) -> Routing:
         """Route each token to its top `per_token` experts by router logits [tokens, experts].
 
         Expert weights are multiplied by `scale`. With Scoring.SQRT_SOFTPLUS, `bias` [experts] is added to the scores
-        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing).
-        Raises ValueError for more experts per token than there are.
+        for the selection only. `tid2eid` [vocab, per_token] selects by token id instead (hash routing). Operations on
+        experts have the matrices of those `computed`, by default all, and leave out the others. Raises ValueError for
+        more experts per token than there are.
         """
         tokens, experts = logits.shape
         if not 1 <= per_token <= experts:
             raise ValueError(f"per_token is {per_token}, but must be between 1 and the {experts} experts")
-        sizes = {"experts": experts, "per_token": per_token, "scoring": scoring, "scale": scale}
+        mine = range(experts) if computed is None else computed
+        sizes = {"experts": experts, "begin": mine.start, "end": mine.stop, "per_token": per_token}
+        sizes |= {"scoring": scoring, "scale": scale}
         scores = np.zeros((tokens, 2, experts), np.float32) if scoring == Scoring.SQRT_SOFTPLUS else None
         inputs = {"logits": logits, "scores": scores, "bias": bias, "tid2eid": tid2eid}
         entries = {name: np.zeros(tokens * per_token, np.int32) for name in ("topk_ids", "order", "place")}
@@ -254,7 +223,7 @@ class Recording:
         """Gather each expert's input rows from strips x [tokens, k] into strips `out`."""
         if activations(x) != activations(out):
             raise ValueError("activations and expert inputs must be of one form")
-        parts = {**_parts(x, "x", "scales"), **_parts(out, "out", "out_scales")}
+        parts = {**strip_words(x, "x", "scales"), **strip_words(out, "out", "out_scales")}
         self._add("moe_gather", routing=routing.handle, words=row_words(x, k), **parts)
 
     def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
@@ -266,12 +235,12 @@ class Recording:
         routing: Routing,
         x: Strips,
         matrix: Matrix,
-        out: PairArray,
+        out: PairArray | StripColumns,
         limit: float = math.inf,
         gates: Float32Array | None = None,
     ) -> None:
         """As `linear_swiglu`, with the matrix of each entry's expert."""
-        self._expert_linear(routing, x, matrix, limit, _gated(gates), out, gates)
+        self._expert_linear(routing, x, matrix, limit, gated_epilogue(gates), out, gates)
 
     def _expert_linear(
         self,
@@ -280,26 +249,33 @@ class Recording:
         matrix: Matrix,
         limit: float,
         epilogue: Epilogue,
-        out: Array,
+        out: Array | StripColumns,
         gates: Float32Array | None,
     ) -> None:
         of = {"routing": routing.handle, "places": matrix.places}
-        sizes = {"group": Matrix.outputs(matrix.n), "limit": limit, "rows": Rows.TOKENS}
-        self._add("expert_linear", **of, **_product(x, matrix, epilogue, out), bias=None, gates=gates, **sizes)
+        sizes = {"group": UNGROUPED, "limit": limit, "rows": Rows.TOKENS}
+        self._add("expert_linear", **of, **gemm_fields(x, matrix, epilogue, out), bias=None, gates=gates, **sizes)
 
     def moe_combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
-        """Add the expert outputs y [entries, width] to x [tokens, width], weighted, in top-k order."""
-        self._add("moe_combine", routing=routing.handle, y=y, width=x.shape[1], x=x)
+        """Add the expert outputs y [entries, width] to x [tokens, width], weighted, in top-k order.
+
+        Both may be columns of arrays.
+        """
+        (y_start, y_stride), (x_start, x_stride) = first_row(y), first_row(x)
+        sizes = {"width": x.shape[1], "y_stride": y_stride, "x_stride": x_stride}
+        self._add("moe_combine", routing=routing.handle, y=y_start, x=x_start, **sizes)
 
     def rms_norm_linear(
         self, x: Float32Array, weight: Float32Array, eps: float, out: Float32Array, rows: Rows = Rows.TOKENS
     ) -> None:
         """Unweighted RMSNorm and float32 GEMM: out [rows, outputs] = x / rms(x) W^T.
 
-        x is [tokens, ...], W [outputs, width] with a multiple of 4 outputs. Serves hyper-connections and routers.
+        x is [tokens, ...], W [outputs, width] with a multiple of 4 outputs. `out` may be columns of an array. Serves
+        hyper-connections and routers.
         """
-        outputs, width = weight.shape
-        self._add("rms_norm_linear", x=x, weight=weight, width=width, outputs=outputs, eps=eps, rows=rows, out=out)
+        (outputs, width), (start, stride) = weight.shape, first_row(out)
+        sizes = {"width": width, "outputs": outputs, "stride": stride}
+        self._add("rms_norm_linear", x=x, weight=weight, **sizes, eps=eps, rows=rows, out=start)
 
     def hyper_connection_pre(
         self,
@@ -324,8 +300,13 @@ class Recording:
         self._add("hyper_connection_pre", **inputs, **sizes, post_comb=post_comb, out=out)
 
     def hyper_connection_post(self, y: Float32Array, post_comb: Float32Array, x: Float32Array) -> None:
-        """Update streams x [tokens, streams, width] with the block output y [tokens, width]: post * y + comb^T x."""
-        self._add("hyper_connection_post", y=y, post_comb=post_comb, width=y.shape[1], x=x)
+        """Update streams x [tokens, streams, width] with the block output y [tokens, width]: post * y + comb^T x.
+
+        Both may be columns of arrays.
+        """
+        (y_start, y_stride), (x_start, stride) = first_row(y), first_row(x[0])
+        sizes = {"width": y.shape[1], "y_stride": y_stride, "stride": stride}
+        self._add("hyper_connection_post", y=y_start, post_comb=post_comb, x=x_start, **sizes)
 
     def pages(self, arena: NDArray[np.uint8], offset: int, row_bytes: int, group: int, size: int, ratio: int) -> Pages:
         """Describe paged rows: from `offset` on in each block of `arena` [blocks, bytes], one row per `ratio` tokens.
@@ -339,15 +320,23 @@ class Recording:
         self._keep(fields)
         return Pages(self._lib.pages(self._handle, **fields))
 
-    def norm_rope(self, x: Float32Array, heads: int, rope: NormRopeParams, out: PairArray | Pages) -> None:
+    def norm_rope(
+        self, x: Float32Array, heads: int, rope: NormRopeParams, out: PairArray | Pages, first: int = 0
+    ) -> None:
         """RMSNorm and RoPE of x [tokens, heads * dim] at each token's position, rounded to bfloat16.
 
-        `out` is query panels, uint32 [tokens, panels, dim / 2, 32]. With one head it may be pages: the
-        result then goes to the token's slot.
+        `out` is query panels, uint32 [tokens, panels, dim / 2, 32], where heads are written from `first` on. With one
+        head it may be pages: the result then goes to the token's slot. Raises ValueError for heads beyond the panels.
         """
-        places = {"out": None, "pages": out.handle} if isinstance(out, Pages) else {"out": out, "pages": None}
-        start, stride = _columns(x)
-        self._add("norm_rope", x=start, stride=stride, heads=heads, **rope.fields(), **places)
+        places: dict[str, Any] = (
+            {"out": None, "pages": out.handle} if isinstance(out, Pages) else {"out": out, "pages": None}
+        )
+        panels = 0 if isinstance(out, Pages) else out.shape[1]
+        if panels and not 0 <= first <= panels * PANEL - heads:
+            raise ValueError(f"{heads} heads from {first} on are not within {panels} panels")
+        start, stride = first_row(x)
+        sizes = {"stride": stride, "heads": heads, "first": first, "panels": panels}
+        self._add("norm_rope", x=start, **sizes, **rope.fields(), **places)
 
     def compressor_state(self, kv: Float32Array, gates: Float32Array, ape: Float32Array, state: Pages) -> None:
         """Write the tokens' compressor state, rows [kv | gates + ape[p % ratio]].
@@ -355,7 +344,7 @@ class Recording:
         `kv` and `gates` are [tokens, width]; `ape` [ratio, width] is the learned position bias.
         """
         ratio, width = ape.shape
-        (kv_start, stride), (gates_start, gates_stride) = _columns(kv), _columns(gates)
+        (kv_start, stride), (gates_start, gates_stride) = first_row(kv), first_row(gates)
         if stride != gates_stride:
             raise ValueError(f"kv and gates have different row strides: {stride} and {gates_stride}")
         inputs = {"kv": kv_start, "gates": gates_start, "ape": ape, "stride": stride}
@@ -380,7 +369,7 @@ class Recording:
         The score is the sum over heads of weight * scale * relu(query . key). `queries` are in panels; `weights` are
         [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch.
         """
-        start, stride = _columns(weights)
+        start, stride = first_row(weights)
         inputs = {"queries": queries, "weights": start, "stride": stride, "scale": scale, "keys": keys.handle}
         sizes = {"heads": weights.shape[1], "dim": rope.dim, "topk": indices.shape[1], "max_entries": scores.shape[1]}
         self._add("indexer_topk", **inputs, **sizes, scores=scores, indices=indices)
@@ -400,14 +389,14 @@ class Recording:
 
         `queries` are in panels. With `indices`, compressed entries are the indexer's top-k. The attention sinks
         [panels * 32] are in base 2. The output is rotated back by the query position (inverse RoPE) and written to
-        strips [tokens, heads * dim / groups] of each group, one group behind the other.
+        strips [tokens, group * dim] of each group of heads, one group behind the other.
         """
         topk = 0 if indices is None else indices.shape[1]
         inputs = {"queries": queries, "sinks": sinks, "cos": rope.cos, "sin": rope.sin, "indices": indices}
-        dims = {"heads": sizes.heads, "dim": rope.dim, "rope_dim": rope.rope_dim}
-        counts = {"window": sizes.window, "groups": sizes.groups, "topk": topk}
+        heads = {"heads": len(sizes.heads), "first": sizes.heads.start, "group": sizes.group}
+        counts = {"dim": rope.dim, "rope_dim": rope.rope_dim, "window": sizes.window, "topk": topk}
         pages = {"kv": kv.handle, "compressed_kv": None if compressed_kv is None else compressed_kv.handle}
-        self._add("mla_attention", **inputs, **dims, **counts, **pages, out=out)
+        self._add("mla_attention", **inputs, **heads, **counts, **pages, out=out)
 
     def meet(self, meeting: Meeting) -> None:
         """Wait until every rank has come here, and see all that they have written."""
@@ -440,7 +429,7 @@ class Recording:
             raise RanksGone
 
     def _tables(self, slots: Sequence[Array], block_tables: Sequence[Array]) -> NDArray[np.void]:
-        return self._groups.array([(s, *_columns(table)) for s, table in zip(slots, block_tables, strict=True)])
+        return self._groups.array([(s, *first_row(table)) for s, table in zip(slots, block_tables, strict=True)])
 
     def follow(self, board: UInt8Array, buffers: Sequence[StepArrays]) -> bool:
         """Compute the steps that a leader publishes, until the last; return False if a meeting or the board is closed.

@@ -51,25 +51,45 @@ class SharedMemory:
 
 
 class Peers:
-    """What one rank shares with the others that split the same layers: memory, and meetings within steps.
+    """What rank `rank` of a tensor group shares with all ranks of a pipeline: memory, and meetings within steps.
 
-    Without `memory` the rank is alone.
+    The group is stage `stage` of the pipeline. Without `memory` the rank is alone.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1, memory: SharedMemory | None = None) -> None:
-        self._memory = memory
-        self.meeting: Meeting | None = None
+    def __init__(
+        self, rank: int = 0, ranks: int = 1, memory: SharedMemory | None = None, stage: int = 0, stages: int = 1
+    ) -> None:
+        self._memory, self._stage, self._stages = memory, stage, stages
+        self._group: Meeting | None = None
+        self._all: Meeting | None = None
         if memory is not None:
-            self.meeting = Meeting(memory.zeros(np.uint8, Meeting.num_bytes(ranks)), rank, ranks)
+            groups = memory.zeros(np.uint8, stages, Meeting.num_bytes(ranks))
+            every = memory.zeros(np.uint8, Meeting.num_bytes(ranks * stages))
+            self._group = Meeting(groups[stage], rank, ranks) if ranks > 1 else None
+            self._all = Meeting(every, stage * ranks + rank, ranks * stages) if stages > 1 else None
 
     def zeros(self, dtype: Any, *shape: int) -> Array:
         """Allocate zeros that all ranks read and write."""
         return zeros(dtype, *shape) if self._memory is None else self._memory.zeros(dtype, *shape)
 
     def meet(self, step: Recording, *gathered: Array) -> None:
-        """Record: wait for the other ranks, and see what each has written of the arrays `gathered`."""
-        if self.meeting is not None:
-            step.meet(self.meeting)
+        """Record: wait for the other ranks of the group, and see what each has written of the arrays `gathered`."""
+        if self._group is not None:
+            step.meet(self._group)
+
+    def begin_stage(self, step: Recording) -> None:
+        """Record: wait for the stages before, and see all that they have written."""
+        for _ in range(self._stage):
+            self._cross(step)
+
+    def end_stage(self, step: Recording) -> None:
+        """Record: wait for the stages behind, and see all that they have written."""
+        for _ in range(self._stage, self._stages):
+            self._cross(step)
+
+    def _cross(self, step: Recording) -> None:
+        if self._all is not None:
+            step.meet(self._all)
 
 
 class Board:

@@ -15,6 +15,7 @@ from pypto_serving.kv.group import make_groups
 from pypto_serving.kv.keys import KeyRule
 from pypto_serving.kv.pool import NULL_BLOCK
 from pypto_serving.kv.positions import ResumePoints
+from pypto_serving.kv.rate import Rate
 from pypto_serving.kv.room import BlockIds
 from pypto_serving.kv.sequence import SequenceState, on_device
 from pypto_serving.kv.settling import Settler
@@ -316,6 +317,11 @@ class KVCacheManager:
         return self._tiers.is_idle(now_s)
 
     # Views.
+
+    @property
+    def prefill_rate(self) -> Rate:
+        """The measured prefill speed, in tokens."""
+        return self._tiers.promotions.prefill_rate
 
     def tier_stats(self) -> tuple[TierStats, ...]:
         """Return one snapshot of each tier below the device."""

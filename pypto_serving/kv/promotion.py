@@ -23,7 +23,7 @@ class Promotions:
     def __init__(self, tiers: Sequence[LowerTier], leases: Leases) -> None:
         self._tiers = tiers
         self._leases = leases
-        self._prefill_rate = Rate()
+        self.prefill_rate = Rate()
         self._fills: dict[str, Fill] = {}
         self._joined: dict[str, Fill] = {}
         self._filling: dict[GroupKey, Fill] = {}
@@ -43,7 +43,7 @@ class Promotions:
         bounded by the device blocks that it fills.
         """
         load_s = max((t.load_rate.seconds(size + t.loading_bytes) for t, size in tier_bytes.items()), default=0.0)
-        if load_s < self._prefill_rate.seconds(num_tokens) or not self._prefill_rate.measured:
+        if load_s < self.prefill_rate.seconds(num_tokens) or not self.prefill_rate.measured:
             return True
         for tier in tier_bytes:
             tier.load_rate.refuse()
@@ -174,7 +174,7 @@ class Promotions:
 
     def record_prefill(self, num_tokens: int, elapsed_s: float) -> None:
         """Record the measured prefill speed."""
-        self._prefill_rate.add(num_tokens, elapsed_s)
+        self.prefill_rate.add(num_tokens, elapsed_s)
         self._count_saved()
 
     def _credit(self, fill: Fill) -> None:
@@ -187,8 +187,8 @@ class Promotions:
 
     def _count_saved(self) -> None:
         """Convert spared tokens to seconds, once the prefill speed is known: after a restart, loads come before."""
-        for tier in self._tiers if self._prefill_rate.measured else ():
-            tier.counters.saved_s += self._prefill_rate.seconds(tier.spared_tokens) - tier.spent_s
+        for tier in self._tiers if self.prefill_rate.measured else ():
+            tier.counters.saved_s += self.prefill_rate.seconds(tier.spared_tokens) - tier.spent_s
             tier.spared_tokens = tier.spent_s = 0.0
 
     def check(self) -> None:

@@ -32,6 +32,11 @@ class Rate:
     def per_second(self) -> float:
         return self._units / self._seconds if self._seconds else float("inf")
 
+    @property
+    def measured_per_second(self) -> float:
+        """Return units per second, 0 until measured."""
+        return self.per_second if self.measured and self._seconds else 0.0
+
     def seconds(self, units: float) -> float:
         """Return how long `units` are expected to take."""
         return units / self.per_second

@@ -30,10 +30,11 @@ _STORED = {"BF16": Stored.BF16, "F32": Stored.F32, "F16": Stored.F16}
 
 
 class Part(Protocol):
-    """A stored matrix [n, k]: its tensors, and the form in which it is packed."""
+    """`outputs` of a stored matrix [n, k]: its tensors, and the form in which they are packed."""
 
     n: int
     k: int
+    outputs: range
     tensors: list[StoredTensor]
     form: Form
 
@@ -44,50 +45,57 @@ class Part(Protocol):
 class PlainPart:
     """bfloat16, float16 or float32, packed in bfloat16."""
 
-    def __init__(self, stored: StoredTensors, module: str) -> None:
+    def __init__(self, stored: StoredTensors, module: str, outputs: range | None) -> None:
         self._stored, tensor = stored, stored[f"{module}.weight"]
         (self.n, self.k), self.tensors, self.form = tensor.shape, [tensor], BF16
+        self.outputs = range(self.n) if outputs is None else outputs
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
-        _pack(engine, room, self._stored, self.tensors[0], _STORED[self.tensors[0].dtype], offset, half)
+        stored = _STORED[self.tensors[0].dtype]
+        _pack(engine, room, self._stored, self.tensors[0], stored, self.outputs, offset, half)
 
 
 class RoundedPart(PlainPart):
     """bfloat16, float16 or float32, packed in int8 with a scale per output."""
 
-    def __init__(self, stored: StoredTensors, module: str) -> None:
-        super().__init__(stored, module)
+    def __init__(self, stored: StoredTensors, module: str, outputs: range | None) -> None:
+        super().__init__(stored, module, outputs)
         self.form = INT8
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
         tensor = self.tensors[0]
-        pack_rounded(engine, room, self._stored.view(tensor), _STORED[tensor.dtype], self.n)
+        source = self._stored.view(tensor)[self.outputs.start : self.outputs.stop]
+        pack_rounded(engine, room, source, _STORED[tensor.dtype], len(self.outputs))
 
 
 class Int8Part:
     """int8 with a scale per output."""
 
-    def __init__(self, stored: StoredTensors, module: str, scheme: Int8) -> None:
+    def __init__(self, stored: StoredTensors, module: str, scheme: Int8, outputs: range | None) -> None:
         self._stored, tensor = stored, stored[f"{module}.weight"]
         (self.n, self.k), self.form = tensor.shape, INT8
+        self.outputs = range(self.n) if outputs is None else outputs
         self.tensors = [tensor, stored[f"{module}.{scheme.scale}"]]
         self._scales = MatrixTensors(stored, module).float32(scheme.scale).ravel()
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
-        _pack(engine, room, self._stored, self.tensors[0], Stored.I8, offset, half)
-        values = self._scales
+        _pack(engine, room, self._stored, self.tensors[0], Stored.I8, self.outputs, offset, half)
+        values = self._scales[self.outputs.start : self.outputs.stop]
         assert room.scales is not None
         if half is None:
-            room.scales[offset : offset + self.n] = values
+            room.scales[offset : offset + len(values)] = values
         else:
-            room.scales[: 2 * self.n].reshape(-1, 2, PANEL // 2)[:, half] = values.reshape(-1, PANEL // 2)
+            room.scales[: 2 * len(values)].reshape(-1, 2, PANEL // 2)[:, half] = values.reshape(-1, PANEL // 2)
 
 
 class CodedPart:
     """Codes of 4 bits or FP8."""
 
-    def __init__(self, stored: StoredTensors, module: str, scheme: Coded, n: int, k: int) -> None:
+    def __init__(
+        self, stored: StoredTensors, module: str, scheme: Coded, n: int, k: int, outputs: range | None
+    ) -> None:
         self._module, self.n, self.k = module, n, k
+        self.outputs = range(n) if outputs is None else outputs
         self.tensors = [stored[name] for name in scheme.expected(module, n, k)]
         self._matrix = scheme.read(MatrixTensors(stored, module), n, k)
         try:
@@ -97,26 +105,36 @@ class CodedPart:
 
     def pack(self, engine: Engine, room: Matrix, offset: int, half: int | None) -> None:
         try:
-            pack_quantized(engine, room, self._matrix, self.n, offset, half)
+            pack_quantized(engine, room, self._matrix, self.n, offset, half, self.outputs)
         except ValueError as error:
             raise ModelError(f"{self.tensors[0].file}: {self._module}: {error}") from None
 
 
-def part_of(stored: StoredTensors, module: str, scheme: Scheme, shape: Sequence[int]) -> Part:
-    """Return the matrix of a module [n, k] that is stored by `scheme`."""
+def part_of(
+    stored: StoredTensors, module: str, scheme: Scheme, shape: Sequence[int], outputs: range | None = None
+) -> Part:
+    """Return `outputs`, by default all, of the matrix of a module [n, k] that is stored by `scheme`."""
     match scheme:
         case Plain():
-            return PlainPart(stored, module)
+            return PlainPart(stored, module, outputs)
         case Int8():
-            return Int8Part(stored, module, scheme)
-    return CodedPart(stored, module, cast("Coded", scheme), shape[0], shape[1])
+            return Int8Part(stored, module, scheme, outputs)
+    return CodedPart(stored, module, cast("Coded", scheme), shape[0], shape[1], outputs)
 
 
 def _pack(
-    engine: Engine, room: Matrix, stored: StoredTensors, tensor: StoredTensor, of: Stored, offset: int, half: int | None
+    engine: Engine,
+    room: Matrix,
+    stored: StoredTensors,
+    tensor: StoredTensor,
+    of: Stored,
+    outputs: range,
+    offset: int,
+    half: int | None,
 ) -> None:
-    source = np.frombuffer(stored.map(tensor), np.uint8, tensor.num_bytes, tensor.begin)
-    n, k = tensor.shape
+    n, k = len(outputs), tensor.shape[1]
+    begin = tensor.begin + outputs.start * k * of.bytes
+    source = np.frombuffer(stored.map(tensor), np.uint8, n * k * of.bytes, begin)
     if half is None:
         engine.pack(room.words, source, of, n, k, offset, room.compensation)
     else:

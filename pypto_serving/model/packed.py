@@ -27,13 +27,17 @@ from pypto_serving.util import ceil_div
 TABLE_PIECE = 1 << 20
 """Elements of a table converted at once."""
 
+Outputs = Sequence[range] | None
+"""The outputs to pack of each matrix; None for all of all."""
+
 _Item = TypeVar("_Item")
 
 
 class PackedWeights:
     """Packs a checkpoint's tensors, each once; the packed copy is the only one in memory.
 
-    Matrices and tables are loaded from `file` if it has them, else packed and given to it.
+    Matrices and tables are loaded from `file` if it has them, else packed and given to it. A rank packs some `outputs`
+    of each matrix, or none; the rest of it is not read.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class PackedWeights:
         self._tensors = StoredTensors(model_dir, progress)
         self._schemes: Mapping[str, Scheme] = {}
         self._shapes: Mapping[str, Shape] = {}
-        self.has, self.headers = self._tensors.has, self._tensors.headers
+        self.has, self.headers, self.finish = self._tensors.has, self._tensors.headers, self._tensors.finish
 
     def require(
         self,
@@ -77,48 +81,53 @@ class PackedWeights:
         self._tensors.forget(tensor)
         return ids
 
-    def table(self, name: str) -> NDArray[np.uint16]:
-        """Read a tensor as bfloat16, row-major."""
+    def table(self, name: str, rows: range | None = None) -> NDArray[np.uint16]:
+        """Read `rows` of a tensor, by default all, as bfloat16, row-major."""
         tensor = self._tensors[name]
+        mine, width = range(tensor.shape[0]) if rows is None else rows, math.prod(tensor.shape[1:])
 
         def fill(table: NDArray[np.uint16]) -> None:
             for begin in range(0, len(table), TABLE_PIECE):
-                end = min(begin + TABLE_PIECE, len(table))
-                table[begin:end] = self._tensors.read_bfloat16(tensor, begin, end)
+                end, first = min(begin + TABLE_PIECE, len(table)), mine.start * width
+                table[begin:end] = self._tensors.read_bfloat16(tensor, first + begin, first + end)
             self._tensors.forget(tensor)
 
-        return self._packed("table", [tensor], np.uint16, math.prod(tensor.shape), fill).reshape(tensor.shape)
+        how = "table" if rows is None else f"table {_cut([mine])}"
+        return self._packed(how, [tensor], np.uint16, len(mine) * width, fill).reshape(len(mine), *tensor.shape[1:])
 
-    def matrix(self, names: Sequence[str], bias: bool = False) -> list[Matrix]:
+    def matrix(self, names: Sequence[str], outputs: Outputs = None, bias: bool = False) -> list[Matrix]:
         """Pack the named matrices [n_i, k], which follow each other along outputs, neighbours of one form as one.
 
         With `bias`, pack their biases too.
         """
-        runs = groupby(((name, self._part(name)) for name in names), lambda named: named[1].form)
+        runs = groupby(self._parts(names, outputs), lambda named: named[1].form)
         return [self._joined(dict(run), bias) for _, run in runs]
 
     def _joined(self, named: Mapping[str, Part], bias: bool) -> Matrix:
         parts = [*named.values()]
-        n = sum(part.n for part in parts)
+        n = sum(len(part.outputs) for part in parts)
 
         def fill(room: Matrix) -> None:
             offset = 0
             for part in parts:
                 self._pack(part, room, offset)
-                offset += part.n
+                offset += len(part.outputs)
 
-        return self._matrices("matrix", parts, n, 1, fill, self._bias([*named], n) if bias else None)
+        return self._matrices("matrix", parts, n, 1, fill, self._bias(named, n) if bias else None)
 
-    def rounded(self, name: str) -> Matrix:
+    def rounded(self, name: str, outputs: range | None = None) -> list[Matrix]:
         """Pack the named matrix of floats in int8, with a scale per output. Raises ModelError for others."""
         if (scheme := self._schemes.get(name, PLAIN)) != PLAIN:
             raise ModelError(f"{name} is stored as {scheme.name}, and is not rounded to int8; drop the option head")
-        part = RoundedPart(self._tensors, name)
-        return self._matrices("rounded", [part], part.n, 1, lambda room: self._pack(part, room))
+        part = RoundedPart(self._tensors, name, outputs)
+        if not part.outputs:
+            return []
+        return [self._matrices("rounded", [part], len(part.outputs), 1, lambda room: self._pack(part, room))]
 
-    def gate_up(self, gates: Sequence[str], ups: Sequence[str]) -> list[Gated]:
+    def gate_up(self, gates: Sequence[str], ups: Sequence[str], outputs: Outputs = None) -> list[Gated]:
         """Pack gate and up matrices [n, k] of experts, those of the same forms one behind the other."""
-        parts = [(self._part(gate), self._part(up)) for gate, up in zip(gates, ups, strict=True)]
+        both = zip(self._parts(gates, outputs), self._parts(ups, outputs), strict=True)
+        parts = [(gate, up) for (_, gate), (_, up) in both]
         forms = [(gate.form, up.form) for gate, up in parts]
         return [self._gated(pairs, places) for places, pairs in _sets(parts, forms)]
 
@@ -132,11 +141,11 @@ class PackedWeights:
             for i, part in enumerate(parts):
                 self._pack(part, _nth(room, i // 2, len(pairs)), half=i % 2)
 
-        return [replace(self._matrices("gated", parts, 2 * parts[0].n, len(pairs), fill), places=places)]
+        return [replace(self._matrices("gated", parts, 2 * len(parts[0].outputs), len(pairs), fill), places=places)]
 
-    def several(self, names: Sequence[str]) -> list[Matrix]:
+    def several(self, names: Sequence[str], outputs: Outputs = None) -> list[Matrix]:
         """Pack matrices [n, k] of experts, those of one form one behind the other."""
-        parts = [self._part(name) for name in names]
+        parts = [part for _, part in self._parts(names, outputs)]
         return [self._stacked(some, places) for places, some in _sets(parts, [part.form for part in parts])]
 
     def _stacked(self, parts: Sequence[Part], places: Int32Array | None) -> Matrix:
@@ -144,15 +153,21 @@ class PackedWeights:
             for i, part in enumerate(parts):
                 self._pack(part, _nth(room, i, len(parts)))
 
-        return replace(self._matrices("several", parts, parts[0].n, len(parts), fill), places=places)
+        return replace(self._matrices("several", parts, len(parts[0].outputs), len(parts), fill), places=places)
 
     def _pack(self, part: Part, room: Matrix, offset: int = 0, half: int | None = None) -> None:
         part.pack(self._engine, room, offset, half)
         for tensor in part.tensors:
             self._tensors.forget(tensor)
 
-    def _part(self, module: str) -> Part:
-        return part_of(self._tensors, module, self._schemes.get(module, PLAIN), self._shapes.get(module, ()))
+    def _parts(self, modules: Sequence[str], outputs: Outputs) -> list[tuple[str, Part]]:
+        """Find the outputs of each matrix to pack; matrices without any are left out."""
+        parts = []
+        for module, mine in zip(modules, [None] * len(modules) if outputs is None else outputs, strict=True):
+            if mine is None or mine:
+                stored = self._schemes.get(module, PLAIN), self._shapes.get(module, ())
+                parts.append((module, part_of(self._tensors, module, *stored, mine)))
+        return parts
 
     def _matrices(
         self,
@@ -173,6 +188,8 @@ class PackedWeights:
             return Matrix(memory[:words], n, k, bias, scales, own[1].view(np.int32) if rows > 1 else None, form)
 
         tensors = [tensor for part in parts for tensor in part.tensors]
+        if any(len(part.outputs) < part.n for part in parts):
+            how = f"{how} {_cut([part.outputs for part in parts])}"
         size = words + rows * outputs
         return view(self._packed(f"{how} {form.name}", tensors, np.uint32, size, lambda memory: fill(view(memory))))
 
@@ -191,11 +208,12 @@ class PackedWeights:
             self._file.keep(name, array)
         return array
 
-    def _bias(self, names: Sequence[str], n: int) -> NDArray[np.float32] | None:
-        if not self.has(f"{names[0]}.bias"):
+    def _bias(self, named: Mapping[str, Part], n: int) -> NDArray[np.float32] | None:
+        if not self.has(f"{next(iter(named))}.bias"):
             return None
         bias = np.zeros(ceil_div(n, 32) * 32, np.float32)
-        bias[:n] = np.concatenate([self.vector(f"{name}.bias") for name in names])
+        read = [self.vector(f"{name}.bias")[part.outputs.start : part.outputs.stop] for name, part in named.items()]
+        bias[:n] = np.concatenate(read)
         return bias
 
     def _read(self, name: str) -> NDArray[np.float32]:
@@ -217,6 +235,12 @@ def _sets(experts: Sequence[_Item], forms: Sequence[object]) -> Iterator[tuple[I
             places = np.full(len(experts), -1, np.int32)
             places[members] = np.arange(len(members))
         yield places, [experts[expert] for expert in members]
+
+
+def _cut(outputs: Sequence[range]) -> str:
+    """Name outputs of matrices for a file; those that are all the same once."""
+    names = [f"{mine.start}:{mine.stop}" for mine in outputs]
+    return ",".join(names[:1] if len(set(names)) == 1 else names)
 
 
 def _nth(room: Matrix, i: int, count: int) -> Matrix:

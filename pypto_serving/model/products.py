@@ -18,6 +18,7 @@ from pypto_serving.kernels import (
     Recording,
     Routing,
     Rows,
+    StripColumns,
     Strips,
     activations,
     most_int8_words,
@@ -107,12 +108,12 @@ class Products:
         for matrix, columns in _columns(matrices, out):
             self._step.linear_add(x(matrix), matrix, columns)
 
-    def swiglu(self, x: Feed, sets: Sequence[Gated], out: PairArray, limit: float = math.inf) -> None:
+    def swiglu(self, x: Feed, sets: Sequence[Gated], out: StripColumns, limit: float = math.inf) -> None:
         """GEMM with SwiGLU, into strips; see Recording.linear_swiglu."""
         self._swiglu(self._step.linear, self._step.linear_swiglu, x, sets, out, limit)
 
     def expert_swiglu(
-        self, routing: Routing, x: Feed, sets: Sequence[Gated], out: PairArray, limit: float = math.inf
+        self, routing: Routing, x: Feed, sets: Sequence[Gated], out: StripColumns, limit: float = math.inf
     ) -> None:
         """As `swiglu`, with the matrices of each entry's expert. Each of `sets` is of some experts."""
         linear, swiglu = (partial(each, routing) for each in (self._step.expert_linear, self._step.expert_swiglu))
@@ -124,13 +125,13 @@ class Products:
         swiglu: Callable[..., None],
         x: Feed,
         sets: Sequence[Gated],
-        out: PairArray,
+        out: StripColumns,
         limit: float,
     ) -> None:
         for *apart, last in sets:
             gates = None
             for gate in apart:
-                linear(x(gate), gate, gates := self._gates_for(2 * out.size // gate.n, gate.n))
+                linear(x(gate), gate, gates := self._gates_for(out.rows, gate.n))
             swiglu(x(last), last, out, limit, gates)
 
     def expert_linear(self, routing: Routing, x: Feed, matrices: Sequence[Matrix], out: Float32Array) -> None:

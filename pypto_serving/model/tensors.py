@@ -102,6 +102,12 @@ class StoredTensors:
             self.map(tensor).madvise(mmap.MADV_DONTNEED, start, length)
         self.count(tensor)
 
+    def finish(self) -> None:
+        """Count all tensors as read; other ranks read what this one does not need."""
+        if self._done < self._total:
+            self._done = self._total
+            self._progress("weights", self._done, self._total)
+
     def count(self, tensor: StoredTensor) -> None:
         """Count `tensor` as read."""
         self._done += tensor.end - tensor.begin

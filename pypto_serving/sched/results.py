@@ -104,7 +104,9 @@ class Results:
             self._places.strikes.clear_committed(request.id, request.num_committed)
 
     def _measure(self, step: Step, result: StepResult) -> None:
-        """Record the measured prefill speed. Steps of mostly decodes do not count."""
+        """Record the speed of a step: that of prefill, unless it is one of mostly decodes."""
         num_tokens = sum(entry.count for entry in step.scheduled)
         if num_tokens > 2 * len(step.scheduled):
             self._kv.record_prefill(num_tokens, result.elapsed_s)
+        else:
+            self._counters.decode_rate.add(num_tokens, result.elapsed_s)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 
+from pypto_serving.kv.rate import Rate
 from pypto_serving.sched.request import Request
 from pypto_serving.types.step import NewRow, RowFault, RowLogprobs, StepPlan, StepResult
 from pypto_serving.types.tokens import id_list, pack_list
@@ -139,7 +140,10 @@ def step_plan(step: Step, dropped_rows: Sequence[int]) -> StepPlan:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; rows and tokens of the last step; `max_step_rows`, the largest batch so far."""
+    """Totals since the start; rows and tokens of the last step; `max_step_rows`, the largest batch so far.
+
+    `decode_rate` is the speed of steps of mostly decodes, in tokens.
+    """
 
     num_steps: int = 0
     step_tokens: int = 0
@@ -152,6 +156,7 @@ class Counters:
     num_accepted: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    decode_rate: Rate = field(default_factory=Rate)
 
     def record_step(self, num_rows: int, num_tokens: int) -> None:
         """Count a step of `num_rows` rows and `num_tokens` tokens."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.model.family import DEFAULT_BLOCK_SIZE
+from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig, default_of
 from pypto_serving.util import GIB, format_size
 
@@ -38,6 +39,10 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "kv_events": False,
         "backend": next(iter(BACKEND_DEFAULTS)),
         "packed_cache": False,
+        "data_parallel_size": 1,
+        "tensor_parallel_size": default_of(Topology, "tensor"),
+        "pipeline_parallel_size": default_of(Topology, "pipeline"),
+        "expert_parallel_size": default_of(Topology, "expert"),
         "step_timeout": default_of(FaultConfig, "step_timeout_s"),
         "log_level": default_of(EngineConfig, "log_level"),
     }

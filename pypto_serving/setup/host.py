@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.parallel.placement import NumaNode
+from pypto_serving.setup.numa import read_nodes
 from pypto_serving.types.tier import PART_NAME
 
 MIN_FILES, MAX_FILES = 64, 65536
@@ -39,6 +41,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about this machine.
 
     available_bytes: memory that can be allocated now without swapping, within a container's limit.
+    num_cpus: CPUs that it may use at once; nodes: NUMA nodes of all that it may use.
     kernels: instruction sets that the CPU kernels were built for and this machine runs, best first.
     torch, mooncake: whether they are installed.
     cache_dir: folder for files that may be deleted at any time; empty if the user has none.
@@ -47,6 +50,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     available_bytes: int
     num_cpus: int
+    nodes: tuple[NumaNode, ...] = ()
     kernels: tuple[str, ...] = ()
     torch: bool = True
     mooncake: bool = True
@@ -68,7 +72,9 @@ def raise_file_limit() -> None:
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
     """Read memory and CPUs from /proc and the control groups of this process; `root` is for tests."""
-    return HostFacts(available_bytes=_available_bytes(root), num_cpus=_num_cpus(root))
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    nodes = read_nodes(allowed, root)
+    return HostFacts(available_bytes=_available_bytes(root), num_cpus=_num_cpus(len(allowed), root), nodes=nodes)
 
 
 def is_loopback(host: str) -> bool:
@@ -148,9 +154,8 @@ def _available_bytes(root: Path) -> int:
     return max(0, free)
 
 
-def _num_cpus(root: Path) -> int:
-    """Count the CPUs of the affinity mask, or of the tightest quota if that is less; at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _num_cpus(allowed: int, root: Path) -> int:
+    """Count the CPUs of the tightest quota, at least 1, at most those `allowed`."""
     for group in _control_groups(root, "cpu"):
         v2, v1 = group / "cpu.max", (group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
         quota, _, period = (_read(v2) or " ".join(map(_read, v1))).strip().partition(" ")

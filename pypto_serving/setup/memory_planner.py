@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
+from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_groups, tail_bytes
 from pypto_serving.setup.options import Options
+from pypto_serving.setup.rank_plan import follower_bytes
 from pypto_serving.setup.rules import MAX_KV_BYTES
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
@@ -37,12 +39,14 @@ class MemoryPlanner:
         host: HostFacts,
         backend: BackendDefaults,
         max_num_seqs: int,
+        topology: Topology,
     ) -> None:
         self.options = options
         self.model = model
         self.available_bytes = host.available_bytes
         self.backend = backend
         self.max_num_seqs = max_num_seqs
+        self.num_followers = topology.num_ranks - 1
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
         self.host_bytes = self._host_bytes()
@@ -102,6 +106,11 @@ class MemoryPlanner:
         """Count the tokens of one sequence, `step_tokens` a step, that may be computed and not settled."""
         return min(model_len, step_tokens) * self.backend.depth + publication_lag(self.model.kv_groups)
 
+    def follower_bytes(self, model_len: int) -> int:
+        """Return the workspace of each rank but the leader."""
+        step_tokens = self.step_tokens(model_len)
+        return follower_bytes(activation_bytes(self.model, step_tokens), self.model.position_bytes * model_len)
+
     def _workspace(self, model_len: int) -> int:
         if self.backend.simulated:
             return 0
@@ -112,8 +121,9 @@ class MemoryPlanner:
             depth=self.backend.depth,
             traits=self.backend.traits,
         )
-        positions = self.model.position_bytes * model_len
-        return positions + row_bytes(self.model.kv_groups, limits) + workspace_bytes(self.model, limits)
+        leading = self.model.position_bytes * model_len + row_bytes(self.model.kv_groups, limits)
+        leading += workspace_bytes(self.model, limits)
+        return leading + self.num_followers * self.follower_bytes(model_len)
 
     def _room(self, model_len: int) -> int:
         """Return the bytes that weights, workspace and host tier leave for KV."""
@@ -237,14 +247,21 @@ def row_bytes(groups: Sequence[KVCacheGroupSpec], limits: BackendLimits) -> int:
 def workspace_bytes(model: ModelSpec, limits: BackendLimits) -> int:
     """Estimate the bytes of activations, logits and processes.
 
-    A layer of width h has about 12 h^2 parameters and keeps about 32 h float32 values per token alive; logits
-    exist twice in float32, for tokens that sample or are scored.
+    Logits exist twice in float32, for tokens that sample or are scored.
     """
-    width = int((model.num_parameters / (12 * max(1, model.num_layers))) ** 0.5)
     step_tokens = limits.max_num_batched_tokens
     rows = min(limits.max_logits, step_tokens)
     processes = PROCESS_BYTES + TOKEN_BYTES * model.vocab_size + MAX_MATCHER_BYTES
-    return processes + 4 * (32 * width * step_tokens + 2 * model.vocab_size * rows)
+    return processes + activation_bytes(model, step_tokens) + 4 * 2 * model.vocab_size * rows
+
+
+def activation_bytes(model: ModelSpec, step_tokens: int) -> int:
+    """Estimate the bytes of activations.
+
+    A layer of width h has about 12 h^2 parameters and keeps about 32 h float32 values per token alive.
+    """
+    width = int((model.num_parameters / (12 * max(1, model.num_layers))) ** 0.5)
+    return 4 * 32 * width * step_tokens
 
 
 def size_option(num_bytes: int, *, up: bool = False) -> str:

@@ -13,7 +13,13 @@ from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch, Text,
 from pypto_serving.types.server_url import KEY_VARIABLES
 from pypto_serving.util import brief
 
-ALIASES = {"device": "backend"}
+ALIASES = {
+    "device": "backend",
+    "dp": "data_parallel_size",
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "ep": "expert_parallel_size",
+}
 """Other names of options, in configuration files and arguments."""
 ENVIRONMENT = {"api_key": KEY_VARIABLES[0]}
 """Environment variables that give an option where nothing else does."""
@@ -44,6 +50,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str | None = None
     packed_cache: bool | None = None
     num_threads: int | None = None
+    data_parallel_size: int | None = None
+    tensor_parallel_size: int | str | None = None
+    pipeline_parallel_size: int | None = None
+    expert_parallel_size: int | None = None
     seed: int | None = None
     log_level: str | None = None
     max_model_len: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS, BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.model.null.spec import NULL_MODELS
+from pypto_serving.parallel.topology import Topology
 from pypto_serving.setup.blocks import choose_block_size
 from pypto_serving.setup.defaults import DEFAULTS
 from pypto_serving.setup.events import check_ports, choose_events
@@ -19,6 +20,9 @@ from pypto_serving.setup.kv_shares import MemoryPlan, plan_tier
 from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.options import ENVIRONMENT, Options
 from pypto_serving.setup.precision import choose_precision
+from pypto_serving.setup.rank_plan import RankPlan, plan_ranks
+from pypto_serving.setup.ranks import choose_placements, choose_topology
+from pypto_serving.setup.replicas import host_share, replicate
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import options_named
@@ -30,13 +34,23 @@ from pypto_serving.util import format_size
 
 
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
-    """A resolved configuration, before anything is loaded. `warnings` are lines for the user."""
+    """A resolved configuration, before anything is loaded.
 
-    engine: EngineConfig
+    engines: one for each data-parallel replica; memory, ranks: those of the first.
+    ranks: parts of the memory plan, where there are several ranks; warnings: lines for the user.
+    """
+
+    engines: tuple[EngineConfig, ...]
     server: ServerConfig
     settings: tuple[Setting, ...]
     memory: MemoryPlan
+    ranks: tuple[RankPlan, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The configuration of the first replica; others differ in where they run, store and publish."""
+        return self.engines[0]
 
 
 def resolve(
@@ -49,12 +63,16 @@ def resolve(
     Raises ConfigError, in one line that names the option to change, for values that cannot work together.
     """
     settings = Settings(options, defaults)
+    num_replicas = settings.pick_fixed("data_parallel_size")
+    machine, host = host, host_share(host, num_replicas)
     name = settings.pick_fixed("backend")
     backend = BACKEND_DEFAULTS[name]
     kernels, model = _as_served(settings, model, host, backend)
+    topology, model = _over_ranks(settings, model, host, backend, kernels)
     max_num_seqs = settings.pick("max_num_seqs", backend.max_num_seqs, f"default for {name}")
-    planner = MemoryPlanner(options, model, host, backend, max_num_seqs)
+    planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology)
     memory, model_len = _plan_memory(settings, planner)
+    num_threads = choose_threads(settings, model, host)
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
     with options_named(options):
         engine = EngineConfig(
@@ -67,23 +85,27 @@ def resolve(
             kernels=kernels,
             cache_dir=host.cache_dir,
             packed_cache=choose_packed_cache(settings, host, kernels),
-            num_threads=choose_threads(settings, model, host),
+            num_threads=num_threads,
+            topology=topology,
             tiers=tiers,
             kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
             **choose_precision(settings, model, kernels),
             **_model(settings, model),
             **_batching(settings, name, planner.step_tokens(model_len)),
-            **_events(settings),
+            **_events(settings, num_replicas),
             **_process(settings),
         )
+    placements = choose_placements(settings, topology.num_ranks * num_replicas, machine, num_threads * num_replicas)
+    engines = replicate(engine, num_replicas, placements)
     server = _server(settings, model)
     if serves:
-        _check_server(settings, engine, server)
+        _check_server(settings, engines, server)
     return Resolved(
-        engine=engine,
+        engines=engines,
         server=server,
         settings=settings.in_order(),
         memory=_with_tiers(memory, model, tiers),
+        ranks=plan_ranks(engines[0], model, memory, planner.follower_bytes(model_len)),
         warnings=tuple(settings.warnings),
     )
 
@@ -98,6 +120,17 @@ def _as_served(
     elif kernels:
         model = msgspec.structs.replace(model, weight_bytes=model.packed_bytes)
     return kernels, choose_block_size(settings, model, backend)
+
+
+def _over_ranks(
+    settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults, kernels: str
+) -> tuple[Topology, ModelSpec]:
+    """Choose the ranks, and return the model with the weights of all of them."""
+    topology = choose_topology(settings, model, host, backend, kernels)
+    if topology.num_ranks > 1 and model.parts is not None:
+        held = sum(map(model.parts.weight_bytes, topology.ranks))
+        model = msgspec.structs.replace(model, weight_bytes=held)
+    return topology, model
 
 
 def _plan_memory(settings: Settings, planner: MemoryPlanner) -> tuple[MemoryPlan, int]:
@@ -139,8 +172,8 @@ def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, A
     }
 
 
-def _events(settings: Settings) -> dict[str, Any]:
-    endpoint, replay = choose_events(settings)
+def _events(settings: Settings, num_replicas: int) -> dict[str, Any]:
+    endpoint, replay = choose_events(settings, num_replicas)
     return {"kv_events": endpoint, "kv_events_replay": replay}
 
 
@@ -182,10 +215,11 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     )
 
 
-def _check_server(settings: Settings, engine: EngineConfig, server: ServerConfig) -> None:
+def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: ServerConfig) -> None:
     """Refuse ports that are taken twice, and warn of a server that is open to others."""
     options = settings.options
-    check_ports(options, engine, server)
+    for engine in engines:
+        check_ports(options, engine, server)
     if not server.api_key and not is_loopback(server.host):
         settings.warnings.append(
             f"{options.label('host')} is {server.host} and there is no API key, so whoever reaches this machine may "

@@ -34,6 +34,7 @@ DTYPES = ("auto", *SERVING_DTYPES)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
+MAX_RANKS = 1024
 MAX_PORT = 65535
 STANDARD_PORTS = {"http": 80, "https": 443}
 
@@ -63,6 +64,18 @@ class Whole:
         if not self.low <= number <= self.high:
             raise ValueError
         return number
+
+
+@dataclass(frozen=True)
+class WholeOrAuto(Whole):
+    """A whole number in [low, high], or `auto`."""
+
+    @property
+    def allowed(self) -> str:
+        return f"{super().allowed}, or auto"
+
+    def parse(self, value: object) -> Any:
+        return value if value == "auto" else super().parse(value)
 
 
 @dataclass(frozen=True)
@@ -281,6 +294,10 @@ RULES: dict[str, Rule] = {
     "kernels": Choice(KERNELS),
     "packed_cache": Switch(),
     "num_threads": Whole(1, 1024),
+    "data_parallel_size": Whole(1, MAX_RANKS),
+    "tensor_parallel_size": WholeOrAuto(1, MAX_RANKS),
+    "pipeline_parallel_size": Whole(1, MAX_RANKS),
+    "expert_parallel_size": Whole(1, MAX_RANKS),
     "seed": Whole(0, 2**63 - 1),
     "log_level": Choice(LOG_LEVELS),
     "max_model_len": Whole(2, MAX_TOKENS),

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import msgspec
 
 from pypto_serving.errors import ConfigError
+from pypto_serving.parallel.placement import Placement
+from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks, publication_lag, resume_step
 from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
@@ -66,6 +68,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     activations: what activations become before they are multiplied by 4-bit codes.
     head: what the output layer is served in.
     kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
+    replica: index of the data-parallel replica.
+    topology: the ranks that the model is split over.
+    placements: where each rank runs; empty for one that may run anywhere.
     cache_dir: folder for digests of weights; empty for none.
     packed_cache: folder for weights packed for the CPU kernels; empty for none.
     tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
@@ -95,6 +100,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     seed: int = 0
     num_threads: int = 0
+    replica: int = 0
+    topology: Topology = Topology()
+    placements: tuple[Placement, ...] = ()
     activations: Activations = "int8"
     head: Head = "auto"
     kernels: str = ""
@@ -132,6 +140,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_drafts > traits.max_drafts:
             problem = f"is {self.num_drafts}, but {programs} verifies at most {traits.max_drafts}; ask for fewer"
             raise UnmetError("num_drafts", problem)
+
+    def placement(self, rank: int) -> Placement:
+        """Return where the rank of this index runs."""
+        return self.placements[rank] if self.placements else Placement(num_threads=self.num_threads)
 
     @property
     def max_unfinished(self) -> int:

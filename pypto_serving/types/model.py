@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from pypto_serving.parallel.weights import ModelParts
 from pypto_serving.types.kv import KVCacheGroupSpec
 
 SERVING_DTYPES = ("float32", "bfloat16")
@@ -80,6 +81,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes, packed_bytes: bytes of the weights in torch, and in the CPU kernels.
     token_bytes: bytes of weights that a step of one token reads.
     position_bytes: bytes for each position of the longest sequence, such as tables of angles.
+    parts: what ranks split, as the CPU kernels hold it; None for a model that cannot be split.
     needs_torch: why the kernels cannot serve the model; empty if they can.
     needs_torch_option: name of the option that this depends on, such as `dtype`; empty if it is the model alone.
     quantization: how weights are quantised, empty if they are not; only the kernels serve quantised ones.
@@ -99,6 +101,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int = 0
     token_bytes: int = 0
     position_bytes: int = 0
+    parts: ModelParts | None = None
     needs_torch: str = "it has no program for the CPU kernels"
     needs_torch_option: str = ""
     quantization: str = ""

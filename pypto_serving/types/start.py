@@ -12,15 +12,24 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """What a worker needs to start. `epoch` numbers this worker life, in which the tiers `left_out` are not used.
 
     Inherited file descriptors: `channel` to the core for steps, `transfers` to the core for transfers, `host_memory`
-    of the host tier (-1 without one).
+    of the host tier (-1 without one), and `descendants`, which the ranks that follow the worker inherit too.
     """
 
     config: EngineConfig
     channel: int
     transfers: int
     host_memory: int
+    descendants: tuple[int, ...]
     epoch: int
     left_out: tuple[Tier, ...] = ()
+
+
+class RankStart(msgspec.Struct, frozen=True):
+    """What a rank needs to follow a worker: its index, and the inherited file descriptor of what they share."""
+
+    config: EngineConfig
+    rank: int
+    memory: int
 
 
 class CoreStart(msgspec.Struct, frozen=True):

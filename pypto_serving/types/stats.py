@@ -60,7 +60,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     Totals start with the core where the core makes the snapshot, and with the API process where that keeps it.
 
     `work_since_s` is the time since which there are unfinished requests, 0 when idle. `kv_usage` is the share of blocks
-    in use, per KV group. `step_tokens` are the tokens of each step since the snapshot before.
+    in use, per KV group. `step_tokens` are the tokens of each step since the snapshot before. `prefill_per_s` and
+    `decode_per_s` are the tokens per second of steps of mostly prompts and of others, 0 until measured.
     """
 
     ready: bool = False
@@ -80,6 +81,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefill_per_s: float = 0.0
+    decode_per_s: float = 0.0
     kv_usage: tuple[float, ...] = ()
     tiers: tuple[TierStats, ...] = ()
 

@@ -10,17 +10,18 @@ import numpy as np
 from pypto_serving.types.arrays import Int32Array
 
 _ID = np.dtype("<i4")
+ID_BYTES = _ID.itemsize
 
 
 def pack_ids(ids: Iterable[int] | Int32Array) -> bytes:
-    """Encode ids as little-endian int32, 4 bytes each."""
+    """Encode ids as little-endian int32, ID_BYTES bytes each."""
     array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, dtype=np.int64)
     return array.astype(_ID, copy=False).tobytes()
 
 
 def id_list(data: bytes) -> tuple[int, ...]:
     """Decode bytes of `pack_ids` to a tuple; for a few ids this is quicker than an array."""
-    return struct.unpack(f"<{len(data) // 4}i", data)
+    return struct.unpack(f"<{len(data) // ID_BYTES}i", data)
 
 
 def unpack_ids(data: bytes) -> Int32Array:

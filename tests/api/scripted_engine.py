@@ -96,6 +96,7 @@ class ScriptedEngine:
     def __init__(self, config: EngineConfig, script: Callable[[EngineRequest], Script]) -> None:
         self.config = config
         self.stats = StepStats(ready=True)
+        self.engines = (self,)
         self.on_stats: Callable[[StepStats], None] = lambda stats: None
         self.script = script
         self.seed = 0

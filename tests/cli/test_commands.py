@@ -235,6 +235,21 @@ def test_check_without_a_model_is_the_bundled_one(capsys: pytest.CaptureFixture[
     assert str(BUNDLED) in out
 
 
+def test_check_shows_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "check", "--tp", "2", "--num-threads", "2")
+    assert code == 0
+    head, *rows = (line.split() for line in out.split("Ranks\n")[1].splitlines()[:3])
+    assert head[:3] == ["rank", "stage", "layers"] and head[-3:] == ["weights", "KV", "workspace"]
+    assert [row[:7] for row in rows] == [
+        ["0", "0", "0-3", "0-3", "0", "0-127", "-"],
+        ["1", "0", "0-3", "4-7", "1", "128-255", "-"],
+    ]
+    code, out, _ = run(capsys, "check", "--tp", "2", "--json")
+    memory = json.loads(out)["memory"]
+    assert code == 0 and [rank["heads"] for rank in memory["ranks"]] == [[0, 4], [4, 8]]
+    assert sum(rank["weight_bytes"] for rank in memory["ranks"]) == memory["weight_bytes"]
+
+
 def chat_setting(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, str]:
     code, out, _ = run(capsys, "check", *argv, "--json")
     assert code == 0

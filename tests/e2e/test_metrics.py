@@ -33,11 +33,11 @@ def complete(server: Server, **body: Any) -> Any:
 
 
 def scraped(server: Server) -> dict[str, float]:
-    """Samples by name, with their labels but the model's name appended."""
+    """Samples by name, with their labels appended, but for model and replica."""
     found = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
         for sample in family.samples:
-            labels = [value for label, value in sorted(sample.labels.items()) if label != "model_name"]
+            labels = [value for label, value in sorted(sample.labels.items()) if label not in ("model_name", "engine")]
             found[" ".join([sample.name, *labels])] = sample.value
     return found
 

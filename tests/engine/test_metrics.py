@@ -18,6 +18,7 @@ def scraped(metrics: ServerMetrics) -> dict[str, float]:
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name", "tiny") == "tiny"
+            assert labels.pop("engine", "0") == "0"
             found[sample.name + "".join(f",{k}={v}" for k, v in sorted(labels.items()))] = sample.value
     return found
 

@@ -187,7 +187,7 @@ def test_groups_with_strips_of_their_own(engine: Engine, rows: int, groups: int,
     stage = Stage(engine)
     x = np.concatenate([stage.strips(part) for part in parts])
     out = stage.strip_room(rows, groups * n)
-    stage.record.linear_groups(x, matrix_of(weights.reshape(-1, 34)), groups, out)
+    stage.record.linear_groups(x, matrix_of(weights.reshape(-1, 34)), n, out)
     stage.play(rows)
     for found, part, mine in zip(
         np.split(stage.rows(out, rows, groups * n), groups, axis=1), parts, weights, strict=True
@@ -199,4 +199,4 @@ def test_groups_with_strips_of_their_own(engine: Engine, rows: int, groups: int,
 def test_groups_are_whole_panels(engine: Engine) -> None:
     stage = Stage(engine)
     with pytest.raises(ValueError, match="whole panels"):
-        stage.record.linear_groups(stage.strip_room(1, 32), matrix_of(np.zeros((96, 32), np.float32)), 2, np.zeros(48))
+        stage.record.linear_groups(stage.strip_room(1, 32), matrix_of(np.zeros((96, 32), np.float32)), 48, np.zeros(48))

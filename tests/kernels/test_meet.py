@@ -34,28 +34,33 @@ def at_once(*tasks: Callable[[], Any]) -> list[Any]:
 class Chain:
     """One rank of products, each of which needs all columns of the one before and computes its own."""
 
-    def __init__(self, rank: int, ranks: int, peers: Peers, engine: Engine, width: int) -> None:
+    def __init__(self, rank: int, ranks: int, peers: Peers, engine: Engine, width: int, links: range) -> None:
         mine = slice(rank * width // ranks, (rank + 1) * width // ranks)
         self.rows = [peers.zeros(np.float32, TOKENS, width) for _ in range(2)]
         self.step = Recording(engine)
         weights = random_bf16(np.random.default_rng(0), width, width)
         strips, ones = np.zeros(TOKENS * width // 2, np.uint32), np.ones(width, np.float32)
-        for link in range(LINKS):
+        peers.begin_stage(self.step)
+        for link in links:
             x, out = self.rows[link % 2], self.rows[1 - link % 2]
             self.step.rms_norm(x, ones, 1e-6, strips)
             self.step.linear(strips, matrix_of(weights[mine]), out[:, mine])
             peers.meet(self.step, out)
+        peers.end_stage(self.step)
 
     @classmethod
     def alone(cls, width: int) -> Chain:
-        return cls(0, 1, Peers(), engine_of(runnable()[0]), width)
+        return cls(0, 1, Peers(), engine_of(runnable()[0]), width, range(LINKS))
 
     @classmethod
-    def ranks(cls, memory: SharedMemory, ranks: int, threads: int = 1) -> list[Chain]:
-        shared = [SharedMemory(memory.fd) for _ in range(ranks)]
-        engines = [Engine(threads=threads) for _ in range(ranks)]
-        every = enumerate(zip(shared, engines, strict=True))
-        return [cls(rank, ranks, Peers(rank, ranks, own), engine, ranks * COLUMNS) for rank, (own, engine) in every]
+    def ranks(cls, memory: SharedMemory, ranks: int, threads: int = 1, stages: int = 1) -> list[Chain]:
+        chains = []
+        for number in range(stages * ranks):
+            stage, rank = divmod(number, ranks)
+            peers = Peers(rank, ranks, SharedMemory(memory.fd), stage, stages)
+            links = range(stage * LINKS // stages, (stage + 1) * LINKS // stages)
+            chains.append(cls(rank, ranks, peers, Engine(threads=threads), ranks * COLUMNS, links))
+        return chains
 
     def play(self, tokens: int = TOKENS) -> None:
         self.step.replay(*step_arrays(tokens))
@@ -79,12 +84,13 @@ def start(width: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((TOKENS, width)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("ranks", "threads"), [(2, 1), (2, 3), (3, 1)])
-def test_ranks_compute_what_one_does(memory: SharedMemory, ranks: int, threads: int) -> None:
+@pytest.mark.parametrize(("ranks", "threads", "stages"), [(2, 1, 1), (2, 3, 1), (3, 1, 1), (2, 1, 2), (1, 2, 3)])
+def test_ranks_compute_what_one_does(memory: SharedMemory, ranks: int, threads: int, stages: int) -> None:
     width, steps = ranks * COLUMNS, 40
-    alone, group = Chain.alone(width), Chain.ranks(memory, ranks, threads)
+    alone, group = Chain.alone(width), Chain.ranks(memory, ranks, threads, stages)
     assert alone.step.names.count("meet") == 0
-    assert group[0].step.names.count("meet") == LINKS
+    within, between = LINKS // stages if ranks > 1 else 0, stages if stages > 1 else 0
+    assert [rank.step.names.count("meet") for rank in group] == [within + between] * len(group)
     alone.rows[0][...] = group[0].rows[0][...] = start(width)
     for _ in range(steps):
         alone.play()
@@ -100,10 +106,9 @@ def test_ranks_compute_what_one_does(memory: SharedMemory, ranks: int, threads: 
 
 
 def test_meetings_are_timed(memory: SharedMemory) -> None:
-    peers = Peers(0, 1, memory)
-    chain = Chain(0, 1, peers, engine_of(runnable()[0], 2), COLUMNS)
-    seconds = np.zeros(len(chain.step.names))
-    chain.step.replay(*step_arrays(TOKENS), seconds)
+    first, second = Chain.ranks(memory, 2, threads=2)
+    seconds = np.zeros(len(first.step.names))
+    at_once(lambda: first.step.replay(*step_arrays(TOKENS), seconds), second.play)
     assert (seconds > 0).all()
 
 

@@ -181,7 +181,7 @@ def attend(engine: Engine, work: Work) -> Array:
         to_query_panels(work.queries),
         work.sinks,
         NormRopeParams(dim=shape.dim, cos=work.cos, sin=work.sin),
-        MlaSizes(shape.heads, shape.window, shape.groups),
+        MlaSizes(range(shape.heads), shape.window, shape.heads // shape.groups),
         blocks.pages(stage, 0),
         strips,
         blocks.pages(stage, 1) if shape.ratio else None,

@@ -298,7 +298,7 @@ def test_groups_with_strips_of_their_own(engine: Engine, rows: int, form: CodesF
     weights, parts = make(rng, 192, 64, form), random_bf16(rng, 3, rows, 64)  # type: ignore[operator]
     matrix, stage = packed(engine, [weights]), Stage(engine)
     out = stage.strip_room(rows, 192)
-    stage.record.linear_groups(np.concatenate([stage.strips(part) for part in parts]), matrix, 3, out)
+    stage.record.linear_groups(np.concatenate([stage.strips(part) for part in parts]), matrix, 64, out)
     stage.play(rows)
     for i, (found, part) in enumerate(zip(np.split(stage.rows(out, rows, 192), 3, axis=1), parts, strict=True)):
         wanted = product(part, weights.values[64 * i : 64 * i + 64])

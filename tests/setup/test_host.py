@@ -8,7 +8,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup import host
-from pypto_serving.setup.host import HostFacts, read_cache_dir, read_host_facts
+from pypto_serving.setup.host import read_cache_dir, read_host_facts
 from tests.setup.small import MIB
 
 
@@ -26,7 +26,8 @@ def test_host_facts_respect_the_tightest_control_group(tmp_path: Path) -> None:
     write(box.parent / "memory.current", str(2 * MIB))
     write(box.parent / "memory.stat", f"anon 1\ninactive_file {MIB}\n")
     write(box.parent / "cpu.max", "100000 100000\n")
-    assert read_host_facts(tmp_path) == HostFacts(available_bytes=2 * MIB, num_cpus=1)
+    facts = read_host_facts(tmp_path)
+    assert (facts.available_bytes, facts.num_cpus) == (2 * MIB, 1)
 
 
 @pytest.mark.parametrize("where", ["docker/box", "docker", ""], ids=["own", "parent", "as seen in a container"])
@@ -46,7 +47,8 @@ def test_host_facts_respect_control_groups_v1(tmp_path: Path, where: str) -> Non
     write(memory / "memory.stat", f"inactive_file 1\ntotal_inactive_file {MIB}\n")
     write(cpu / "cpu.cfs_quota_us", "150000\n")
     write(cpu / "cpu.cfs_period_us", "100000\n")
-    assert read_host_facts(tmp_path) == HostFacts(available_bytes=2 * MIB, num_cpus=1)
+    facts = read_host_facts(tmp_path)
+    assert (facts.available_bytes, facts.num_cpus) == (2 * MIB, 1)
 
 
 def test_a_group_beside_ours_does_not_count(tmp_path: Path) -> None:

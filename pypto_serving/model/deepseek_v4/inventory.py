@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import get_args
@@ -13,9 +14,30 @@ from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.deepseek_v4.storage import MATRICES, Role, Tensor, expected_plain
 from pypto_serving.model.formats.schemes import Scheme, held, packed_bytes
+from pypto_serving.parallel.weights import Split, SplitWeights
 
-_SHARING = (".w1", ".w3")
-"""Modules of which two share panels."""
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_SPLITS: Mapping[str, Split] = {
+    "wq_a": "columns",
+    "wq_b": "heads",
+    "wkv": "columns",
+    "wgate": "columns",
+    "weights_proj": "columns",
+    "wo_a": "columns",
+    "wo_b": "columns",
+    "gate": "columns",
+    "w1": "columns",
+    "w2": "columns",
+    "w3": "columns",
+    "embed": "columns",
+    "head": "columns",
+}
+"""How ranks split a matrix; the rest they have whole. Those of experts are split by experts, too.
+
+Projections of attention's input are split as one; that each is by itself gives about the same bytes.
+"""
+_UNITS = {"gate": 4, "w1": GATE_HALF, "w3": GATE_HALF}
+"""Outputs that stay together, where they are not a panel."""
 
 
 class DeepseekV4Inventory:
@@ -88,7 +110,7 @@ class DeepseekV4Inventory:
                 sizes[name] = 4 * tensor.count
             else:
                 scheme = head if head and name == "head.weight" else self.scheme(name)
-                unit, (n, k) = GATE_HALF if module.endswith(_SHARING) else PANEL, tensor.shape
+                unit, (n, k) = _UNITS.get(module.rpartition(".")[2], PANEL), tensor.shape
                 sizes[name] = packed_bytes(scheme, self._headers, module, n, k, unit)
         return sizes
 
@@ -98,6 +120,18 @@ class DeepseekV4Inventory:
         if tensor.role == "expert":
             return Fraction(experts.per_token, experts.count)
         return Fraction(int(tensor.role != "ids" and name != "embed.weight"))
+
+    def split(self, name: str, num_bytes: int) -> SplitWeights:
+        """Describe how ranks split the tensor `name` of `num_bytes`."""
+        tensor, module = self.model[name], _module(name).rpartition(".")[2]
+        layer, last = _LAYER.match(name), self._config.num_layers - 1
+        return SplitWeights(
+            layers=(int(layer[1]),) if layer else (0 if module == "embed" else last,),
+            split="experts" if tensor.role == "expert" else _SPLITS.get(module, "whole"),
+            outputs=tensor.shape[0],
+            unit=_UNITS.get(module, PANEL),
+            num_bytes=num_bytes,
+        )
 
     def ignores(self, name: str) -> bool:
         """Return True for tensors of draft layers."""

@@ -7,37 +7,45 @@ import math
 import numpy as np
 
 from pypto_serving.kernels import (
-    INDEXER_TOKENS,
+    GATE_HALF,
     PANEL,
     Engine,
+    Matrix,
     MlaSizes,
     NormRopeParams,
     Pages,
+    Peers,
     Recording,
+    Routing,
     Rows,
     Scoring,
-    zeros,
+    StripColumns,
 )
+from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, projections
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.packed import PackedWeights
-from pypto_serving.model.products import Feed, Products
+from pypto_serving.model.products import Feed
 from pypto_serving.model.rope import rope_tables
-from pypto_serving.types.arrays import Float32Array, PairArray
+from pypto_serving.model.shares import columns_of, cut, expert_outputs, rows_of
+from pypto_serving.parallel.topology import Rank
+from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
 
 LOG2_E = math.log2(math.e)
-_POST_COMB = 20
-"""Hyper-connection coefficients post (4) and comb (4 x 4) of a token."""
+_ROUTER_UNIT = 4
+"""Outputs that the router computes at once."""
 
 
 class NativeDeepseekV4:
-    """Owns packed weights, the arenas of all KV groups and the recorded step of a DeepSeek V4 model.
+    """Owns packed weights, the arenas of all KV groups and the recorded step of a DeepSeek V4 model, or a rank's part.
 
     A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
-    routing are float32. `logits` is float32 [max_logits, vocab].
+    routing are float32. `logits` is float32 [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and
+    meet where they need those of all. What all heads share, such as rows of the KV cache, each rank computes: all write
+    the same bytes.
     """
 
     layout = "block, tensor, layer, row"
@@ -48,34 +56,59 @@ class NativeDeepseekV4:
         """Name program and arithmetic, for the fingerprint."""
         return f"deepseek-v4-native-2 {model.storage.name}".rstrip()
 
-    def __init__(self, model: DeepseekV4Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: DeepseekV4Config,
+        weights: PackedWeights,
+        engine: Engine,
+        config: EngineConfig,
+        rank: Rank | None = None,
+        peers: Peers | None = None,
+    ) -> None:
         inventory = DeepseekV4Inventory(model, weights.headers)
         weights.require(inventory.expected(), inventory.ignores, inventory.schemes(), inventory.sizes())
         self.model, self._weights = model, weights
+        self._rank, self._peers = rank or Rank(), peers or Peers()
         self.step = Recording(engine)
-        self._arenas = Arenas(config, self.step)
+        self._arenas = Arenas(config, self.step, self._peers)
         self.arenas = self._arenas.blocks
-        self._buffers = Buffers(model, config)
+        self._buffers = Buffers(model, config, self._rank, self._peers)
         self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
         self.logits = self._buffers.logits
         self._record(config)
+        weights.finish()
         del self._weights
 
     def _record(self, config: EngineConfig) -> None:
-        b, model = self._buffers, self.model
-        self.step.embed(self._weights.table("embed.weight"), b.streams)
+        b, model, mine = self._buffers, self.model, self._rank.vocabulary(self.model.vocab_size)
+        if self._rank.embeds:
+            if mine:
+                self.step.embed(self._weights.table("embed.weight", mine), b.streams, mine.start)
+            self._peers.meet(self.step, b.streams)
+        self._peers.begin_stage(self.step)
         tables = rope_tables(model.ropes(), config.max_model_len)
-        for layer, kind in enumerate(model.kinds):
+        for layer in self._rank.layers(model.num_layers):
+            kind = model.kinds[layer]
             self._record_hyper_connection_pre(f"layers.{layer}.hc_attn")
             self._record_attention(layer, kind, *tables[kind])
-            self.step.hyper_connection_post(b.y, b.post_comb, b.streams)
+            self._record_hyper_connection_post()
             self._record_hyper_connection_pre(f"layers.{layer}.hc_ffn")
             self._record_experts(layer)
-            self.step.hyper_connection_post(b.y, b.post_comb, b.streams)
+            self._record_hyper_connection_post()
+        if self._rank.projects:
+            self._record_logits(config, mine)
+        self._peers.end_stage(self.step)
+
+    def _record_logits(self, config: EngineConfig, mine: range) -> None:
+        b = self._buffers
         self._record_hyper_connection_pre("hc_head", Rows.LOGITS)
         normed = self._normed(self._weights.exact("norm.weight"), Rows.LOGITS)
-        head = [self._weights.rounded("head")] if config.head == "int8" else self._weights.matrix(["head"])
-        self._products.linear(normed, head, b.logits, Rows.LOGITS)
+        head = self._weights.rounded("head", mine) if config.head == "int8" else self._matrix("head", mine)
+        self._products.linear(normed, head, columns_of(b.logits, mine), Rows.LOGITS)
+        self._peers.meet(self.step, b.logits)
+
+    def _matrix(self, module: str, outputs: range) -> list[Matrix]:
+        return self._weights.matrix([module], [outputs])
 
     def _normed(self, norm: Float32Array, rows: Rows = Rows.TOKENS) -> Feed:
         """Return RMSNorm(x) times `norm`."""
@@ -92,6 +125,13 @@ class NativeDeepseekV4:
         self.step.rms_norm_linear(b.streams, weight, eps, mixes, rows)
         self.step.hyper_connection_pre(b.streams, mixes, scale, base, hyper.eps, b.x, post_comb, hyper.iterations)
 
+    def _record_hyper_connection_post(self) -> None:
+        """Record the streams from y: a rank's columns."""
+        b = self._buffers
+        if mine := self._rank.columns(self.model.hidden_size):
+            self.step.hyper_connection_post(b.y, b.post_comb, b.streams[:, :, mine.start : mine.stop])
+        self._peers.meet(self.step, b.streams)
+
     def _record_attention(self, layer: int, kind: LayerKind, cos: Float32Array, sin: Float32Array) -> None:
         """Record y = wo_b(wo_a(attention)), wo_a by groups, and the writes to the KV cache."""
         b, model, weights = self._buffers, self.model, self._weights
@@ -99,11 +139,11 @@ class NativeDeepseekV4:
         parts = self._project(layer, kind)
         rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps)
         latent = self._products.normed(parts["wq_a"], weights.exact(f"{prefix}q_norm.weight"), eps, b.latent)
-        width = model.num_heads * model.head_dim
-        indexed = [f"{prefix}indexer.wq_b"] if kind == "csa" else []
-        self._products.linear(latent, weights.matrix([f"{prefix}wq_b", *indexed]), queries := b.heads[kind])
+        heads, queries = self._rank.heads(model.num_heads), self._record_queries(layer, kind, latent)
         query_rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps, scale=model.head_dim**-0.5 * LOG2_E)
-        self.step.norm_rope(queries[:, :width], model.num_heads, query_rope, b.queries)
+        width = len(heads) * model.head_dim
+        if heads:
+            self.step.norm_rope(queries[:, :width], len(heads), query_rope, b.queries)
         rows = self._arenas.pages("ori", "kv", layer)
         self.step.norm_rope(parts["wkv"], 1, _weighted(rope, weights.exact(f"{prefix}kv_norm.weight")), rows)
         entries = topk_indices = None
@@ -113,24 +153,46 @@ class NativeDeepseekV4:
         if kind == "csa":
             topk_indices = b.topk_indices
             self._record_indexer(layer, parts, queries[:, width:], rope)
-        sinks = np.zeros(ceil_div(model.num_heads, PANEL) * PANEL, np.float32)
-        sinks[: model.num_heads] = weights.exact(f"{prefix}attn_sink") * LOG2_E
-        sizes = MlaSizes(model.num_heads, model.window, model.o_groups)
-        self.step.mla_attention(b.queries, sinks, rope, sizes, rows, b.attended, entries, topk_indices)
-        (wo_a,) = weights.matrix([f"{prefix}wo_a"])
-        self.step.linear_groups(b.attended, wo_a, model.o_groups, b.out_latent)
-        self._products.linear(self._products.strips(b.out_latent), weights.matrix([f"{prefix}wo_b"]), b.y)
+        sinks = np.zeros(ceil_div(len(heads), PANEL) * PANEL, np.float32)
+        sinks[: len(heads)] = weights.exact(f"{prefix}attn_sink")[heads.start : heads.stop] * LOG2_E
+        sizes = MlaSizes(heads, model.window, model.num_heads // model.o_groups)
+        if heads:
+            self.step.mla_attention(b.queries, sinks, rope, sizes, rows, b.attended, entries, topk_indices)
+        self._record_output(prefix)
+
+    def _record_queries(self, layer: int, kind: LayerKind, latent: Feed) -> Float32Array:
+        """Record the projections of the query latent: heads of attention, then those of the indexer."""
+        model, prefix, indexer = self.model, f"layers.{layer}.attn.", self.model.indexer
+        names, outputs = [f"{prefix}wq_b"], [rows_of(self._rank.heads(model.num_heads), model.head_dim)]
+        if kind == "csa":
+            assert indexer is not None
+            names.append(f"{prefix}indexer.wq_b")
+            outputs.append(rows_of(self._rank.heads(indexer.num_heads), indexer.head_dim))
+        self._products.linear(latent, self._weights.matrix(names, outputs), out := self._buffers.heads[kind])
+        return out
+
+    def _record_output(self, prefix: str) -> None:
+        """Record y = wo_b(wo_a(attended)), wo_a by groups of heads."""
+        b, model, rank = self._buffers, self.model, self._rank
+        width = model.o_groups * model.o_lora_rank
+        inner = rank.columns(width)
+        self._peers.meet(self.step, b.attended)
+        for wo_a in self._matrix(f"{prefix}wo_a", inner):
+            out = StripColumns(b.out_latent, width, inner.start)
+            self.step.linear_groups(b.attended, wo_a, model.o_lora_rank, out)
+        self._peers.meet(self.step, b.out_latent)
+        wo_b = self._matrix(f"{prefix}wo_b", rank.columns(model.hidden_size))
+        self._products.linear(self._products.strips(b.out_latent), wo_b, b.y)
 
     def _project(self, layer: int, kind: LayerKind) -> dict[str, Float32Array]:
         """Record all projections of the normed input. Return their columns by name."""
-        names, prefix = _projections(kind), f"layers.{layer}.attn."
-        normed, out = (
-            self._normed(self._weights.exact(f"layers.{layer}.attn_norm.weight")),
-            self._buffers.projected[kind],
-        )
-        self._products.linear(normed, self._weights.matrix([prefix + name for name in names]), out)
-        ends = np.cumsum(self._buffers.widths[kind])
-        return dict(zip(names, np.split(out, ends[:-1], axis=1), strict=True))
+        names, prefix = [f"layers.{layer}.attn.{name}" for name in projections(kind)], f"layers.{layer}."
+        out, widths = self._buffers.projected[kind], self._buffers.widths[kind]
+        mine = self._rank.columns(sum(widths))
+        normed = self._normed(self._weights.exact(f"{prefix}attn_norm.weight"))
+        self._products.linear(normed, self._weights.matrix(names, cut(widths, mine)), columns_of(out, mine))
+        self._peers.meet(self.step, out)
+        return dict(zip(projections(kind), np.split(out, np.cumsum(widths)[:-1], axis=1), strict=True))
 
     def _record_compressor(
         self, prefix: str, parts: dict[str, Float32Array], group: str, layer: int, rope: NormRopeParams, entries: Pages
@@ -154,125 +216,70 @@ class NativeDeepseekV4:
         key_rope = NormRopeParams(dim=indexer.head_dim, cos=rope.cos, sin=rope.sin, eps=rope.eps)
         prefix = f"layers.{layer}.attn.indexer.compressor."
         self._record_compressor(prefix, parts, "csa_inner_state", layer, key_rope, keys)
-        self.step.norm_rope(queries, indexer.num_heads, query_rope, b.index_queries)
+        if heads := self._rank.heads(indexer.num_heads):
+            self.step.norm_rope(queries, len(heads), query_rope, b.index_queries, heads.start)
+        self._peers.meet(self.step, b.index_queries)
         scale = (indexer.num_heads * indexer.head_dim) ** -0.5
         head_weights = parts["indexer.weights_proj"]
         self.step.indexer_topk(b.index_queries, head_weights, scale, query_rope, keys, b.topk_indices, b.scores)
 
     def _record_experts(self, layer: int) -> None:
         """Record y = shared expert + weighted sum of the routed experts."""
-        b, model, weights, products = self._buffers, self.model, self._weights, self._products
-        prefix, experts = f"layers.{layer}.ffn.", model.experts
-        norm = weights.exact(f"layers.{layer}.ffn_norm.weight")
-        router = weights.exact(f"{prefix}gate.weight") * norm
-        names = {part: [f"{prefix}experts.{e}.{part}" for e in range(experts.count)] for part in ("w1", "w2", "w3")}
+        b, products, rank, hidden = self._buffers, self._products, self._rank, self.model.hidden_size
+        prefix, width, limit = f"layers.{layer}.ffn.", self.model.experts.intermediate_size, self.model.experts.limit
+        norm, inner, mine = (
+            self._weights.exact(f"layers.{layer}.ffn_norm.weight"),
+            rank.columns(width, GATE_HALF),
+            rank.columns(hidden),
+        )
+        self._record_router(prefix, norm)
+        normed = self._normed(norm)
+        shared = self._weights.gate_up([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"], [inner])
+        products.swiglu(normed, shared, StripColumns(b.gated, width, inner.start), limit)
+        self._peers.meet(self.step, b.router_logits, b.gated)
+        products.linear(products.strips(b.gated), self._matrix(f"{prefix}shared_experts.w2", mine), b.y)
+        routing = self._route(layer)
+        self._record_routed(prefix, routing, normed)
+        if rank.topology.expert > 1:  # else the columns that a rank adds to y are its own
+            self._peers.meet(self.step, b.expert_out)
+        if mine:
+            self.step.moe_combine(routing, columns_of(b.expert_out, mine), b.y)
+
+    def _record_router(self, prefix: str, norm: Float32Array) -> None:
+        b, mine = self._buffers, self._rank.columns(self.model.experts.count, _ROUTER_UNIT)
+        router = self._weights.exact(f"{prefix}gate.weight")[mine.start : mine.stop] * norm
+        if mine:
+            logits = columns_of(b.router_logits, mine)
+            self.step.rms_norm_linear(b.x, router, self.model.rms_norm_eps, logits)
+
+    def _route(self, layer: int) -> Routing:
+        experts, prefix = self.model.experts, f"layers.{layer}.ffn.gate."
         bias = tid2eid = None
         if layer in experts.hash_layers:
-            tid2eid = weights.ids(f"{prefix}gate.tid2eid", experts.count)
+            tid2eid = self._weights.ids(f"{prefix}tid2eid", experts.count)
         else:
-            bias = weights.exact(f"{prefix}gate.bias")
-        self.step.rms_norm_linear(b.x, router, model.rms_norm_eps, b.router_logits)
-        logits, per_token = b.router_logits, experts.per_token
-        routing = self.step.route(logits, per_token, Scoring.SQRT_SOFTPLUS, experts.scale, bias, tid2eid)
-        normed = self._normed(norm)
-        shared = weights.gate_up([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"])
-        products.swiglu(normed, shared, b.gated, experts.limit)
-        products.linear(products.strips(b.gated), weights.matrix([f"{prefix}shared_experts.w2"]), b.y)
+            bias = self._weights.exact(f"{prefix}bias")
+        logits, scoring, mine = self._buffers.router_logits, Scoring.SQRT_SOFTPLUS, self._rank.experts(experts.count)
+        return self.step.route(logits, experts.per_token, scoring, experts.scale, bias, tid2eid, mine)
+
+    def _record_routed(self, prefix: str, routing: Routing, normed: Feed) -> None:
+        """Record the outputs of the routed experts, by entry."""
+        b, products, rank, experts = self._buffers, self._products, self._rank, self.model.experts
+        inner, outer = (
+            rank.expert_columns(experts.intermediate_size, GATE_HALF),
+            rank.expert_columns(self.model.hidden_size),
+        )
+        w1, w2, w3 = ([f"{prefix}experts.{e}.{part}" for e in range(experts.count)] for part in ("w1", "w2", "w3"))
         rows = products.gathered(routing, normed, b.expert_rows)
-        gate_up = weights.gate_up(names["w1"], names["w3"])
-        products.expert_swiglu(routing, rows, gate_up, b.expert_gated, experts.limit)
+        gate_up = self._weights.gate_up(w1, w3, expert_outputs(rank, experts.count, inner))
+        out = StripColumns(b.expert_gated, experts.intermediate_size, inner.start)
+        products.expert_swiglu(routing, rows, gate_up, out, experts.limit)
+        if rank.topology.tensor > rank.topology.expert:  # else an expert has one rank
+            self._peers.meet(self.step, b.expert_gated)
+        down = self._weights.several(w2, expert_outputs(rank, experts.count, outer))
         gated = products.strips(b.expert_gated, routing)
-        products.expert_linear(routing, gated, weights.several(names["w2"]), b.expert_out)
-        self.step.moe_combine(routing, b.expert_out, b.y)
-
-
-def _projections(kind: LayerKind) -> list[str]:
-    """List the projections of attention's normed input."""
-    names = ["wq_a", "wkv"]
-    if kind != "swa":
-        names += ["compressor.wkv", "compressor.wgate"]
-    if kind == "csa":
-        names += ["indexer.compressor.wkv", "indexer.compressor.wgate", "indexer.weights_proj"]
-    return names
+        products.expert_linear(routing, gated, down, columns_of(b.expert_out, outer))
 
 
 def _weighted(rope: NormRopeParams, weight: Float32Array) -> NormRopeParams:
     return NormRopeParams(dim=rope.dim, cos=rope.cos, sin=rope.sin, eps=rope.eps, weight=weight)
-
-
-class Arenas:
-    """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and finds a layer's rows in them."""
-
-    def __init__(self, config: EngineConfig, step: Recording) -> None:
-        self._groups, self._step = config.groups, step
-        counts = zip(config.groups, config.num_blocks, strict=True)
-        self.blocks = tuple(zeros(np.uint8, count, group.block_bytes) for group, count in counts)
-        self._known: dict[tuple[str, str, int], Pages] = {}
-
-    def pages(self, name: str, tensor: str, layer: int) -> Pages:
-        """Return the rows of a tensor of the group `name` in a layer."""
-        if (name, tensor, layer) not in self._known:
-            self._known[name, tensor, layer] = self._find(name, tensor, layer)
-        return self._known[name, tensor, layer]
-
-    def _find(self, name: str, wanted: str, layer: int) -> Pages:
-        number = [group.name for group in self._groups].index(name)
-        group, offset = self._groups[number], 0
-        for tensor in group.tensors:
-            layer_bytes = group.block_size // tensor.ratio * tensor.row_bytes
-            if tensor.name == wanted:
-                offset += tensor.layers.index(layer) * layer_bytes
-                place = (number, group.block_size, tensor.ratio)
-                return self._step.pages(self.blocks[number], offset, tensor.row_bytes, *place)
-            offset += len(tensor.layers) * layer_bytes
-        raise KeyError(wanted)
-
-
-class Buffers:
-    """Owns the activations of the largest step; see kernels/engine.py for layouts."""
-
-    def __init__(self, model: DeepseekV4Config, config: EngineConfig) -> None:
-        tokens, rows = config.max_num_batched_tokens, config.limits.max_logits
-        hidden, experts, heads = model.hidden_size, model.experts, model.num_heads * model.head_dim
-        entries = tokens * experts.per_token
-        self.streams = zeros(np.float32, tokens, model.hyper.streams, hidden)
-        self.mixes = zeros(np.float32, tokens, model.hyper.mixes)
-        self.head_mixes = zeros(np.float32, rows, model.hyper.streams)
-        self.post_comb = zeros(np.float32, tokens, _POST_COMB)
-        self.x, self.y = (zeros(np.float32, tokens, hidden) for _ in range(2))
-        self.normed = zeros(np.uint32, max(tokens, rows) * hidden // 2)
-        shapes = {name: tensor.shape for name, tensor in DeepseekV4Inventory(model).model.items()}
-        self.widths: dict[LayerKind, list[int]] = {}
-        self.projected: dict[LayerKind, Float32Array] = {}
-        self.heads: dict[LayerKind, Float32Array] = {}
-        for kind in sorted(set(model.kinds)):
-            prefix = f"layers.{model.kinds.index(kind)}.attn."
-            self.widths[kind] = [shapes[f"{prefix}{name}.weight"][0] for name in _projections(kind)]
-            indexed = shapes.get(f"{prefix}indexer.wq_b.weight", (0,))[0]
-            self.projected[kind] = zeros(np.float32, tokens, sum(self.widths[kind]))
-            self.heads[kind] = zeros(np.float32, tokens, heads + indexed)
-        self.latent = zeros(np.uint32, tokens * model.q_lora_rank // 2)
-        self.queries = _panels(tokens, model.num_heads, model.head_dim)
-        if model.indexer is not None:
-            self.index_queries = _panels(tokens, model.indexer.num_heads, model.indexer.head_dim)
-            self.topk_indices = zeros(np.int32, tokens, model.indexer.topk)
-            self.scores = zeros(np.float32, INDEXER_TOKENS, ceil_div(config.max_model_len, model.csa_ratio))
-        self.attended = zeros(np.uint32, tokens * heads // 2)
-        self.out_latent = zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)
-        self.router_logits = zeros(np.float32, tokens, experts.count)
-        self.gated = zeros(np.uint32, tokens * experts.intermediate_size // 2)
-        self.expert_rows = zeros(np.uint32, entries * hidden // 2)
-        self.expert_gated = zeros(np.uint32, entries * experts.intermediate_size // 2)
-        self.expert_out = zeros(np.float32, entries, hidden)
-        self.logits = zeros(np.float32, rows, model.vocab_size)
-        widest = max(hidden, model.q_lora_rank, model.o_groups * model.o_lora_rank, experts.intermediate_size)
-        self._sizes = (max(tokens, rows), widest, entries, max(hidden, experts.intermediate_size))
-
-    def products(self, step: Recording, exact: bool) -> Products:
-        """Return what records products of these activations; see Products."""
-        return Products(step, exact, *self._sizes)
-
-
-def _panels(tokens: int, heads: int, dim: int) -> PairArray:
-    """Allocate query panels, as MLA and the indexer read them."""
-    return zeros(np.uint32, tokens, ceil_div(heads, PANEL), dim // 2, PANEL)

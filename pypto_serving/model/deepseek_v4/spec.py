@@ -12,6 +12,7 @@ from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.family import ModelFamily, Serving, refused_dtype
 from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.four_bits import DEEPSEEK_FP4
+from pypto_serving.parallel.weights import ModelParts, merged
 from pypto_serving.types.kv import DTYPE_BYTES
 from pypto_serving.types.model import ModelSpec
 
@@ -31,6 +32,14 @@ def model_spec(config: DeepseekV4Config, serving: Serving, headers: Mapping[str,
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=sum(rope.position_bytes for rope in set(config.ropes().values())),
+        parts=ModelParts(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=1,
+            hidden_size=config.hidden_size,
+            num_experts=config.experts.count,
+            weights=merged(inventory.split(name, size) for name, size in packed.items()),
+        ),
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,

@@ -13,11 +13,24 @@ from pypto_serving.model.contents import Shape, Stored, StoredMatrix, as_stored
 from pypto_serving.model.formats.eight_bits import Fp8, Int8
 from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held, packed_bytes
 from pypto_serving.model.qwen3.config import Qwen3Config
+from pypto_serving.parallel.weights import Split, SplitWeights
 
 _IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 _EXPERT = re.compile(r".*\.mlp\.experts\.\d+\.")
-_SHARING = ("gate_proj", "up_proj")
-"""Modules of which two share panels."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_SPLITS: Mapping[str, Split] = {
+    "q_proj": "heads",
+    "k_proj": "kv_heads",
+    "v_proj": "kv_heads",
+    "o_proj": "columns",
+    "gate_proj": "columns",
+    "up_proj": "columns",
+    "down_proj": "columns",
+    "embed_tokens": "columns",
+    "lm_head": "columns",
+}
+"""How ranks split a matrix; the rest they have whole."""
+_GATE_UP = {"gate_proj", "up_proj"}
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -93,7 +106,7 @@ class Qwen3Inventory:
             else:
                 module = name.removesuffix(".weight")
                 scheme = head if head and module == model.head else self.schemes.get(module, PLAIN)
-                unit, (n, k) = GATE_HALF if module.endswith(_SHARING) else PANEL, shape
+                unit, (n, k) = GATE_HALF if module.rpartition(".")[2] in _GATE_UP else PANEL, shape
                 size = packed_bytes(scheme, self._headers, module, n, k, unit)
                 sizes[name] = size * item_bytes // 2 if scheme == PLAIN else size
         return sizes
@@ -103,6 +116,26 @@ class Qwen3Inventory:
         if _EXPERT.match(name) and self.config.experts is not None:
             return Fraction(self.config.experts.per_token, self.config.experts.count)
         return Fraction(int(name != EMBEDDING or self.config.tied_embeddings))
+
+    def split(self, name: str, num_bytes: int) -> SplitWeights:
+        """Describe how ranks split the weight `name` of `num_bytes`."""
+        module = name.split(".")[-2]
+        return SplitWeights(
+            layers=self._stages(name),
+            split="experts" if _EXPERT.match(name) else _SPLITS.get(module, "whole"),
+            outputs=self._weights[name][0],
+            unit=GATE_HALF if module in _GATE_UP else PANEL,
+            num_bytes=num_bytes,
+        )
+
+    def _stages(self, name: str) -> tuple[int, ...]:
+        """Return the layers whose stages hold a weight; a tied embedding is in the first and the last one."""
+        if layer := _LAYER.match(name):
+            return (int(layer[1]),)
+        last = (self.config.num_layers - 1,)
+        if name != EMBEDDING:
+            return last
+        return (0, *last) if self.config.tied_embeddings else (0,)
 
     def int8_weights(self) -> frozenset[str]:
         """Return the names of the int8 weights."""

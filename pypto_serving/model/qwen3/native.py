@@ -7,12 +7,25 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pypto_serving.kernels import Engine, KVCacheLayer, Recording, Rows, Scoring, zeros
+from pypto_serving.kernels import (
+    GATE_HALF,
+    Engine,
+    KVCacheLayer,
+    Matrix,
+    Peers,
+    Recording,
+    Rows,
+    Scoring,
+    StripColumns,
+    zeros,
+)
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.products import Feed, Products
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
-from pypto_serving.types.arrays import BFloat16Array, UInt8Array
+from pypto_serving.model.shares import columns_of, expert_outputs, rows_of
+from pypto_serving.parallel.topology import Rank
+from pypto_serving.types.arrays import BFloat16Array, PairArray, UInt8Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 
@@ -20,10 +33,10 @@ LOG2_E = math.log2(math.e)
 
 
 class NativeQwen3:
-    """Owns packed weights, KV pages and the recorded step of a Qwen3 model.
+    """Owns packed weights, KV pages and the recorded step of a Qwen3 model, or one rank's part of them.
 
     `pages` are those of KVCacheLayer; csrc/ops.h says how a head's part of a block is laid out. `logits` is float32
-    [max_logits, vocab].
+    [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and meet where they need those of all.
     """
 
     layout = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
@@ -35,108 +48,158 @@ class NativeQwen3:
         rounded = "int8 embedding" if config.head == "int8" and model.tied_embeddings else ""
         return " ".join(filter(None, ("qwen3-native-3", Qwen3Inventory(model).quantization(), rounded)))
 
-    def __init__(self, model: Qwen3Config, weights: PackedWeights, engine: Engine, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: Qwen3Config,
+        weights: PackedWeights,
+        engine: Engine,
+        config: EngineConfig,
+        rank: Rank | None = None,
+        peers: Peers | None = None,
+    ) -> None:
         inventory = Qwen3Inventory(model, weights.headers)
         weights.require(inventory.expected(), inventory.ignores, inventory.schemes, inventory.sizes())
-        self.model = model
-        self.pages = _pages(config.groups[0], config.num_blocks[0], model)
+        self.model, self._weights = model, weights
+        self._rank, self._peers = rank or Rank(), peers or Peers()
+        self.pages = _pages(config.groups[0], config.num_blocks[0], model, self._peers)
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
         self.step = Recording(engine)
-        self._record(weights, config)
+        self._buffers = Buffers(model, config, self._rank, self._peers)
+        self.logits = self._buffers.logits
+        self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
+        self._record(config)
+        weights.finish()
+        del self._weights
 
-    def _record(self, weights: PackedWeights, config: EngineConfig) -> None:
-        model, tokens = self.model, config.max_num_batched_tokens
-        buffers = Buffers(model, tokens, config.limits.max_logits)
-        self.logits = buffers.logits
-        self._products = buffers.products(self.step, exact=config.activations == "bf16")
-        embedding, module = "model.embed_tokens", model.head
-        (lm_head,) = [weights.rounded(module)] if config.head == "int8" else weights.matrix([module])
-        if model.tied_embeddings:
-            self.step.embed_packed(lm_head, buffers.x)
-        else:
-            self.step.embed(weights.table(f"{embedding}.weight"), buffers.x)
+    def _record(self, config: EngineConfig) -> None:
+        model, rank, mine = self.model, self._rank, self._rank.vocabulary(self.model.vocab_size)
+        head: list[Matrix] = []
+        if rank.projects or (rank.embeds and model.tied_embeddings):
+            head = self._weights.rounded(model.head, mine) if config.head == "int8" else self._matrix(model.head, mine)
+        if rank.embeds:
+            self._record_embedding(head, mine)
+        self._peers.begin_stage(self.step)
         cos, sin = model.rope.tables(config.max_model_len)
-        for index in range(model.num_layers):
-            self._record_attention(weights, buffers, index, cos, sin)
-            self._record_mlp(weights, buffers, index)
-        normed = self._normed(weights, "model.norm.weight", buffers, Rows.LOGITS)
-        self._products.linear(normed, [lm_head], buffers.logits, Rows.LOGITS)
+        for index in rank.layers(model.num_layers):
+            self._record_attention(index, cos, sin)
+            self._record_mlp(index)
+        if rank.projects:
+            normed, logits = self._normed("model.norm.weight", Rows.LOGITS), self._buffers.logits
+            self._products.linear(normed, head, columns_of(logits, mine), Rows.LOGITS)
+            self._peers.meet(self.step, logits)
+        self._peers.end_stage(self.step)
 
-    def _normed(self, weights: PackedWeights, norm: str, b: Buffers, rows: Rows = Rows.TOKENS) -> Feed:
-        return self._products.normed(b.x, weights.vector(norm), self.model.rms_norm_eps, b.normed, rows)
+    def _record_embedding(self, head: list[Matrix], mine: range) -> None:
+        """Record x = embeddings; each rank knows those of its tokens."""
+        x = self._buffers.x
+        if mine and not self.model.tied_embeddings:
+            self.step.embed(self._weights.table("model.embed_tokens.weight", mine), x, mine.start)
+        elif head:
+            self.step.embed_packed(head[0], x, mine.start)
+        self._peers.meet(self.step, x)
 
-    def _record_attention(
-        self, weights: PackedWeights, b: Buffers, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]
-    ) -> None:
+    def _matrix(self, module: str, outputs: range, bias: bool = False) -> list[Matrix]:
+        return self._weights.matrix([module], [outputs], bias)
+
+    def _normed(self, norm: str, rows: Rows = Rows.TOKENS) -> Feed:
+        b = self._buffers
+        return self._products.normed(b.x, self._weights.vector(norm), self.model.rms_norm_eps, b.normed, rows)
+
+    def _add_to_x(self, strips: PairArray, module: str, bias: bool = False) -> None:
+        """Record x += W strips, after all ranks have written the strips."""
+        b, mine = self._buffers, self._rank.columns(self.model.hidden_size)
+        self._peers.meet(self.step, strips)
+        x = columns_of(b.x, mine)
+        self._products.linear_add(self._products.strips(strips), self._matrix(module, mine, bias), x)
+        self._peers.meet(self.step, b.x)
+
+    def _record_attention(self, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None:
         """Record x += o(attention(qkv(rms_norm(x))))."""
-        model, prefix = self.model, f"model.layers.{index}."
-        eps, cache = model.rms_norm_eps, KVCacheLayer(self.pages, index, model.head_dim)
-        qkv = weights.matrix([f"{prefix}self_attn.{name}_proj" for name in "qkv"], bias=model.attention_bias)
-        o = weights.matrix([f"{prefix}self_attn.o_proj"], bias=model.attention_bias)
-        self._products.linear(self._normed(weights, f"{prefix}input_layernorm.weight", b), qkv, b.projected)
-        self.step.qk_norm_rope(b.projected, self._head_norms(weights, prefix), cos, sin, eps, b.queries, cache)
-        self.step.paged_attention(b.queries, cache, b.attended)
-        self._products.linear_add(self._products.strips(b.attended), o, b.x)
+        model, b, prefix = self.model, self._buffers, f"model.layers.{index}."
+        heads, kv_heads = _heads(model, self._rank)
+        outputs = [rows_of(part, model.head_dim) for part in (heads, kv_heads, kv_heads)]
+        names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+        qkv = self._weights.matrix(names, outputs, bias=model.attention_bias)
+        self._products.linear(self._normed(f"{prefix}input_layernorm.weight"), qkv, b.projected)
+        norms = self._head_norms(prefix, len(heads), len(kv_heads))
+        if heads:
+            cache = KVCacheLayer(self.pages, index, model.head_dim, kv_heads)
+            self.step.qk_norm_rope(b.projected, norms, cos, sin, model.rms_norm_eps, b.queries, cache)
+            width = model.num_heads * model.head_dim
+            self.step.paged_attention(b.queries, cache, StripColumns(b.attended, width, outputs[0].start))
+        self._add_to_x(b.attended, f"{prefix}self_attn.o_proj", model.attention_bias)
 
-    def _head_norms(self, weights: PackedWeights, prefix: str) -> NDArray[np.float32]:
+    def _head_norms(self, prefix: str, heads: int, kv_heads: int) -> NDArray[np.float32]:
         """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2."""
-        model = self.model
-        q, k = (weights.vector(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
-        q = (q.astype(np.float64) * (model.head_dim**-0.5 * LOG2_E)).astype(np.float32)
-        return np.concatenate([np.tile(q, (model.num_heads, 1)), np.tile(k, (model.num_kv_heads, 1))])
+        q, k = (self._weights.vector(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+        q = (q.astype(np.float64) * (self.model.head_dim**-0.5 * LOG2_E)).astype(np.float32)
+        return np.concatenate([np.tile(q, (heads, 1)), np.tile(k, (kv_heads, 1))])
 
-    def _record_mlp(self, weights: PackedWeights, b: Buffers, index: int) -> None:
+    def _record_mlp(self, index: int) -> None:
         """x += down(silu(gate(norm(x))) * up(norm(x))), or the chosen experts' weighted sum of that."""
-        model, prefix = self.model, f"model.layers.{index}."
-        normed = self._normed(weights, f"{prefix}post_attention_layernorm.weight", b)
+        model, b, prefix = self.model, self._buffers, f"model.layers.{index}."
+        normed = self._normed(f"{prefix}post_attention_layernorm.weight")
         if model.experts is not None and index in model.experts.layers:
-            self._record_experts(weights, b, normed, f"{prefix}mlp.", model.experts)
+            self._record_experts(normed, f"{prefix}mlp.", model.experts)
             return
-        gate_up = weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"])
-        self._products.swiglu(normed, gate_up, b.gated)
-        down = weights.matrix([f"{prefix}mlp.down_proj"])
-        self._products.linear_add(self._products.strips(b.gated), down, b.x)
+        width = model.intermediate_size
+        mine = self._rank.columns(width, GATE_HALF)
+        gate_up = self._weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"], [mine])
+        self._products.swiglu(normed, gate_up, StripColumns(b.gated, width, mine.start))
+        self._add_to_x(b.gated, f"{prefix}mlp.down_proj")
 
-    def _record_experts(self, weights: PackedWeights, b: Buffers, normed: Feed, prefix: str, experts: Experts) -> None:
+    def _record_experts(self, normed: Feed, prefix: str, experts: Experts) -> None:
+        b, rank, width, hidden = self._buffers, self._rank, experts.intermediate_size, self.model.hidden_size
         names = {part: [f"{prefix}experts.{e}.{part}_proj" for e in range(experts.count)] for part in _PARTS}
-        self._products.linear(normed, weights.matrix([f"{prefix}gate"]), b.router_logits)
+        self._products.linear(normed, self._weights.matrix([f"{prefix}gate"]), b.router_logits)
         scoring = Scoring.RENORMALIZED if experts.normalize else Scoring.SOFTMAX
-        routing = self.step.route(b.router_logits, experts.per_token, scoring)
+        routing = self.step.route(b.router_logits, experts.per_token, scoring, computed=rank.experts(experts.count))
         rows = self._products.gathered(routing, normed, b.expert_rows)
-        gate_up = weights.gate_up(names["gate"], names["up"])
-        self._products.expert_swiglu(routing, rows, gate_up, b.expert_gated)
+        inner, outer = rank.expert_columns(width, GATE_HALF), rank.expert_columns(hidden)
+        gate_up = self._weights.gate_up(names["gate"], names["up"], expert_outputs(rank, experts.count, inner))
+        self._products.expert_swiglu(routing, rows, gate_up, StripColumns(b.expert_gated, width, inner.start))
+        if rank.topology.tensor > rank.topology.expert:  # else an expert has one rank
+            self._peers.meet(self.step, b.expert_gated)
+        down = self._weights.several(names["down"], expert_outputs(rank, experts.count, outer))
         gated = self._products.strips(b.expert_gated, routing)
-        self._products.expert_linear(routing, gated, weights.several(names["down"]), b.expert_out)
-        self.step.moe_combine(routing, b.expert_out, b.x)
+        self._products.expert_linear(routing, gated, down, columns_of(b.expert_out, outer))
+        if rank.topology.expert > 1:  # else the columns that a rank adds to x are its own
+            self._peers.meet(self.step, b.expert_out)
+        if mine := rank.columns(hidden):
+            self.step.moe_combine(routing, columns_of(b.expert_out, mine), columns_of(b.x, mine))
+        self._peers.meet(self.step, b.x)
 
 
 _PARTS = ("gate", "up", "down")
 
 
+def _heads(model: Qwen3Config, rank: Rank) -> tuple[range, range]:
+    """Return the query heads of a rank, and their key and value heads."""
+    heads = rank.heads(model.num_heads, model.num_kv_heads)
+    return heads, rank.kv_heads(model.num_heads, model.num_kv_heads) if heads else range(0)
+
+
 class Buffers:
-    """Activations of a step of up to `tokens` tokens, of which `rows` get logits; see kernels/engine.py for layouts.
+    """Activations of the largest step; see kernels/engine.py for layouts. Those that ranks gather are shared."""
 
-    With `exact`, 4-bit codes multiply bfloat16 activations.
-    """
-
-    def __init__(self, model: Qwen3Config, tokens: int, rows: int, exact: bool = False) -> None:
-        self._exact = exact
-        heads = model.num_heads + 2 * model.num_kv_heads
-        self.x = zeros(np.float32, tokens, model.hidden_size)
+    def __init__(self, model: Qwen3Config, config: EngineConfig, rank: Rank, peers: Peers) -> None:
+        tokens, rows = config.max_num_batched_tokens, config.limits.max_logits
+        heads, kv_heads = (len(part) for part in _heads(model, rank))
+        width = model.num_heads * model.head_dim
+        self.x = peers.zeros(np.float32, tokens, model.hidden_size)
         self.normed = zeros(np.uint32, max(tokens, rows) * model.hidden_size // 2)
-        self.projected = zeros(np.float32, tokens, heads * model.head_dim)
-        self.queries = zeros(np.uint16, tokens, model.num_heads, model.head_dim)
-        self.attended = zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
-        self.gated = zeros(np.uint32, tokens * model.intermediate_size // 2)
-        self.logits = zeros(np.float32, rows, model.vocab_size)
-        widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
-        self._sizes = [max(tokens, rows), widest]
+        self.projected = zeros(np.float32, tokens, (heads + 2 * kv_heads) * model.head_dim)
+        self.queries = zeros(np.uint16, tokens, heads, model.head_dim)
+        self.attended = peers.zeros(np.uint32, tokens * width // 2)
+        self.gated = peers.zeros(np.uint32, tokens * model.intermediate_size // 2)
+        self.logits = peers.zeros(np.float32, rows, model.vocab_size)
+        self._sizes = [max(tokens, rows), max(model.hidden_size, width, model.intermediate_size)]
         if experts := model.experts:
             entries = tokens * experts.per_token
             self.router_logits = zeros(np.float32, tokens, experts.count)
             self.expert_rows = zeros(np.uint32, entries * model.hidden_size // 2)
-            self.expert_gated = zeros(np.uint32, entries * experts.intermediate_size // 2)
-            self.expert_out = zeros(np.float32, entries, model.hidden_size)
+            self.expert_gated = peers.zeros(np.uint32, entries * experts.intermediate_size // 2)
+            self.expert_out = peers.zeros(np.float32, entries, model.hidden_size)
             self._sizes += [entries, max(model.hidden_size, experts.intermediate_size)]
 
     def products(self, step: Recording, exact: bool) -> Products:
@@ -144,9 +207,9 @@ class Buffers:
         return Products(step, exact, *self._sizes)
 
 
-def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config) -> BFloat16Array | UInt8Array:
+def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config, peers: Peers) -> BFloat16Array | UInt8Array:
     heads = (num_blocks, model.num_layers, 2, model.num_kv_heads)
     num_bytes = group.block_bytes // math.prod(heads[1:])
     if group.tensors[0].dtype == "int8":
-        return zeros(np.uint8, *heads, num_bytes)
-    return zeros(np.uint16, *heads, num_bytes // 2)
+        return peers.zeros(np.uint8, *heads, num_bytes)
+    return peers.zeros(np.uint16, *heads, num_bytes // 2)

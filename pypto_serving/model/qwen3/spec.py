@@ -11,6 +11,7 @@ from pypto_serving.model.formats.eight_bits import Int8
 from pypto_serving.model.formats.schemes import PLAIN
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
+from pypto_serving.parallel.weights import ModelParts, merged
 from pypto_serving.types.kv import DTYPE_BYTES, FullSpec, KVCacheGroupSpec, KVTensorSpec
 from pypto_serving.types.model import ModelSpec
 
@@ -43,11 +44,24 @@ def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, Stor
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=config.rope.position_bytes,
+        parts=_parts(config, inventory, packed),
         needs_torch=reason or _needs_torch(config, inventory.inputs_of_codes()),
         needs_torch_option=option,
         quantization=quantised,
         choices=choices,
         kv_groups=kv_groups(config, "int8" if serving.kv_dtype == "int8" else serving.dtype, serving.block_size),
+    )
+
+
+def _parts(config: Qwen3Config, inventory: Qwen3Inventory, packed: Mapping[str, int]) -> ModelParts:
+    """List what ranks split of weights of these packed bytes."""
+    return ModelParts(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        hidden_size=config.hidden_size,
+        num_experts=config.experts.count if config.experts is not None else 0,
+        weights=merged(inventory.split(name, size) for name, size in packed.items()),
     )
 
 

@@ -1,0 +1,105 @@
+"""NativeProgram: a model on the CPU kernels. One process computes it, or the ranks of a group together."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pypto_serving.backend.base import Progress, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.memory import HostBlocks
+from pypto_serving.backend.ranks import Shared
+from pypto_serving.errors import ConfigError
+from pypto_serving.kernels import Engine, NativeSampler, Peers
+from pypto_serving.model.fingerprint import program_fingerprint
+from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.packed_file import PackedFile, packed_key
+from pypto_serving.model.registry import load_config, model_family
+from pypto_serving.parallel.topology import Rank
+from pypto_serving.types.config import EngineConfig
+
+
+class NativeLoader:
+    """Owns the engine of one rank, and loads the rank's part of a model for it.
+
+    Raises ConfigError where the configuration is not that of the checkpoint, or kernels cannot run.
+    """
+
+    def __init__(self, config: EngineConfig, rank: Rank) -> None:
+        self.config, self.rank = config, rank
+        self._architecture, self._model = load_config(config.model)
+        self._family = model_family(self._architecture)
+        self._program = self._family.native_program
+        check_groups(config, self._family, self._model)
+        place = config.placement(rank.index)
+        cpus = set(place.cpus) or os.sched_getaffinity(0)
+        self.engine = Engine(config.kernels, place.num_threads or len(cpus), cpus)
+
+    def fingerprint(self, progress: Progress) -> bytes:
+        """Hash everything but tokens that the content of KV blocks depends on: no rank count among it."""
+        numerics = (self.engine.instruction_set, self._program.layout)
+        return program_fingerprint(self.config, progress, self._architecture, self._name, *numerics)
+
+    @property
+    def _name(self) -> str:
+        return str(self._program.name(self._model, self.config))
+
+    def load(self, peers: Peers, progress: Progress) -> Any:
+        """Load the weights and record the step. Raises ModelError or ConfigError."""
+        file = self._packed_file() if self.config.packed_cache else None
+        weights = PackedWeights(self.config.model, self.engine, progress, file)
+        model = self._program(self._model, weights, self.engine, self.config, self.rank, peers)
+        if file is not None:
+            file.save()
+        return model
+
+    def _packed_file(self) -> PackedFile:
+        tensors = self._family.inventory(self._model).expected().items()
+        shapes = (f"{name} {wanted}" for name, wanted in tensors)
+        part = (f"rank {self.rank.index} of {self.rank.topology}",) if self.rank.topology.num_ranks > 1 else ()
+        key = packed_key(self.config.model, self._architecture, self._name, *part, *shapes)
+        return PackedFile(self.config.packed_cache, key, self.engine)
+
+
+def check_groups(config: EngineConfig, family: Any, model: Any) -> None:
+    """Raise ConfigError where a model has other KV groups than are configured."""
+    dtype = "int8" if config.int8_kv else config.dtype
+    if family.kv_groups(model, dtype, config.groups[0].block_size) != config.groups:
+        raise ConfigError(f"the KV groups of {config.model} in {dtype} are not the configured ones")
+
+
+class NativeProgram:
+    """A model on the CPU kernels. Owns its arenas and weights. Implements Program.
+
+    With `shared`, it leads the ranks that replay the steps it publishes there.
+    """
+
+    drafter = None
+
+    def __init__(
+        self, model: Any, config: EngineConfig, fingerprint: bytes, engine: Engine, shared: Shared | None = None
+    ) -> None:
+        self.model, self.sampler = model, NativeSampler(engine)
+        self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
+        self.fingerprint = fingerprint
+        self.memory = HostBlocks(model.arenas)
+        self._shared = shared
+        self._num_logits = 0
+
+    def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
+        """Compute a step before returning, since no other work could overlap on the cores."""
+        if self._shared is not None:
+            self._shared.publish(inputs)
+        self.model.step.replay(
+            inputs.token_ids,
+            inputs.positions,
+            inputs.query_start,
+            inputs.context_lens,
+            inputs.logits_rows,
+            inputs.slot_mapping,
+            inputs.block_tables,
+        )
+        self._num_logits = len(inputs.logits_rows)
+
+    def collect(self) -> StepOutput:
+        """Return the logits as a view that the next step overwrites."""
+        return StepOutput(logits=self.model.logits[: self._num_logits])

@@ -1,0 +1,42 @@
+"""Run a rank that follows a leader: `python -m pypto_serving.backend.rank FD`. FD is its end of the control pipe."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from pypto_serving.backend.native import NativeLoader
+from pypto_serving.backend.ranks import READY, Shared
+from pypto_serving.errors import EXIT_OK, PyptoError
+from pypto_serving.ipc import Parent
+from pypto_serving.kernels import SharedMemory
+from pypto_serving.types.start import RankStart
+
+
+def run(parent: Parent[RankStart]) -> None:
+    """Load this rank's part of the model, then compute what the leader publishes, until one of them ends."""
+    start = parent.start
+    name, level = f"rank {start.rank}", start.config.log_level.upper()
+    logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}: %(message)s", datefmt="%H:%M:%S")
+    rank = start.config.topology.ranks[start.rank]
+    shared = Shared(start.config, rank, SharedMemory(start.memory))
+    loader = NativeLoader(start.config, rank)
+    model = loader.load(shared.peers, parent.progress)
+    loader.engine.pin_caller()
+    parent.progress(READY, 1, 1)
+    shared.follow(model.step)
+
+
+def main() -> int:
+    """Run one rank and return its exit code."""
+    parent: Parent[RankStart] = Parent(int(sys.argv[1]), RankStart)
+    try:
+        run(parent)
+    except PyptoError as error:
+        parent.fault(str(error), error.exit_code)
+        return error.exit_code
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Replicas: several engines behind one server. Each request goes to the one that `Router` chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
+
+from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.engine.client import Health
+from pypto_serving.engine.routing import Router
+from pypto_serving.engine.stream import OutputStream
+from pypto_serving.errors import PyptoError, QueueFullError, UnavailableError
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.request import EngineRequest, RequestOutput
+from pypto_serving.types.stats import StepStats
+from pypto_serving.types.tier import Tier
+from pypto_serving.types.tokens import ID_BYTES
+from pypto_serving.util import counted
+
+log = logging.getLogger(__name__)
+
+
+OnProgress = Callable[[str, int, int], None]
+
+
+def make_engine(configs: Sequence[EngineConfig], on_progress: OnProgress | None = None) -> AsyncEngine | Replicas:
+    """Make the engine of a server: one, or data-parallel replicas."""
+    return AsyncEngine(configs[0], on_progress) if len(configs) == 1 else Replicas(configs, on_progress)
+
+
+class Replicas:
+    """Owns the engines of data-parallel replicas, and the router. Lives in one event loop. Implements EngineClient.
+
+    A replica whose core is being replaced, or that gave up, is passed over. The server ends when all gave up.
+    """
+
+    def __init__(self, configs: Sequence[EngineConfig], on_progress: OnProgress | None = None) -> None:
+        self.engines = [
+            AsyncEngine(config, on_progress if index == 0 else None) for index, config in enumerate(configs)
+        ]
+        self._router = Router(configs[0], len(configs))
+        for index, engine in enumerate(self.engines):
+            engine.on_milestone = self._on_milestone
+            engine.on_lost = lambda index=index: self._router.lose(index)  # type: ignore[misc]
+
+    # Life.
+
+    async def start(self) -> None:
+        """Start all cores, each of which starts its worker."""
+        for engine in self.engines:
+            await engine.start()
+
+    async def wait_ready(self) -> None:
+        """Wait until a worker of every replica is ready. Raise the error of one that gives up before."""
+        await asyncio.gather(*(engine.wait_ready() for engine in self.engines))
+
+    async def wait_dead(self) -> PyptoError:
+        """Wait until every replica gave up, and return the last reason."""
+        waits = [asyncio.ensure_future(engine.wait_dead()) for engine in self.engines]
+        try:
+            for done in asyncio.as_completed(waits):
+                error = await done
+                log.error("a replica gave up: %s; %s left", error, counted(self._num_alive, "replica"))
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return error
+
+    @property
+    def _num_alive(self) -> int:
+        return sum(engine.health().status != "dead" for engine in self.engines)
+
+    async def stop(self) -> None:
+        """End all cores and their workers. Unfinished requests end with a 503."""
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+
+    # Requests.
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration of the first replica; others differ in where they run and publish."""
+        return self.engines[0].config
+
+    def submit(self, requests: Sequence[EngineRequest]) -> OutputStream:
+        """Admit all of `requests` or none. Those that continue one prompt go to one replica."""
+        shares = self._route(requests)
+        stream = OutputStream([request.request_id for request in requests], self.abort)
+        for engine, share in zip(self.engines, shares, strict=True):
+            if share:
+                engine.submit_to(stream, share)
+        return stream
+
+    def _route(self, requests: Sequence[EngineRequest]) -> list[list[EngineRequest]]:
+        """Return the requests of each replica. Raises the error of the best one if none admits a prompt's requests."""
+        shares: list[list[EngineRequest]] = [[] for _ in self.engines]
+        for _, run in groupby(requests, attrgetter("token_ids")):
+            prompted = list(run)
+            try:
+                self._route_prompt(prompted, shares)
+            except PyptoError:
+                self._forget([request.request_id for request in requests])
+                raise
+        return shares
+
+    def _route_prompt(self, requests: Sequence[EngineRequest], shares: list[list[EngineRequest]]) -> None:
+        prompt = requests[0].token_ids
+        links = self._router.links(prompt, requests[0].cache_salt)
+        refusals: list[PyptoError] = []
+        for index in self._router.order(len(prompt) // ID_BYTES, links, [engine.stats for engine in self.engines]):
+            try:
+                self.engines[index].require_admission(len(shares[index]) + len(requests))
+            except (QueueFullError, UnavailableError) as refusal:
+                refusals.append(refusal)
+                continue
+            ids = [request.request_id for request in requests]
+            self._router.add(index, ids, len(prompt) // ID_BYTES, links)
+            shares[index] += requests
+            return
+        raise refusals[0]
+
+    def require_admission(self, count: int) -> None:
+        """Raise what every replica would raise for `count` requests; do nothing if one admits them."""
+        refusals: list[PyptoError] = []
+        for engine in self.engines:
+            try:
+                return engine.require_admission(count)
+            except (QueueFullError, UnavailableError) as refusal:
+                refusals.append(refusal)
+        raise refusals[0]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests without a further output. Ignore unknown ids."""
+        for engine in self.engines:
+            engine.abort(request_ids)
+        self._forget(request_ids)
+
+    def give_up_all(self) -> None:
+        """End every unfinished request with a 503."""
+        for engine in self.engines:
+            engine.give_up_all()
+
+    def clear_cache(self, tiers: Sequence[Tier]) -> None:
+        """Forget the cached blocks of some tiers in all replicas. Raises UnavailableError while one has no core."""
+        for engine in self.engines:
+            engine.clear_cache(tiers)
+        self._router.clear_caches()
+
+    def _on_milestone(self, output: RequestOutput) -> None:
+        if output.finish_reason is None:
+            self._router.begin_output(output.request_id)
+        else:
+            self._router.finish(output.request_id)
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._router.finish(request_id)
+
+    # Views.
+
+    @property
+    def kv_events(self) -> list[tuple[str, str]]:
+        """The endpoints of KV events and of their replay, of each replica that publishes them."""
+        return [endpoints for engine in self.engines for endpoints in engine.kv_events]
+
+    @property
+    def on_stats(self) -> Callable[[StepStats], None]:
+        """What each engine calls with every new snapshot."""
+        return self.engines[0].on_stats
+
+    @on_stats.setter
+    def on_stats(self, on_stats: Callable[[StepStats], None]) -> None:
+        for engine in self.engines:
+            engine.on_stats = on_stats
+
+    def health(self) -> Health:
+        """Return the best health of a replica, and name those that make no progress."""
+        found = [engine.health() for engine in self.engines]
+        best = max(found, key=lambda health: health.ok)
+        ill = [f"replica {index} is {health.status}" for index, health in enumerate(found) if not health.ok]
+        return replace(best, detail="; ".join([best.detail, *ill] if best.detail else ill)) if ill else best

@@ -1,0 +1,110 @@
+"""The memory of a DeepSeek V4 model on the CPU kernels: KV arenas and activations. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.kernels import INDEXER_TOKENS, PANEL, Pages, Peers, Recording, zeros
+from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
+from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
+from pypto_serving.model.deepseek_v4.parts import LayerKind
+from pypto_serving.model.products import Products
+from pypto_serving.parallel.topology import Rank
+from pypto_serving.types.arrays import Float32Array
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.util import ceil_div
+
+_POST_COMB = 20
+"""Hyper-connection coefficients post (4) and comb (4 x 4) of a token."""
+
+
+def projections(kind: LayerKind) -> list[str]:
+    """List the projections of attention's normed input."""
+    names = ["wq_a", "wkv"]
+    if kind != "swa":
+        names += ["compressor.wkv", "compressor.wgate"]
+    if kind == "csa":
+        names += ["indexer.compressor.wkv", "indexer.compressor.wgate", "indexer.weights_proj"]
+    return names
+
+
+class Arenas:
+    """Owns the blocks of all KV groups, uint8 [num_blocks, block_bytes] each, and finds a layer's rows in them."""
+
+    def __init__(self, config: EngineConfig, step: Recording, peers: Peers) -> None:
+        self._groups, self._step = config.groups, step
+        counts = zip(config.groups, config.num_blocks, strict=True)
+        self.blocks = tuple(peers.zeros(np.uint8, count, group.block_bytes) for group, count in counts)
+        self._known: dict[tuple[str, str, int], Pages] = {}
+
+    def pages(self, name: str, tensor: str, layer: int) -> Pages:
+        """Return the rows of a tensor of the group `name` in a layer."""
+        if (name, tensor, layer) not in self._known:
+            self._known[name, tensor, layer] = self._find(name, tensor, layer)
+        return self._known[name, tensor, layer]
+
+    def _find(self, name: str, wanted: str, layer: int) -> Pages:
+        number = [group.name for group in self._groups].index(name)
+        group, offset = self._groups[number], 0
+        for tensor in group.tensors:
+            layer_bytes = group.block_size // tensor.ratio * tensor.row_bytes
+            if tensor.name == wanted:
+                offset += tensor.layers.index(layer) * layer_bytes
+                place = (number, group.block_size, tensor.ratio)
+                return self._step.pages(self.blocks[number], offset, tensor.row_bytes, *place)
+            offset += len(tensor.layers) * layer_bytes
+        raise KeyError(wanted)
+
+
+class Buffers:
+    """Owns the activations of the largest step; those that ranks gather are shared. kernels/forms.py has layouts."""
+
+    def __init__(self, model: DeepseekV4Config, config: EngineConfig, rank: Rank, peers: Peers) -> None:
+        tokens, rows = config.max_num_batched_tokens, config.limits.max_logits
+        hidden, experts, heads = model.hidden_size, model.experts, len(rank.heads(model.num_heads))
+        entries = tokens * experts.per_token
+        self.streams = peers.zeros(np.float32, tokens, model.hyper.streams, hidden)
+        self.mixes = zeros(np.float32, tokens, model.hyper.mixes)
+        self.head_mixes = zeros(np.float32, rows, model.hyper.streams)
+        self.post_comb = zeros(np.float32, tokens, _POST_COMB)
+        self.x = zeros(np.float32, tokens, hidden)
+        self.y = zeros(np.float32, tokens, len(rank.columns(hidden)))
+        self.normed = zeros(np.uint32, max(tokens, rows) * hidden // 2)
+        shapes = {name: tensor.shape for name, tensor in DeepseekV4Inventory(model).model.items()}
+        self.widths: dict[LayerKind, list[int]] = {}
+        self.projected: dict[LayerKind, Float32Array] = {}
+        self.heads: dict[LayerKind, Float32Array] = {}
+        for kind in sorted(set(model.kinds)):
+            prefix = f"layers.{model.kinds.index(kind)}.attn."
+            self.widths[kind] = [shapes[f"{prefix}{name}.weight"][0] for name in projections(kind)]
+            indexer = model.indexer if kind == "csa" else None
+            indexed = len(rank.heads(indexer.num_heads)) * indexer.head_dim if indexer else 0
+            self.projected[kind] = peers.zeros(np.float32, tokens, sum(self.widths[kind]))
+            self.heads[kind] = zeros(np.float32, tokens, heads * model.head_dim + indexed)
+        self.latent = zeros(np.uint32, tokens * model.q_lora_rank // 2)
+        self.queries = zeros(*_panels(tokens, heads, model.head_dim))
+        if model.indexer is not None:
+            self.index_queries = peers.zeros(*_panels(tokens, model.indexer.num_heads, model.indexer.head_dim))
+            self.topk_indices = zeros(np.int32, tokens, model.indexer.topk)
+            self.scores = zeros(np.float32, INDEXER_TOKENS, ceil_div(config.max_model_len, model.csa_ratio))
+        self.attended = peers.zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
+        self.out_latent = peers.zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)
+        self.router_logits = peers.zeros(np.float32, tokens, experts.count)
+        self.gated = peers.zeros(np.uint32, tokens * experts.intermediate_size // 2)
+        self.expert_rows = zeros(np.uint32, entries * hidden // 2)
+        self.expert_gated = peers.zeros(np.uint32, entries * experts.intermediate_size // 2)
+        self.expert_out = peers.zeros(np.float32, entries, hidden)
+        self.logits = peers.zeros(np.float32, rows, model.vocab_size)
+        widest = max(hidden, model.q_lora_rank, model.o_groups * model.o_lora_rank, experts.intermediate_size)
+        self._sizes = (max(tokens, rows), widest, entries, max(hidden, experts.intermediate_size))
+
+    def products(self, step: Recording, exact: bool) -> Products:
+        """Return what records products of these activations; see Products."""
+        return Products(step, exact, *self._sizes)
+
+
+def _panels(tokens: int, heads: int, dim: int) -> tuple[Any, ...]:
+    """Return type and shape of query panels, as MLA and the indexer read them."""
+    return np.uint32, tokens, ceil_div(heads, PANEL), dim // 2, PANEL

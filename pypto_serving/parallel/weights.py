@@ -1,0 +1,71 @@
+"""What of a model's weights each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from pypto_serving.parallel.topology import PANEL, Rank
+
+Split = Literal["whole", "heads", "kv_heads", "columns", "experts"]
+"""How ranks split a matrix: not at all, by heads, by outputs, or by experts and the outputs of each."""
+
+
+class SplitWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that ranks split in one way.
+
+    layers: layers whose stages hold them. The embedding is with the first layer, the output layer with the last one.
+    outputs, unit: outputs of each matrix, and how many stay together, where outputs are split.
+    """
+
+    layers: tuple[int, ...]
+    split: Split = "whole"
+    outputs: int = 0
+    unit: int = PANEL
+    num_bytes: int
+
+
+class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ranks split of a model; without experts, `num_experts` is 0."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    hidden_size: int
+    num_experts: int = 0
+    weights: tuple[SplitWeights, ...] = ()
+
+    def weight_bytes(self, rank: Rank) -> int:
+        """Count the bytes of the weights that `rank` holds."""
+        own = set(rank.layers(self.num_layers))
+        return sum(self._held(weights, rank) for weights in self.weights if not own.isdisjoint(weights.layers))
+
+    def head_share(self, rank: Rank) -> float:
+        """Return the rank's part of all query heads."""
+        return len(rank.heads(self.num_heads, self.num_kv_heads)) / self.num_heads
+
+    def _held(self, weights: SplitWeights, rank: Rank) -> int:
+        size, outputs, unit = weights.num_bytes, weights.outputs, weights.unit
+        match weights.split:
+            case "whole":
+                return size
+            case "heads":
+                return size * len(rank.heads(self.num_heads, self.num_kv_heads)) // self.num_heads
+            case "kv_heads":
+                return size * len(rank.kv_heads(self.num_heads, self.num_kv_heads)) // self.num_kv_heads
+            case "columns":
+                return size * len(rank.columns(outputs, unit)) // outputs
+            case "experts":
+                cells = len(rank.experts(self.num_experts)) * len(rank.expert_columns(outputs, unit))
+                return size * cells // (self.num_experts * outputs)
+
+
+def merged(weights: Iterable[SplitWeights]) -> tuple[SplitWeights, ...]:
+    """Add up those that are split alike."""
+    sizes: dict[SplitWeights, int] = {}
+    for one in weights:
+        alike = msgspec.structs.replace(one, num_bytes=0)
+        sizes[alike] = sizes.get(alike, 0) + one.num_bytes
+    return tuple(msgspec.structs.replace(alike, num_bytes=size) for alike, size in sizes.items())

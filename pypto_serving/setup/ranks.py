@@ -1,0 +1,112 @@
+"""Choose the topology: the ranks that the user asked for, if model, backend and kernels can have them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from pypto_serving.backend.defaults import BackendDefaults
+from pypto_serving.errors import ConfigError
+from pypto_serving.parallel.placement import Placement
+from pypto_serving.parallel.topology import Topology
+from pypto_serving.parallel.weights import ModelParts
+from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.kernels import why_torch
+from pypto_serving.setup.numa import place_ranks
+from pypto_serving.setup.options import Options
+from pypto_serving.setup.settings import Settings
+from pypto_serving.types.model import ModelSpec
+from pypto_serving.util import counted
+
+OPTIONS: Mapping[str, str] = {
+    "tensor": "tensor_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+    "expert": "expert_parallel_size",
+}
+"""The option for each dimension of a topology."""
+_COUNTED = {"tensor": "ranks that split a layer", "pipeline": "pipeline stages", "expert": "expert groups"}
+
+
+def choose_topology(
+    settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults, kernels: str
+) -> Topology:
+    """Choose the sizes of all dimensions. Raises ConfigError for one that cannot be, with the nearest that can."""
+    sizes = {}
+    for dimension in OPTIONS:
+        obstacle = _obstacle(settings.options, dimension, model, backend, kernels)
+        sizes[dimension] = _size(settings, dimension, model.parts, host, obstacle)
+    if sizes["tensor"] % sizes["expert"]:
+        assert model.parts is not None
+        raise _uneven_groups(settings.options, sizes["tensor"], sizes["expert"], model.parts.num_experts)
+    return Topology(**sizes)
+
+
+def _obstacle(options: Options, dimension: str, model: ModelSpec, backend: BackendDefaults, kernels: str) -> str:
+    """Say why there can be one of `dimension` only; empty if there can be more."""
+    if dimension not in backend.splits:
+        return f"this backend has no {_COUNTED[dimension]}"
+    if kernels == "torch" or model.parts is None:
+        chosen = f"{options.label('kernels')} is torch" if options.kernels == "torch" else "this installation has none"
+        return f"only the CPU kernels have ranks, and {why_torch(options, model) or chosen}"
+    return ""
+
+
+def _size(settings: Settings, dimension: str, parts: ModelParts | None, host: HostFacts, obstacle: str) -> int:
+    """Choose the size of one dimension, and check it by itself."""
+    options, option = settings.options, OPTIONS[dimension]
+    if getattr(options, option) == "auto":
+        most = 1 if obstacle or parts is None else min(max(1, len(host.nodes)), parts.num_heads)
+        reason = obstacle or "one for each NUMA node that has memory and CPUs for this process"
+        settings.record(option, most, f"{options.origin(option)}: {reason}")
+        return most
+    size: int = settings.pick_fixed(option)
+    if size == 1:
+        return size
+    label = options.label(option)
+    if obstacle or parts is None:
+        raise ConfigError(f"{label} is {size}, but {obstacle}; drop it")
+    most, what = _most(dimension, parts)
+    if not most:
+        raise ConfigError(f"{label} is {size}, but the model has no {what}s; drop it")
+    if size > most:
+        raise ConfigError(f"{label} is {size}, but the model has {counted(most, what)}; give at most {most}")
+    return size
+
+
+def _most(dimension: str, parts: ModelParts) -> tuple[int, str]:
+    """Return the largest size that the model allows, and what it counts."""
+    sizes = {
+        "tensor": (parts.num_heads, "query head"),
+        "pipeline": (parts.num_layers, "layer"),
+        "expert": (parts.num_experts, "expert"),
+    }
+    return sizes[dimension]
+
+
+def _uneven_groups(options: Options, tensor: int, expert: int, num_experts: int) -> ConfigError:
+    """Make the error for expert groups that cannot be equal."""
+    label, ranks = options.label(OPTIONS["expert"]), options.label(OPTIONS["tensor"], beside=OPTIONS["expert"])
+    sizes = [str(size) for size in range(2, min(tensor, num_experts) + 1) if tensor % size == 0]
+    more = options.giving(OPTIONS["tensor"], math.lcm(tensor, expert), beside=OPTIONS["expert"])
+    return ConfigError(
+        f"{label} is {expert}, but expert groups are equal parts of the ranks that split a layer, and {ranks} is "
+        f"{tensor}; give {_any_of([*sizes, more])}"
+    )
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    *others, last = texts
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def choose_placements(
+    settings: Settings, num_ranks: int, host: HostFacts, num_threads: int
+) -> tuple[Placement, ...]:
+    """Place the ranks of all replicas on the machine's NUMA nodes; one rank alone may run anywhere."""
+    if num_ranks == 1:
+        return ()
+    if num_ranks > host.num_cpus:
+        settings.warnings.append(
+            f"{num_ranks} ranks have {counted(host.num_cpus, 'CPU')}: those that share one wait for each other"
+        )
+    return place_ranks(host.nodes, num_ranks, num_threads)

@@ -1,0 +1,83 @@
+"""All ranks of a program in one process, a thread each, behind the interface of one program."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pypto_serving.backend.base import Progress, StepInputs, StepOutput
+from pypto_serving.backend.memory import HostBlocks
+from pypto_serving.kernels import Engine, Peers, SharedMemory, runnable
+from pypto_serving.model.family import Serving
+from pypto_serving.model.packed import PackedWeights
+from pypto_serving.model.registry import load_config, load_spec, model_family
+from pypto_serving.parallel.topology import Topology
+from tests.model.cpu_backend import config_for
+from tests.model.sequences import Array, Sequences
+
+PROMPTS = (np.arange(3, 75) % 131, np.arange(70, 5, -1))
+
+
+class RankedProgram:
+    """Owns the ranks of a checkpoint. `models` are theirs in order."""
+
+    def __init__(
+        self,
+        path: Path,
+        topology: Topology,
+        progress: Progress = lambda *_: None,
+        kv_dtype: str = "auto",
+        **changes: Any,
+    ) -> None:
+        architecture, model = load_config(path)
+        groups = load_spec(path, Serving("bfloat16", kv_dtype=kv_dtype)).kv_groups
+        config = config_for(path, "bfloat16", kernels=runnable()[0], groups=groups, **changes)
+        self.config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
+        self.groups, self.num_blocks = self.config.groups, self.config.num_blocks
+        program, memory = model_family(architecture).native_program, SharedMemory.create()
+        self.models = []
+        for rank in topology.ranks:
+            engine = Engine(self.config.kernels, 1)
+            weights = PackedWeights(path, engine, progress)
+            places = (rank.tensor, topology.tensor, SharedMemory(memory.fd), rank.stage, topology.pipeline)
+            peers = Peers(*places) if topology.num_ranks > 1 else Peers()
+            self.models.append(program(model, weights, engine, self.config, rank, peers))
+        self.memory = HostBlocks(self.models[0].arenas)
+        self._threads = ThreadPoolExecutor(topology.num_ranks)
+        self._rows = 0
+
+    def submit(self, inputs: StepInputs, _sampling: Any = None) -> None:
+        """Compute a step on all ranks at once."""
+        arrays = (inputs.token_ids, inputs.positions, inputs.query_start, inputs.context_lens, inputs.logits_rows)
+        groups = (inputs.slot_mapping, inputs.block_tables)
+        for each in [self._threads.submit(model.step.replay, *arrays, *groups) for model in self.models]:
+            each.result()
+        self._rows = len(inputs.logits_rows)
+
+    def collect(self) -> StepOutput:
+        return StepOutput(logits=self.models[0].logits[: self._rows])
+
+
+def outcome(program: RankedProgram) -> tuple[Array, list[Array]]:
+    """Logits of a few steps with prefills in chunks and decodes, and the pages then."""
+    sequences = Sequences(program)
+    first, second = (sequences.add(prompt) for prompt in PROMPTS)
+    for work in ([(first, 37)], [(first, 30), (second, 1)], [(second, 40), (first, 1)], [(first, 1), (second, 1)]):
+        sequences.step(work, everywhere=True)
+    logits = [row for sequence in (first, second) for row in sequence.logits.values()]
+    return np.stack(logits), [arena.copy() for arena in program.memory.arenas]
+
+
+def assert_same_bits(path: Path, *topologies: Topology, **changes: Any) -> None:
+    """Compare ranks with one rank: logits and pages."""
+    logits, pages = outcome(RankedProgram(path, Topology(), **changes))
+    assert np.isfinite(logits).all() and logits.std() > 0
+    for topology in topologies:
+        found, arenas = outcome(RankedProgram(path, topology, **changes))
+        assert np.array_equal(found, logits), f"logits differ with {topology}"
+        for arena, wanted in zip(arenas, pages, strict=True):
+            assert np.array_equal(arena, wanted), f"pages differ with {topology}"

@@ -1,0 +1,88 @@
+"""The weights of ranks: together those of the model, and what every rank has whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pypto_serving.model.deepseek_v4.released import FLASH
+from pypto_serving.model.family import Serving
+from pypto_serving.model.registry import model_family
+from pypto_serving.parallel.topology import Topology
+from pypto_serving.types.model import ModelSpec
+
+QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 768, "num_experts": 128, "tie_word_embeddings": False}
+NORMS = 4 * (3 * (2 * 2048 + 2 * 128) + 2048)
+"""Bytes, in float32."""
+TABLE = 151936 * 2048
+
+
+def spec_of(architecture: str, raw: dict[str, Any]) -> ModelSpec:
+    family = model_family(architecture)
+    config = family.parse(raw, "config.json")
+    return family.spec(config, Serving(dtype="bfloat16"), {})
+
+
+def held(spec: ModelSpec, topology: Topology) -> list[int]:
+    assert spec.parts is not None
+    return [spec.parts.weight_bytes(rank) for rank in topology.ranks]
+
+
+SPECS = {
+    "dense": spec_of("Qwen3ForCausalLM", QWEN3),
+    "untied": spec_of("Qwen3ForCausalLM", QWEN3 | {"tie_word_embeddings": False}),
+    "experts": spec_of("Qwen3MoeForCausalLM", QWEN3 | EXPERTS),
+    "deepseek_v4": spec_of("DeepseekV4ForCausalLM", FLASH),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_one_rank_has_all_weights(name: str) -> None:
+    assert held(SPECS[name], Topology()) == [SPECS[name].packed_bytes]
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_ranks_repeat_norms_only(tensor: int) -> None:
+    sizes = held(SPECS["dense"], Topology(tensor=tensor))
+    assert sum(sizes) == SPECS["dense"].packed_bytes + (tensor - 1) * NORMS
+    assert max(sizes) == min(sizes)
+
+
+def test_ranks_that_share_a_kv_head_have_it_twice() -> None:
+    keys = 3 * 2 * (4 * 128) * (2 * 2048 + 4)
+    assert sum(held(SPECS["dense"], Topology(tensor=8))) == SPECS["dense"].packed_bytes + 7 * NORMS + keys
+
+
+def test_ranks_repeat_routers() -> None:
+    repeated = NORMS + 2 * 3 * 128 * 2048
+    for topology in (Topology(tensor=4), Topology(tensor=4, expert=4), Topology(tensor=4, expert=2)):
+        assert sum(held(SPECS["experts"], topology)) == SPECS["experts"].packed_bytes + 3 * repeated
+
+
+def test_stages_have_their_layers_and_a_tied_table_twice() -> None:
+    first, middle, last = held(SPECS["untied"], Topology(pipeline=3))
+    assert first + middle + last == SPECS["untied"].packed_bytes
+    assert first - middle == 2 * TABLE and last - middle == 2 * TABLE + 4 * 2048
+    assert sum(held(SPECS["dense"], Topology(pipeline=3))) == SPECS["dense"].packed_bytes + 2 * TABLE
+
+
+def test_experts_of_deepseek_v4_are_split() -> None:
+    spec = SPECS["deepseek_v4"]
+    whole = held(spec, Topology(tensor=2))
+    assert held(spec, Topology(tensor=2, expert=2)) == whole
+    assert sum(whole) < 1.05 * spec.packed_bytes

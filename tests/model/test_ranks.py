@@ -1,0 +1,98 @@
+"""Programs on several ranks compute the bits that one rank computes, in every format of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pypto_serving.kernels import runnable
+from pypto_serving.parallel.topology import Topology
+from tests.checkpoints import make_checkpoint
+from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
+from tests.model.conftest import MakeCheckpoint
+from tests.model.ranks import assert_same_bits
+from tests.quantised import FORMATS, quantise, quantise_deepseek, quantise_parts
+
+pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+
+TENSOR = tuple(Topology(tensor=size) for size in (2, 4, 8))
+EXPERT = tuple(Topology(tensor=size, expert=groups) for size, groups in [(2, 2), (4, 2), (4, 4)])
+STAGES = (Topology(pipeline=2), Topology(2, pipeline=3))
+SMALL = {"num_hidden_layers": 2, "vocab_size": 131, "bos_token_id": 0, "eos_token_id": 2}
+ODD = SMALL | {"hidden_size": 96, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 3}
+WIDE = SMALL | {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 128}
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"num_attention_heads": 8}, ODD, {"num_attention_heads": 1, "num_key_value_heads": 1}]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_dense(checkpoint: MakeCheckpoint, sizes: dict[str, Any], tied: bool) -> None:
+    """Heads and columns that do not divide, and ranks without any."""
+    path = checkpoint(
+        "qwen3", dtype="bfloat16", **SMALL | sizes | {"tie_word_embeddings": tied, "attention_bias": tied}
+    )
+    assert_same_bits(path, *TENSOR, *STAGES)
+
+
+def test_experts(checkpoint: MakeCheckpoint) -> None:
+    assert_same_bits(
+        checkpoint("qwen3_moe", dtype="bfloat16", **SMALL), *TENSOR, *EXPERT, Topology(2, pipeline=2, expert=2)
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(tmp_path: Path, format: str) -> None:
+    kind, topology = ("qwen3_moe", Topology(4, expert=2)) if len(format) % 2 else ("qwen3", Topology(4))
+    path = make_checkpoint(tmp_path, kind, dtype="bfloat16", **WIDE)
+    quantise(path, format)
+    assert_same_bits(path, topology)
+
+
+MIXED = {
+    "qwen3": {r".*q_proj": "int4_asym_g32", r".*k_proj": "w8a8", r".*gate_proj": "fp8_channel", r".*down_proj": "w4a8"},
+    "qwen3_moe": {
+        r".*[qv]_proj": "nvfp4",
+        r".*experts\.[16]\.(gate|up)_proj": "int4_g32",
+        r".*experts\.[23]\.gate_proj": "w8a8",
+        r".*experts\.[1-5]\.down_proj": "int4_g32",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_parts_that_differ_in_form(tmp_path: Path, kind: str) -> None:
+    path = make_checkpoint(tmp_path, kind, dtype="bfloat16", **WIDE)
+    quantise_parts(path, MIXED[kind])
+    assert_same_bits(path, Topology(4, expert=2), activations="bf16")
+
+
+@pytest.mark.parametrize("options", [{"head": "int8"}, {"kv_dtype": "int8"}])
+def test_options(checkpoint: MakeCheckpoint, options: dict[str, Any]) -> None:
+    assert_same_bits(checkpoint("qwen3", dtype="bfloat16", **SMALL), Topology(2), Topology(4), **options)
+
+
+FAST = {"num_hidden_layers": 3, "o_lora_rank": 32, "layer_types": [SPARSE, HEAVY, SLIDING], "num_hash_layers": 1}
+DEEPSEEK_V4 = {
+    "few": FAST | {"vocab_size": 131, "hidden_size": 80, "q_lora_rank": 48, "o_groups": 1, "moe_intermediate_size": 48},
+    "heads": FAST | {"num_attention_heads": 40, "o_groups": 4, "index_n_heads": 40, "index_head_dim": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "topologies"),
+    [("few", (Topology(2), Topology(4, expert=4), Topology(2, pipeline=2))), ("heads", (Topology(8), EXPERT[1]))],
+)
+def test_deepseek_v4(checkpoint: MakeCheckpoint, sizes: str, topologies: tuple[Topology, ...]) -> None:
+    path = checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4[sizes])
+    assert_same_bits(path, *topologies)
+
+
+@pytest.mark.parametrize("form", ["released", "base", "w8a8"])
+def test_deepseek_v4_formats(tmp_path: Path, form: str) -> None:
+    sizes = FAST | {"hidden_size": 128, "moe_intermediate_size": 96, "q_lora_rank": 64}
+    path = make_checkpoint(tmp_path, "deepseek_v4_fast", "bfloat16", **sizes)
+    quantise_deepseek(path, form)
+    assert_same_bits(path, Topology(2, expert=2), Topology(4))

@@ -1,0 +1,44 @@
+"""Bytes of the weights that each rank holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from pypto_serving.parallel.topology import Rank, Topology
+from pypto_serving.parallel.weights import ModelParts, SplitWeights, merged
+
+WEIGHTS = (
+    SplitWeights(layers=(0,), split="columns", outputs=100, num_bytes=1000),
+    SplitWeights(layers=(0, 1), num_bytes=7),
+    SplitWeights(layers=(1,), split="heads", num_bytes=800),
+    SplitWeights(layers=(1,), split="kv_heads", num_bytes=200),
+    SplitWeights(layers=(1,), split="experts", outputs=64, unit=16, num_bytes=6400),
+)
+PARTS = ModelParts(num_layers=2, num_heads=8, num_kv_heads=2, hidden_size=64, num_experts=4, weights=WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("topology", "held"),
+    [
+        (Topology(), [8407]),
+        (Topology(tensor=2), [640 + 7 + 400 + 100 + 3200, 360 + 7 + 400 + 100 + 3200]),
+        (Topology(tensor=4), [320 + 7 + 200 + 100 + 1600] * 3 + [40 + 7 + 200 + 100 + 1600]),
+        (Topology(tensor=4, expert=2), [320 + 7 + 200 + 100 + 1600] * 3 + [40 + 7 + 200 + 100 + 1600]),
+        (Topology(pipeline=2), [1000 + 7, 7 + 800 + 200 + 6400]),
+    ],
+)
+def test_each_rank_holds_its_part(topology: Topology, held: list[int]) -> None:
+    assert [PARTS.weight_bytes(rank) for rank in topology.ranks] == held
+
+
+def test_ranks_have_parts_of_all_heads() -> None:
+    assert PARTS.head_share(Rank()) == 1
+    assert [PARTS.head_share(rank) for rank in Topology(tensor=4).ranks] == [0.25] * 4
+
+
+def test_what_is_split_alike_is_added_up() -> None:
+    assert merged((*WEIGHTS, *WEIGHTS[:2])) == (
+        SplitWeights(layers=(0,), split="columns", outputs=100, num_bytes=2000),
+        SplitWeights(layers=(0, 1), num_bytes=14),
+        *WEIGHTS[2:],
+    )

@@ -1,0 +1,142 @@
+"""Ranks: sizes that a model and a backend can have, where they run, and their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.parallel.placement import NumaNode, Placement
+from pypto_serving.parallel.topology import Topology
+from pypto_serving.parallel.weights import ModelParts, SplitWeights
+from pypto_serving.setup.host import HostFacts
+from pypto_serving.setup.options import make_options
+from pypto_serving.setup.resolver import Resolved
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.model import ModelSpec
+from tests.setup.small import MIB, WITH_KERNELS, make_model, make_resolved, setting
+
+WEIGHTS = (
+    SplitWeights(layers=(0,), split="columns", outputs=1024, num_bytes=512 * MIB),
+    SplitWeights(layers=(1,), split="heads", num_bytes=256 * MIB),
+    SplitWeights(layers=(0, 1), num_bytes=8 * MIB),
+)
+DENSE = ModelParts(num_layers=2, num_heads=8, num_kv_heads=2, hidden_size=64, weights=WEIGHTS)
+SPARSE = msgspec.structs.replace(DENSE, num_experts=6)
+TWO_NODES = msgspec.structs.replace(WITH_KERNELS, nodes=(NumaNode(0, (0, 1)), NumaNode(1, (2, 3))))
+
+
+def model_of(parts: ModelParts) -> ModelSpec:
+    return make_model(needs_torch="", packed_bytes=776 * MIB, parts=parts)
+
+
+def resolved_of(parts: ModelParts = DENSE, facts: HostFacts = TWO_NODES, /, **options: Any) -> Resolved:
+    return make_resolved(model_of(parts), facts, **options)
+
+
+def test_one_rank_by_default() -> None:
+    resolved = resolved_of()
+    assert resolved.engine.topology == Topology() and resolved.ranks == ()
+    assert resolved.engine.placement(0) == Placement(num_threads=4)
+    assert setting(resolved, "tensor-parallel-size") == (1, "default")
+
+
+def test_ranks_are_placed_on_nodes() -> None:
+    engine = resolved_of(tensor_parallel_size=2).engine
+    assert engine.topology == Topology(tensor=2)
+    assert engine.placement(0) == Placement(cpus=(0, 1), node=0, num_threads=2)
+    assert engine.placement(1) == Placement(cpus=(2, 3), node=1, num_threads=2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(engine), type=EngineConfig) == engine
+
+
+def test_auto_is_a_rank_for_each_node() -> None:
+    resolved = resolved_of(tensor_parallel_size="auto")
+    assert resolved.engine.topology == Topology(tensor=2)
+    assert "one for each NUMA node" in setting(resolved, "tensor-parallel-size")[1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "facts", "options", "why"),
+    [
+        (DENSE, WITH_KERNELS, {}, "NUMA node"),
+        (DENSE, TWO_NODES, {"backend": "null"}, "this backend has no ranks"),
+        (DENSE, TWO_NODES, {"kernels": "torch"}, "only the CPU kernels have ranks, and --kernels is torch"),
+        (msgspec.structs.replace(DENSE, num_heads=1, num_kv_heads=1), TWO_NODES, {}, "NUMA node"),
+    ],
+)
+def test_auto_is_one_rank_where_there_can_be_no_more(
+    parts: ModelParts, facts: HostFacts, options: dict[str, Any], why: str
+) -> None:
+    resolved = resolved_of(parts, facts, tensor_parallel_size="auto", **options)
+    size, reason = setting(resolved, "tensor-parallel-size")
+    assert (size, resolved.engine.topology) == (1, Topology())
+    assert reason.startswith("given by --tensor-parallel-size: ") and why in reason
+
+
+def test_experts_are_split_among_groups_of_ranks() -> None:
+    assert resolved_of(SPARSE, tensor_parallel_size=4, expert_parallel_size=2).engine.topology == Topology(4, 1, 2)
+
+
+TP, PP, EP = "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"
+REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
+    (DENSE, {TP: 0}, "--tensor-parallel-size is 0, but must be a whole number from 1 to 1024, or auto"),
+    (DENSE, {TP: "all"}, "--tensor-parallel-size is all, but must be a whole number from 1 to 1024, or auto"),
+    (DENSE, {EP: "auto"}, "--expert-parallel-size is auto, but must be a whole number from 1 to 1024"),
+    (DENSE, {TP: 9}, "--tensor-parallel-size is 9, but the model has 8 query heads; give at most 8"),
+    (DENSE, {PP: 2}, "--pipeline-parallel-size is 2, but this backend has no pipeline stages; drop it"),
+    (DENSE, {TP: 2, EP: 2}, "--expert-parallel-size is 2, but the model has no experts; drop it"),
+    (SPARSE, {TP: 8, EP: 8}, "--expert-parallel-size is 8, but the model has 6 experts; give at most 6"),
+    (SPARSE, {TP: 4, EP: 3}, "--expert-parallel-size is 3, but expert groups are equal parts of the ranks that split"),
+    (SPARSE, {TP: 4, EP: 3}, "and --tensor-parallel-size is 4; give 2, 4 or --tensor-parallel-size 12"),
+    (SPARSE, {EP: 2}, "and --tensor-parallel-size is 1; give --tensor-parallel-size 2"),
+    (SPARSE, {TP: 2, "backend": "null"}, "--tensor-parallel-size is 2, but this backend has no ranks that split a"),
+    (DENSE, {TP: 2, "kernels": "torch"}, "but only the CPU kernels have ranks, and --kernels is torch; drop it"),
+]
+
+
+@pytest.mark.parametrize(("parts", "options", "message"), REFUSED)
+def test_sizes_that_cannot_be_are_refused_in_one_line(parts: ModelParts, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved_of(parts, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_short_names() -> None:
+    options = make_options({"tp": "2", "ep": 1}, {"pp": 1}, "a.yaml")
+    assert (options.tensor_parallel_size, options.expert_parallel_size, options.pipeline_parallel_size) == (2, 1, 1)
+    with pytest.raises(ConfigError, match="tp and tensor_parallel_size are the same option"):
+        make_options({"tp": 2, "tensor_parallel_size": 2}, as_arguments=True)
+
+
+def test_ranks_that_share_cpus_are_warned_of() -> None:
+    assert resolved_of(tensor_parallel_size=4).warnings == ()
+    (warning,) = resolved_of(tensor_parallel_size=8).warnings
+    assert warning == "8 ranks have 4 CPUs: those that share one wait for each other"
+
+
+def test_memory_of_ranks() -> None:
+    alone, resolved = resolved_of(), resolved_of(tensor_parallel_size=2)
+    memory, ranks = resolved.memory, resolved.ranks
+    assert [rank.weight_bytes for rank in ranks] == [(256 + 128 + 8) * MIB] * 2
+    assert memory.weight_bytes == alone.memory.weight_bytes + 8 * MIB == sum(rank.weight_bytes for rank in ranks)
+    assert sum(rank.workspace_bytes for rank in ranks) == memory.workspace_bytes
+    assert ranks[0].workspace_bytes > ranks[1].workspace_bytes > 0
+    assert [rank.kv_bytes for rank in ranks] == [memory.kv_bytes // 2] * 2
+    assert [(rank.heads, rank.kv_heads, rank.columns, rank.experts) for rank in ranks] == [
+        ((0, 4), (0, 1), (0, 32), (0, 0)),
+        ((4, 8), (1, 2), (32, 64), (0, 0)),
+    ]
+    assert [(rank.cpus, rank.node, rank.num_threads, rank.layers) for rank in ranks] == [
+        ((0, 1), 0, 2, (0, 2)),
+        ((2, 3), 1, 2, (0, 2)),
+    ]
+
+
+def test_too_little_memory_counts_all_ranks() -> None:
+    little = msgspec.structs.replace(TWO_NODES, available_bytes=1500 * MIB)
+    assert resolved_of(DENSE, little).memory.total_bytes <= 1500 * MIB
+    with pytest.raises(ConfigError, match="too little memory"):
+        resolved_of(DENSE, little, tensor_parallel_size=8)
