@@ -57,6 +57,12 @@ def test_auto_is_a_rank_for_each_node() -> None:
     assert "one for each NUMA node" in setting(resolved, "tensor-parallel-size")[1]
 
 
+def test_auto_counts_the_nodes_of_each_replica() -> None:
+    resolved = resolved_of(tensor_parallel_size="auto", data_parallel_size=2)
+    assert [engine.topology for engine in resolved.engines] == [Topology(), Topology()]
+    assert [engine.placement(0).node for engine in resolved.engines] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("parts", "facts", "options", "why"),
     [
