@@ -38,7 +38,7 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
         depth=2,
         cpu_kernels=True,
         in_host_memory=True,
-        splits=("tensor", "pipeline", "expert"),
+        splits=("tensor", "expert"),
     ),
     "null": BackendDefaults(
         target="pypto_serving.backend.null.program:NullBackend",

@@ -13,6 +13,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.parallel.weights import ModelParts, SplitWeights
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
+from pypto_serving.setup.rank_plan import plan_ranks
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.model import ModelSpec
@@ -91,8 +92,7 @@ REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (DENSE, {TP: "all"}, "--tensor-parallel-size is all, but must be a whole number from 1 to 1024, or auto"),
     (DENSE, {EP: "auto"}, "--expert-parallel-size is auto, but must be a whole number from 1 to 1024"),
     (DENSE, {TP: 9}, "--tensor-parallel-size is 9, but the model has 8 query heads; give at most 8"),
-    (DENSE, {PP: 3}, "--pipeline-parallel-size is 3, but the model has 2 layers; give at most 2"),
-    (DENSE, {PP: 2, "backend": "null"}, "--pipeline-parallel-size is 2, but this backend has no pipeline stages"),
+    (DENSE, {PP: 2}, "--pipeline-parallel-size is 2, but this backend has no pipeline stages; drop it"),
     (DENSE, {TP: 2, EP: 2}, "--expert-parallel-size is 2, but the model has no experts; drop it"),
     (SPARSE, {TP: 8, EP: 8}, "--expert-parallel-size is 8, but the model has 6 experts; give at most 6"),
     (SPARSE, {TP: 4, EP: 3}, "--expert-parallel-size is 3, but expert groups are equal parts of the ranks that split"),
@@ -119,7 +119,9 @@ def test_short_names() -> None:
 
 
 def test_stages_share_the_kv_cache_by_layers() -> None:
-    first, last = (resolved := resolved_of(pipeline_parallel_size=2)).ranks
+    resolved, model = resolved_of(tensor_parallel_size=2), model_of(DENSE)
+    engine = msgspec.structs.replace(resolved.engine, topology=Topology(pipeline=2))
+    first, last = plan_ranks(engine, model, resolved.memory, MIB)
     assert (first.layers, last.layers) == ((0, 1), (1, 2))
     assert (first.weight_bytes, last.weight_bytes) == (520 * MIB, 264 * MIB)
     assert first.kv_bytes == last.kv_bytes == resolved.memory.kv_bytes // 2
