@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pypto_serving.kernels.arguments import Handle
-from pypto_serving.kernels.constants import GATE_HALF, PANEL
+from pypto_serving.kernels.constants import PANEL
 from pypto_serving.kernels.engine import Engine
+from pypto_serving.kernels.fields import UNGROUPED, first_row, gated_epilogue, gemm_fields, strip_words
 from pypto_serving.kernels.forms import (
     BF16,
     INT8,
@@ -21,7 +22,6 @@ from pypto_serving.kernels.forms import (
     StripColumns,
     Strips,
     activations,
-    multiplies,
     row_words,
     strip_columns,
 )
@@ -37,58 +37,6 @@ from pypto_serving.kernels.operands import (
     Scoring,
 )
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
-
-
-def _parts(x: Strips, words: str = "x", scales: str = "x_scales") -> dict[str, Array | None]:
-    """Make the fields of activations: their words, and for int8 their scales."""
-    if isinstance(x, np.ndarray):
-        return {words: x, scales: None}
-    return {words: x.words, scales: x.scales if isinstance(x, Int8Strips) else None}
-
-
-def _factors(x: Strips, matrix: Matrix) -> dict[str, Any]:
-    """Make the fields of a GEMM's inputs. Raises ValueError where there is none of such inputs."""
-    if not multiplies(matrix.form, x):
-        raise ValueError(f"{type(x).__name__} are no activations for weights of {matrix.form}")
-    weights = {"weight": matrix.words, "scales": matrix.scales, "compensation": matrix.compensation}
-    return {**_parts(x), **weights, "inputs": activations(x)["inputs"], **matrix.form.fields()}
-
-
-def _product(x: Strips, matrix: Matrix, epilogue: Epilogue, out: Array | StripColumns) -> dict[str, Any]:
-    """Make the fields of Linear in csrc/ops.h that every GEMM needs.
-
-    Raises TypeError where `out` does not have the dtype that the epilogue writes, ValueError for sizes it cannot write.
-    """
-    is_rows = epilogue in (Epilogue.STORE, Epilogue.ADD)
-    dtype, words = np.float32 if is_rows else np.uint32, out.words if isinstance(out, StripColumns) else out
-    if words.dtype != dtype:
-        raise TypeError(f"a GEMM with epilogue {epilogue.name} writes {np.dtype(dtype)}, not {words.dtype}")
-    if epilogue == Epilogue.STRIPS and matrix.n % GATE_HALF:
-        raise ValueError(f"{matrix.n} outputs are not whole half panels")
-    fields = _factors(x, matrix) | {"n": matrix.n, "k": matrix.k, "epilogue": epilogue}
-    if isinstance(out, StripColumns) or not is_rows:
-        return fields | strip_columns(out, matrix.n // (2 if epilogue == Epilogue.SWIGLU else 1))
-    start, stride = _columns(out)
-    return fields | {"out": start, "stride": stride, "first": 0}
-
-
-_UNGROUPED = 1 << 40
-"""Outputs of a group where all have the same activations: more than there are."""
-
-
-def _gated(gates: Float32Array | None) -> Epilogue:
-    return Epilogue.SWIGLU if gates is None else Epilogue.STRIPS
-
-
-def _columns(x: Array) -> tuple[Array, int]:
-    """Return the first row of x [rows, width], which may be columns of an array, and the row stride in elements.
-
-    Raises ValueError where the elements of a row are not contiguous.
-    """
-    stride, step = x.strides
-    if step != x.itemsize:
-        raise ValueError(f"rows of {list(x.shape)} are not contiguous")
-    return x[:1], stride // step
 
 
 StepArrays = tuple[Array, Array, Array, Array, Array, Sequence[Array], Sequence[Array]]
@@ -158,9 +106,9 @@ class Recording:
 
         x may be columns of an array. Int8 strips are quantized per row or per SCALED inputs.
         """
-        start, stride = _columns(x)
+        start, stride = first_row(x)
         sizes = {"stride": stride, "width": x.shape[1], "eps": eps, "rows": rows}
-        self._add("rms_norm", x=start, weight=weight, **sizes, **activations(out), **_parts(out, "out", "scales"))
+        self._add("rms_norm", x=start, weight=weight, **sizes, **activations(out), **strip_words(out, "out", "scales"))
 
     def quantize(self, x: PairArray, k: int, out: Int8Strips | GroupStrips, routing: Routing | None = None) -> None:
         """Quantize bfloat16 strips [tokens, k] to int8, symmetric: the largest magnitude that shares a scale is 127.
@@ -168,7 +116,7 @@ class Recording:
         A row or SCALED inputs of it share a scale. With `routing`, the rows are expert inputs.
         """
         of = None if routing is None else routing.handle
-        self._add("quantize", routing=of, x=x, k=k, **activations(out), **_parts(out, "out", "scales"))
+        self._add("quantize", routing=of, x=x, k=k, **activations(out), **strip_words(out, "out", "scales"))
 
     def linear(self, x: Strips, matrix: Matrix, out: Float32Array, rows: Rows = Rows.TOKENS) -> None:
         """GEMM: out [rows, n] = x W^T + b. `out` may be columns of an array."""
@@ -191,7 +139,7 @@ class Recording:
         `matrix` is packed from gate G and up U with `pack_gate_up`. With `gates`, x G^T [tokens, n], it is U alone.
         x G^T is clamped to at most `limit`, x U^T to [-limit, limit].
         """
-        self._linear(x, matrix, _gated(gates), out, Rows.TOKENS, limit=limit, gates=gates)
+        self._linear(x, matrix, gated_epilogue(gates), out, Rows.TOKENS, limit=limit, gates=gates)
 
     def linear_groups(self, x: PairArray, matrix: Matrix, group: int, out: PairArray | StripColumns) -> None:
         """Grouped GEMM: x_g W_g^T for each `group` of columns of `out`, into strips.
@@ -209,12 +157,12 @@ class Recording:
         epilogue: Epilogue,
         out: Array | StripColumns,
         rows: Rows,
-        group: int = _UNGROUPED,
+        group: int = UNGROUPED,
         limit: float = math.inf,
         gates: Float32Array | None = None,
     ) -> None:
         sizes = {"group": group, "limit": limit, "rows": rows}
-        self._add("linear", **_product(x, matrix, epilogue, out), bias=matrix.bias, gates=gates, **sizes)
+        self._add("linear", **gemm_fields(x, matrix, epilogue, out), bias=matrix.bias, gates=gates, **sizes)
 
     def qk_norm_rope(
         self,
@@ -275,7 +223,7 @@ class Recording:
         """Gather each expert's input rows from strips x [tokens, k] into strips `out`."""
         if activations(x) != activations(out):
             raise ValueError("activations and expert inputs must be of one form")
-        parts = {**_parts(x, "x", "scales"), **_parts(out, "out", "out_scales")}
+        parts = {**strip_words(x, "x", "scales"), **strip_words(out, "out", "out_scales")}
         self._add("moe_gather", routing=routing.handle, words=row_words(x, k), **parts)
 
     def expert_linear(self, routing: Routing, x: Strips, matrix: Matrix, out: Float32Array) -> None:
@@ -292,7 +240,7 @@ class Recording:
         gates: Float32Array | None = None,
     ) -> None:
         """As `linear_swiglu`, with the matrix of each entry's expert."""
-        self._expert_linear(routing, x, matrix, limit, _gated(gates), out, gates)
+        self._expert_linear(routing, x, matrix, limit, gated_epilogue(gates), out, gates)
 
     def _expert_linear(
         self,
@@ -305,15 +253,15 @@ class Recording:
         gates: Float32Array | None,
     ) -> None:
         of = {"routing": routing.handle, "places": matrix.places}
-        sizes = {"group": _UNGROUPED, "limit": limit, "rows": Rows.TOKENS}
-        self._add("expert_linear", **of, **_product(x, matrix, epilogue, out), bias=None, gates=gates, **sizes)
+        sizes = {"group": UNGROUPED, "limit": limit, "rows": Rows.TOKENS}
+        self._add("expert_linear", **of, **gemm_fields(x, matrix, epilogue, out), bias=None, gates=gates, **sizes)
 
     def moe_combine(self, routing: Routing, y: Float32Array, x: Float32Array) -> None:
         """Add the expert outputs y [entries, width] to x [tokens, width], weighted, in top-k order.
 
         Both may be columns of arrays.
         """
-        (y_start, y_stride), (x_start, x_stride) = _columns(y), _columns(x)
+        (y_start, y_stride), (x_start, x_stride) = first_row(y), first_row(x)
         sizes = {"width": x.shape[1], "y_stride": y_stride, "x_stride": x_stride}
         self._add("moe_combine", routing=routing.handle, y=y_start, x=x_start, **sizes)
 
@@ -325,7 +273,7 @@ class Recording:
         x is [tokens, ...], W [outputs, width] with a multiple of 4 outputs. `out` may be columns of an array. Serves
         hyper-connections and routers.
         """
-        (outputs, width), (start, stride) = weight.shape, _columns(out)
+        (outputs, width), (start, stride) = weight.shape, first_row(out)
         sizes = {"width": width, "outputs": outputs, "stride": stride}
         self._add("rms_norm_linear", x=x, weight=weight, **sizes, eps=eps, rows=rows, out=start)
 
@@ -356,7 +304,7 @@ class Recording:
 
         Both may be columns of arrays.
         """
-        (y_start, y_stride), (x_start, stride) = _columns(y), _columns(x[0])
+        (y_start, y_stride), (x_start, stride) = first_row(y), first_row(x[0])
         sizes = {"width": y.shape[1], "y_stride": y_stride, "stride": stride}
         self._add("hyper_connection_post", y=y_start, post_comb=post_comb, x=x_start, **sizes)
 
@@ -386,7 +334,7 @@ class Recording:
         panels = 0 if isinstance(out, Pages) else out.shape[1]
         if panels and not 0 <= first <= panels * PANEL - heads:
             raise ValueError(f"{heads} heads from {first} on are not within {panels} panels")
-        start, stride = _columns(x)
+        start, stride = first_row(x)
         sizes = {"stride": stride, "heads": heads, "first": first, "panels": panels}
         self._add("norm_rope", x=start, **sizes, **rope.fields(), **places)
 
@@ -396,7 +344,7 @@ class Recording:
         `kv` and `gates` are [tokens, width]; `ape` [ratio, width] is the learned position bias.
         """
         ratio, width = ape.shape
-        (kv_start, stride), (gates_start, gates_stride) = _columns(kv), _columns(gates)
+        (kv_start, stride), (gates_start, gates_stride) = first_row(kv), first_row(gates)
         if stride != gates_stride:
             raise ValueError(f"kv and gates have different row strides: {stride} and {gates_stride}")
         inputs = {"kv": kv_start, "gates": gates_start, "ape": ape, "stride": stride}
@@ -421,7 +369,7 @@ class Recording:
         The score is the sum over heads of weight * scale * relu(query . key). `queries` are in panels; `weights` are
         [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch.
         """
-        start, stride = _columns(weights)
+        start, stride = first_row(weights)
         inputs = {"queries": queries, "weights": start, "stride": stride, "scale": scale, "keys": keys.handle}
         sizes = {"heads": weights.shape[1], "dim": rope.dim, "topk": indices.shape[1], "max_entries": scores.shape[1]}
         self._add("indexer_topk", **inputs, **sizes, scores=scores, indices=indices)
@@ -481,7 +429,7 @@ class Recording:
             raise RanksGone
 
     def _tables(self, slots: Sequence[Array], block_tables: Sequence[Array]) -> NDArray[np.void]:
-        return self._groups.array([(s, *_columns(table)) for s, table in zip(slots, block_tables, strict=True)])
+        return self._groups.array([(s, *first_row(table)) for s, table in zip(slots, block_tables, strict=True)])
 
     def follow(self, board: UInt8Array, buffers: Sequence[StepArrays]) -> bool:
         """Compute the steps that a leader publishes, until the last; return False if a meeting or the board is closed.

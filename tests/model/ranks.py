@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pypto_serving.backend.base import StepInputs, StepOutput
+from pypto_serving.backend.base import Progress, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.kernels import Engine, Peers, SharedMemory, runnable
+from pypto_serving.model.family import Serving
 from pypto_serving.model.packed import PackedWeights
-from pypto_serving.model.registry import load_config, model_family
+from pypto_serving.model.registry import load_config, load_spec, model_family
 from pypto_serving.parallel.topology import Topology
 from tests.model.cpu_backend import config_for
 from tests.model.sequences import Array, Sequences
@@ -24,16 +25,24 @@ PROMPTS = (np.arange(3, 75) % 131, np.arange(70, 5, -1))
 class RankedProgram:
     """Owns the ranks of a checkpoint. `models` are theirs in order."""
 
-    def __init__(self, path: Path, topology: Topology, **changes: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        topology: Topology,
+        progress: Progress = lambda *_: None,
+        kv_dtype: str = "auto",
+        **changes: Any,
+    ) -> None:
         architecture, model = load_config(path)
-        config = config_for(path, "bfloat16", kernels=runnable()[0], **changes)
+        groups = load_spec(path, Serving("bfloat16", kv_dtype=kv_dtype)).kv_groups
+        config = config_for(path, "bfloat16", kernels=runnable()[0], groups=groups, **changes)
         self.config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
         self.groups, self.num_blocks = self.config.groups, self.config.num_blocks
         program, memory = model_family(architecture).native_program, SharedMemory.create()
         self.models = []
         for rank in topology.ranks:
             engine = Engine(self.config.kernels, 1)
-            weights = PackedWeights(path, engine, lambda *_: None)
+            weights = PackedWeights(path, engine, progress)
             places = (rank.tensor, topology.tensor, SharedMemory(memory.fd), rank.stage, topology.pipeline)
             peers = Peers(*places) if topology.num_ranks > 1 else Peers()
             self.models.append(program(model, weights, engine, self.config, rank, peers))

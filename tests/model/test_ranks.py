@@ -13,7 +13,7 @@ from tests.checkpoints import make_checkpoint
 from tests.deepseek_v4 import HEAVY, SLIDING, SPARSE
 from tests.model.conftest import MakeCheckpoint
 from tests.model.ranks import assert_same_bits
-from tests.quantised import FORMATS, quantise, quantise_deepseek
+from tests.quantised import FORMATS, quantise, quantise_deepseek, quantise_parts
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
@@ -51,6 +51,29 @@ def test_formats(tmp_path: Path, format: str) -> None:
     assert_same_bits(path, topology)
 
 
+MIXED = {
+    "qwen3": {r".*q_proj": "int4_asym_g32", r".*k_proj": "w8a8", r".*gate_proj": "fp8_channel", r".*down_proj": "w4a8"},
+    "qwen3_moe": {
+        r".*[qv]_proj": "nvfp4",
+        r".*experts\.[16]\.(gate|up)_proj": "int4_g32",
+        r".*experts\.[23]\.gate_proj": "w8a8",
+        r".*experts\.[1-5]\.down_proj": "int4_g32",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_parts_that_differ_in_form(tmp_path: Path, kind: str) -> None:
+    path = make_checkpoint(tmp_path, kind, dtype="bfloat16", **WIDE)
+    quantise_parts(path, MIXED[kind])
+    assert_same_bits(path, Topology(4, expert=2), activations="bf16")
+
+
+@pytest.mark.parametrize("options", [{"head": "int8"}, {"kv_dtype": "int8"}])
+def test_options(checkpoint: MakeCheckpoint, options: dict[str, Any]) -> None:
+    assert_same_bits(checkpoint("qwen3", dtype="bfloat16", **SMALL), Topology(2), Topology(4), **options)
+
+
 FAST = {"num_hidden_layers": 3, "o_lora_rank": 32, "layer_types": [SPARSE, HEAVY, SLIDING], "num_hash_layers": 1}
 DEEPSEEK_V4 = {
     "few": FAST | {"vocab_size": 131, "hidden_size": 80, "q_lora_rank": 48, "o_groups": 1, "moe_intermediate_size": 48},
@@ -58,10 +81,13 @@ DEEPSEEK_V4 = {
 }
 
 
-@pytest.mark.parametrize("sizes", DEEPSEEK_V4)
-def test_deepseek_v4(checkpoint: MakeCheckpoint, sizes: str) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "topologies"),
+    [("few", (Topology(2), Topology(4, expert=4), Topology(2, pipeline=2))), ("heads", (Topology(8), EXPERT[1]))],
+)
+def test_deepseek_v4(checkpoint: MakeCheckpoint, sizes: str, topologies: tuple[Topology, ...]) -> None:
     path = checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4[sizes])
-    assert_same_bits(path, Topology(2), Topology(8), *EXPERT, Topology(2, pipeline=2))
+    assert_same_bits(path, *topologies)
 
 
 @pytest.mark.parametrize("form", ["released", "base", "w8a8"])
