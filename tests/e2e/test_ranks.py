@@ -23,9 +23,8 @@ from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.changing import CHANGES
-from tests.e2e.engines import GREEDY, QUICK_FAULTS, Reply, answers, replies, run_engine
+from tests.e2e.engines import FOR_KERNELS, GREEDY, QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.ranks import RankKiller, assert_ended, followers, rank_config, stop
-from tests.e2e.test_kills import FOR_KERNELS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
 
