@@ -23,7 +23,7 @@ from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.changing import CHANGES
-from tests.e2e.engines import GREEDY, QUICK_FAULTS, Reply, answers, replies, run_engine
+from tests.e2e.engines import FOR_KERNELS, GREEDY, QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.ranks import RankKiller, assert_ended, followers, rank_config, stop
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
@@ -67,12 +67,20 @@ def wanted(model: Path) -> list[Reply]:
     return answered(model, rank_config(model, Topology()))[0]
 
 
-def test_ranks_answer_as_one_does(model: Path, wanted: list[Reply]) -> None:
+@pytest.mark.parametrize("topology", [TWO, Topology(pipeline=2)], ids=["tp2", "pp2"])
+def test_ranks_answer_as_one_does(model: Path, wanted: list[Reply], topology: Topology) -> None:
     """In chunks, with prefix hits, and preempted."""
-    found, stats = answered(model, rank_config(model, TWO, **TIGHT))
+    found, stats = answered(model, rank_config(model, topology, **TIGHT))
     assert found == wanted
     assert stats.num_preemptions > 0 and stats.prefix_hits > 0
     assert stats.num_respawns == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v4_fast"])
+def test_ranks_with_experts(tmp_path: Path, kind: str) -> None:
+    model = make_checkpoint(tmp_path / "model", kind, dtype="bfloat16", **FOR_KERNELS.get(kind, {}))
+    wanted, _ = answered(model, rank_config(model, Topology()))
+    assert answered(model, rank_config(model, Topology(tensor=2, pipeline=2, expert=2)))[0] == wanted
 
 
 def test_blocks_on_disk_are_those_of_any_number_of_ranks(model: Path, wanted: list[Reply], tmp_path: Path) -> None:
@@ -171,11 +179,11 @@ def test_a_rank_that_cannot_load_says_why(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v4_fast"])
 @pytest.mark.parametrize("topology", [TWO, Topology(tensor=4, expert=2)], ids=["tp2", "tp4"])
 def test_streams_survive_a_hundred_deaths(tmp_path: Path, kind: str, topology: Topology) -> None:
     points: dict[str, list[object]] = {}
     for epoch in range(2, 60, 6):
         points |= {str(epoch): ["rank", 0], str(epoch + 2): ["after", 2 + epoch % 7], str(epoch + 4): ["load", 0]}
-    model = make_checkpoint(tmp_path / "model", kind=kind, dtype="bfloat16")
+    model = make_checkpoint(tmp_path / "model", kind=kind, dtype="bfloat16", **FOR_KERNELS.get(kind, {}))
     survive(model, topology, kills=100 - len(points), max_tokens=300, points=points)

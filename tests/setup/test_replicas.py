@@ -44,14 +44,19 @@ def test_each_replica_has_its_own_folder_and_ports() -> None:
         None, WITH_KERNELS, data_parallel_size=3, kv_disk="/kv", kv_disk_size="1GiB", kv_events="tcp://127.0.0.1:5557"
     )
     assert [engine.tiers[0].place for engine in resolved.engines] == ["/kv", "/kv/replica-1", "/kv/replica-2"]
-    assert [engine.kv_events for engine in resolved.engines] == [f"tcp://127.0.0.1:{port}" for port in (5557, 5558, 5559)]
+    assert [engine.kv_events for engine in resolved.engines] == [
+        f"tcp://127.0.0.1:{port}" for port in (5557, 5558, 5559)
+    ]
     assert [engine.kv_events_replay[-4:] for engine in resolved.engines] == ["5560", "5561", "5562"]
 
 
 def test_local_endpoints_are_numbered() -> None:
     resolved = make_resolved(data_parallel_size=2, kv_events="ipc:///run/kv")
     assert [engine.kv_events for engine in resolved.engines] == ["ipc:///run/kv", "ipc:///run/kv.1"]
-    assert [engine.kv_events_replay for engine in resolved.engines] == ["ipc:///run/kv.replay", "ipc:///run/kv.replay.1"]
+    assert [engine.kv_events_replay for engine in resolved.engines] == [
+        "ipc:///run/kv.replay",
+        "ipc:///run/kv.replay.1",
+    ]
 
 
 @pytest.mark.parametrize(

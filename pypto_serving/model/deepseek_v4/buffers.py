@@ -36,7 +36,7 @@ class Arenas:
     def __init__(self, config: EngineConfig, step: Recording, peers: Peers) -> None:
         self._groups, self._step = config.groups, step
         counts = zip(config.groups, config.num_blocks, strict=True)
-        self.blocks = tuple(peers.zeros(np.uint8, count, group.block_bytes) for group, count in counts)
+        self.blocks = tuple(peers.zeros_for_all(np.uint8, count, group.block_bytes) for group, count in counts)
         self._known: dict[tuple[str, str, int], Pages] = {}
 
     def pages(self, name: str, tensor: str, layer: int) -> Pages:

@@ -85,7 +85,7 @@ class NativeDeepseekV4:
             if mine:
                 self.step.embed(self._weights.table("embed.weight", mine), b.streams, mine.start)
             self._peers.meet(self.step, b.streams)
-        self._peers.begin_stage(self.step)
+        self._peers.begin_stage(self.step, b.streams)
         tables = rope_tables(model.ropes(), config.max_model_len)
         for layer in self._rank.layers(model.num_layers):
             kind = model.kinds[layer]
@@ -97,7 +97,7 @@ class NativeDeepseekV4:
             self._record_hyper_connection_post()
         if self._rank.projects:
             self._record_logits(config, mine)
-        self._peers.end_stage(self.step)
+        self._peers.end_stage(self.step, b.streams, b.logits)
 
     def _record_logits(self, config: EngineConfig, mine: range) -> None:
         b = self._buffers
