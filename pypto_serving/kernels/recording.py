@@ -38,7 +38,6 @@ from pypto_serving.kernels.operands import (
 )
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
 
-
 StepArrays = tuple[Array, Array, Array, Array, Array, Sequence[Array], Sequence[Array]]
 """The arrays of a step, in the order that `Recording.replay` takes them."""
 
