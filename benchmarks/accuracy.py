@@ -59,6 +59,8 @@ SERVED: dict[str, tuple[str, dict[str, str]]] = {
     **{name: (name, {}) for name in FORMATS},
     "w4a16 g32, head int8": ("w4a16 g32", {"head": "int8"}),
     "w4a16 g32, activations bf16": ("w4a16 g32", {"activations": "bf16"}),
+    "bf16, head int8": ("bf16", {"head": "int8"}),
+    **{f"{name}, KV int8": (name, {"kv_dtype": "int8"}) for name in ("bf16", "w8a8", "w4a16 g32")},
 }
 """Formats by name, and options to serve them with."""
 

@@ -255,6 +255,12 @@ class Descendants:
     def __init__(self) -> None:
         self.ours, self.end = socket.socketpair()
 
+    def ended(self) -> bool:
+        """Return True once all of them have ended."""
+        poller = select.poll()
+        poller.register(self.ours, select.POLLIN)
+        return bool(poller.poll(0))
+
     def close(self) -> None:
         """Stop watching."""
         self.ours.close()

@@ -1,16 +1,17 @@
 """A worker that fails on purpose: `python -m tests.faulty_worker FD`.
 
-`backend_options["faults"]` maps an epoch (as a string) to [point, nth step]: at that step of that life the worker is
-killed while loading ("load"), loses a rank that loads ("rank"), is killed before computing ("before") or between
-sampling and sending ("after"), stops answering ("hang"), raises ("raise"), or from then on takes long to end
-("linger"). `backend_options["poison"]` names a token id that kills every step that computes it,
-`backend_options["stalled"]` an epoch whose loads from host memory hang.
+`backend_options["faults"]` maps an epoch (as a string) to [point, nth step]. The worker is killed while loading
+("load"), loses a rank that loads ("rank"), or has a process like a rank that stays behind ("leave"). At that step of
+that life it is killed before computing ("before") or between sampling and sending ("after"), stops answering ("hang"),
+raises ("raise"), or from then on takes long to end ("linger"). `backend_options["poison"]` names a token id that kills
+every step that computes it, `backend_options["stalled"]` an epoch whose loads from host memory hang.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -102,6 +103,8 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if point == "rank":
         ranks.Child = lost_child  # type: ignore[attr-defined,assignment]
+    if point == "leave":
+        subprocess.Popen(["sleep", "1000"], pass_fds=parent.start.descendants)
     if options.get("stalled") == parent.start.epoch:
         HostStore.load = hang  # type: ignore[method-assign]
     run(parent, lambda runner: FaultyRunner(runner, point, step, options.get("poison")))

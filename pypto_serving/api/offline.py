@@ -43,7 +43,7 @@ from pypto_serving.api.offline_outputs import (
 )
 from pypto_serving.api.service import Service
 from pypto_serving.api.settings import serving_config
-from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.engine.replicas import make_engine
 from pypto_serving.errors import RequestError
 from pypto_serving.setup.defaults import QUIET_DEFAULTS
 from pypto_serving.setup.options import Options, make_options
@@ -93,7 +93,7 @@ class LLM:
         self._ids = itertools.count()
         self._ending = threading.Lock()
         self._loop = LoopThread("pypto-llm")
-        self._engine = AsyncEngine(resolved.engine)
+        self._engine = make_engine(resolved.engines)
         try:
             self._service = Service(self._engine, serving)
             self._loop.call(self._start)

@@ -210,6 +210,9 @@ class Program(Protocol):
 class Backend(ABC):
     """The factory of a Program for a device. Made once per worker life, with the resolved configuration."""
 
+    descendants: tuple[int, ...] = ()
+    """File descriptors that processes of the program inherit, by which others see when all have ended."""
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 

@@ -53,7 +53,7 @@ class CpuBackend(Backend):
             return self._prepare_torch(progress)
         if self._shared is None:
             return self._prepare_native(progress, Peers())
-        self._followers = Followers(self.config, self._shared.memory)
+        self._followers = Followers(self.config, self._shared.memory, self.descendants)
         program = self._prepare_native(self._followers.reporting(progress), self._shared.peers)
         self._followers.await_ready(progress)
         return program

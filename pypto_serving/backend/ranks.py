@@ -64,8 +64,8 @@ def _address(arrays: StepBuffers | StepInputs) -> int:
 class Followers:
     """Owns the processes of all ranks but the leader's."""
 
-    def __init__(self, config: EngineConfig, memory: SharedMemory) -> None:
-        """Start them. Raises RankError where the system cannot."""
+    def __init__(self, config: EngineConfig, memory: SharedMemory, descendants: tuple[int, ...] = ()) -> None:
+        """Start them; they inherit `descendants`. Raises RankError where the system cannot."""
         self._children: dict[int, Child] = {}
         self._loaded: dict[int, float] = {}
         self._ready: set[int] = set()
@@ -73,7 +73,7 @@ class Followers:
         for rank in config.topology.ranks[1:]:
             start = RankStart(config, rank.index, memory.fd)
             try:
-                self._children[rank.index] = Child(MODULE, start, shared=(memory.fd,))
+                self._children[rank.index] = Child(MODULE, start, shared=(memory.fd, *descendants))
             except OSError as error:
                 raise RankError(f"rank {rank.index} cannot be started ({error})") from None
             self._loaded[rank.index] = 0.0

@@ -178,6 +178,7 @@ FLAGS = (
         "Keep the weights as packed for the CPU kernels in ~/.cache/pypto-serving, for later starts.",
     ),
     Flag("num_threads", DEVICE, "N", "Threads that compute.", "one per CPU, fewer for small models"),
+    Flag("data_parallel_size", DEVICE, "N", "Replicas of the model; each has an equal share of CPUs.", alias="--dp"),
     Flag(
         "tensor_parallel_size",
         DEVICE,

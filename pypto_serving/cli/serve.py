@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pypto_serving.api.settings import ServingConfig
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.engine.async_engine import AsyncEngine
+    from pypto_serving.engine.replicas import Replicas
 
 app = typer.Typer(add_completion=False)
 logger = logging.getLogger("pypto_serving.api")
@@ -107,14 +108,14 @@ def _no_address(options: Options, server: ServerConfig) -> ConfigError:
 
 async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -> None:
     from pypto_serving.cli.progress import LoadProgress
-    from pypto_serving.engine.async_engine import AsyncEngine
+    from pypto_serving.engine.replicas import make_engine
 
     task = asyncio.current_task()
     assert task is not None
     for number in STOP_SIGNALS:  # until the HTTP server takes them over
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     progress = LoadProgress()
-    engine = AsyncEngine(resolved.engine, on_progress=progress)
+    engine = make_engine(resolved.engines, progress)
     await engine.start()  # the worker loads while this process imports the HTTP server
     try:
         await _serve_http(options, resolved.server, serving, engine, progress)
@@ -124,7 +125,7 @@ async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -
 
 
 async def _serve_http(
-    options: Options, server: ServerConfig, serving: ServingConfig, engine: AsyncEngine, progress: LoadProgress
+    options: Options, server: ServerConfig, serving: ServingConfig, engine: AsyncEngine | Replicas, progress: LoadProgress
 ) -> None:
     """Listen until told to stop, even while the worker loads; raise the error of an engine that gives up."""
     from pypto_serving.api.run import serve as listen
@@ -159,7 +160,7 @@ async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) 
 
 
 async def _announce(
-    server: ServerConfig, bound: asyncio.Future[int], engine: AsyncEngine, progress: LoadProgress, reading: Reading
+    server: ServerConfig, bound: asyncio.Future[int], engine: AsyncEngine | Replicas, progress: LoadProgress, reading: Reading
 ) -> None:
     """Print the line on stdout once the port is open and the worker is ready; then start the first reader of bodies."""
     port = await bound
@@ -173,8 +174,9 @@ async def _announce(
         "model": list(server.served_model_names),
         "ready_s": round(time.monotonic() - STARTED_S, 3),
     }
-    if engine.ready is not None and engine.ready.kv_events is not None:
-        line["kv_events"], line["kv_events_replay"] = engine.ready.kv_events
+    if endpoints := engine.kv_events:
+        events, replays = (list(each) for each in zip(*endpoints, strict=True))
+        line["kv_events"], line["kv_events_replay"] = (events, replays) if len(events) > 1 else endpoints[0]
     try:
         typer.echo(json.dumps(line))
     except OSError as error:

@@ -55,7 +55,7 @@ def open_publisher(config: EngineConfig) -> EventPublisher | None:
         return None
     from pypto_serving.engine.events import EventPublisher
 
-    return EventPublisher(config.groups, config.kv_events, config.kv_events_replay)
+    return EventPublisher(config.groups, config.kv_events, config.kv_events_replay, config.replica)
 
 
 def main() -> int:

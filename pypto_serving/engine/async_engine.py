@@ -337,6 +337,11 @@ class AsyncEngine:
 
     # Health.
 
+    @property
+    def kv_events(self) -> list[tuple[str, str]]:
+        """The endpoints of KV events and of their replay, once a worker is ready; none if they are off."""
+        return [self.ready.kv_events] if self.ready is not None and self.ready.kv_events is not None else []
+
     def health(self) -> Health:
         """Return whether requests make progress: 'loading', 'ready', 'stalled', 'silent' or 'dead'."""
         now_s, faults, stats = time.monotonic(), self.config.faults, self.stats

@@ -54,9 +54,9 @@ def block_hash(key: bytes) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def encode_batch(events: Sequence[EventMap], time_s: float) -> bytes:
-    """Encode one batch of data parallel rank 0. `time_s` is in seconds since the epoch."""
-    return msgspec.msgpack.encode((time_s, events, 0))
+def encode_batch(events: Sequence[EventMap], time_s: float, replica: int) -> bytes:
+    """Encode one batch of a replica. `time_s` is in seconds since the epoch."""
+    return msgspec.msgpack.encode((time_s, events, replica))
 
 
 class EventWriter:

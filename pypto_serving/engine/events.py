@@ -42,10 +42,16 @@ class EventPublisher:
     """
 
     def __init__(
-        self, groups: Sequence[KVCacheGroupSpec], endpoint: str, replay_endpoint: str, first_number: int | None = None
+        self,
+        groups: Sequence[KVCacheGroupSpec],
+        endpoint: str,
+        replay_endpoint: str,
+        replica: int = 0,
+        first_number: int | None = None,
     ) -> None:
         """Bind both sockets and start the thread. Raises ConfigError if an endpoint cannot be bound."""
         self._writer = EventWriter(groups)
+        self._replica = replica
         self._number = time.time_ns() // 1000 if first_number is None else first_number
         self._epoch_s = time.time() - time.monotonic()
         self._history: deque[tuple[int, bytes]] = deque()
@@ -125,7 +131,7 @@ class EventPublisher:
         maps = self._writer.write(events)
         if not maps:
             return
-        batch = encode_batch(maps, time_s)
+        batch = encode_batch(maps, time_s, self._replica)
         self._pub.send_multipart((TOPIC, self._number.to_bytes(8, "big"), batch))
         self._history.append((self._number, batch))
         self._history_bytes += len(batch)

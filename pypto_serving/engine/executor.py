@@ -14,7 +14,7 @@ import msgspec
 
 from pypto_serving.engine.deaths import Deaths
 from pypto_serving.errors import EXIT_ENGINE, EXIT_MODEL, EXIT_USAGE
-from pypto_serving.ipc import Child, ChildFault, ChildProgress, SocketChannel
+from pypto_serving.ipc import Child, ChildFault, ChildProgress, Descendants, SocketChannel
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import WorkerStart
 from pypto_serving.types.step import FromWorker, StepPlan, StepResult, StopWorker, WorkerHello
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 SILENT_BEATS = 10
 HELD_UP_BEATS = 3
 STOP_PATIENCE_S = 1.0
+RANK_PATIENCE_S = 60.0
+"""Longest wait for the ranks of a worker that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,10 @@ class ProcessExecutor:
     - loading shows no progress for `load_timeout_s`;
     - the core has it replaced.
 
-    Waits between lives double until a step is completed; `Deaths` says how many lives there are. Each worker inherits
-    the file descriptors `inherited`. Call `poll` at least once per heartbeat. A gap of more than HELD_UP_BEATS
-    heartbeats means that this process was stopped itself; then a worker's silence proves nothing.
+    Waits between lives double until a step is completed; `Deaths` says how many lives there are. The next one starts
+    when all ranks of the last have ended. Each worker inherits the file descriptors `inherited`. Call `poll` at least
+    once per heartbeat. A gap of more than HELD_UP_BEATS heartbeats means that this process was stopped itself; then a
+    worker's silence proves nothing.
     """
 
     def __init__(self, config: EngineConfig, inherited: tuple[int, ...] = ()) -> None:
@@ -99,6 +102,7 @@ class ProcessExecutor:
         self._child: Child | None = None
         self._channel: SocketChannel[FromWorker] | None = None
         self._transfers: SocketChannel[TransferReport] | None = None
+        self._descendants: Descendants | None = None
         self._host_memory = HostMemory(config)
         self._up = False
         self._gave_up = False
@@ -118,7 +122,7 @@ class ProcessExecutor:
         if self._gave_up:
             return []
         if self._child is None:
-            if now_s >= self._restart_s:
+            if now_s >= self._restart_s and self._ranks_ended():
                 self._start()
             return []
         events = self._listen()
@@ -131,11 +135,23 @@ class ProcessExecutor:
         self.epoch += 1
         self._channel, end = SocketChannel.pair(FromWorker)
         self._transfers, transfers_end = SocketChannel.pair(TransferReport)
-        memory, shared = self._host_memory, (*self._host_memory.shared, *self._inherited)
-        start = WorkerStart(self.config, end.fileno(), transfers_end.fileno(), memory.fd, self.epoch, self._left_out)
-        self._child = Child(self.config.worker_module, start, end, transfers_end, shared=shared)
+        self._descendants = Descendants()
+        memory, ends = self._host_memory, (end, transfers_end, self._descendants.end)
+        channel, transfers, own = (end.fileno() for end in ends)
+        descendants = (own, *self._inherited)
+        start = WorkerStart(self.config, channel, transfers, memory.fd, descendants, self.epoch, self._left_out)
+        self._child = Child(self.config.worker_module, start, *ends, shared=(*memory.shared, *self._inherited))
         self._heard_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
+
+    def _ranks_ended(self) -> bool:
+        """Return True once the ranks of the last worker have ended: until then they have its memory."""
+        if self._descendants is not None:
+            if not self._descendants.ended() and self._now_s < self._restart_s + RANK_PATIENCE_S:
+                return False
+            self._descendants.close()
+            self._descendants = None
+        return True
 
     def _listen(self) -> list[Event]:
         assert self._child is not None and self._channel is not None and self._transfers is not None
@@ -228,6 +244,8 @@ class ProcessExecutor:
         if self._channel is not None:
             self._channel.send(StopWorker())
         self._close(STOP_PATIENCE_S)
+        if self._descendants is not None:
+            self._descendants.close()
         self._gave_up = True
 
     def wait(self, api: SocketChannel[Any], timeout_s: float) -> None:
@@ -239,8 +257,10 @@ class ProcessExecutor:
             poller.register(channel.socket, channel.events)
         if self._child is not None:
             poller.register(self._child.pipe, select.POLLIN)
-        elif not self._gave_up:
-            timeout_s = min(timeout_s, max(0.0, self._restart_s - self._now_s))
+        elif not self._gave_up and self._now_s < self._restart_s:
+            timeout_s = min(timeout_s, self._restart_s - self._now_s)
+        elif not self._gave_up and self._descendants is not None:
+            poller.register(self._descendants.ours, select.POLLIN)
         poller.poll(math.ceil(timeout_s * 1000))
         for channel in channels:
             channel.flush()

@@ -24,15 +24,21 @@ from pypto_serving.util import counted
 log = logging.getLogger(__name__)
 
 
+OnProgress = Callable[[str, int, int], None]
+
+
+def make_engine(configs: Sequence[EngineConfig], on_progress: OnProgress | None = None) -> AsyncEngine | Replicas:
+    """Make the engine of a server: one, or data-parallel replicas."""
+    return AsyncEngine(configs[0], on_progress) if len(configs) == 1 else Replicas(configs, on_progress)
+
+
 class Replicas:
     """Owns the engines of data-parallel replicas, and the router. Lives in one event loop. Implements EngineClient.
 
     A replica whose core is being replaced, or that gave up, is passed over. The server ends when all gave up.
     """
 
-    def __init__(
-        self, configs: Sequence[EngineConfig], on_progress: Callable[[str, int, int], None] | None = None
-    ) -> None:
+    def __init__(self, configs: Sequence[EngineConfig], on_progress: OnProgress | None = None) -> None:
         self.engines = [
             AsyncEngine(config, on_progress if index == 0 else None) for index, config in enumerate(configs)
         ]
@@ -154,6 +160,11 @@ class Replicas:
             self._router.finish(request_id)
 
     # Views.
+
+    @property
+    def kv_events(self) -> list[tuple[str, str]]:
+        """The endpoints of KV events and of their replay, of each replica that publishes them."""
+        return [endpoints for engine in self.engines for endpoints in engine.kv_events]
 
     @property
     def on_stats(self) -> Callable[[StepStats], None]:

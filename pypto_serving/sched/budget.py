@@ -6,6 +6,7 @@ from pypto_serving.sched import scoring
 from pypto_serving.sched.request import Request
 from pypto_serving.sched.step import Step
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.util import ceil_div
 
 
 def chunk(config: EngineConfig, step: Step, request: Request, missing: int) -> int:
@@ -32,6 +33,11 @@ def prompt_share(config: EngineConfig, step: Step, head: Request | None) -> int:
     if not config.enable_chunked_prefill:
         return head.num_tokens if step.step_id % 2 else 0
     return min(step.budget - 1, max(config.traits.chunk_tokens, step.budget // 8))
+
+
+def decode_share(config: EngineConfig, num_running: int) -> int:
+    """Return the most decodes of one step: in a pipeline, an equal part, so that no stage runs dry."""
+    return ceil_div(num_running, config.traits.stages)
 
 
 def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:

@@ -32,7 +32,7 @@ class Places:
     def __init__(self, config: EngineConfig, kv: KVCacheManager) -> None:
         self._kv = kv
         self._max_model_len = config.max_model_len
-        self._samples_on_device = config.traits.samples_on_device
+        self._traits = config.traits
         self._num_arrived = 0
         self._deadlines = Deadlines()
         self.requests: dict[str, Request] = {}
@@ -47,7 +47,7 @@ class Places:
     def enter(self, source: EngineRequest) -> None:
         """Queue a new request."""
         self._num_arrived += 1
-        request = Request(source, self._num_arrived, self._max_model_len, self._samples_on_device)
+        request = Request(source, self._num_arrived, self._max_model_len, self._traits)
         self.requests[request.id] = request
         if self.shares is not None:
             self.shares.enter(request)

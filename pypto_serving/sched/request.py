@@ -9,6 +9,7 @@ import numpy as np
 
 from pypto_serving.types.request import EngineRequest, Timeline
 from pypto_serving.types.sampling import RowSampling
+from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 
 LOWEST_TEMPERATURE = 1e-5
@@ -43,8 +44,8 @@ class Request:
     - `life`: how often the request left its row; results of an earlier life are dropped.
     - `num_cached_tokens`: tokens cached when the request first started, -1 before that.
     - `has_guide`: a guide tells what may follow the last token.
-    - `plans_ahead`: steps are planned while others are in flight. A device that samples needs what a guide tells before
-      the step, so the last token must be known then.
+    - `plans_ahead`: a token is scheduled while it is being sampled. Not in a pipeline, which would wait for it, and not
+      where a device that samples needs what a guide tells about it.
     """
 
     __slots__ = (
@@ -73,7 +74,7 @@ class Request:
     )
 
     def __init__(
-        self, source: EngineRequest, arrival_order: int, max_model_len: int, samples_on_device: bool = False
+        self, source: EngineRequest, arrival_order: int, max_model_len: int, traits: BackendTraits = BackendTraits()
     ) -> None:
         self.source = source
         self.id = source.request_id
@@ -85,7 +86,7 @@ class Request:
         self.num_computable = self.max_tokens - (limit != 0)
         self.num_unscored = 0 if source.params.prompt_logprobs is None else self.prompt_len - 1
         self.has_guide = source.params.guide is not None
-        self.plans_ahead = not (self.has_guide and samples_on_device)
+        self.plans_ahead = traits.stages == 1 and not (self.has_guide and traits.samples_on_device)
         self.status = Status.WAITING
         self.life = 0
         self.row = -1

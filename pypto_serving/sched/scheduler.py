@@ -92,7 +92,9 @@ class Scheduler:
 
         Decodes get again what prompts leave of the budget, and drafts what is left when every decode has its own token.
         """
-        decodes, prompts = decodes_and_prompts(self._places.running.values())
+        running = self._places.running
+        decodes, prompts = decodes_and_prompts(running.values())
+        del decodes[budget.decode_share(self.config, len(running)) :]
         head = self._places.waiting.peek() if self._places.rows else None
         if prompts and (head is None or prompts[0].order < head.order):
             head = prompts[0]

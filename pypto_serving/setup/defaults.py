@@ -39,6 +39,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "kv_events": False,
         "backend": next(iter(BACKEND_DEFAULTS)),
         "packed_cache": False,
+        "data_parallel_size": 1,
         "tensor_parallel_size": default_of(Topology, "tensor"),
         "pipeline_parallel_size": default_of(Topology, "pipeline"),
         "expert_parallel_size": default_of(Topology, "expert"),

@@ -9,8 +9,11 @@ from pypto_serving.setup.settings import Settings
 from pypto_serving.types.config import EngineConfig, ServerConfig
 
 
-def choose_events(settings: Settings) -> tuple[str, str]:
-    """Choose the endpoints of KV events and of their replay, empty for none; replay is at the next port by default."""
+def choose_events(settings: Settings, num_replicas: int) -> tuple[str, str]:
+    """Choose the endpoints of KV events and of their replay for the first replica, empty for none.
+
+    Others have the ports behind it. Replays are behind the events of all by default.
+    """
     options = settings.options
     endpoint, replay = options.kv_events or "", options.kv_events_replay or ""
     if replay and not endpoint:
@@ -22,18 +25,28 @@ def choose_events(settings: Settings) -> tuple[str, str]:
     settings.pick_fixed("kv_events")
     reason = settings.origin_or("kv_events_replay", "beside kv-events" if endpoint else "default")
     if endpoint and not replay:
-        replay = _next_port(endpoint)
+        replay = _beside(endpoint, num_replicas)
         if not replay:
             beside = options.label("kv_events_replay", beside="kv_events")
             raise ConfigError(f"{options.label('kv_events')} is {endpoint}, so give {beside} as well")
-    elif replay and _clash(replay, endpoint):
+    elif replay and _clash_of_replicas(replay, endpoint, num_replicas):
         raise _taken(options, "kv_events_replay", replay, options.label("kv_events"))
     settings.record("kv_events_replay", replay or False, reason)
     return endpoint, replay
 
 
+def endpoint_of(endpoint: str, index: int) -> str:
+    """Return the endpoint of replica `index`, where that of the first is `endpoint`; empty for none."""
+    if not endpoint or index == 0 or _is_free_port(endpoint):
+        return endpoint
+    if endpoint.startswith("ipc:"):
+        return f"{endpoint}.{index}"
+    address, _, port = endpoint.rpartition(":")
+    return f"{address}:{int(port) + index}"
+
+
 def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) -> None:
-    """Raise ConfigError if KV events or their replay would take the port of the HTTP server."""
+    """Raise ConfigError if KV events of a replica, or their replay, would take the port of the HTTP server."""
     http = f"tcp://{f'[{server.host}]' if ':' in server.host else server.host}:{server.port}"
     for name in ("kv_events", "kv_events_replay"):
         if _clash(getattr(engine, name), http):
@@ -42,6 +55,12 @@ def check_ports(options: Options, engine: EngineConfig, server: ServerConfig) ->
 
 def _taken(options: Options, name: str, endpoint: str, other: str) -> ConfigError:
     return ConfigError(f"{options.label(name)} is {endpoint}, where {other} listens too; give another")
+
+
+def _clash_of_replicas(one: str, other: str, count: int) -> bool:
+    """Return whether endpoints of `count` replicas, the first at `one` and `other`, cannot all be bound."""
+    indices = range(count)
+    return any(_clash(endpoint_of(one, i), endpoint_of(other, j)) for i in indices for j in indices)
 
 
 def _clash(one: str, other: str) -> bool:
@@ -66,11 +85,11 @@ def _is_free_port(endpoint: str) -> bool:
     return endpoint.startswith("tcp:") and endpoint.rpartition(":")[2] in ("*", "0")
 
 
-def _next_port(endpoint: str) -> str:
-    """Return the endpoint beside `endpoint`, empty if that has the last port."""
+def _beside(endpoint: str, num_replicas: int) -> str:
+    """Return the endpoint of replays for events at `endpoint`, empty if there are not ports enough."""
     address, _, port = endpoint.rpartition(":")
     if endpoint.startswith("ipc:"):
         return endpoint + ".replay"
     if _is_free_port(endpoint):
         return endpoint
-    return "" if int(port) == MAX_PORT else f"{address}:{int(port) + 1}"
+    return "" if int(port) + 2 * num_replicas - 1 > MAX_PORT else f"{address}:{int(port) + num_replicas}"

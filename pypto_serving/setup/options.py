@@ -15,6 +15,7 @@ from pypto_serving.util import brief
 
 ALIASES = {
     "device": "backend",
+    "dp": "data_parallel_size",
     "tp": "tensor_parallel_size",
     "pp": "pipeline_parallel_size",
     "ep": "expert_parallel_size",
@@ -49,6 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str | None = None
     packed_cache: bool | None = None
     num_threads: int | None = None
+    data_parallel_size: int | None = None
     tensor_parallel_size: int | str | None = None
     pipeline_parallel_size: int | None = None
     expert_parallel_size: int | None = None

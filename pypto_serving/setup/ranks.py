@@ -100,13 +100,13 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def choose_placements(
-    settings: Settings, topology: Topology, host: HostFacts, num_threads: int
+    settings: Settings, num_ranks: int, host: HostFacts, num_threads: int
 ) -> tuple[Placement, ...]:
-    """Place the ranks on the machine's NUMA nodes; one rank alone may run anywhere."""
-    if topology.num_ranks == 1:
+    """Place the ranks of all replicas on the machine's NUMA nodes; one rank alone may run anywhere."""
+    if num_ranks == 1:
         return ()
-    if topology.num_ranks > host.num_cpus:
+    if num_ranks > host.num_cpus:
         settings.warnings.append(
-            f"{topology.num_ranks} ranks have {counted(host.num_cpus, 'CPU')}: those that share one wait for each other"
+            f"{num_ranks} ranks have {counted(host.num_cpus, 'CPU')}: those that share one wait for each other"
         )
-    return place_ranks(host.nodes, topology.num_ranks, num_threads)
+    return place_ranks(host.nodes, num_ranks, num_threads)

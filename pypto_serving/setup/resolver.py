@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from pypto_serving.setup.options import ENVIRONMENT, Options
 from pypto_serving.setup.precision import choose_precision
 from pypto_serving.setup.rank_plan import RankPlan, plan_ranks
 from pypto_serving.setup.ranks import choose_placements, choose_topology
+from pypto_serving.setup.replicas import host_share, replicate
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import options_named
@@ -35,15 +36,21 @@ from pypto_serving.util import format_size
 class Resolved(msgspec.Struct, frozen=True, kw_only=True):
     """A resolved configuration, before anything is loaded.
 
+    engines: one for each data-parallel replica; memory, ranks: those of the first.
     ranks: parts of the memory plan, where there are several ranks; warnings: lines for the user.
     """
 
-    engine: EngineConfig
+    engines: tuple[EngineConfig, ...]
     server: ServerConfig
     settings: tuple[Setting, ...]
     memory: MemoryPlan
     ranks: tuple[RankPlan, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The configuration of the first replica; others differ in where they run, store and publish."""
+        return self.engines[0]
 
 
 def resolve(
@@ -56,6 +63,8 @@ def resolve(
     Raises ConfigError, in one line that names the option to change, for values that cannot work together.
     """
     settings = Settings(options, defaults)
+    num_replicas = settings.pick_fixed("data_parallel_size")
+    machine, host = host, host_share(host, num_replicas)
     name = settings.pick_fixed("backend")
     backend = BACKEND_DEFAULTS[name]
     kernels, model = _as_served(settings, model, host, backend)
@@ -78,24 +87,25 @@ def resolve(
             packed_cache=choose_packed_cache(settings, host, kernels),
             num_threads=num_threads,
             topology=topology,
-            placements=choose_placements(settings, topology, host, num_threads),
             tiers=tiers,
             kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
             **choose_precision(settings, model, kernels),
             **_model(settings, model),
             **_batching(settings, name, planner.step_tokens(model_len)),
-            **_events(settings),
+            **_events(settings, num_replicas),
             **_process(settings),
         )
+    placements = choose_placements(settings, topology.num_ranks * num_replicas, machine, num_threads * num_replicas)
+    engines = replicate(engine, num_replicas, placements)
     server = _server(settings, model)
     if serves:
-        _check_server(settings, engine, server)
+        _check_server(settings, engines, server)
     return Resolved(
-        engine=engine,
+        engines=engines,
         server=server,
         settings=settings.in_order(),
         memory=_with_tiers(memory, model, tiers),
-        ranks=plan_ranks(engine, model, memory, planner.follower_bytes(model_len)),
+        ranks=plan_ranks(engines[0], model, memory, planner.follower_bytes(model_len)),
         warnings=tuple(settings.warnings),
     )
 
@@ -162,8 +172,8 @@ def _batching(settings: Settings, backend: str, step_tokens: int) -> dict[str, A
     }
 
 
-def _events(settings: Settings) -> dict[str, Any]:
-    endpoint, replay = choose_events(settings)
+def _events(settings: Settings, num_replicas: int) -> dict[str, Any]:
+    endpoint, replay = choose_events(settings, num_replicas)
     return {"kv_events": endpoint, "kv_events_replay": replay}
 
 
@@ -205,10 +215,11 @@ def _server(settings: Settings, model: ModelSpec) -> ServerConfig:
     )
 
 
-def _check_server(settings: Settings, engine: EngineConfig, server: ServerConfig) -> None:
+def _check_server(settings: Settings, engines: Sequence[EngineConfig], server: ServerConfig) -> None:
     """Refuse ports that are taken twice, and warn of a server that is open to others."""
     options = settings.options
-    check_ports(options, engine, server)
+    for engine in engines:
+        check_ports(options, engine, server)
     if not server.api_key and not is_loopback(server.host):
         settings.warnings.append(
             f"{options.label('host')} is {server.host} and there is no API key, so whoever reaches this machine may "

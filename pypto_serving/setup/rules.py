@@ -294,6 +294,7 @@ RULES: dict[str, Rule] = {
     "kernels": Choice(KERNELS),
     "packed_cache": Switch(),
     "num_threads": Whole(1, 1024),
+    "data_parallel_size": Whole(1, MAX_RANKS),
     "tensor_parallel_size": WholeOrAuto(1, MAX_RANKS),
     "pipeline_parallel_size": Whole(1, MAX_RANKS),
     "expert_parallel_size": Whole(1, MAX_RANKS),

@@ -68,6 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     activations: what activations become before they are multiplied by 4-bit codes.
     head: what the output layer is served in.
     kernels: instruction set of the CPU kernels, or torch; empty for the best that the machine runs.
+    replica: index of the data-parallel replica.
     topology: the ranks that the model is split over.
     placements: where each rank runs; empty for one that may run anywhere.
     cache_dir: folder for digests of weights; empty for none.
@@ -99,6 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     seed: int = 0
     num_threads: int = 0
+    replica: int = 0
     topology: Topology = Topology()
     placements: tuple[Placement, ...] = ()
     activations: Activations = "int8"

@@ -12,13 +12,14 @@ class WorkerStart(msgspec.Struct, frozen=True):
     """What a worker needs to start. `epoch` numbers this worker life, in which the tiers `left_out` are not used.
 
     Inherited file descriptors: `channel` to the core for steps, `transfers` to the core for transfers, `host_memory`
-    of the host tier (-1 without one).
+    of the host tier (-1 without one), and `descendants`, which the ranks that follow the worker inherit too.
     """
 
     config: EngineConfig
     channel: int
     transfers: int
     host_memory: int
+    descendants: tuple[int, ...]
     epoch: int
     left_out: tuple[Tier, ...] = ()
 

@@ -126,6 +126,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     | max_logprobs      | top log-probabilities that it can return for a token; -1 returns none                  |
     | adjusts_logits    | a device that samples applies LogitAdjustments                                         |
     | max_drafts        | draft tokens that it verifies for a row in one step                                    |
+    | stages            | steps that a pipeline computes at once; a row decodes in one of them at a time         |
     """
 
     mixed_steps: bool = True
@@ -136,6 +137,7 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     max_logprobs: int = MAX_LOGPROBS
     adjusts_logits: bool = True
     max_drafts: int = 0
+    stages: int = 1
 
     def __post_init__(self) -> None:
         rows = self.padded_rows
@@ -143,6 +145,8 @@ class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             raise ConfigError(f"padded_rows is {rows}, but must ascend from at least 1")
         if self.chunk_tokens < 1:
             raise ConfigError(f"chunk_tokens is {self.chunk_tokens}, but must be at least 1")
+        if self.stages < 1:
+            raise ConfigError(f"stages is {self.stages}, but must be at least 1")
 
 
 class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -168,8 +172,8 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def held_steps(self) -> int:
-        """Most steps that the program holds at once: 1 if the host samples, since it needs each step's logits."""
-        return self.depth if self.traits.samples_on_device else 1
+        """Most steps that the program holds at once: one in each stage if the host samples, which needs their logits."""
+        return self.depth if self.traits.samples_on_device else min(self.depth, self.traits.stages)
 
     @property
     def held_dispatches(self) -> int:

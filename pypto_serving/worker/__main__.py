@@ -35,6 +35,7 @@ def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
         level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s worker: %(message)s", datefmt="%H:%M:%S"
     )
     backend: Backend = BACKENDS.load(start.config.backend)(start.config)
+    backend.descendants = start.descendants
     buffers = backend.allocate()
     program = backend.prepare(parent.progress)
     backend.watch(parent.fault)

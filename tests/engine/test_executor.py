@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from pypto_serving.engine.executor import SILENT_BEATS, ChildProgress, Event, ProcessExecutor, WorkerDown
@@ -61,6 +62,28 @@ def test_a_worker_that_is_silent_for_long_is_lost(executor: ProcessExecutor) -> 
     assert beats(executor, clock, SILENT_BEATS - 1) == []
     (event,) = beats(executor, clock, 2)
     assert isinstance(event, WorkerDown) and "silent" in event.reason
+
+
+def test_the_next_worker_waits_for_the_ranks_of_the_last() -> None:
+    options = {"faults": {"1": ["leave", 0]}}
+    config = null_config(
+        num_blocks=20, faults=FAULTS, depth=1, worker_module="tests.faulty_worker", backend_options=options
+    )
+    executor, clock = ProcessExecutor(config), Clock()
+    try:
+        worker = greeted(executor, clock)
+        (rank,) = psutil.Process(worker).children()
+        os.kill(worker, signal.SIGKILL)
+        while not any(isinstance(event, WorkerDown) for event in executor.poll(clock.now_s)):
+            pass
+        for _ in range(10):
+            executor.poll(clock.after(1.0))
+        assert executor.epoch == 1
+        rank.kill()
+        while executor.epoch == 1:
+            executor.poll(clock.now_s)
+    finally:
+        executor.stop()
 
 
 def test_silence_while_the_core_itself_was_stopped_proves_nothing(executor: ProcessExecutor) -> None:

@@ -105,8 +105,8 @@ def test_a_closed_engine_leaves_no_thread() -> None:
 def assert_leaves_nothing(live: Callable[[], None]) -> None:
     """Where each life left a cache line or more, every round of lives would grow the process by pages."""
     sizes = []
-    for _ in range(4):
-        for _ in range(80):
+    for _ in range(6):
+        for _ in range(100):
             live()
         gc.collect()
         sizes.append(resident_bytes())

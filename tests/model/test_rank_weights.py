@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pypto_serving.model.deepseek_v4.released import FLASH
+from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import model_family
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.model import ModelSpec
@@ -26,14 +27,15 @@ QWEN3: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 EXPERTS = {"model_type": "qwen3_moe", "moe_intermediate_size": 768, "num_experts": 128, "tie_word_embeddings": False}
-NORMS = 3 * (2 * 2048 + 2 * 128) + 2048
+NORMS = 4 * (3 * (2 * 2048 + 2 * 128) + 2048)
+"""Bytes, in float32."""
 TABLE = 151936 * 2048
 
 
 def spec_of(architecture: str, raw: dict[str, Any]) -> ModelSpec:
     family = model_family(architecture)
     config = family.parse(raw, "config.json")
-    return family.spec(config, "m", architecture, "bfloat16", 32, "auto", "auto", {})
+    return family.spec(config, Serving(dtype="bfloat16"), {})
 
 
 def held(spec: ModelSpec, topology: Topology) -> list[int]:
@@ -57,25 +59,25 @@ def test_one_rank_has_all_weights(name: str) -> None:
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_ranks_repeat_norms_only(tensor: int) -> None:
     sizes = held(SPECS["dense"], Topology(tensor=tensor))
-    assert sum(sizes) == SPECS["dense"].packed_bytes + (tensor - 1) * 2 * NORMS
+    assert sum(sizes) == SPECS["dense"].packed_bytes + (tensor - 1) * NORMS
     assert max(sizes) == min(sizes)
 
 
 def test_ranks_that_share_a_kv_head_have_it_twice() -> None:
-    keys = 3 * 2 * (4 * 128) * (2048 + 1)
-    assert sum(held(SPECS["dense"], Topology(tensor=8))) == SPECS["dense"].packed_bytes + 7 * 2 * NORMS + 2 * keys
+    keys = 3 * 2 * (4 * 128) * (2 * 2048 + 4)
+    assert sum(held(SPECS["dense"], Topology(tensor=8))) == SPECS["dense"].packed_bytes + 7 * NORMS + keys
 
 
 def test_ranks_repeat_routers() -> None:
-    repeated = NORMS + 3 * 128 * 2048
+    repeated = NORMS + 2 * 3 * 128 * 2048
     for topology in (Topology(tensor=4), Topology(tensor=4, expert=4), Topology(tensor=4, expert=2)):
-        assert sum(held(SPECS["experts"], topology)) == SPECS["experts"].packed_bytes + 3 * 2 * repeated
+        assert sum(held(SPECS["experts"], topology)) == SPECS["experts"].packed_bytes + 3 * repeated
 
 
 def test_stages_have_their_layers_and_a_tied_table_twice() -> None:
     first, middle, last = held(SPECS["untied"], Topology(pipeline=3))
     assert first + middle + last == SPECS["untied"].packed_bytes
-    assert first - middle == 2 * TABLE and last - middle == 2 * TABLE + 2 * 2048
+    assert first - middle == 2 * TABLE and last - middle == 2 * TABLE + 4 * 2048
     assert sum(held(SPECS["dense"], Topology(pipeline=3))) == SPECS["dense"].packed_bytes + 2 * TABLE
 
 

@@ -42,6 +42,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kv_store": ("through", "eviction"),
     "fails_on": (-1, 7),
     "budget": (64, 16),
+    "stages": (1, 2, 3),
 }
 Shape = Mapping[str, Any]
 
@@ -86,7 +87,7 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
         slots = tuple(4 * count for count in num_slots)
         tiers.append(TierConfig(tier="disk", size_bytes=1 << 30, num_slots=slots, place=str(disk)))
     max_drafts = shape["num_drafts"] + shape["spare_drafts"]
-    names = ("samples_on_device", "mixed_steps", "padded_rows", "chunk_tokens", "page_tokens")
+    names = ("samples_on_device", "mixed_steps", "padded_rows", "chunk_tokens", "page_tokens", "stages")
     config = null_config(
         groups,
         num_blocks,
@@ -224,8 +225,10 @@ def must_happen(shape: Shape) -> set[str]:
     wanted |= {"unsampled"} | (set() if shape["samples_on_device"] else {"scored"})
     if shape["samples_on_device"]:
         wanted |= {"random", "biased", "masked", "banned", "penalized", "bad_words", "logprobs"}
-        wanted |= {"pending"} if shape["depth"] > 1 else set()
-        wanted |= {"moved"} if shape["depth"] > 1 and shape["num_drafts"] else set()
+        wanted |= {"pending"} if shape["depth"] > 1 and shape["stages"] == 1 else set()
+        wanted |= {"moved"} if shape["depth"] > 1 and shape["num_drafts"] and shape["stages"] == 1 else set()
+    elif shape["depth"] > 1 and shape["stages"] > 1:
+        wanted |= {"overlapping"}
     return wanted
 
 
@@ -266,6 +269,7 @@ DEVICES: dict[str, Shape] = {
     "a captured graph": {"padded_rows": (1, 2, 4, 6), "samples_on_device": True, "device_memory": True, "depth": 3},
     "a model that drafts": {"num_drafts": 3, "samples_on_device": True, "depth": 2},
     "a host that drafts": {"num_drafts": 2, "depth": 2},
+    "a pipeline": {"stages": 3, "depth": 3},
 }
 
 

@@ -127,6 +127,7 @@ class NullProgram:
         self.counts[inputs.kind] += 1
         self.counts["padded_rows"] += len(inputs.rows) - inputs.num_rows
         self.counts["pending"] += len(inputs.pending)
+        self.counts["overlapping"] += len(self._held) > 1 and not traits.samples_on_device
 
     def _check_chunks(self, inputs: StepInputs, counts: Int32Array) -> None:
         """Require that a chunk is a multiple of `chunk_tokens`, except the last one of a prompt."""

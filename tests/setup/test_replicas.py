@@ -1,0 +1,65 @@
+"""Replicas: their shares of the machine, and what each has of its own."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.parallel.placement import NumaNode
+from tests.setup.small import HOST, WITH_KERNELS, make_resolved, setting
+
+FOUR_CPUS = msgspec.structs.replace(HOST, num_cpus=4, nodes=(NumaNode(0, (0, 1)), NumaNode(1, (2, 3))))
+
+
+def test_one_replica_by_default() -> None:
+    resolved = make_resolved()
+    assert resolved.engines == (resolved.engine,) and resolved.engine.replica == 0
+    assert setting(resolved, "data-parallel-size") == (1, "default")
+
+
+def test_replicas_share_cpus_and_memory() -> None:
+    one, resolved = make_resolved(None, FOUR_CPUS), make_resolved(None, FOUR_CPUS, data_parallel_size=2)
+    assert [engine.placement(0).cpus for engine in resolved.engines] == [(0, 1), (2, 3)]
+    assert [engine.placement(0).num_threads for engine in resolved.engines] == [2, 2]
+    assert [engine.replica for engine in resolved.engines] == [0, 1]
+    assert resolved.memory.kv_bytes < one.memory.kv_bytes / 2
+
+
+def test_sizes_that_are_given_are_those_of_each() -> None:
+    resolved = make_resolved(None, FOUR_CPUS, data_parallel_size=2, kv_memory="64MiB", max_num_seqs=7)
+    assert len({engine.num_blocks for engine in resolved.engines}) == 1
+    assert resolved.engine.num_blocks == make_resolved(kv_memory="64MiB", max_num_seqs=7).engine.num_blocks
+    assert resolved.engine.max_num_seqs == 7
+
+
+def test_more_replicas_than_cpus_are_warned_of() -> None:
+    (warning,) = make_resolved(None, FOUR_CPUS, data_parallel_size=5).warnings
+    assert warning.startswith("5 ranks have 4 CPUs")
+
+
+def test_each_replica_has_its_own_folder_and_ports() -> None:
+    resolved = make_resolved(
+        None, WITH_KERNELS, data_parallel_size=3, kv_disk="/kv", kv_disk_size="1GiB", kv_events="tcp://127.0.0.1:5557"
+    )
+    assert [engine.tiers[0].place for engine in resolved.engines] == ["/kv", "/kv/replica-1", "/kv/replica-2"]
+    assert [engine.kv_events for engine in resolved.engines] == [f"tcp://127.0.0.1:{port}" for port in (5557, 5558, 5559)]
+    assert [engine.kv_events_replay[-4:] for engine in resolved.engines] == ["5560", "5561", "5562"]
+
+
+def test_local_endpoints_are_numbered() -> None:
+    resolved = make_resolved(data_parallel_size=2, kv_events="ipc:///run/kv")
+    assert [engine.kv_events for engine in resolved.engines] == ["ipc:///run/kv", "ipc:///run/kv.1"]
+    assert [engine.kv_events_replay for engine in resolved.engines] == ["ipc:///run/kv.replay", "ipc:///run/kv.replay.1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_events_replay": "tcp://127.0.0.1:5558"}, "--kv-events-replay is tcp://127.0.0.1:5558, where --kv-events"),
+        ({"port": 5558}, "--kv-events is tcp://127.0.0.1:5558, where --port"),
+    ],
+)
+def test_ports_of_replicas_that_clash_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_resolved(data_parallel_size=2, kv_events="tcp://127.0.0.1:5557", **options)
