@@ -1,10 +1,12 @@
 #include "following.h"
 
+#include <cstring>
+
 namespace pypto {
 
-Step StepArrays::step(int32_t tokens, int32_t rows, int32_t logits) const {
+Step StepArrays::step(int32_t tokens, int32_t rows, int32_t logits, int32_t slot) const {
   Step step;
-  step.tokens = tokens, step.rows = rows, step.logits = logits;
+  step.tokens = tokens, step.rows = rows, step.logits = logits, step.slot = slot;
   step.token_ids = token_ids, step.positions = positions, step.query_start = query_start;
   step.context_lens = context_lens, step.logits_rows = logits_rows, step.groups = groups;
   return step;
@@ -15,11 +17,21 @@ void Board::publish(const Order& order) {
   published.advance();
 }
 
+void pass(const Pass& op, const Step& step, Member& member) {
+  const int64_t floats = count(step, op.rows) * op.width;
+  const int64_t first = floats * op.part / op.parts, last = floats * (op.part + 1) / op.parts;
+  const float* from = op.from + step.slot * op.from_slot + first;
+  float* to = op.to + step.slot * op.to_slot + first;
+  for (Share share(member, last - first, 4096); share.next();)
+    std::memcpy(to + share.begin, from + share.begin, (share.end - share.begin) * sizeof(float));
+}
+
 bool follow(Recording& recording, Board& board, const StepArrays* buffers) {
   for (uint32_t count = 1; board.published.await(count); count++) {
     const Order order = board.orders[(count - 1) % Board::kOrders];
     if (order.last) return true;
-    if (!recording.replay(buffers[order.buffers].step(order.tokens, order.rows, order.logits), nullptr)) return false;
+    const Step step = buffers[order.buffers].step(order.tokens, order.rows, order.logits, order.buffers);
+    if (!recording.replay(step, nullptr)) return false;
   }
   return false;
 }

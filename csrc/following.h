@@ -26,8 +26,21 @@ struct StepArrays {
   const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows;
   const GroupTables* groups;
   FIELDS(token_ids, positions, query_start, context_lens, logits_rows, groups)
-  Step step(int32_t tokens, int32_t rows, int32_t logits) const;
+  Step step(int32_t tokens, int32_t rows, int32_t logits, int32_t slot) const;
 };
+
+// Copies this rank's part of a step's rows, `width` floats each, to the next stage of a pipeline, or from the one before.
+// Either side may have a place for each step in flight, `slot` floats apart.
+struct Pass {
+  const float* from;
+  float* to;
+  int64_t width, from_slot, to_slot;
+  int32_t part, parts;
+  Rows rows;
+  FIELDS(from, to, width, from_slot, to_slot, part, parts, rows)
+};
+
+void pass(const Pass& op, const Step& step, Member& member);
 
 // Replay the steps that are published until the last; false if a meeting or the board is closed.
 bool follow(Recording& recording, Board& board, const StepArrays* buffers);

@@ -59,8 +59,8 @@ void Count::close() {
 
 bool Meeting::meet() {
   met_++;
-  counts_[rank_].advance();
-  for (int rank = 0; rank < ranks_ && !closed_; rank++) closed_ = !counts_[rank].await(met_);
+  if (own_ >= 0) counts_[own_].advance();
+  for (int other = first_; other < last_ && !closed_; other++) closed_ = !counts_[other].await(met_);
   return !closed_;
 }
 

@@ -19,17 +19,18 @@ struct alignas(64) Count {
   void close();
 };
 
-// One rank's end of a barrier of `ranks` ranks, each of which advances one of `counts`.
+// One process's end of a meeting: it comes to count `own`, unless that is negative, and waits for counts [first, last).
+// All counts make it a barrier, none tells others, and others than its own make it follow them.
 class Meeting {
  public:
-  Meeting(Count* counts, int rank, int ranks) : counts_(counts), rank_(rank), ranks_(ranks) {}
-  // Wait until every rank has come as often as this one; false if the meeting is closed.
+  Meeting(Count* counts, int own, int first, int last) : counts_(counts), own_(own), first_(first), last_(last) {}
+  // Come, and wait until those that it waits for have come as often; false if the meeting is closed.
   bool meet();
   bool closed() const { return closed_; }
 
  private:
   Count* counts_;
-  int rank_, ranks_;
+  int own_, first_, last_;
   uint32_t met_ = 0;
   bool closed_ = false;  // as far as this rank has seen
 };

@@ -19,11 +19,12 @@ API(Recording*, record, Engine* engine) { return new Recording(engine); }
 API(void, forget, Recording* recording) { delete recording; }
 
 // 1, or 0 if a meeting was closed.
-API(int, replay, Recording* recording, int32_t tokens, int32_t rows, int32_t logits, const int32_t* token_ids,
+API(int, replay, Recording* recording, int32_t tokens, int32_t rows, int32_t logits, int32_t slot,
+    const int32_t* token_ids,
     const int32_t* positions, const int32_t* query_start, const int32_t* context_lens, const int32_t* logits_rows,
     const GroupTables* groups, double* NULLABLE seconds) {
   const StepArrays arrays{token_ids, positions, query_start, context_lens, logits_rows, groups};
-  return recording->replay(arrays.step(tokens, rows, logits), seconds);
+  return recording->replay(arrays.step(tokens, rows, logits, slot), seconds);
 }
 
 // 32-bit words of a panel of weights, and of a row of activations, whose matrix has k inputs.

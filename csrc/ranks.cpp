@@ -13,8 +13,8 @@ API(void, close_counts, void* counts, int count) {
   for (int i = 0; i < count; i++) static_cast<Count*>(counts)[i].close();
 }
 
-API(Meeting*, meeting, void* counts, int rank, int ranks) {
-  return new Meeting(static_cast<Count*>(counts), rank, ranks);
+API(Meeting*, meeting, void* counts, int own, int first, int last) {
+  return new Meeting(static_cast<Count*>(counts), own, first, last);
 }
 
 API(void, leave, Meeting* meeting) { delete meeting; }
@@ -23,6 +23,8 @@ API(void, leave, Meeting* meeting) { delete meeting; }
 API(int, meet, Meeting* meeting) { return meeting->meet(); }
 
 API(void, record_meeting, Recording* recording, Meeting* meeting) { recording->meet(meeting); }
+
+API(const Pass*, pass, Recording* recording, const Pass* values) { return recording->add(pass, *values); }
 
 API(void, publish, void* board, int32_t buffers, int32_t tokens, int32_t rows, int32_t logits) {
   static_cast<Board*>(board)->publish({buffers, tokens, rows, logits, false});

@@ -50,6 +50,7 @@ struct GroupTables {
 // One step over `rows` rows and `tokens` tokens; see StepInputs in pypto_serving/backend/base.py for the arrays.
 struct Step {
   int32_t tokens = 0, rows = 0, logits = 0;
+  int32_t slot = 0;  // its place among the steps in flight, of which each has buffers of its own
   const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows;
   const GroupTables* groups;
   const int32_t* row_of = nullptr;  // [tokens]

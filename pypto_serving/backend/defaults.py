@@ -31,6 +31,11 @@ class BackendDefaults(msgspec.Struct, frozen=True, kw_only=True):
     simulated: bool = False
     splits: tuple[str, ...] = ()
 
+    def in_stages(self, stages: int) -> BackendDefaults:
+        """Return the defaults for a pipeline, of which each stage computes a step of its own."""
+        traits = msgspec.structs.replace(self.traits, stages=stages)
+        return msgspec.structs.replace(self, depth=max(self.depth, stages), traits=traits)
+
 
 BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
     "cpu": BackendDefaults(
@@ -38,7 +43,7 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
         depth=2,
         cpu_kernels=True,
         in_host_memory=True,
-        splits=("tensor", "expert"),
+        splits=("tensor", "pipeline", "expert"),
     ),
     "null": BackendDefaults(
         target="pypto_serving.backend.null.program:NullBackend",

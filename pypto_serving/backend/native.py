@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from typing import Any
 
 from pypto_serving.backend.base import Progress, SamplingInputs, StepInputs, StepOutput
@@ -82,13 +83,14 @@ class NativeProgram:
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
         self.memory = HostBlocks(model.arenas)
-        self._shared = shared
-        self._num_logits = 0
+        self._shared, self._peers = shared, Peers() if shared is None else shared.peers
+        self._held: deque[tuple[int, int] | None] = deque()
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Compute a step before returning, since no other work could overlap on the cores."""
-        if self._shared is not None:
-            self._shared.publish(inputs)
+        """Compute a step, or its first stage, before returning: no other work could overlap on the cores."""
+        self._held.append(step := self._begin(inputs))
+        if step is None:
+            return
         self.model.step.replay(
             inputs.token_ids,
             inputs.positions,
@@ -97,9 +99,19 @@ class NativeProgram:
             inputs.logits_rows,
             inputs.slot_mapping,
             inputs.block_tables,
+            slot=step[0],
         )
-        self._num_logits = len(inputs.logits_rows)
+
+    def _begin(self, inputs: StepInputs) -> tuple[int, int] | None:
+        """Let the other ranks begin a step; return its slot and how many logits it has, None for a step of no token."""
+        if not len(inputs.token_ids):
+            return None
+        slot = 0 if self._shared is None else self._shared.publish(inputs)
+        return slot, len(inputs.logits_rows)
 
     def collect(self) -> StepOutput:
-        """Return the logits as a view that the next step overwrites."""
-        return StepOutput(logits=self.model.logits[: self._num_logits])
+        """Return the logits as a view that the next step in the same buffers overwrites."""
+        if (step := self._held.popleft()) is None:
+            return StepOutput(logits=self.model.logits[:0])
+        slot, num_logits = step
+        return StepOutput(logits=self._peers.await_logits(self.model.logits, slot)[:num_logits])

@@ -38,13 +38,13 @@ class Shared:
         held = range(limits.held_dispatches)
         self.buffers = [StepBuffers.in_host_memory(config.groups, limits, memory.zeros) for _ in held]
         self._places = {_address(buffers): place for place, buffers in enumerate(self.buffers)}
-        self.peers = Peers(rank.tensor, rank.topology.tensor, memory, rank.stage, rank.topology.pipeline)
+        self.peers = Peers(rank.tensor, rank.topology.tensor, memory, rank.stage, rank.topology.pipeline, len(held))
 
-    def publish(self, inputs: StepInputs) -> None:
-        """Let all ranks compute a step, whose arrays begin those of one of `buffers`."""
-        sizes = len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows)
-        if inputs.token_ids.size:
-            self._board.publish(self._places[_address(inputs)], *sizes)
+    def publish(self, inputs: StepInputs) -> int:
+        """Let all ranks compute a step, whose arrays begin those of one of `buffers`; return which."""
+        place = self._places[_address(inputs)]
+        self._board.publish(place, len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
+        return place
 
     def follow(self, step: Recording) -> None:
         """Replay `step` for every step that the leader publishes."""

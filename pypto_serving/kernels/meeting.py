@@ -12,15 +12,18 @@ class RanksGone(RuntimeError):
 
 
 class Meeting:
-    """Owns one rank's end of a barrier of `ranks` ranks. `counts` is zero memory that all of them share."""
+    """Owns one rank's end of a barrier of `ranks` ranks. `counts` is zero memory that all of them share.
 
-    def __init__(self, counts: UInt8Array, rank: int, ranks: int) -> None:
+    A rank that does not wait only tells the others that it has come. Without `rank`, it only waits for them.
+    """
+
+    def __init__(self, counts: UInt8Array, rank: int | None, ranks: int, waits: bool = True) -> None:
         lib = library()
         assert lib is not None
-        if len(counts) != self.num_bytes(ranks) or not 0 <= rank < ranks:
+        if len(counts) != self.num_bytes(ranks) or not 0 <= (rank or 0) < ranks:
             raise ValueError(f"rank {rank} of {ranks} cannot meet in {len(counts)} bytes")
         self._lib, self._counts, self._ranks = lib, counts, ranks
-        self.handle: Handle = lib.meeting(counts, rank, ranks)
+        self.handle: Handle = lib.meeting(counts, -1 if rank is None else rank, 0, ranks if waits else 0)
 
     @staticmethod
     def num_bytes(ranks: int) -> int:

@@ -38,7 +38,6 @@ from pypto_serving.kernels.operands import (
 )
 from pypto_serving.types.arrays import Array, BFloat16Array, Float32Array, Int32Array, PairArray, UInt8Array
 
-
 StepArrays = tuple[Array, Array, Array, Array, Array, Sequence[Array], Sequence[Array]]
 """The arrays of a step, in the order that `Recording.replay` takes them."""
 
@@ -363,15 +362,21 @@ class Recording:
         keys: Pages,
         indices: Int32Array,
         scores: Float32Array,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         """Write the top-k entries of each token that sees more than k to indices [tokens, k], ascending.
 
         The score is the sum over heads of weight * scale * relu(query . key). `queries` are in panels; `weights` are
-        [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch.
+        [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch. Only `part` of `parts` of
+        the tokens is computed. Raises ValueError where there is no such part.
         """
+        if not 0 <= part < parts:
+            raise ValueError(f"part {part} of {parts}")
         start, stride = first_row(weights)
         inputs = {"queries": queries, "weights": start, "stride": stride, "scale": scale, "keys": keys.handle}
         sizes = {"heads": weights.shape[1], "dim": rope.dim, "topk": indices.shape[1], "max_entries": scores.shape[1]}
+        sizes |= {"part": part, "parts": parts}
         self._add("indexer_topk", **inputs, **sizes, scores=scores, indices=indices)
 
     def mla_attention(
@@ -404,6 +409,21 @@ class Recording:
         self._kept.append(meeting)
         self.names.append("meet")
 
+    def pass_rows(
+        self, source: Float32Array, out: Float32Array, part: int, parts: int, rows: Rows = Rows.TOKENS
+    ) -> None:
+        """Copy part `part` of `parts` of the rows to the same place of `out`.
+
+        Either side may have one dimension more, of the steps in flight: then it is the place of the step's slot.
+        """
+        sides = {"from": source, "to": out}
+        slots = {
+            f"{name}_slot": each.strides[0] // 4 * (each.ndim > other.ndim)
+            for (name, each), other in zip(sides.items(), (out, source), strict=True)
+        }
+        width = math.prod(min(source, out, key=np.ndim).shape[1:])
+        self._add("pass", **sides, **slots, width=width, part=part, parts=parts, rows=rows)
+
     def replay(
         self,
         token_ids: Array,
@@ -414,16 +434,17 @@ class Recording:
         slots: Sequence[Array],
         block_tables: Sequence[Array],
         seconds: NDArray[np.float64] | None = None,
+        slot: int = 0,
     ) -> None:
         """Compute one step. The arrays are those of StepInputs: int32, contiguous except between the tables' rows.
 
-        The time of each operation is added to `seconds` [operations]. Raises ValueError where it has another length,
-        RanksGone if a meeting was closed.
+        `slot` is its place among the steps in flight. The time of each operation is added to `seconds` [operations].
+        Raises ValueError where these have another length, RanksGone if a meeting was closed.
         """
         if seconds is not None and len(seconds) != len(self.names):
             raise ValueError(f"seconds must be {len(self.names)} numbers, not {len(seconds)}")
         groups = self._tables(slots, block_tables)
-        counts = (len(token_ids), len(context_lens), len(logits_rows))
+        counts = (len(token_ids), len(context_lens), len(logits_rows), slot)
         arrays = (token_ids, positions, query_start, context_lens, logits_rows, groups)
         if not self._lib.replay(self._handle, *counts, *arrays, seconds):
             raise RanksGone

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from pypto_serving.kernels.engine import HUGE_PAGE_BYTES, Pool, ask_for_huge_pages, zeros
 from pypto_serving.kernels.library import library
-from pypto_serving.kernels.meeting import Meeting
+from pypto_serving.kernels.meeting import Meeting, RanksGone
+from pypto_serving.kernels.operands import Rows
 from pypto_serving.kernels.recording import Recording, StepArrays
-from pypto_serving.types.arrays import Array
+from pypto_serving.types.arrays import Array, Float32Array
 from pypto_serving.util import ceil_div
 
 _MOST_BYTES = 1 << 46
@@ -53,23 +54,38 @@ class SharedMemory:
 class Peers:
     """What rank `rank` of a tensor group shares with all ranks of a pipeline: memory, and meetings within steps.
 
-    The group is stage `stage` of the pipeline. Without `memory` the rank is alone.
+    The group is stage `stage` of the pipeline, which computes up to `slots` steps at once. Without `memory` the rank is
+    alone.
     """
 
     def __init__(
-        self, rank: int = 0, ranks: int = 1, memory: SharedMemory | None = None, stage: int = 0, stages: int = 1
+        self,
+        rank: int = 0,
+        ranks: int = 1,
+        memory: SharedMemory | None = None,
+        stage: int = 0,
+        stages: int = 1,
+        slots: int = 1,
     ) -> None:
-        self._memory, self._stage, self._stages = memory, stage, stages
+        self._memory, self._rank, self._ranks = memory, rank, ranks
+        self._stage, self._stages, self._slots = stage, stages, slots
         self._group: Meeting | None = None
-        self._all: Meeting | None = None
+        self._logits: Float32Array | None = None
         if memory is not None:
-            groups = memory.zeros(np.uint8, stages, Meeting.num_bytes(ranks))
-            every = memory.zeros(np.uint8, Meeting.num_bytes(ranks * stages))
+            sizes = (stages, Meeting.num_bytes(ranks))
+            groups, self._ends = memory.zeros(np.uint8, *sizes), memory.zeros(np.uint8, *sizes)
             self._group = Meeting(groups[stage], rank, ranks) if ranks > 1 else None
-            self._all = Meeting(every, stage * ranks + rank, ranks * stages) if stages > 1 else None
+            self._last = Meeting(self._ends[-1], None, ranks)
 
     def zeros(self, dtype: Any, *shape: int) -> Array:
-        """Allocate zeros that all ranks read and write."""
+        """Allocate zeros that the ranks of the group read and write."""
+        if self._memory is None:
+            return zeros(dtype, *shape)
+        mine: Array = self._memory.zeros(dtype, self._stages, *shape)[self._stage]
+        return mine
+
+    def zeros_for_all(self, dtype: Any, *shape: int) -> Array:
+        """Allocate zeros that the ranks of all stages read and write."""
         return zeros(dtype, *shape) if self._memory is None else self._memory.zeros(dtype, *shape)
 
     def meet(self, step: Recording, *gathered: Array) -> None:
@@ -77,19 +93,39 @@ class Peers:
         if self._group is not None:
             step.meet(self._group)
 
-    def begin_stage(self, step: Recording) -> None:
-        """Record: wait for the stages before, and see all that they have written."""
-        for _ in range(self._stage):
-            self._cross(step)
+    def begin_stage(self, step: Recording, x: Float32Array) -> None:
+        """Record: wait for the stage before, and take over its x [tokens, ...]."""
+        if self._memory is None or self._stages == 1:
+            return
+        self._passed = self._memory.zeros(np.float32, self._stages - 1, self._slots, *x.shape)
+        if self._stage:
+            step.meet(Meeting(self._ends[self._stage - 1], None, self._ranks))
+            step.pass_rows(self._passed[self._stage - 1], x, self._rank, self._ranks)
+            self.meet(step, x)
 
-    def end_stage(self, step: Recording) -> None:
-        """Record: wait for the stages behind, and see all that they have written."""
-        for _ in range(self._stage, self._stages):
-            self._cross(step)
+    def end_stage(self, step: Recording, x: Float32Array, logits: Float32Array) -> None:
+        """Record: hand x on to the stage behind, or `logits` [rows, vocab] to the leader."""
+        if self._memory is None or self._stages == 1:
+            return
+        self._logits = self._memory.zeros(np.float32, self._slots, *logits.shape)
+        if self._stage < self._stages - 1:
+            step.pass_rows(x, self._passed[self._stage], self._rank, self._ranks)
+        else:
+            step.pass_rows(logits, self._logits, self._rank, self._ranks, Rows.LOGITS)
+        self.meet(step)
+        step.meet(Meeting(self._ends[self._stage], self._rank, self._ranks, waits=False))
 
-    def _cross(self, step: Recording) -> None:
-        if self._all is not None:
-            step.meet(self._all)
+    def await_logits(self, logits: Float32Array, slot: int) -> Float32Array:
+        """Wait for the oldest step in flight, that of `slot`, and return its logits. `logits` are those of the stage.
+
+        Raises RanksGone if the meeting is closed.
+        """
+        if self._logits is None:
+            return logits
+        if not self._last.meet():
+            raise RanksGone
+        mine: Float32Array = self._logits[slot]
+        return mine
 
 
 class Board:

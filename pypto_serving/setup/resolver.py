@@ -69,6 +69,7 @@ def resolve(
     backend = BACKEND_DEFAULTS[name]
     kernels, model = _as_served(settings, model, host, backend)
     topology, model = _over_ranks(settings, model, host, backend, kernels)
+    backend = backend.in_stages(topology.pipeline)
     max_num_seqs = settings.pick("max_num_seqs", backend.max_num_seqs, f"default for {name}")
     planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology)
     memory, model_len = _plan_memory(settings, planner)

@@ -25,6 +25,8 @@ Reply = tuple[list[int], list[TokenLogprobs]]
 """Output tokens, and their log-probabilities if asked for."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+FOR_KERNELS = {"deepseek_v4_fast": {"o_lora_rank": 32}}
+"""What kinds of checkpoints need to be served by the kernels."""
 QUICK_FAULTS = FaultConfig(respawn_delay_s=0.01, max_deaths=200)
 
 

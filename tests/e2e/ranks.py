@@ -24,7 +24,8 @@ ENDED_S = 10
 
 def rank_config(model: Path, topology: Topology, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
     """The configuration of a replica whose ranks compute on one thread each."""
-    return engine_config(model, {"topology": topology, **(changes or {})}, num_threads=1, **options)
+    sizes = {f"{name}_parallel_size": getattr(topology, name) for name in ("tensor", "pipeline", "expert")}
+    return engine_config(model, changes, num_threads=topology.num_ranks, **sizes, **options)
 
 
 def followers(leader: int) -> list[psutil.Process]:

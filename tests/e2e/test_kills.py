@@ -19,12 +19,11 @@ from pypto_serving.types.request import RequestOutput
 from pypto_serving.types.sampling import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.changing import CHANGES
-from tests.e2e.engines import QUICK_FAULTS, Killer, answers, engine_config, requests_of, run_engine
+from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Killer, answers, engine_config, requests_of, run_engine
 
 pytestmark = pytest.mark.e2e
 
 NUM_STREAMS = 32
-FOR_KERNELS = {"deepseek_v4_fast": {"o_lora_rank": 32}}
 
 
 def streams(model: Path, max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 
 from pypto_serving.kernels import Board, Engine, Meeting, Peers, RanksGone, Recording, SharedMemory, runnable
-from tests.kernels.layouts import random_bf16
+from tests.kernels.layouts import narrow, random_bf16
 from tests.kernels.stage import engine_of, int32, matrix_of
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
 
-TOKENS, COLUMNS, LINKS = 5, 32, 6
+TOKENS, COLUMNS, LINKS, VOCAB = 5, 32, 6, 50
+IDS = np.arange(TOKENS)
 
 
 @pytest.fixture
@@ -36,17 +38,22 @@ class Chain:
 
     def __init__(self, rank: int, ranks: int, peers: Peers, engine: Engine, width: int, links: range) -> None:
         mine = slice(rank * width // ranks, (rank + 1) * width // ranks)
+        self.peers, self.step = peers, Recording(engine)
         self.rows = [peers.zeros(np.float32, TOKENS, width) for _ in range(2)]
-        self.step = Recording(engine)
-        weights = random_bf16(np.random.default_rng(0), width, width)
+        rng = np.random.default_rng(0)
+        table = narrow(random_bf16(rng, VOCAB, width))
+        weights = random_bf16(rng, width, width)
         strips, ones = np.zeros(TOKENS * width // 2, np.uint32), np.ones(width, np.float32)
-        peers.begin_stage(self.step)
+        if links.start == 0:
+            self.step.embed(table, self.rows[0])
+            peers.meet(self.step, self.rows[0])
+        peers.begin_stage(self.step, self.rows[links.start % 2])
         for link in links:
             x, out = self.rows[link % 2], self.rows[1 - link % 2]
             self.step.rms_norm(x, ones, 1e-6, strips)
             self.step.linear(strips, matrix_of(weights[mine]), out[:, mine])
             peers.meet(self.step, out)
-        peers.end_stage(self.step)
+        peers.end_stage(self.step, self.rows[links.stop % 2], self.rows[0])
 
     @classmethod
     def alone(cls, width: int) -> Chain:
@@ -57,58 +64,74 @@ class Chain:
         chains = []
         for number in range(stages * ranks):
             stage, rank = divmod(number, ranks)
-            peers = Peers(rank, ranks, SharedMemory(memory.fd), stage, stages)
+            peers = Peers(rank, ranks, SharedMemory(memory.fd), stage, stages, stages)
             links = range(stage * LINKS // stages, (stage + 1) * LINKS // stages)
             chains.append(cls(rank, ranks, peers, Engine(threads=threads), ranks * COLUMNS, links))
         return chains
 
-    def play(self, tokens: int = TOKENS) -> None:
-        self.step.replay(*step_arrays(tokens))
+    def play(self, token_ids: np.ndarray, slot: int = 0) -> None:
+        self.step.replay(*step_arrays(token_ids), slot=slot)
+
+    def logits(self, tokens: int, slot: int = 0) -> np.ndarray:
+        return self.peers.await_logits(self.rows[0], slot)[:tokens].copy()
 
 
-def step_arrays(tokens: int) -> Any:
-    starts, lengths = int32([0, tokens]), int32([tokens])
-    tables = (int32(np.zeros((1, 1))),)
-    return (
-        int32(np.zeros(tokens)),
-        int32(np.arange(tokens)),
-        starts,
-        lengths,
-        int32([]),
-        (int32(range(tokens)),),
-        tables,
-    )
+def step_arrays(token_ids: np.ndarray) -> Any:
+    tokens = len(token_ids)
+    positions, tables = int32(np.arange(tokens)), (int32(np.zeros((1, 1))),)
+    return int32(token_ids), positions, int32([0, tokens]), int32([tokens]), positions, (positions,), tables
 
 
-def start(width: int) -> np.ndarray:
-    return np.random.default_rng(1).standard_normal((TOKENS, width)).astype(np.float32)
+class Leader:
+    """Leads a chain's other ranks, with as many steps in flight as there are stages."""
+
+    def __init__(self, chain: Chain, slots: int) -> None:
+        self._chain, self._memory = chain, SharedMemory.create()
+        self._board = Board(self._memory)
+        self._buffers = [[np.zeros(8, np.int32) for _ in range(6)] for _ in range(slots)]
+        self._held: deque[tuple[int, int]] = deque()
+        self.found: list[np.ndarray] = []
+
+    def follow(self, chain: Chain) -> bool:
+        arrays = [(*b[:5], (b[5],), (b[5].reshape(1, 8),)) for b in self._buffers]
+        return Board(SharedMemory(self._memory.fd)).follow(chain.step, arrays)
+
+    def lead(self, steps: Sequence[np.ndarray]) -> None:
+        for number, token_ids in enumerate(steps):
+            slot = number % len(self._buffers)
+            if len(self._held) == len(self._buffers):
+                self._collect()
+            for filled, values in zip(self._buffers[slot], step_arrays(token_ids)[:5], strict=False):
+                filled[: len(values)] = values
+            self._board.publish(slot, len(token_ids), 1, len(token_ids))
+            self._chain.play(token_ids, slot)
+            self._held.append((len(token_ids), slot))
+        while self._held:
+            self._collect()
+        self._board.publish_last()
+
+    def _collect(self) -> None:
+        self.found.append(self._chain.logits(*self._held.popleft()))
 
 
 @pytest.mark.parametrize(("ranks", "threads", "stages"), [(2, 1, 1), (2, 3, 1), (3, 1, 1), (2, 1, 2), (1, 2, 3)])
 def test_ranks_compute_what_one_does(memory: SharedMemory, ranks: int, threads: int, stages: int) -> None:
-    width, steps = ranks * COLUMNS, 40
-    alone, group = Chain.alone(width), Chain.ranks(memory, ranks, threads, stages)
-    assert alone.step.names.count("meet") == 0
-    within, between = LINKS // stages if ranks > 1 else 0, stages if stages > 1 else 0
-    assert [rank.step.names.count("meet") for rank in group] == [within + between] * len(group)
-    alone.rows[0][...] = group[0].rows[0][...] = start(width)
-    for _ in range(steps):
-        alone.play()
-
-    def play(rank: Chain) -> None:
-        for _ in range(steps):
-            rank.play()
-
-    at_once(*(lambda rank=rank: play(rank) for rank in group))
-    for rank in group:
-        assert np.array_equal(rank.rows[0], alone.rows[0])
-        assert np.array_equal(rank.rows[1], alone.rows[1])
+    rng = np.random.default_rng(1)
+    steps = [rng.integers(0, VOCAB, 1 + i % TOKENS) for i in range(60)]
+    alone, group = Chain.alone(ranks * COLUMNS), Chain.ranks(memory, ranks, threads, stages)
+    assert "meet" not in alone.step.names and all("meet" in rank.step.names for rank in group)
+    leader = Leader(group[0], stages)
+    _, *ended = at_once(lambda: leader.lead(steps), *(lambda rank=rank: leader.follow(rank) for rank in group[1:]))
+    assert all(ended)
+    for token_ids, found in zip(steps, leader.found, strict=True):
+        alone.play(token_ids)
+        assert np.array_equal(found, alone.logits(len(token_ids)))
 
 
 def test_meetings_are_timed(memory: SharedMemory) -> None:
     first, second = Chain.ranks(memory, 2, threads=2)
     seconds = np.zeros(len(first.step.names))
-    at_once(lambda: first.step.replay(*step_arrays(TOKENS), seconds), second.play)
+    at_once(lambda: first.step.replay(*step_arrays(IDS), seconds), lambda: second.play(IDS))
     assert (seconds > 0).all()
 
 
@@ -116,45 +139,19 @@ def test_a_step_ends_when_its_meeting_is_closed(memory: SharedMemory) -> None:
     waits, never_comes = Chain.ranks(memory, 2, threads=2)
     waits.rows[1][...] = 7
     with ThreadPoolExecutor(1) as pool:
-        playing: Future[None] = pool.submit(waits.play)
+        playing: Future[None] = pool.submit(waits.play, IDS)
         Meeting(SharedMemory(memory.fd).zeros(np.uint8, Meeting.num_bytes(2)), 1, 2).close()
         with pytest.raises(RanksGone):
             playing.result()
     with pytest.raises(RanksGone):
-        never_comes.play()
-    assert (waits.rows[0] == 0).all(), "operations after the meeting were computed"
-
-
-def test_ranks_follow_a_leader(memory: SharedMemory) -> None:
-    leader, follower = Chain.ranks(memory, 2)
-    steps = SharedMemory.create()
-    boards = Board(steps), Board(SharedMemory(steps.fd))
-    os.close(steps.fd)
-    buffers = [[np.zeros(8, np.int32) for _ in range(6)] for _ in range(2)]
-    arrays = [(*b[:5], (b[5],), (b[5].reshape(1, 8),)) for b in buffers]
-    alone = Chain.alone(2 * COLUMNS)
-    leader.rows[0][...] = alone.rows[0][...] = start(2 * COLUMNS)
-
-    def lead() -> None:
-        for number in range(150):
-            tokens = 1 + number % TOKENS
-            for filled, values in zip(buffers[number % 2], step_arrays(tokens)[:5], strict=False):
-                filled[: len(values)] = values
-            boards[0].publish(number % 2, tokens, 1, 0)
-            leader.play(tokens)
-            alone.play(tokens)
-        boards[0].publish_last()
-
-    _, ended = at_once(lead, lambda: boards[1].follow(follower.step, arrays))
-    assert ended
-    assert np.array_equal(leader.rows[0], alone.rows[0])
-    assert np.array_equal(leader.rows[1], alone.rows[1])
+        never_comes.play(IDS)
+    assert (waits.rows[1] == 7).all(), "operations after the meeting were computed"
 
 
 def test_followers_return_when_the_board_is_closed(memory: SharedMemory) -> None:
     board, same = Board(memory), Board(SharedMemory(memory.fd))
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(board.follow, Recording(engine_of(runnable()[0])), [step_arrays(1)])
+        following = pool.submit(board.follow, Recording(engine_of(runnable()[0])), [step_arrays(IDS)])
         same.close()
         assert not following.result()
 

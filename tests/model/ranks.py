@@ -39,12 +39,13 @@ class RankedProgram:
         self.config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
         self.groups, self.num_blocks = self.config.groups, self.config.num_blocks
         program, memory = model_family(architecture).native_program, SharedMemory.create()
-        self.models = []
+        self.models, self._peers = [], []
         for rank in topology.ranks:
             engine = Engine(self.config.kernels, 1)
             weights = PackedWeights(path, engine, progress)
             places = (rank.tensor, topology.tensor, SharedMemory(memory.fd), rank.stage, topology.pipeline)
             peers = Peers(*places) if topology.num_ranks > 1 else Peers()
+            self._peers.append(peers)
             self.models.append(program(model, weights, engine, self.config, rank, peers))
         self.memory = HostBlocks(self.models[0].arenas)
         self._threads = ThreadPoolExecutor(topology.num_ranks)
@@ -59,7 +60,7 @@ class RankedProgram:
         self._rows = len(inputs.logits_rows)
 
     def collect(self) -> StepOutput:
-        return StepOutput(logits=self.models[0].logits[: self._rows])
+        return StepOutput(logits=self._peers[0].await_logits(self.models[0].logits, 0)[: self._rows])
 
 
 def outcome(program: RankedProgram) -> tuple[Array, list[Array]]:

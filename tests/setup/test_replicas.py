@@ -7,7 +7,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.placement import NumaNode
-from tests.setup.small import HOST, WITH_KERNELS, make_resolved, setting
+from tests.setup.small import HOST, WITH_KERNELS, make_model, make_resolved, setting
 
 FOUR_CPUS = msgspec.structs.replace(HOST, num_cpus=4, nodes=(NumaNode(0, (0, 1)), NumaNode(1, (2, 3))))
 
@@ -19,7 +19,8 @@ def test_one_replica_by_default() -> None:
 
 
 def test_replicas_share_cpus_and_memory() -> None:
-    one, resolved = make_resolved(None, FOUR_CPUS), make_resolved(None, FOUR_CPUS, data_parallel_size=2)
+    model = make_model(weight_bytes=1 << 30, max_position_embeddings=1 << 20)
+    one, resolved = make_resolved(model, FOUR_CPUS), make_resolved(model, FOUR_CPUS, data_parallel_size=2)
     assert [engine.placement(0).cpus for engine in resolved.engines] == [(0, 1), (2, 3)]
     assert [engine.placement(0).num_threads for engine in resolved.engines] == [2, 2]
     assert [engine.replica for engine in resolved.engines] == [0, 1]
@@ -43,14 +44,19 @@ def test_each_replica_has_its_own_folder_and_ports() -> None:
         None, WITH_KERNELS, data_parallel_size=3, kv_disk="/kv", kv_disk_size="1GiB", kv_events="tcp://127.0.0.1:5557"
     )
     assert [engine.tiers[0].place for engine in resolved.engines] == ["/kv", "/kv/replica-1", "/kv/replica-2"]
-    assert [engine.kv_events for engine in resolved.engines] == [f"tcp://127.0.0.1:{port}" for port in (5557, 5558, 5559)]
+    assert [engine.kv_events for engine in resolved.engines] == [
+        f"tcp://127.0.0.1:{port}" for port in (5557, 5558, 5559)
+    ]
     assert [engine.kv_events_replay[-4:] for engine in resolved.engines] == ["5560", "5561", "5562"]
 
 
 def test_local_endpoints_are_numbered() -> None:
     resolved = make_resolved(data_parallel_size=2, kv_events="ipc:///run/kv")
     assert [engine.kv_events for engine in resolved.engines] == ["ipc:///run/kv", "ipc:///run/kv.1"]
-    assert [engine.kv_events_replay for engine in resolved.engines] == ["ipc:///run/kv.replay", "ipc:///run/kv.replay.1"]
+    assert [engine.kv_events_replay for engine in resolved.engines] == [
+        "ipc:///run/kv.replay",
+        "ipc:///run/kv.replay.1",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class NativeDeepseekV4:
             if mine:
                 self.step.embed(self._weights.table("embed.weight", mine), b.streams, mine.start)
             self._peers.meet(self.step, b.streams)
-        self._peers.begin_stage(self.step)
+        self._peers.begin_stage(self.step, b.streams)
         tables = rope_tables(model.ropes(), config.max_model_len)
         for layer in self._rank.layers(model.num_layers):
             kind = model.kinds[layer]
@@ -97,7 +97,7 @@ class NativeDeepseekV4:
             self._record_hyper_connection_post()
         if self._rank.projects:
             self._record_logits(config, mine)
-        self._peers.end_stage(self.step)
+        self._peers.end_stage(self.step, b.streams, b.logits)
 
     def _record_logits(self, config: EngineConfig, mine: range) -> None:
         b = self._buffers
@@ -220,8 +220,10 @@ class NativeDeepseekV4:
             self.step.norm_rope(queries, len(heads), query_rope, b.index_queries, heads.start)
         self._peers.meet(self.step, b.index_queries)
         scale = (indexer.num_heads * indexer.head_dim) ** -0.5
-        head_weights = parts["indexer.weights_proj"]
-        self.step.indexer_topk(b.index_queries, head_weights, scale, query_rope, keys, b.topk_indices, b.scores)
+        inputs = (b.index_queries, parts["indexer.weights_proj"], scale, query_rope, keys)
+        tokens = (self._rank.tensor, self._rank.topology.tensor)
+        self.step.indexer_topk(*inputs, b.topk_indices, b.scores, *tokens)
+        self._peers.meet(self.step, b.topk_indices)
 
     def _record_experts(self, layer: int) -> None:
         """Record y = shared expert + weighted sum of the routed experts."""

@@ -78,7 +78,7 @@ class NativeQwen3:
             head = self._weights.rounded(model.head, mine) if config.head == "int8" else self._matrix(model.head, mine)
         if rank.embeds:
             self._record_embedding(head, mine)
-        self._peers.begin_stage(self.step)
+        self._peers.begin_stage(self.step, self._buffers.x)
         cos, sin = model.rope.tables(config.max_model_len)
         for index in rank.layers(model.num_layers):
             self._record_attention(index, cos, sin)
@@ -87,7 +87,7 @@ class NativeQwen3:
             normed, logits = self._normed("model.norm.weight", Rows.LOGITS), self._buffers.logits
             self._products.linear(normed, head, columns_of(logits, mine), Rows.LOGITS)
             self._peers.meet(self.step, logits)
-        self._peers.end_stage(self.step)
+        self._peers.end_stage(self.step, self._buffers.x, self.logits)
 
     def _record_embedding(self, head: list[Matrix], mine: range) -> None:
         """Record x = embeddings; each rank knows those of its tokens."""
@@ -211,5 +211,5 @@ def _pages(group: KVCacheGroupSpec, num_blocks: int, model: Qwen3Config, peers: 
     heads = (num_blocks, model.num_layers, 2, model.num_kv_heads)
     num_bytes = group.block_bytes // math.prod(heads[1:])
     if group.tensors[0].dtype == "int8":
-        return peers.zeros(np.uint8, *heads, num_bytes)
-    return peers.zeros(np.uint16, *heads, num_bytes // 2)
+        return peers.zeros_for_all(np.uint8, *heads, num_bytes)
+    return peers.zeros_for_all(np.uint16, *heads, num_bytes // 2)
