@@ -218,6 +218,9 @@ class InlineExecutor:
     def kill(self) -> WorkerDown:
         """End the worker's life; what it was sent is lost."""
         self.num_deaths += 1
+        if self._make_program is not null_program and self._runner is not None:  # the next life may have the same one
+            for _ in range(self._runner.num_in_flight):
+                self.programs[-1].collect()
         self._runner, self._replaced = None, False
         self._sent.clear()
         self._submitted.clear()

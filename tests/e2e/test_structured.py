@@ -181,7 +181,7 @@ def test_guided_answers_depend_on_no_schedule(model: Path) -> None:
     assert run_engine(engine_config(model, {"faults": QUICK_FAULTS}), killed) == together
 
     async def unguided(engine: AsyncEngine) -> list[list[int]]:
-        killer = GuideKiller(engine, [20, 21, 150, 300])
+        killer = GuideKiller(engine, [20, 21, 100, 200])
         found = await answers(engine, prompts, params, killer, eos_token_ids=(END,))
         assert killer.num_killed > 2 and engine.stats.num_respawns == 0
         return found
