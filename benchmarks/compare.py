@@ -3,6 +3,7 @@
     python benchmarks/compare.py                                         # everything, an hour or two
     python benchmarks/compare.py --peers vllm --only W1,W2 --rounds 1
     python benchmarks/compare.py --peers int4,llama-q4,vllm-gptq         # 4 bits, all made of the same checkpoint
+    python benchmarks/compare.py --peers tp2,pp2                         # two ranks of one thread beside one of two
     python benchmarks/compare.py --install-only
     python benchmarks/compare.py --report-only
 
@@ -32,7 +33,7 @@ import compare_machine as machine
 import compare_report as report
 import typer
 from compare_install import REPOSITORY, own_facts
-from compare_peers import ALL, CPUS, FOUR_BITS, OURS, PEERS, USUAL, Checkpoint, Ours, Peer
+from compare_peers import ALL, CPUS, FOUR_BITS, OURS, PEERS, RANKS, USUAL, Checkpoint, Ours, Peer
 from compare_servers import PeerError, Server, running
 from workloads import CONTROL_PLANE, WORKLOADS, Workload, measure
 
@@ -284,7 +285,7 @@ def main(
     int8: Annotated[Path | None, typer.Option(help="The checkpoint in int8, as another system.")] = None,
     int8_llmc: Annotated[Path | None, typer.Option(help="The int8 checkpoint as llm-compressor writes it.")] = None,
     peers: Annotated[
-        str, typer.Option(help=f"Peers, comma-separated; others are vllm-zen, {', '.join(FOUR_BITS)}.")
+        str, typer.Option(help=f"Peers, comma-separated; others are vllm-zen, {', '.join(FOUR_BITS + RANKS)}.")
     ] = ",".join(USUAL),
     only: Annotated[str, typer.Option(help="Workloads, comma-separated.")] = ",".join(ALL),
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each workload and system.")] = 5,

@@ -106,6 +106,7 @@ class Ours:
     """This repository's server with default options.
 
     checkpoint: replaces that of W1 to W5, if given. form: the checkpoint is served in that form, and with its options.
+    options: further ones.
     """
 
     def __init__(
@@ -115,9 +116,10 @@ class Ours:
         checkpoint: Path | None = None,
         form: Form | None = None,
         workloads: Sequence[str] = ALL,
+        options: tuple[str, ...] = (),
     ) -> None:
         self.name, self.title, self.workloads = name, title, workloads
-        self._checkpoint, self._form = checkpoint, form
+        self._checkpoint, self._form, self._options = checkpoint, form, options
 
     def beside(self) -> Ours:
         """Return the server that this one is compared with."""
@@ -132,7 +134,9 @@ class Ours:
         """Return the launch. The KV bytes per token are those of the program's own memory plan."""
         if self._form is not None:
             checkpoint = self._form.make(checkpoint, self._root, self._say)
-        folder, options = self._checkpoint or checkpoint.folder, self._form.options if self._form else ()
+        folder, options = self._checkpoint or checkpoint.folder, self._options
+        if self._form is not None:
+            options += self._form.options
         program = [sys.executable, "-m", "pypto_serving"]
         plan = subprocess.run([*program, "check", str(folder), *options, "--json"], capture_output=True, text=True)
         if plan.returncode:
@@ -331,6 +335,15 @@ def _int4() -> Ours:
     return Ours("int4", INT4_TITLE, form=INT4, workloads=(*FEW, "W4"))
 
 
+RANKS = ("tp2", "pp2")
+"""The pairs of two ranks of one thread each, and one of two."""
+
+
+def _ranks(name: str) -> Callable[[], Ours]:
+    option = f"--{name[:2]}"
+    return lambda: Ours(name, f"pypto-serving {option} 2", workloads=FEW, options=(option, "2"))
+
+
 PEERS: dict[str, Callable[[], Peer]] = {
     "vllm": Vllm,
     "vllm-zen": VllmZen,
@@ -339,4 +352,5 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "llama-q4": LlamaQ4,
     "transformers": Transformers,
     "int4": _int4,
+    **{name: _ranks(name) for name in RANKS},
 }

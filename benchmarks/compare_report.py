@@ -91,6 +91,8 @@ GOALS = (
     Goal("W1", OUTPUT, "int8-llmc", 1.45),
     Goal("W2", OUTPUT, "int8-llmc", 1.5),
     Goal("W1", OUTPUT, "int4", 2.6),
+    *(Goal(workload, OUTPUT, "tp2", 0.95) for workload in ("W1", "W2", "W3")),
+    Goal("W3", OUTPUT, "pp2", 0.85),
     Goal("W1", OUTPUT, "llama-q4", 1.3),
     Goal("W2", OUTPUT, "llama-q4", 2.0),
     Goal("W4", PROMPT, "llama-q4", 2.5),
@@ -100,8 +102,8 @@ GOALS = (
 )
 MEMORY_GOAL = 0.5
 """Largest ratio of our resident memory without keys and values to vLLM's."""
-OWN_PAIRS = ("int8", "int8-llmc", "int4")
-"""Pairs of two of our servers; ratios are over the bf16 checkpoint."""
+OWN_PAIRS = ("int8", "int8-llmc", "int4", "tp2", "pp2")
+"""Pairs of two of our servers; ratios are over the bf16 checkpoint on one rank."""
 SHARE_GOAL = 0.85
 """Smallest share of the read bandwidth that a stream uses for weights, at 4 bits."""
 

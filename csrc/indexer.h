@@ -111,8 +111,9 @@ INLINE void indexer_tokens(const IndexerTopK& op, const Step& step, int64_t firs
 }
 
 static void indexer_topk(const IndexerTopK& op, const Step& step, Member& member) {
-  for (int64_t first = 0; first < step.tokens; first += kIndexerTokens) {
-    const int64_t tokens = min(kIndexerTokens, step.tokens - first);
+  const int64_t end = int64_t{step.tokens} * (op.part + 1) / op.parts;
+  for (int64_t first = int64_t{step.tokens} * op.part / op.parts; first < end; first += kIndexerTokens) {
+    const int64_t tokens = min(kIndexerTokens, end - first);
     int64_t most = 0;
     for (int64_t t = first; t < first + tokens; t++)
       if (const int64_t entries = entries_of(op, step, t); entries > most) most = entries;

@@ -287,18 +287,19 @@ struct Compress {
 };
 
 // Lightning indexer: the top-k compressed entries of each token that sees more than `topk`. The score is the sum over
-// heads of weight * relu(query . key); ties go to the lower entry. Indices are ascending.
+// heads of weight * relu(query . key); ties go to the lower entry. Indices are ascending. Of the step's tokens, `part`
+// of `parts` is computed.
 struct IndexerTopK {
   const Pair* queries;   // panels
   const float* weights;  // of heads, `stride` floats from one token to the next
   int64_t stride;
   float scale;
-  int32_t heads, dim, topk;
+  int32_t heads, dim, topk, part, parts;
   const Pages* keys;
   int64_t max_entries;  // of a token
   float* scores;        // [kIndexerTokens, max_entries]
   int32_t* indices;     // [t, topk]
-  FIELDS(queries, weights, stride, scale, heads, dim, topk, keys, max_entries, scores, indices)
+  FIELDS(queries, weights, stride, scale, heads, dim, topk, part, parts, keys, max_entries, scores, indices)
 };
 
 constexpr int kIndexerTokens = 16;  // tokens scored at once before their top-k

@@ -168,7 +168,8 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 class StepOutput(msgspec.Struct, frozen=True):
     """The output of a dispatch: float32 `logits` [s, vocab], or `sampled` if the device samples.
 
-    `logits` are valid until the next `submit`. `virtual_s` is the step's time on a simulated device.
+    `logits` are valid until the next `submit`, or in a pipeline until the next `collect`.
+    `virtual_s` is the step's time on a simulated device.
     """
 
     logits: Float32Array | None = None

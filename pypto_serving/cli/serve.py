@@ -125,7 +125,11 @@ async def _serve(options: Options, resolved: Resolved, serving: ServingConfig) -
 
 
 async def _serve_http(
-    options: Options, server: ServerConfig, serving: ServingConfig, engine: AsyncEngine | Replicas, progress: LoadProgress
+    options: Options,
+    server: ServerConfig,
+    serving: ServingConfig,
+    engine: AsyncEngine | Replicas,
+    progress: LoadProgress,
 ) -> None:
     """Listen until told to stop, even while the worker loads; raise the error of an engine that gives up."""
     from pypto_serving.api.run import serve as listen
@@ -160,7 +164,11 @@ async def _finish_replies(http: asyncio.Task[None], bound: asyncio.Future[int]) 
 
 
 async def _announce(
-    server: ServerConfig, bound: asyncio.Future[int], engine: AsyncEngine | Replicas, progress: LoadProgress, reading: Reading
+    server: ServerConfig,
+    bound: asyncio.Future[int],
+    engine: AsyncEngine | Replicas,
+    progress: LoadProgress,
+    reading: Reading,
 ) -> None:
     """Print the line on stdout once the port is open and the worker is ready; then start the first reader of bodies."""
     port = await bound

@@ -362,15 +362,21 @@ class Recording:
         keys: Pages,
         indices: Int32Array,
         scores: Float32Array,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         """Write the top-k entries of each token that sees more than k to indices [tokens, k], ascending.
 
         The score is the sum over heads of weight * scale * relu(query . key). `queries` are in panels; `weights` are
-        [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch.
+        [tokens, heads]. `scores` [INDEXER_TOKENS, most entries that a token sees] is scratch. Only `part` of `parts` of
+        the tokens is computed. Raises ValueError where there is no such part.
         """
+        if not 0 <= part < parts:
+            raise ValueError(f"part {part} of {parts}")
         start, stride = first_row(weights)
         inputs = {"queries": queries, "weights": start, "stride": stride, "scale": scale, "keys": keys.handle}
         sizes = {"heads": weights.shape[1], "dim": rope.dim, "topk": indices.shape[1], "max_entries": scores.shape[1]}
+        sizes |= {"part": part, "parts": parts}
         self._add("indexer_topk", **inputs, **sizes, scores=scores, indices=indices)
 
     def mla_attention(

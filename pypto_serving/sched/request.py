@@ -12,6 +12,8 @@ from pypto_serving.types.sampling import RowSampling
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tokens import pack_ids, unpack_ids
 
+PLAIN_TRAITS = BackendTraits()
+
 LOWEST_TEMPERATURE = 1e-5
 """Below this temperature a request is greedy, since dividing float32 logits by less could overflow."""
 
@@ -74,7 +76,7 @@ class Request:
     )
 
     def __init__(
-        self, source: EngineRequest, arrival_order: int, max_model_len: int, traits: BackendTraits = BackendTraits()
+        self, source: EngineRequest, arrival_order: int, max_model_len: int, traits: BackendTraits = PLAIN_TRAITS
     ) -> None:
         self.source = source
         self.id = source.request_id

@@ -94,24 +94,25 @@ class Scheduler:
         """
         running = self._places.running
         decodes, prompts = decodes_and_prompts(running.values())
-        del decodes[budget.decode_share(self.config, len(running)) :]
+        share = budget.decode_share(self.config, len(running))
         head = self._places.waiting.peek() if self._places.rows else None
         if prompts and (head is None or prompts[0].order < head.order):
             head = prompts[0]
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
         step.draft_budget = max(0, decode_budget - len(decodes)) if self.config.num_drafts else 0
         left = iter(decodes)
-        self._schedule_decodes(step, left, decode_budget)
+        share -= self._schedule_decodes(step, left, min(share, decode_budget))
         self._schedule_prompts(step, prompts, now_s)
-        self._schedule_decodes(step, left, step.budget)
+        self._schedule_decodes(step, left, min(share, step.budget))
 
-    def _schedule_decodes(self, step: Step, decodes: Iterator[Request], most: int) -> None:
-        """Take and schedule up to `most` decodes. One that finds no blocks does not count: the next is tried."""
-        end = len(step.scheduled) + most
+    def _schedule_decodes(self, step: Step, decodes: Iterator[Request], most: int) -> int:
+        """Schedule up to `most` decodes and return how many. One that finds no blocks does not count."""
+        before = len(step.scheduled)
         for request in decodes if most > 0 else ():
             self._schedule(step, request, 1)
-            if len(step.scheduled) >= end:
-                return
+            if len(step.scheduled) >= before + most:
+                break
+        return len(step.scheduled) - before
 
     def _schedule_prompts(self, step: Step, prompts: list[Request], now_s: float) -> None:
         """Schedule running and waiting prompts in order. A running one before which others start keeps its blocks."""

@@ -99,9 +99,7 @@ def _any_of(texts: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def choose_placements(
-    settings: Settings, num_ranks: int, host: HostFacts, num_threads: int
-) -> tuple[Placement, ...]:
+def choose_placements(settings: Settings, num_ranks: int, host: HostFacts, num_threads: int) -> tuple[Placement, ...]:
     """Place the ranks of all replicas on the machine's NUMA nodes; one rank alone may run anywhere."""
     if num_ranks == 1:
         return ()

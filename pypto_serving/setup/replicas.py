@@ -14,9 +14,12 @@ from pypto_serving.types.tier import TierConfig
 
 
 def host_share(host: HostFacts, count: int) -> HostFacts:
-    """Return the part of the machine that each of `count` replicas has."""
+    """Return the part of the machine that each of `count` replicas has, with the nodes of the first."""
     return msgspec.structs.replace(
-        host, available_bytes=host.available_bytes // count, num_cpus=max(1, host.num_cpus // count)
+        host,
+        available_bytes=host.available_bytes // count,
+        num_cpus=max(1, host.num_cpus // count),
+        nodes=host.nodes[: max(1, len(host.nodes) // count)],
     )
 
 

@@ -172,7 +172,7 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def held_steps(self) -> int:
-        """Most steps that the program holds at once: one in each stage if the host samples, which needs their logits."""
+        """Most steps that the program holds at once: one in each stage if the host samples, which needs logits."""
         return self.depth if self.traits.samples_on_device else min(self.depth, self.traits.stages)
 
     @property

@@ -69,7 +69,8 @@ class Runner:
     `model_dir` has the tokenizer that grammars need, "" if there is none.
 
     - If the device samples, all dispatches of a step are submitted at once. The program holds steps up to its depth.
-    - If the host samples, each dispatch is collected and sampled before the next is submitted.
+    - So they are in a pipeline, which holds a step for each stage.
+    - Else each dispatch is collected and sampled before the next is submitted.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Runner:
         self.program = program
         self._sampler = program.sampler or PlainSampler()
         self._on_device = program.limits.traits.samples_on_device
+        self._submits_all = self._on_device or program.limits.traits.stages > 1
         self._held_steps = program.limits.held_steps
         self._steps: deque[_Step] = deque()
         self._collected_s = 0.0
@@ -106,7 +108,7 @@ class Runner:
         started_s = time.perf_counter()
         dispatches = self.batch.pack(plan)
         step = _Step(plan, dispatches, started_s, [])
-        for dispatch in dispatches if self._on_device else dispatches[:1]:
+        for dispatch in dispatches if self._submits_all else dispatches[:1]:
             self._submit(step, dispatch)
         self._steps.append(step)
 
@@ -123,7 +125,7 @@ class Runner:
         step = self._steps.popleft()
         found, virtual_s = [], None
         for i, dispatch in enumerate(step.dispatches):
-            if i and not self._on_device:
+            if i and not self._submits_all:
                 self._submit(step, dispatch)
             output = self.program.collect()
             if not self._on_device:

@@ -18,8 +18,12 @@ from pypto_serving.api.chat import ENCODER_OF_ARCHITECTURE
 from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError, ContextLengthError, EngineDeadError, RequestError, RequestFailedError
+from pypto_serving.kernels import runnable
+from pypto_serving.setup.host import read_host_facts
+from pypto_serving.setup.numa import place_ranks
 from tests.api.checkpoint import write_deepseek_v4
 from tests.checkpoints import make_checkpoint
+from tests.e2e.ranks import follows
 
 pytestmark = pytest.mark.e2e
 
@@ -39,6 +43,19 @@ def test_texts_and_token_ids_in_order(llm: LLM) -> None:
     assert all(len(r.outputs[0].token_ids) == 8 and r.outputs[0].finish_reason == "length" for r in by_ids)
     single = llm.generate(by_ids[0].prompt_token_ids, params, progress=False)
     assert single[0].outputs == by_ids[0].outputs
+
+
+@pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")
+def test_ranks_answer_as_one(llm: LLM) -> None:
+    """Each on the CPUs that it is given."""
+    params = SamplingParams(temperature=1, seed=3, max_tokens=8, ignore_eos=True, logprobs=2)
+    prompts, nodes = ["Hello", "What is 12+30?"], read_host_facts().nodes
+    with LLM(max_model_len=1024, tp=2, num_threads=2) as ranks:
+        answers = ranks.generate(prompts, params)
+        following = [child for child in psutil.Process().children(recursive=True) if follows(child)]
+        cpus = sorted(child.cpu_affinity() for child in following)
+    assert cpus == sorted([*place.cpus] for place in place_ranks(nodes, 2, 2)[1:])
+    assert [result.outputs for result in answers] == [result.outputs for result in llm.generate(prompts, params)]
 
 
 def test_many_more_prompts_than_rows(llm: LLM) -> None:

@@ -37,8 +37,8 @@ def make_work(heads: int, dim: int, top: int, lengths: list[tuple[int, int]] = L
     return Work(lengths, random_bf16(rng, tokens, heads, dim), weights, keys, top)
 
 
-def choose(engine: Engine, work: Work) -> Array:
-    """Entries [tokens, top], -1 where all are known."""
+def choose(engine: Engine, work: Work, parts: int = 1) -> Array:
+    """Entries [tokens, top], -1 where all are known; computed in parts of the tokens."""
     stage, (tokens, heads, dim) = Stage(engine), work.queries.shape
     blocks = Blocks([Rows(8), Rows(dim, size=32, ratio=work.ratio)], work.lengths)
     for row, keys in enumerate(work.keys):
@@ -50,7 +50,9 @@ def choose(engine: Engine, work: Work) -> Array:
     pages = blocks.pages(stage, 1)
     queries = to_query_panels(work.queries)
     scores = stage.room(np.float32, INDEXER_TOKENS, most)
-    stage.record.indexer_topk(queries, weights[:, 3:-2], SCALE, rope, pages, indices, scores)
+    for part in range(parts):
+        inputs = (queries, weights[:, 3:-2], SCALE, rope, pages)
+        stage.record.indexer_topk(*inputs, indices, scores, part, parts)
     blocks.play(stage)
     return indices
 
@@ -102,3 +104,10 @@ def test_a_token_is_the_same_in_every_company(instruction_set: str) -> None:
         for threads in (1, 2, 3, 5):
             assert np.array_equal(choose(engine_of(instruction_set, threads), part), whole[mine])
         begin += count
+
+
+def test_parts_of_the_tokens(engine: Engine) -> None:
+    work = make_work(4, 32, 8, [(399, 1), (200, 40), (30, 2)])
+    assert np.array_equal(choose(engine, work, parts=3), choose(engine, work))
+    one = make_work(4, 32, 8, [(399, 1)])
+    assert np.array_equal(choose(engine, one, parts=2), choose(engine, one))

@@ -27,9 +27,9 @@ CODES_ERROR, BF16_ERROR = 0.05, 0.02
 """Of logits, rms, relative: rounding activations to int8 per 128 inputs, and to bfloat16."""
 
 
-def made(path: Path, format: str, kind: str = "qwen3", head: bool = False) -> tuple[Path, Path]:
+def made(path: Path, format: str, kind: str = "qwen3", head: bool = False, **changes: Any) -> tuple[Path, Path]:
     """A quantised checkpoint, and one in float32 with the weights that it stands for."""
-    sizes = WIDE | ({"tie_word_embeddings": False} if head else {})
+    sizes = WIDE | ({"tie_word_embeddings": False} if head else {}) | changes
     both = [make_checkpoint(path / name, kind, **sizes) for name in (format, "float32")]
     means, file = quantise(both[0], format, head=head), both[1] / "model.safetensors"
     tensors = load_file(file)
@@ -62,6 +62,29 @@ def test_logits_are_those_of_the_values(tmp_path: Path, format: str, kind: str) 
     if not fp8:
         program = load_program(quantised, "bfloat16", kernels=runnable()[0], activations="bf16")
         assert (error := relative(logits(program), wanted)) < BF16_ERROR, error
+
+
+ONE = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+ALL_EXPERTS = {"num_hidden_layers": 1, "num_experts": 3, "num_experts_per_tok": 3, "mlp_only_layers": []}
+
+
+@pytest.mark.parametrize(
+    ("format", "kind", "sizes"),
+    [
+        ("int4_g32", "qwen3", ONE | {"hidden_size": 32, "vocab_size": 1}),
+        ("int4_asym_channel", "qwen3", ONE | {"hidden_size": 96, "intermediate_size": 160, "vocab_size": 33}),
+        ("nvfp4", "qwen3_moe", ALL_EXPERTS | {"moe_intermediate_size": 32, "vocab_size": 33}),
+        ("blocks_bf16", "qwen3_moe", ALL_EXPERTS | {"hidden_size": 36, "moe_intermediate_size": 48}),
+        ("w8a8", "qwen3", ONE | {"hidden_size": 36, "intermediate_size": 16, "vocab_size": 33}),
+    ],
+)
+def test_sizes_at_their_bounds(tmp_path: Path, format: str, kind: str, sizes: dict[str, Any]) -> None:
+    """One of each, all experts, a group of all inputs, and sizes that fill no panel, no group and no block."""
+    quantised, plain = made(tmp_path, format, kind, **sizes)
+    tokens = TOKENS[:40] % sizes.get("vocab_size", 320)
+    wanted = logits(load_program(plain, "float32"), tokens)
+    found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]), tokens)
+    assert relative(found, wanted) < (BF16_ERROR if "fp8" in FORMATS[format].name else CODES_ERROR)
 
 
 def test_a_quantised_output_layer(tmp_path: Path) -> None:

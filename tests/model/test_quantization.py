@@ -178,7 +178,7 @@ def test_int8_needs_the_kernels(tmp_path: Path) -> None:
     assert "no C++ compiler" in resolve_error(path, ())
     assert "multiple of 32 tokens, not 16" in resolve_error(path, block_size=16)
     path = write(tmp_path, RELEASED, hidden_size=1026, quantization_config=quantization_config(IGNORED))
-    assert "multiple of 4, not 1026" in resolve_error(path)
+    assert "quantised weights need a hidden_size that is a multiple of 4, not 1026" in resolve_error(path)
     path = write(
         tmp_path, RELEASED, intermediate_size=3088, quantization_config=FORMATS["int4_channel"].section(IGNORED)
     )

@@ -13,6 +13,7 @@ from pypto_serving.parallel.topology import Topology
 from pypto_serving.parallel.weights import ModelParts, SplitWeights
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.options import make_options
+from pypto_serving.setup.rank_plan import plan_ranks
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.model import ModelSpec
@@ -55,6 +56,12 @@ def test_auto_is_a_rank_for_each_node() -> None:
     resolved = resolved_of(tensor_parallel_size="auto")
     assert resolved.engine.topology == Topology(tensor=2)
     assert "one for each NUMA node" in setting(resolved, "tensor-parallel-size")[1]
+
+
+def test_auto_counts_the_nodes_of_each_replica() -> None:
+    resolved = resolved_of(tensor_parallel_size="auto", data_parallel_size=2)
+    assert [engine.topology for engine in resolved.engines] == [Topology(), Topology()]
+    assert [engine.placement(0).node for engine in resolved.engines] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +117,15 @@ def test_short_names() -> None:
     assert (options.tensor_parallel_size, options.expert_parallel_size, options.pipeline_parallel_size) == (2, 1, 1)
     with pytest.raises(ConfigError, match="tp and tensor_parallel_size are the same option"):
         make_options({"tp": 2, "tensor_parallel_size": 2}, as_arguments=True)
+
+
+def test_stages_share_the_kv_cache_by_layers() -> None:
+    resolved, model = resolved_of(tensor_parallel_size=2), model_of(DENSE)
+    engine = msgspec.structs.replace(resolved.engine, topology=Topology(pipeline=2))
+    first, last = plan_ranks(engine, model, resolved.memory, MIB)
+    assert (first.layers, last.layers) == ((0, 1), (1, 2))
+    assert (first.weight_bytes, last.weight_bytes) == (520 * MIB, 264 * MIB)
+    assert first.kv_bytes == last.kv_bytes == resolved.memory.kv_bytes // 2
 
 
 def test_ranks_that_share_cpus_are_warned_of() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.placement import NumaNode
-from tests.setup.small import HOST, WITH_KERNELS, make_resolved, setting
+from tests.setup.small import HOST, WITH_KERNELS, make_model, make_resolved, setting
 
 FOUR_CPUS = msgspec.structs.replace(HOST, num_cpus=4, nodes=(NumaNode(0, (0, 1)), NumaNode(1, (2, 3))))
 
@@ -19,7 +19,8 @@ def test_one_replica_by_default() -> None:
 
 
 def test_replicas_share_cpus_and_memory() -> None:
-    one, resolved = make_resolved(None, FOUR_CPUS), make_resolved(None, FOUR_CPUS, data_parallel_size=2)
+    model = make_model(weight_bytes=1 << 30, max_position_embeddings=1 << 20)
+    one, resolved = make_resolved(model, FOUR_CPUS), make_resolved(model, FOUR_CPUS, data_parallel_size=2)
     assert [engine.placement(0).cpus for engine in resolved.engines] == [(0, 1), (2, 3)]
     assert [engine.placement(0).num_threads for engine in resolved.engines] == [2, 2]
     assert [engine.replica for engine in resolved.engines] == [0, 1]

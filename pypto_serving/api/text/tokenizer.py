@@ -42,12 +42,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: str | Path) -> Tokenizer:
-        """Read a checkpoint's tokenizer. Raises ModelError if tokenizer.json is missing or damaged."""
+        """Read a checkpoint's tokenizer. Raises ModelError if tokenizer.json is missing, damaged or cannot be read."""
         path = Path(model_dir) / "tokenizer.json"
         if not has_tokenizer(model_dir):
             raise ModelError(f"{path} does not exist: this checkpoint has no fast tokenizer; add its tokenizer.json")
         try:
             raw = tokenizers.Tokenizer.from_buffer(read_regular(path))
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from None
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"{path} is damaged: {error}; download the checkpoint again") from error
         special = load_special_tokens(model_dir)

@@ -87,7 +87,7 @@ class Buffers:
         self.queries = zeros(*_panels(tokens, heads, model.head_dim))
         if model.indexer is not None:
             self.index_queries = peers.zeros(*_panels(tokens, model.indexer.num_heads, model.indexer.head_dim))
-            self.topk_indices = zeros(np.int32, tokens, model.indexer.topk)
+            self.topk_indices = peers.zeros(np.int32, tokens, model.indexer.topk)
             self.scores = zeros(np.float32, INDEXER_TOKENS, ceil_div(config.max_model_len, model.csa_ratio))
         self.attended = peers.zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
         self.out_latent = peers.zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)

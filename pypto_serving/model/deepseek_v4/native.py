@@ -220,8 +220,10 @@ class NativeDeepseekV4:
             self.step.norm_rope(queries, len(heads), query_rope, b.index_queries, heads.start)
         self._peers.meet(self.step, b.index_queries)
         scale = (indexer.num_heads * indexer.head_dim) ** -0.5
-        head_weights = parts["indexer.weights_proj"]
-        self.step.indexer_topk(b.index_queries, head_weights, scale, query_rope, keys, b.topk_indices, b.scores)
+        inputs = (b.index_queries, parts["indexer.weights_proj"], scale, query_rope, keys)
+        tokens = (self._rank.tensor, self._rank.topology.tensor)
+        self.step.indexer_topk(*inputs, b.topk_indices, b.scores, *tokens)
+        self._peers.meet(self.step, b.topk_indices)
 
     def _record_experts(self, layer: int) -> None:
         """Record y = shared expert + weighted sum of the routed experts."""

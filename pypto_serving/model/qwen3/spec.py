@@ -97,7 +97,7 @@ def _needs_torch(config: Qwen3Config, inputs_of_codes: Collection[int]) -> str:
     if config.num_heads // config.num_kv_heads > ITEM_ROWS:
         return f"the kernels share a key among at most {ITEM_ROWS} queries"
     if config.quantization is not None and config.hidden_size % 4:
-        return f"int8 weights need a hidden_size that is a multiple of 4, not {config.hidden_size}"
+        return f"quantised weights need a hidden_size that is a multiple of 4, not {config.hidden_size}"
     for inputs in inputs_of_codes:
         if inputs % CODES_INPUTS:
             return f"4-bit weights need inputs in multiples of {CODES_INPUTS}, not {inputs}"

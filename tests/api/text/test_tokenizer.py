@@ -51,6 +51,14 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(damage)
         with pytest.raises(ModelError, match=r"tokenizer\.json is damaged: .+; download the checkpoint again"):
             Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read: it is not a regular file$"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "generation_config.json").symlink_to("gone")
+    with pytest.raises(ModelError, match=r"has no generation_config\.json"):
+        eos_token_ids(read_generation_config(tmp_path))
+    (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"generation_config\.json holds a JSON list"):
         eos_token_ids(read_generation_config(tmp_path))
