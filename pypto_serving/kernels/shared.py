@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.kernels.engine import HUGE_PAGE_BYTES, Pool, ask_for_huge_pages, zeros
 from pypto_serving.kernels.library import library
 from pypto_serving.kernels.meeting import Meeting, RanksGone
@@ -35,9 +36,16 @@ class SharedMemory:
 
     @classmethod
     def create(cls) -> SharedMemory:
-        """Make a file without any arrays. Children can inherit `fd`, which is the caller's to close."""
+        """Make a file without any arrays. Children can inherit `fd`, which is the caller's to close.
+
+        Raises ConfigError where files must be smaller.
+        """
         fd = os.memfd_create("pypto-ranks")
-        os.ftruncate(fd, _MOST_BYTES)
+        try:
+            os.ftruncate(fd, _MOST_BYTES)
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(f"ranks cannot share memory ({error}); raise the limit `ulimit -f`") from None
         return cls(fd)
 
     def _map(self, size: int) -> NDArray[np.uint8]:

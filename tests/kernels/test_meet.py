@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Board, Engine, Meeting, Peers, RanksGone, Recording, SharedMemory, runnable
 from tests.kernels.layouts import narrow, random_bf16
 from tests.kernels.stage import engine_of, int32, matrix_of
@@ -168,6 +170,16 @@ def test_shared_arrays_are_the_same_memory(memory: SharedMemory) -> None:
         array[-1:] = number
     for number, array in enumerate(second, 1):
         assert (array[-1:] == number).all() and array.sum() == number * array[-1:].size
+
+
+def test_files_that_must_be_small() -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="ulimit -f"):
+            SharedMemory.create()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_meetings_refuse_what_cannot_meet(memory: SharedMemory) -> None:
