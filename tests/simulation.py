@@ -121,7 +121,7 @@ def changed(
         scores[token] -= one(params.frequency_penalty) * one(count)
         scores[token] -= one(params.presence_penalty)
     if params.allowed_token_ids:
-        scores[[token not in params.allowed_token_ids for token in range(len(scores))]] = -np.inf
+        scores[~np.isin(np.arange(len(scores)), params.allowed_token_ids)] = -np.inf
     banned = [last for *before, last in params.bad_word_ids if list(output)[len(output) - len(before) :] == before]
     if len(output) < params.min_tokens:
         banned += [*params.stop_token_ids, *request.eos_token_ids]

@@ -59,7 +59,8 @@ class Results:
         """Append the tokens of a row, up to the one that ends its request. Take back rejected drafts.
 
         Forced tokens behind what was sampled are not computed yet, so steps in flight do not reach the last token. A
-        row that got none computes its last token again.
+        row that got none computes its last token again. A fault behind the token that ends its request is none, but
+        one of the prompt's logits is.
         """
         request, reason = entry.request, None
         request.num_placeholders -= 1 + entry.num_drafts
@@ -73,7 +74,7 @@ class Results:
         if row.token_ids and not request.first_token_s:
             request.first_token_s = now_s
             output = outputs.started(request, output)
-        if reason is None and row.fault is not None:
+        if row.fault is not None and (reason is None or request.num_unscored):
             return outputs.merged(output, self._fail(request, row.fault, now_s))
         accepted = min(len(row.token_ids) - 1, entry.num_drafts)
         request.num_computed_tokens -= entry.num_drafts - accepted

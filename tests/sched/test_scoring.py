@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.types import step
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
 from pypto_serving.types.tokens import unpack_ids
 from tests.sched.scores import assert_prompt_logprobs
-from tests.simulation import Simulation, null_config
+from tests.simulation import VOCAB_SIZE, Simulation, null_config
 
 HOST = {"traits": BackendTraits(), "backend_options": {"fails_on": -1}}
 
@@ -135,6 +136,20 @@ def test_choices_without_scores_follow_the_one_that_has_them() -> None:
         simulation.add(tokens, max_tokens=2)
     simulation.run()
     assert computed(simulation) == 200 + 127 * (200 - 192) + 128
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 2])
+def test_a_prompt_that_cannot_be_scored_fails_whatever_it_samples(max_tokens: int) -> None:
+    """Also if the only token to sample comes out of the same step."""
+    tokens = prompt(20)
+    groups = null_config().groups
+    fails_on = next_digest(groups, tokens[:15]) % VOCAB_SIZE
+    simulation = simulation_of(backend_options={"fails_on": fails_on})
+    request_id = simulation.add(tokens, params=scoring(max_tokens=max_tokens))
+    simulation.run()
+    output = simulation.last[request_id]
+    assert output.finish_reason == "error" and output.fault is not None and output.fault.code == "not_finite"
+    assert simulation.prompt_logprobs[request_id] == []
 
 
 def test_a_device_that_samples_refuses_to_score() -> None:
