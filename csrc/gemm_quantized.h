@@ -24,8 +24,7 @@ struct Stream {
   int64_t ahead_step;
   ALWAYS_INLINE void fetch_ahead(int64_t bytes = 64) {
     if (M == 1 || !ahead) return;
-    fetch(ahead);
-    ahead += bytes / 64 * ahead_step;
+    for (; bytes > 0; bytes -= 64, ahead += ahead_step) fetch(ahead);
   }
   ALWAYS_INLINE const char* skip(int64_t bytes) {
     fetch_ahead(bytes);
