@@ -111,15 +111,15 @@ class Server:
     def pause(self) -> None:
         """Pause all processes, so that they use no CPU time."""
         self._stopped = True
-        self._pids = machine.pids(self.pid)
         machine.pause(self.pid)
+        self._pids = machine.pids(self.pid)
 
     def resume(self) -> None:
-        """Continue all processes. Raises PeerError if some have ended or are new."""
+        """Continue all processes. Raises PeerError if some have ended; a server may start others."""
         if self._stopped:
             machine.resume(self.pid)
             self._stopped = False
-            if machine.pids(self.pid) != self._pids:
+            if not self._pids <= machine.pids(self.pid):
                 raise PeerError(f"processes ended while they were stopped; see {self.log}")
 
     def memory(self) -> dict[str, int]:
