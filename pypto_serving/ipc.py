@@ -18,10 +18,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+
+from pypto_serving.errors import EXIT_OK, PyptoError
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -299,6 +301,17 @@ class Parent(Generic[T]):
     def _say(self, message: msgspec.Struct) -> None:
         with contextlib.suppress(OSError):
             self._pipe.sendall(msgspec.json.encode(message) + b"\n")
+
+
+def run_child(run: Callable[[Parent[T]], None], start_type: type[T]) -> int:
+    """Run a child whose control pipe `sys.argv` names; return its exit code. Report the error that ends it."""
+    parent = Parent(int(sys.argv[1]), start_type)
+    try:
+        run(parent)
+    except PyptoError as error:
+        parent.fault(str(error), error.exit_code)
+        return error.exit_code
+    return EXIT_OK
 
 
 @contextlib.contextmanager

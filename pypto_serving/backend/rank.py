@@ -7,8 +7,7 @@ import sys
 
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.backend.ranks import READY, Shared
-from pypto_serving.errors import EXIT_OK, PyptoError
-from pypto_serving.ipc import Parent
+from pypto_serving.ipc import Parent, run_child
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.types.start import RankStart
 
@@ -27,16 +26,5 @@ def run(parent: Parent[RankStart]) -> None:
     shared.follow(model.step)
 
 
-def main() -> int:
-    """Run one rank and return its exit code."""
-    parent: Parent[RankStart] = Parent(int(sys.argv[1]), RankStart)
-    try:
-        run(parent)
-    except PyptoError as error:
-        parent.fault(str(error), error.exit_code)
-        return error.exit_code
-    return EXIT_OK
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(run, RankStart))

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from pypto_serving.engine.core import EngineCore
 from pypto_serving.engine.executor import ProcessExecutor
-from pypto_serving.errors import EXIT_OK, PyptoError
-from pypto_serving.ipc import Parent, SocketChannel
+from pypto_serving.ipc import Parent, SocketChannel, run_child
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import ToCore
 from pypto_serving.types.start import CoreStart
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
     from pypto_serving.engine.events import EventPublisher
 
 
-def run(start: CoreStart) -> None:
+def run(parent: Parent[CoreStart]) -> None:
     """Run turns until told to stop, and sleep while nothing happens. Then finish stores, for at most FLUSH_S."""
+    start = parent.start
     logging.basicConfig(
         level=start.config.log_level.upper(), format="%(asctime)s %(levelname)s core: %(message)s", datefmt="%H:%M:%S"
     )
@@ -58,15 +58,5 @@ def open_publisher(config: EngineConfig) -> EventPublisher | None:
     return EventPublisher(config.groups, config.kv_events, config.kv_events_replay, config.replica)
 
 
-def main() -> int:
-    parent: Parent[CoreStart] = Parent(int(sys.argv[1]), CoreStart)
-    try:
-        run(parent.start)
-    except PyptoError as error:
-        parent.fault(str(error), error.exit_code)
-        return error.exit_code
-    return EXIT_OK
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(run, CoreStart))

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pypto_serving.backend import BACKENDS
 from pypto_serving.backend.base import Backend, Program
-from pypto_serving.errors import EXIT_OK, PyptoError
-from pypto_serving.ipc import Parent, SocketChannel
+from pypto_serving.ipc import Parent, SocketChannel, run_child
 from pypto_serving.store.base import Store
 from pypto_serving.store.disk import open_disk
 from pypto_serving.store.host import HostStore
@@ -28,7 +27,7 @@ from pypto_serving.worker.transfer import Mover, TransferServer
 Wrap = Callable[[Runner], PlanExecutor]
 
 
-def run(parent: Parent[WorkerStart], wrap: Wrap) -> None:
+def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None:
     """Open the backend, allocate its buffers, prepare the program, then open the channel and serve."""
     start, started_s = parent.start, time.monotonic()
     logging.basicConfig(
@@ -91,16 +90,5 @@ def describe(config: EngineConfig) -> str:
     return ", ".join(part for part in (name, dtype, config.kernels, f"{tokens} tokens/block") if part)
 
 
-def main(wrap: Wrap = lambda runner: runner) -> int:
-    """Run one worker life and return its exit code."""
-    parent: Parent[WorkerStart] = Parent(int(sys.argv[1]), WorkerStart)
-    try:
-        run(parent, wrap)
-    except PyptoError as error:
-        parent.fault(str(error), error.exit_code)
-        return error.exit_code
-    return EXIT_OK
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(run, WorkerStart))
