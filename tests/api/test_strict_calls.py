@@ -76,7 +76,7 @@ def test_random_texts_have_no_wrong_call(compiler: Compiler, family: str, one: b
     form, num_calls = FAMILIES[family].form, 0
     words = (*BEGINNINGS, *form.starts, call(form, "1"), *wrong_texts(form))
     for grammar in grammars(family, one):
-        for seed in range(75):
+        for seed in range(40):
             text = walk(compiler, grammar, random.Random(seed), words, 500)
             if text is not None:
                 assert not has_wrong_call(family, text, one), text

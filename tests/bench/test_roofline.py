@@ -149,9 +149,14 @@ def test_products_and_attention_are_measured(monkeypatch: pytest.MonkeyPatch, wi
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(
-    ("stored", "head"), [("", "auto"), ("w8a8", "auto"), ("int4_g32", "int8"), ("fp8_block", "auto")]
+    ("kind", "stored", "head"),
+    [
+        ("qwen3", "", "auto"),
+        ("qwen3", "w8a8", "auto"),
+        ("qwen3_moe", "int4_g32", "int8"),
+        ("qwen3_moe", "fp8_block", "auto"),
+    ],
 )
 def test_steps_are_measured(tmp_path: Path, bench: Bench, kind: str, stored: str, head: Head) -> None:
     model = make_checkpoint(tmp_path / "model", kind)

@@ -83,12 +83,12 @@ def test_calls_say_what_was_asked(kind: str) -> None:
 
 def test_held_out_calls_and_answers_are_not_practised() -> None:
     rng = random.Random(0)
-    held_out = {reply for kind in tool_questions.KINDS for _, reply in call_turns(kind, 2000, seed=1)}
-    chats = [ToolChat(rng, Practice(PROBLEMS), 0.2) for _ in range(300)]
+    held_out = {reply for kind in tool_questions.KINDS for _, reply in call_turns(kind, 500, seed=1)}
+    chats = [ToolChat(rng, Practice(PROBLEMS), 0.2) for _ in range(150)]
     practised = {chat.next_turn().reply for chat in chats for _ in range(10)}
-    assert len(practised) > 1000 and not held_out & practised
-    unseen = {json_answers.json_answer(rng, unseen=True)[1] for _ in range(1000)}
-    assert not unseen & {json_answers.json_answer(rng)[1] for _ in range(3000)}
+    assert len(practised) > 500 and not held_out & practised
+    unseen = {json_answers.json_answer(rng, unseen=True)[1] for _ in range(500)}
+    assert not unseen & {json_answers.json_answer(rng)[1] for _ in range(1500)}
 
 
 def test_answers_in_json_are_json() -> None:

@@ -72,11 +72,16 @@ def test_serve_announces_itself_in_one_line_and_drains() -> None:
         assert re.search(r"chat-template +off +this model has no tokenizer.json", err)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    "newest", ["serve", "pypto_serving.engine", "pypto_serving.worker", "pypto_serving.api.reading"]
+    ("newest", "number"),
+    [
+        ("serve", signal.SIGINT),
+        ("pypto_serving.engine", signal.SIGTERM),
+        ("pypto_serving.worker", signal.SIGINT),
+        ("pypto_serving.api.reading", signal.SIGTERM),
+    ],
 )
-def test_a_server_that_is_stopped_early_ends_in_silence(number: signal.Signals, newest: str) -> None:
+def test_a_server_that_is_stopped_early_ends_in_silence(newest: str, number: signal.Signals) -> None:
     """As by Ctrl-C in a terminal: the signal reaches all processes, the newest of which still imports its modules."""
     command = [*PYPTO, "serve", *NULL, "--port", "0"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -162,7 +162,7 @@ def test_all_at_once(case: Case, server: Server, wanted: list[Choice]) -> None:
     assert together(case, server) == wanted
 
 
-@pytest.mark.parametrize("threads", ["2", "3"])
+@pytest.mark.parametrize("threads", ["2", pytest.param("3", marks=pytest.mark.soak)])
 def test_without_a_cache_on_some_threads(case: Case, wanted: list[Choice], threads: str) -> None:
     with case.server("--num-threads", threads, "--no-prefix-caching") as server:
         assert together(case, server) == wanted

@@ -148,7 +148,7 @@ def test_reasoning_stands_beside_the_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """DeepSeek V4's chats on a model that is quick to make."""
-    folder = write_deepseek_v4(make_checkpoint(tmp_path, vocab_size=448))
+    folder = write_deepseek_v4(make_checkpoint(tmp_path, dtype="bfloat16", vocab_size=448))
     monkeypatch.setitem(ENCODER_OF_ARCHITECTURE, "Qwen3ForCausalLM", "deepseek_v4")
     messages, params = [{"role": "user", "content": "hello"}], SamplingParams(temperature=0, max_tokens=24)
     with LLM(str(folder), log_level="warning") as llm:

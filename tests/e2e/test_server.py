@@ -233,7 +233,7 @@ def test_starts_that_fail_say_why_in_one_line_and_leave_nothing(tmp_path: Path) 
 def test_a_checkpoint_that_breaks_while_loading_ends_the_server(tmp_path: Path) -> None:
     from tests.checkpoints import make_checkpoint
 
-    model = make_checkpoint(tmp_path / "model")
+    model = make_checkpoint(tmp_path / "model", dtype="bfloat16")
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     failed = run("serve", str(model), "--port", "0")

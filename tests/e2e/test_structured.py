@@ -39,7 +39,7 @@ FORMATS = jsonschema.FormatChecker([name for name in jsonschema.FormatChecker.ch
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
+    return make_checkpoint(tmp_path_factory.mktemp("model"), dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_one_token(engine: Engine, kv: KvForm, context: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "size"), SHAPES)
 def test_chunks_at_any_offset(engine: Engine, kv: KvForm, heads: int, kv_heads: int, dim: int, size: int) -> None:
-    chunks = [(0, 37), (5, 2), (100, 50), (127, 1), (127, 3), (128, 13), (0, 130), (255, 140)]
+    chunks = [(0, 37), (5, 2), (127, 1), (127, 3), (128, 13), (0, 130), (255, 40)]
     for first, count in chunks:
         row = random_row(first, first, count, heads, kv_heads, dim)
         kv.assert_attends(kv.attend(engine, [row], size)[0], row)

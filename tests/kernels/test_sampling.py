@@ -83,7 +83,7 @@ def follows(logits: np.ndarray, draw: np.void, token: int) -> bool:
 def test_choices_are_those_of_sorting(vocab: int, kind: str) -> None:
     """But for random numbers on the boundary between two tokens, such as the first ones, which rounding decides."""
     rng = np.random.default_rng(vocab)
-    count = len(EDGES) + (2 if vocab > 10_000 else 40)
+    count = len(EDGES) + (2 if vocab > 10_000 else 20)
     logits = logits_of(kind, rng, (count, vocab))
     differ = 0
     for values in SETTINGS:
