@@ -156,6 +156,7 @@ class Vllm:
 
     name, workloads = "vllm", ALL
     title = f"vLLM {VLLM} (CPU)"
+    ranks = 1
 
     def beside(self) -> Ours:
         """Return our server with default options."""
@@ -168,11 +169,14 @@ class Vllm:
 
     def launch(self, checkpoint: Checkpoint) -> Launch:
         """Return the launch. The KV arena has a fixed size and is written at start."""
-        space = 2 if checkpoint.small else 5
+        space = 2 if checkpoint.small or self.ranks > 1 else 5
         flags = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
+        if self.ranks > 1:
+            flags += ["--tensor-parallel-size", str(self.ranks)]
+        cpus = [ALLOWED_CPUS[rank :: self.ranks] for rank in range(self.ranks)]
         variables = {
             "VLLM_CPU_KVCACHE_SPACE": str(space),
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, ALLOWED_CPUS)),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, own)) for own in cpus),
         }
         preloads = install.preloads(self._env)
         shown = [f"{key}={value}" for key, value in variables.items()]
@@ -181,7 +185,7 @@ class Vllm:
         return Launch(
             lambda port: [str(program), "serve", str(checkpoint.folder), "--port", str(port), *flags],
             " ".join([*shown, *flags]),
-            kv_bytes=space * GIB,
+            kv_bytes=self.ranks * space * GIB,
             environment={
                 **variables,
                 "LD_PRELOAD": ":".join(map(str, preloads)),
@@ -189,6 +193,17 @@ class Vllm:
                 **_silent(self._env.folder / "bin"),
             },
         )
+
+
+class VllmTp2(Vllm):
+    """vLLM on two ranks, beside our server on two."""
+
+    name, workloads, ranks = "vllm-tp2", FEW, 2
+    title = f"vLLM {VLLM} (CPU), two ranks"
+
+    def beside(self) -> Ours:
+        """Return our server on two ranks."""
+        return Ours(title="pypto-serving --tp 2", options=("--tp", "2"))
 
 
 class VllmGptq(Vllm):
@@ -335,8 +350,8 @@ def _int4() -> Ours:
     return Ours("int4", INT4_TITLE, form=INT4, workloads=(*FEW, "W4"))
 
 
-RANKS = ("tp2", "pp2")
-"""The pairs of two ranks of one thread each, and one of two."""
+RANKS = ("tp2", "pp2", "vllm-tp2")
+"""The pairs of two ranks of one thread each, with our one rank of two and with vLLM's two ranks."""
 
 
 def _ranks(name: str) -> Callable[[], Ours]:
@@ -352,5 +367,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "llama-q4": LlamaQ4,
     "transformers": Transformers,
     "int4": _int4,
-    **{name: _ranks(name) for name in RANKS},
+    "tp2": _ranks("tp2"),
+    "pp2": _ranks("pp2"),
+    "vllm-tp2": VllmTp2,
 }

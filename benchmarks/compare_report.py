@@ -92,6 +92,7 @@ GOALS = (
     Goal("W2", OUTPUT, "int8-llmc", 1.5),
     Goal("W1", OUTPUT, "int4", 2.6),
     *(Goal(workload, OUTPUT, "tp2", 0.95) for workload in ("W1", "W2", "W3")),
+    *(Goal(workload, OUTPUT, "vllm-tp2", 1.3) for workload in ("W1", "W2", "W3")),
     Goal("W3", OUTPUT, "pp2", 0.85),
     Goal("W1", OUTPUT, "llama-q4", 1.3),
     Goal("W2", OUTPUT, "llama-q4", 2.0),
