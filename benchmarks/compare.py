@@ -3,7 +3,7 @@
     python benchmarks/compare.py                                         # everything, an hour or two
     python benchmarks/compare.py --peers vllm --only W1,W2 --rounds 1
     python benchmarks/compare.py --peers int4,llama-q4,vllm-gptq         # 4 bits, all made of the same checkpoint
-    python benchmarks/compare.py --peers tp2,pp2,vllm-tp2                # two ranks beside one, and beside those of vLLM
+    python benchmarks/compare.py --peers tp2,pp2,vllm-tp2                # two ranks beside one, and beside two of vLLM
     python benchmarks/compare.py --install-only
     python benchmarks/compare.py --report-only
 
