@@ -112,13 +112,15 @@ def survive(
     prompts, params = streams(model, 1, max_tokens)
 
     async def scenario(engine: AsyncEngine) -> None:
-        killer = RankKiller(engine, kills, seed=kills, planned=[int(epoch) for epoch in points])
-        while killer.left:
-            assert await replies(engine, prompts, params, killer) == wanted
+        killers: list[RankKiller] = []
+        while left := kills - sum(killer.killed for killer in killers):
+            killers.append(RankKiller(engine, left, seed=left, planned=[int(epoch) for epoch in points]))
+            assert await replies(engine, prompts, params, killers[-1]) == wanted
         assert await answers(engine, [[5, 6, 7]])  # after the last death
         assert engine.stats.num_respawns == kills + len(points)
-        assert len(killer.killed_ranks) > 1
-        assert_ended([process for process in killer.seen if process not in followers(worker_of(engine))])
+        assert len(set().union(*(killer.killed_ranks for killer in killers))) > 1
+        seen = [process for killer in killers for process in killer.seen]
+        assert_ended([process for process in seen if process not in followers(worker_of(engine))])
 
     changes = {"faults": QUICK_FAULTS, "worker_module": "tests.faulty_worker", "backend_options": {"faults": points}}
     run_engine(rank_config(model, topology, changes), scenario)
