@@ -50,7 +50,7 @@ struct alignas(64) AttentionScratch {
 struct Item {
   Item(const PagedAttention& op, const Step& step, const AttentionItem& item)
       : op(op), step(step), item(item), queries(step.queries + item.first), shared(op.heads / op.cache.kv_heads),
-        dim(op.cache.dim), table(step.groups[0].tables + item.row * step.groups[0].width),
+        dim(op.cache.dim), table(step.table(0, item.row)),
         length(position(queries[item.queries - 1]) + 1), rows{item.queries * shared, kMaxRows} {}
 
   int64_t heads() const { return item.head_end - item.head_begin; }

@@ -8,8 +8,7 @@ namespace ISA {
 // Address of the paged row of `position`, by the block table of row `row` of the step.
 template <typename Value>
 INLINE Value* page_row(const Pages& pages, const Step& step, int64_t row, int64_t position) {
-  const GroupTables& group = step.groups[pages.group];
-  const int64_t block = group.tables[row * group.width + position / pages.size];
+  const int64_t block = step.table(pages.group, row)[position / pages.size];
   const int64_t first = position % pages.size / pages.ratio;
   return reinterpret_cast<Value*>(pages.data + block * pages.block_stride + first * pages.row_bytes);
 }
@@ -17,7 +16,7 @@ INLINE Value* page_row(const Pages& pages, const Step& step, int64_t row, int64_
 // Address of the paged row of a token, by its slot.
 template <typename Value>
 INLINE Value* slot_row(const Pages& pages, const Step& step, int64_t token) {
-  const int64_t slot = step.groups[pages.group].slots[token];
+  const int64_t slot = step.slots(pages.group)[token];
   const int64_t first = slot % pages.size / pages.ratio;
   return reinterpret_cast<Value*>(pages.data + slot / pages.size * pages.block_stride + first * pages.row_bytes);
 }

@@ -28,7 +28,7 @@ class Prefixes {
   const std::vector<int32_t>& levels() const { return levels_; }
 
  private:
-  const int32_t* table(int32_t row) const { return step_->groups[0].tables + row * step_->groups[0].width; }
+  const int32_t* table(int32_t row) const { return step_->table(0, row); }
   int32_t first_column(int32_t tile) const { return tile * kTile / size_; }
   int32_t end_column(int32_t tiles) const { return (tiles * kTile + size_ - 1) / size_; }
   int compare(int32_t a, int32_t b, int32_t tile) const;

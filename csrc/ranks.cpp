@@ -26,6 +26,17 @@ API(void, record_meeting, Recording* recording, Meeting* meeting) { recording->m
 
 API(const Pass*, pass, Recording* recording, const Pass* values) { return recording->add(pass, *values); }
 
+// Until `end_share`, operations compute this rank's share of the rows.
+API(void, begin_share, Recording* recording, int part, int parts, int64_t token_cost) {
+  recording->begin_share({part, parts, token_cost});
+}
+
+API(void, end_share, Recording* recording) { recording->end_share(); }
+
+API(const CopyShare*, copy_share, Recording* recording, const CopyShare* values) {
+  return recording->add(copy_share, *values);
+}
+
 API(void, publish, void* board, int32_t buffers, int32_t tokens, int32_t rows, int32_t logits) {
   static_cast<Board*>(board)->publish({buffers, tokens, rows, logits, false});
 }

@@ -16,8 +16,11 @@ bool Recording::replay(const Step& step, double* seconds) {
   step_ = step;
   seconds_ = seconds;
   if (step_.tokens == 0) return true;
-  find_rows();
-  plan_.make(step_, engine_->team.count());
+  const bool alone = share_.parts == 1;
+  Step& own = alone ? step_ : own_;
+  if (!alone) own_ = share_.of(step_, starts_);
+  find_rows(own);
+  if (own.tokens) plan_.make(own, engine_->team.count());
   if (seconds) arrivals_.resize(operations_.size() * engine_->team.count());
   const double began = now();
   engine_->team.run(*this);
@@ -25,19 +28,20 @@ bool Recording::replay(const Step& step, double* seconds) {
   return complete_;
 }
 
-void Recording::find_rows() {
-  row_of_.resize(step_.tokens);
-  for (int32_t row = 0; row < step_.rows; row++)
-    std::fill(row_of_.begin() + step_.query_start[row], row_of_.begin() + step_.query_start[row + 1], row);
-  step_.row_of = row_of_.data();
+void Recording::find_rows(Step& step) {
+  row_of_.resize(step.tokens);
+  for (int32_t row = 0; row < step.rows; row++)
+    std::fill(row_of_.begin() + step.query_start[row], row_of_.begin() + step.query_start[row + 1], row);
+  step.row_of = row_of_.data();
 }
 
 // A meeting is the barrier after the operation before it.
 void Recording::run(Member& member) {
   double* arrival = seconds_ ? arrivals_.data() + static_cast<int64_t>(member.index()) * size() : nullptr;
   for (int i = 0; i < size(); i++) {
-    const auto& [kernel, meeting] = operations_[i];
-    if (kernel) kernel(step_, member);
+    const auto& [kernel, meeting, shares] = operations_[i];
+    const Step& step = shares ? own_ : step_;
+    if (kernel && step.tokens) kernel(step, member);
     if (arrival && kernel) arrival[i] = now();
     if (meeting || !meets(i + 1)) member.barrier(meeting);
     if (arrival && meeting) arrival[i] = now();

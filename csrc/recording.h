@@ -8,6 +8,7 @@
 #include "attention_plan.h"
 #include "meet.h"
 #include "ops.h"
+#include "row_share.h"
 
 namespace pypto {
 
@@ -34,25 +35,30 @@ class Recording final : public Job {
   template <typename Values>
   const Values* add(void (*kernel)(const Values&, const Step&, Member&), const Values& values) {
     const Values* kept = keep(values);
-    operations_.push_back({[=](const Step& step, Member& member) { kernel(*kept, step, member); }});
+    operations_.push_back({[=](const Step& step, Member& member) { kernel(*kept, step, member); }, nullptr, shares_});
     return kept;
   }
   // Adds a barrier with the other ranks, whose end is the caller's.
   void meet(Meeting* meeting) { operations_.push_back({{}, meeting}); }
   AttentionPlan& attention() { return plan_; }
+  // Until `end_share`, operations compute this rank's share of the rows, which is the same wherever one begins; so does
+  // all attention.
+  void begin_share(const RowShare& share) { share_ = share, shares_ = true; }
+  void end_share() { shares_ = false; }
   // Compute one step; false if a meeting was closed. With `seconds` [operations], adds the time that each took.
   bool replay(const Step& step, double* seconds);
   int size() const { return static_cast<int>(operations_.size()); }
   void run(Member& member) override;
 
  private:
-  // A kernel, or a meeting.
+  // A kernel, or a meeting. A kernel works on all rows, or on this rank's.
   struct Operation {
     std::function<void(const Step&, Member&)> kernel;
     Meeting* meeting = nullptr;
+    bool shares = false;
   };
 
-  void find_rows();
+  void find_rows(Step& step);
   bool meets(int index) const { return index < size() && operations_[index].meeting; }
   void add_seconds(double began);
 
@@ -60,7 +66,10 @@ class Recording final : public Job {
   std::vector<Operation> operations_;
   std::vector<std::shared_ptr<const void>> kept_;
   AttentionPlan plan_;
-  Step step_;
+  RowShare share_;
+  bool shares_ = false;  // what is recorded next
+  Step step_, own_;      // all rows, and this rank's
+  std::vector<int32_t> starts_;
   bool complete_ = true;
   double* seconds_ = nullptr;
   std::vector<int32_t> row_of_;

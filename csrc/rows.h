@@ -136,7 +136,7 @@ INLINE void norm_rope_heads(const QkNormRope& op, const Step& step, int64_t t, i
   const float* x = op.x + t * (op.heads + 2 * cache.kv_heads) * dim;
   const float* cos = op.cos + step.positions[t] * (dim / 2);
   const float* sin = op.sin + step.positions[t] * (dim / 2);
-  const int32_t* slots = step.groups[0].slots;
+  const int32_t* slots = step.slots(0);
   const int64_t block = slots[t] / cache.size, offset = slots[t] % cache.size;
   const bool last = t + 1 == step.tokens || slots[t + 1] != slots[t] + 1;
   alignas(64) float rotated[kMaxDim];

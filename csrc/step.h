@@ -50,6 +50,7 @@ struct GroupTables {
 // One step over `rows` rows and `tokens` tokens; see StepInputs in pypto_serving/backend/base.py for the arrays.
 struct Step {
   int32_t tokens = 0, rows = 0, logits = 0;
+  int32_t first_token = 0, first_row = 0;  // in the arrays of groups, which are those of the whole step
   int32_t slot = 0;  // its place among the steps in flight, of which each has buffers of its own
   const int32_t *token_ids, *positions, *query_start, *context_lens, *logits_rows;
   const GroupTables* groups;
@@ -60,6 +61,11 @@ struct Step {
   float* partials = nullptr;
   const int64_t* phases = nullptr;
   int64_t num_phases = 0;
+
+  const int32_t* slots(int group) const { return groups[group].slots + first_token; }
+  const int32_t* table(int group, int64_t row) const {
+    return groups[group].tables + (first_row + row) * groups[group].width;
+  }
 };
 
 }  // namespace pypto

@@ -178,7 +178,13 @@ FLAGS = (
         "Keep the weights as packed for the CPU kernels in ~/.cache/pypto-serving, for later starts.",
     ),
     Flag("num_threads", DEVICE, "N", "Threads that compute.", "one per CPU, fewer for small models"),
-    Flag("data_parallel_size", DEVICE, "N", "Replicas of the model; each has an equal share of CPUs.", alias="--dp"),
+    Flag(
+        "data_parallel_size",
+        DEVICE,
+        "N",
+        "Replicas of the model; with --ep, ranks that share experts and split rows.",
+        alias="--dp",
+    ),
     Flag(
         "tensor_parallel_size",
         DEVICE,
@@ -188,7 +194,11 @@ FLAGS = (
     ),
     Flag("pipeline_parallel_size", DEVICE, "N", "Stages of processes that split the layers.", alias="--pp"),
     Flag(
-        "expert_parallel_size", DEVICE, "N", "Groups of the tensor-parallel processes that split experts.", alias="--ep"
+        "expert_parallel_size",
+        DEVICE,
+        "N",
+        "Groups of the tensor- or data-parallel processes that split experts.",
+        alias="--ep",
     ),
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
     Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),

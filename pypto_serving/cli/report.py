@@ -248,11 +248,13 @@ def _memory_lines(resolved: Resolved) -> Iterable[str]:
 
 def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
     """Write what each rank computes, where, and its part of the memory plan."""
-    head = ("rank", "stage", "layers", "heads", "KV heads", "columns", "experts", "CPUs", "node", "threads")
+    head = ("rank", "stage", "layers", "rows", "heads", "KV heads", "columns", "experts", "CPUs", "node", "threads")
     rows = [
         (
             *map(str, (rank.index, rank.stage)),
-            *map(_span, (rank.layers, rank.heads, rank.kv_heads, rank.columns, rank.experts)),
+            _span(rank.layers),
+            "all" if rank.rows == 1 else f"1/{rank.rows}",
+            *map(_span, (rank.heads, rank.kv_heads, rank.columns, rank.experts)),
             _ids(rank.cpus) or "any",
             "-" if rank.node is None else str(rank.node),
             str(rank.num_threads),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -423,6 +424,22 @@ class Recording:
         }
         width = math.prod(min(source, out, key=np.ndim).shape[1:])
         self._add("pass", **sides, **slots, width=width, part=part, parts=parts, rows=rows)
+
+    @contextmanager
+    def share_of_rows(
+        self, rank: int, ranks: int, token_cost: int, x: Float32Array, mine: Float32Array
+    ) -> Iterator[None]:
+        """Record what `rank` of `ranks` computes for its share of the rows only, with x [tokens, ...] in and out.
+
+        `mine` holds the share of x, from token 0 on. All that share rows have about the same work, where a token costs
+        `token_cost` and one for each token of its context. Attention of all layers works on the same share.
+        """
+        width = math.prod(x.shape[1:])
+        self._lib.begin_share(self._handle, rank, ranks, token_cost)
+        self._add("copy_share", **{"from": x, "to": mine, "width": width, "returns": 0})
+        yield
+        self._add("copy_share", **{"from": mine, "to": x, "width": width, "returns": 1})
+        self._lib.end_share(self._handle)
 
     def replay(
         self,

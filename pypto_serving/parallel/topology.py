@@ -9,6 +9,8 @@ The experts of a layer are split among expert groups inside the tensor group:
     experts           0..63     0..63     64..127   64..127
     their columns     left      right     left      right
 
+Attention can be split by rows instead: each rank then computes all heads of a part of them. No sum is split either.
+
 All parts are half-open ranges in rank order, without gaps, as equal as whole units allow.
 """
 
@@ -28,15 +30,19 @@ class Topology(msgspec.Struct, frozen=True):
     tensor: ranks that split the matrices of each layer.
     pipeline: stages that split the layers; each is a tensor group.
     expert: groups within a tensor group that split the experts.
+    data: groups within a tensor group that split the rows of attention: 1, or each rank by itself.
     """
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    data: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.tensor, self.pipeline, self.expert) < 1:
+        if min(self.tensor, self.pipeline, self.expert, self.data) < 1:
             raise ValueError("sizes of a topology begin at 1")
+        if self.data not in (1, self.tensor):
+            raise ValueError(f"{self.tensor} tensor ranks split rows among all of them or not at all, not {self.data}")
         if self.tensor % self.expert:
             raise ValueError(f"{self.tensor} tensor ranks cannot be split into {self.expert} expert groups")
 
@@ -78,6 +84,11 @@ class Rank(msgspec.Struct, frozen=True):
     def tensor(self) -> int:
         """Return the place in the tensor group."""
         return self.index % self.topology.tensor
+
+    @property
+    def attention(self) -> Rank:
+        """Return the rank whose part of an attention layer's weights it has: all of them if it has rows of its own."""
+        return Rank() if self.topology.data > 1 else self
 
     @property
     def embeds(self) -> bool:

@@ -9,8 +9,11 @@ import msgspec
 
 from pypto_serving.parallel.topology import PANEL, Rank
 
-Split = Literal["whole", "heads", "kv_heads", "columns", "experts"]
-"""How ranks split a matrix: not at all, by heads, by outputs, or by experts and the outputs of each."""
+Split = Literal["whole", "heads", "kv_heads", "attention", "columns", "experts"]
+"""How ranks split a matrix: not at all, by heads, by outputs, or by experts and the outputs of each.
+
+Those of attention are split by heads or outputs, unless its rows are.
+"""
 
 
 class SplitWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +46,9 @@ class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self._held(weights, rank) for weights in self.weights if not own.isdisjoint(weights.layers))
 
     def head_share(self, rank: Rank) -> float:
-        """Return the rank's part of all query heads."""
-        return len(rank.heads(self.num_heads, self.num_kv_heads)) / self.num_heads
+        """Return the rank's part of all query heads, or of all rows."""
+        heads = rank.attention.heads(self.num_heads, self.num_kv_heads)
+        return len(heads) / self.num_heads / rank.topology.data
 
     def _held(self, weights: SplitWeights, rank: Rank) -> int:
         size, outputs, unit = weights.num_bytes, weights.outputs, weights.unit
@@ -52,9 +56,11 @@ class ModelParts(msgspec.Struct, frozen=True, kw_only=True):
             case "whole":
                 return size
             case "heads":
-                return size * len(rank.heads(self.num_heads, self.num_kv_heads)) // self.num_heads
+                return size * len(rank.attention.heads(self.num_heads, self.num_kv_heads)) // self.num_heads
             case "kv_heads":
-                return size * len(rank.kv_heads(self.num_heads, self.num_kv_heads)) // self.num_kv_heads
+                return size * len(rank.attention.kv_heads(self.num_heads, self.num_kv_heads)) // self.num_kv_heads
+            case "attention":
+                return size * len(rank.attention.columns(outputs, unit)) // outputs
             case "columns":
                 return size * len(rank.columns(outputs, unit)) // outputs
             case "experts":

@@ -24,6 +24,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank computes, where, and its bytes.
 
     columns: of the residual stream; other matrices are split alike.
+    rows: how many ranks share the rows of attention.
     experts: empty for a model without.
     workspace_bytes: of rank 0 with those of all other processes of the server.
     cpus, node: see Placement.
@@ -32,6 +33,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     stage: int
     layers: Span
+    rows: int
     heads: Span
     kv_heads: Span
     columns: Span
@@ -61,8 +63,9 @@ def plan_ranks(engine: EngineConfig, model: ModelSpec, memory: MemoryPlan, follo
             index=rank.index,
             stage=rank.stage,
             layers=_span(rank.layers(parts.num_layers)),
-            heads=_span(rank.heads(parts.num_heads, parts.num_kv_heads)),
-            kv_heads=_span(rank.kv_heads(parts.num_heads, parts.num_kv_heads)),
+            rows=topology.data,
+            heads=_span(rank.attention.heads(parts.num_heads, parts.num_kv_heads)),
+            kv_heads=_span(rank.attention.kv_heads(parts.num_heads, parts.num_kv_heads)),
             columns=_span(rank.columns(parts.hidden_size)),
             experts=_span(rank.experts(parts.num_experts)),
             cpus=place.cpus,

@@ -35,10 +35,20 @@ def choose_topology(
     for dimension in OPTIONS:
         obstacle = _obstacle(settings.options, dimension, model, backend, kernels)
         sizes[dimension] = _size(settings, dimension, model.parts, host, obstacle)
+    split_by = "tensor_parallel_size"
+    if (shares := num_row_shares(settings.options)) > 1:
+        split_by = "data_parallel_size"
+        sizes["tensor"] = sizes["data"] = shares
     if sizes["tensor"] % sizes["expert"]:
         assert model.parts is not None
-        raise _uneven_groups(settings.options, sizes["tensor"], sizes["expert"], model.parts.num_experts)
+        raise _uneven_groups(settings.options, split_by, sizes["tensor"], sizes["expert"], model.parts.num_experts)
     return Topology(**sizes)
+
+
+def num_row_shares(options: Options) -> int:
+    """Return how many data-parallel ranks share the experts of one replica, and the rows of its attention."""
+    has_experts = (options.expert_parallel_size or 1) > 1 and options.tensor_parallel_size in (None, 1)
+    return options.data_parallel_size or 1 if has_experts else 1
 
 
 def _obstacle(options: Options, dimension: str, model: ModelSpec, backend: BackendDefaults, kernels: str) -> str:
@@ -83,11 +93,11 @@ def _most(dimension: str, parts: ModelParts) -> tuple[int, str]:
     return sizes[dimension]
 
 
-def _uneven_groups(options: Options, tensor: int, expert: int, num_experts: int) -> ConfigError:
-    """Make the error for expert groups that cannot be equal."""
-    label, ranks = options.label(OPTIONS["expert"]), options.label(OPTIONS["tensor"], beside=OPTIONS["expert"])
+def _uneven_groups(options: Options, split_by: str, tensor: int, expert: int, num_experts: int) -> ConfigError:
+    """Make the error for expert groups that cannot be equal; the option `split_by` gave the `tensor` ranks."""
+    label, ranks = options.label(OPTIONS["expert"]), options.label(split_by, beside=OPTIONS["expert"])
     sizes = [str(size) for size in range(2, min(tensor, num_experts) + 1) if tensor % size == 0]
-    more = options.giving(OPTIONS["tensor"], math.lcm(tensor, expert), beside=OPTIONS["expert"])
+    more = options.giving(split_by, math.lcm(tensor, expert), beside=OPTIONS["expert"])
     return ConfigError(
         f"{label} is {expert}, but expert groups are equal parts of the ranks that split a layer, and {ranks} is "
         f"{tensor}; give {_any_of([*sizes, more])}"

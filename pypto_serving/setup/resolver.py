@@ -21,7 +21,7 @@ from pypto_serving.setup.memory_planner import MemoryPlanner
 from pypto_serving.setup.options import ENVIRONMENT, Options
 from pypto_serving.setup.precision import choose_precision
 from pypto_serving.setup.rank_plan import RankPlan, plan_ranks
-from pypto_serving.setup.ranks import choose_placements, choose_topology
+from pypto_serving.setup.ranks import choose_placements, choose_topology, num_row_shares
 from pypto_serving.setup.replicas import host_share, replicate
 from pypto_serving.setup.settings import Setting, Settings
 from pypto_serving.setup.tiers import choose_tiers
@@ -63,7 +63,8 @@ def resolve(
     Raises ConfigError, in one line that names the option to change, for values that cannot work together.
     """
     settings = Settings(options, defaults)
-    num_replicas = settings.pick_fixed("data_parallel_size")
+    data_parallel = settings.pick_fixed("data_parallel_size")
+    num_replicas = data_parallel // num_row_shares(options)
     machine, host = host, host_share(host, num_replicas)
     name = settings.pick_fixed("backend")
     backend = BACKEND_DEFAULTS[name]

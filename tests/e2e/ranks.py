@@ -25,6 +25,8 @@ ENDED_S = 10
 def rank_config(model: Path, topology: Topology, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
     """The configuration of a replica whose ranks compute on one thread each."""
     sizes = {f"{name}_parallel_size": getattr(topology, name) for name in ("tensor", "pipeline", "expert")}
+    if topology.data > 1:
+        sizes |= {"tensor_parallel_size": 1, "data_parallel_size": topology.data}
     return engine_config(model, changes, num_threads=topology.num_ranks, **sizes, **options)
 
 

@@ -30,7 +30,10 @@ from tests.e2e.ranks import RankKiller, assert_ended, followers, rank_config, st
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
 
 NUM_STREAMS, MAX_TOKENS = 16, 30
+EXPERTS = ("qwen3_moe", "deepseek_v4_fast")
+SMALL_KV = {"qwen3_moe": "500KiB", "deepseek_v4_fast": "410KiB"}
 TWO = Topology(tensor=2)
+ROWS = Topology(tensor=2, expert=2, data=2)
 TIGHT = {"kv_memory": "500KiB", "max_num_batched_tokens": 48}
 """Options with which prompts are computed in chunks, and requests are preempted."""
 
@@ -92,8 +95,23 @@ def test_stages_answer_as_one_does(model: Path, wanted: list[Reply]) -> None:
     assert stats.num_preemptions > 0 and stats.max_step_rows > 1
 
 
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_ranks_that_share_rows_answer_as_one_does(tmp_path: Path, kind: str) -> None:
+    """In chunks, preempted, from all tiers, and after the deaths of ranks."""
+    model = make_checkpoint(tmp_path / "model", kind, dtype="bfloat16", **FOR_KERNELS.get(kind, {}))
+    tiers = {"kv_disk": str(tmp_path / "kv"), "max_num_batched_tokens": 48}
+    wanted, _ = answered(model, rank_config(model, Topology(), **tiers))
+    config = rank_config(model, ROWS, **tiers, kv_memory=SMALL_KV[kind], kv_host_memory="8MiB")
+    assert config.topology == ROWS
+    found, stats = answered(model, config, seeds=(1, 2, 1))
+    assert found[1] == wanted[1]
+    assert stats.prefix_hits > 0 and hits(stats, "host") + hits(stats, "disk") > 0 and stats.num_respawns == 0
+    assert stats.num_preemptions > 0 or kind == "deepseek_v4_fast"  # which had room for every answer
+    survive(model, ROWS, wanted[1], kills=3, points={"2": ["rank", 0]})
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v4_fast"])
+@pytest.mark.parametrize("kind", EXPERTS)
 def test_ranks_with_experts(tmp_path: Path, kind: str) -> None:
     model = make_checkpoint(tmp_path / "model", kind, dtype="bfloat16", **FOR_KERNELS.get(kind, {}))
     wanted, _ = answered(model, rank_config(model, Topology()))
@@ -187,11 +205,9 @@ def test_a_rank_that_cannot_load_says_why(model: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("kind", "topology"),
-    [(kind, TWO) for kind in ("qwen3", "qwen3_moe", "deepseek_v4_fast")]
-    + [
-        ("qwen3", Topology(tensor=4)),
-        *((kind, Topology(tensor=4, expert=2)) for kind in ("qwen3_moe", "deepseek_v4_fast")),
-    ],
+    [(kind, TWO) for kind in ("qwen3", *EXPERTS)]
+    + [("qwen3", Topology(tensor=4))]
+    + [(kind, topology) for kind in EXPERTS for topology in (Topology(tensor=4, expert=2), ROWS)],
 )
 def test_streams_survive_a_hundred_deaths(tmp_path: Path, kind: str, topology: Topology) -> None:
     points: dict[str, list[object]] = {}

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ comp
 
 TENSOR = tuple(Topology(tensor=size) for size in (2, 4, 8))
 EXPERT = tuple(Topology(tensor=size, expert=groups) for size, groups in [(2, 2), (4, 2), (4, 4)])
+ROWS = (Topology(2, expert=2, data=2), Topology(4, expert=2, data=4), Topology(2, pipeline=2, expert=2, data=2))
+"""Ranks that split the rows of attention; 4 are more than there are rows, so that some have none."""
 STAGES = (Topology(pipeline=2), Topology(2, pipeline=3))
 SMALL = {"num_hidden_layers": 2, "vocab_size": 131, "bos_token_id": 0, "eos_token_id": 2}
 ODD = SMALL | {"hidden_size": 96, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 3}
@@ -41,6 +43,10 @@ def test_experts(checkpoint: MakeCheckpoint) -> None:
     assert_same_bits(
         checkpoint("qwen3_moe", dtype="bfloat16", **SMALL), *TENSOR, *EXPERT, Topology(2, pipeline=2, expert=2)
     )
+
+
+def test_rows_of_attention(checkpoint: MakeCheckpoint) -> None:
+    assert_same_bits(checkpoint("qwen3_moe", dtype="bfloat16", **SMALL), *ROWS)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -88,6 +94,10 @@ DEEPSEEK_V4 = {
 def test_deepseek_v4(checkpoint: MakeCheckpoint, sizes: str, topologies: tuple[Topology, ...]) -> None:
     path = checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4[sizes])
     assert_same_bits(path, *topologies)
+
+
+def test_deepseek_v4_rows_of_attention(checkpoint: MakeCheckpoint) -> None:
+    assert_same_bits(checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4["few"]), *ROWS)
 
 
 @pytest.mark.parametrize("form", ["released", "base", "w8a8"])

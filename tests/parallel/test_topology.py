@@ -19,7 +19,9 @@ SIZES = st.integers(1, 12)
 @st.composite
 def topologies(draw: st.DrawFn) -> Topology:
     expert = draw(st.integers(1, 4))
-    return Topology(tensor=expert * draw(st.integers(1, 4)), pipeline=draw(st.integers(1, 5)), expert=expert)
+    tensor = expert * draw(st.integers(1, 4))
+    data = draw(st.sampled_from([1, tensor]))
+    return Topology(tensor=tensor, pipeline=draw(st.integers(1, 5)), expert=expert, data=data)
 
 
 def stages(topology: Topology) -> list[list[Rank]]:
@@ -117,9 +119,14 @@ def test_expert_groups_share_experts_by_columns() -> None:
     assert [rank.expert_columns(128) for rank in ranks] == [range(64), range(64, 128)] * 2
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (2, 1, 0), (4, 1, 3), (2, 1, 4)])
-def test_sizes_that_do_not_go_together(sizes: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match=r"sizes of a topology|expert groups"):
+def test_ranks_that_split_rows_have_attention_whole() -> None:
+    assert {rank.attention for rank in Topology(tensor=2, expert=2, data=2).ranks} == {Rank()}
+    assert [rank.attention for rank in Topology(tensor=2).ranks] == [*Topology(tensor=2).ranks]
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (2, 1, 0), (4, 1, 3), (2, 1, 4), (2, 1, 1, 0), (4, 1, 1, 2)])
+def test_sizes_that_do_not_go_together(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"sizes of a topology|expert groups|split rows"):
         Topology(*sizes)
 
 

@@ -12,19 +12,24 @@ WEIGHTS = (
     SplitWeights(layers=(0, 1), num_bytes=7),
     SplitWeights(layers=(1,), split="heads", num_bytes=800),
     SplitWeights(layers=(1,), split="kv_heads", num_bytes=200),
+    SplitWeights(layers=(1,), split="attention", outputs=64, num_bytes=640),
     SplitWeights(layers=(1,), split="experts", outputs=64, unit=16, num_bytes=6400),
 )
+QUARTERS = [
+    columns + 7 + 200 + 100 + attention + 1600 for columns, attention in [(320, 320), (320, 320), (320, 0), (40, 0)]
+]
 PARTS = ModelParts(num_layers=2, num_heads=8, num_kv_heads=2, hidden_size=64, num_experts=4, weights=WEIGHTS)
 
 
 @pytest.mark.parametrize(
     ("topology", "held"),
     [
-        (Topology(), [8407]),
-        (Topology(tensor=2), [640 + 7 + 400 + 100 + 3200, 360 + 7 + 400 + 100 + 3200]),
-        (Topology(tensor=4), [320 + 7 + 200 + 100 + 1600] * 3 + [40 + 7 + 200 + 100 + 1600]),
-        (Topology(tensor=4, expert=2), [320 + 7 + 200 + 100 + 1600] * 3 + [40 + 7 + 200 + 100 + 1600]),
-        (Topology(pipeline=2), [1000 + 7, 7 + 800 + 200 + 6400]),
+        (Topology(), [9047]),
+        (Topology(tensor=2), [640 + 7 + 400 + 100 + 320 + 3200, 360 + 7 + 400 + 100 + 320 + 3200]),
+        (Topology(tensor=2, expert=2, data=2), [640 + 7 + 1640 + 3200, 360 + 7 + 1640 + 3200]),
+        (Topology(tensor=4), QUARTERS),
+        (Topology(tensor=4, expert=2), QUARTERS),
+        (Topology(pipeline=2), [1000 + 7, 7 + 800 + 200 + 640 + 6400]),
     ],
 )
 def test_each_rank_holds_its_part(topology: Topology, held: list[int]) -> None:
@@ -34,6 +39,7 @@ def test_each_rank_holds_its_part(topology: Topology, held: list[int]) -> None:
 def test_ranks_have_parts_of_all_heads() -> None:
     assert PARTS.head_share(Rank()) == 1
     assert [PARTS.head_share(rank) for rank in Topology(tensor=4).ranks] == [0.25] * 4
+    assert [PARTS.head_share(rank) for rank in Topology(tensor=4, data=4).ranks] == [0.25] * 4
 
 
 def test_what_is_split_alike_is_added_up() -> None:

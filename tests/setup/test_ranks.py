@@ -86,7 +86,28 @@ def test_experts_are_split_among_groups_of_ranks() -> None:
     assert resolved_of(SPARSE, tensor_parallel_size=4, expert_parallel_size=2).engine.topology == Topology(4, 1, 2)
 
 
+@pytest.mark.parametrize(("data", "expert"), [(2, 2), (4, 2)])
+def test_data_parallel_ranks_share_the_experts_of_one_replica(data: int, expert: int) -> None:
+    (engine,) = resolved_of(SPARSE, data_parallel_size=data, expert_parallel_size=expert).engines
+    assert engine.topology == Topology(tensor=data, expert=expert, data=data)
+    assert len(engine.placements) == data
+
+
+def test_replicas_of_tensor_parallel_ranks_have_experts_of_their_own() -> None:
+    engines = resolved_of(SPARSE, data_parallel_size=2, tensor_parallel_size=2, expert_parallel_size=2).engines
+    assert [engine.topology for engine in engines] == [Topology(tensor=2, expert=2)] * 2
+
+
+def test_ranks_that_share_rows_share_the_kv_cache() -> None:
+    resolved = resolved_of(SPARSE, data_parallel_size=2, expert_parallel_size=2)
+    for rank in resolved.ranks:
+        assert (rank.rows, rank.heads) == (2, (0, 8)) and len(range(*rank.experts)) == 3
+        assert rank.weight_bytes == (256 + 256 + 8) * MIB
+        assert rank.kv_bytes == resolved.memory.kv_bytes // 2
+
+
 TP, PP, EP = "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"
+DP = "data_parallel_size"
 REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (DENSE, {TP: 0}, "--tensor-parallel-size is 0, but must be a whole number from 1 to 1024, or auto"),
     (DENSE, {TP: "all"}, "--tensor-parallel-size is all, but must be a whole number from 1 to 1024, or auto"),
@@ -99,6 +120,10 @@ REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (SPARSE, {TP: 4, EP: 3}, "--expert-parallel-size is 3, but expert groups are equal parts of the ranks that split"),
     (SPARSE, {TP: 4, EP: 3}, "and --tensor-parallel-size is 4; give 2, 4 or --tensor-parallel-size 12"),
     (SPARSE, {EP: 2}, "and --tensor-parallel-size is 1; give --tensor-parallel-size 2"),
+    (SPARSE, {DP: 4, EP: 3}, "and --data-parallel-size is 4; give 2, 4 or --data-parallel-size 12"),
+    (SPARSE, {DP: 2, EP: 7}, "--expert-parallel-size is 7, but the model has 6 experts; give at most 6"),
+    (DENSE, {DP: 2, EP: 2}, "--expert-parallel-size is 2, but the model has no experts; drop it"),
+    (SPARSE, {DP: 2, EP: 2, "backend": "null"}, "--expert-parallel-size is 2, but this backend has no expert groups"),
     (SPARSE, {TP: 2, "backend": "null"}, "--tensor-parallel-size is 2, but this backend has no ranks that split a"),
     (DENSE, {TP: 2, "kernels": "torch"}, "but only the CPU kernels have ranks, and --kernels is torch; drop it"),
 ]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.kernels import INDEXER_TOKENS, PANEL, Pages, Peers, Recording, zeros
+from pypto_serving.model.attention_share import AttentionShare
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.products import Products
-from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import ceil_div
@@ -61,8 +61,8 @@ class Arenas:
 class Buffers:
     """Owns the activations of the largest step; those that ranks gather are shared. kernels/forms.py has layouts."""
 
-    def __init__(self, model: DeepseekV4Config, config: EngineConfig, rank: Rank, peers: Peers) -> None:
-        tokens, rows = config.max_num_batched_tokens, config.limits.max_logits
+    def __init__(self, model: DeepseekV4Config, config: EngineConfig, attention: AttentionShare, peers: Peers) -> None:
+        rank, tokens, rows = attention.rank, config.max_num_batched_tokens, config.limits.max_logits
         hidden, experts, heads = model.hidden_size, model.experts, len(rank.heads(model.num_heads))
         entries = tokens * experts.per_token
         self.streams = peers.zeros(np.float32, tokens, model.hyper.streams, hidden)
@@ -81,16 +81,18 @@ class Buffers:
             self.widths[kind] = [shapes[f"{prefix}{name}.weight"][0] for name in projections(kind)]
             indexer = model.indexer if kind == "csa" else None
             indexed = len(rank.heads(indexer.num_heads)) * indexer.head_dim if indexer else 0
-            self.projected[kind] = peers.zeros(np.float32, tokens, sum(self.widths[kind]))
+            self.projected[kind] = attention.peers.zeros(np.float32, tokens, sum(self.widths[kind]))
             self.heads[kind] = zeros(np.float32, tokens, heads * model.head_dim + indexed)
         self.latent = zeros(np.uint32, tokens * model.q_lora_rank // 2)
         self.queries = zeros(*_panels(tokens, heads, model.head_dim))
         if model.indexer is not None:
-            self.index_queries = peers.zeros(*_panels(tokens, model.indexer.num_heads, model.indexer.head_dim))
-            self.topk_indices = peers.zeros(np.int32, tokens, model.indexer.topk)
+            self.index_queries = attention.peers.zeros(
+                *_panels(tokens, model.indexer.num_heads, model.indexer.head_dim)
+            )
+            self.topk_indices = attention.peers.zeros(np.int32, tokens, model.indexer.topk)
             self.scores = zeros(np.float32, INDEXER_TOKENS, ceil_div(config.max_model_len, model.csa_ratio))
-        self.attended = peers.zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
-        self.out_latent = peers.zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)
+        self.attended = attention.peers.zeros(np.uint32, tokens * model.num_heads * model.head_dim // 2)
+        self.out_latent = attention.peers.zeros(np.uint32, tokens * model.o_groups * model.o_lora_rank // 2)
         self.router_logits = peers.zeros(np.float32, tokens, experts.count)
         self.gated = peers.zeros(np.uint32, tokens * experts.intermediate_size // 2)
         self.expert_rows = zeros(np.uint32, entries * hidden // 2)

@@ -18,13 +18,13 @@ from pypto_serving.parallel.weights import Split, SplitWeights
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _SPLITS: Mapping[str, Split] = {
-    "wq_a": "columns",
+    "wq_a": "attention",
     "wq_b": "heads",
-    "wkv": "columns",
-    "wgate": "columns",
-    "weights_proj": "columns",
-    "wo_a": "columns",
-    "wo_b": "columns",
+    "wkv": "attention",
+    "wgate": "attention",
+    "weights_proj": "attention",
+    "wo_a": "attention",
+    "wo_b": "attention",
     "gate": "columns",
     "w1": "columns",
     "w2": "columns",

@@ -21,6 +21,7 @@ from pypto_serving.kernels import (
     Scoring,
     StripColumns,
 )
+from pypto_serving.model.attention_share import AttentionShare
 from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, projections
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
@@ -45,7 +46,7 @@ class NativeDeepseekV4:
     A block is laid out by tensor, then layer, then row. Residual streams, compressor states, hyper-connections and
     routing are float32. `logits` is float32 [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and
     meet where they need those of all. What all heads share, such as rows of the KV cache, each rank computes: all write
-    the same bytes.
+    the same bytes. Where they split the rows of attention, each has its matrices whole.
     """
 
     layout = "block, tensor, layer, row"
@@ -72,7 +73,8 @@ class NativeDeepseekV4:
         self.step = Recording(engine)
         self._arenas = Arenas(config, self.step, self._peers)
         self.arenas = self._arenas.blocks
-        self._buffers = Buffers(model, config, self._rank, self._peers)
+        self._attention = AttentionShare(self._rank, self._peers)
+        self._buffers = Buffers(model, config, self._attention, self._peers)
         self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
         self.logits = self._buffers.logits
         self._record(config)
@@ -89,19 +91,20 @@ class NativeDeepseekV4:
         tables = rope_tables(model.ropes(), config.max_model_len)
         for layer in self._rank.layers(model.num_layers):
             kind = model.kinds[layer]
-            self._record_hyper_connection_pre(f"layers.{layer}.hc_attn")
-            self._record_attention(layer, kind, *tables[kind])
-            self._record_hyper_connection_post()
-            self._record_hyper_connection_pre(f"layers.{layer}.hc_ffn")
+            with self._attention.of(self.step, b.streams) as streams:
+                self._record_hyper_connection_pre(streams, f"layers.{layer}.hc_attn")
+                self._record_attention(layer, kind, *tables[kind])
+                self._record_hyper_connection_post(streams, self._attention.rank, self._attention.peers)
+            self._record_hyper_connection_pre(b.streams, f"layers.{layer}.hc_ffn")
             self._record_experts(layer)
-            self._record_hyper_connection_post()
+            self._record_hyper_connection_post(b.streams, self._rank, self._peers)
         if self._rank.projects:
             self._record_logits(config, mine)
         self._peers.end_stage(self.step, b.streams, b.logits)
 
     def _record_logits(self, config: EngineConfig, mine: range) -> None:
         b = self._buffers
-        self._record_hyper_connection_pre("hc_head", Rows.LOGITS)
+        self._record_hyper_connection_pre(b.streams, "hc_head", Rows.LOGITS)
         normed = self._normed(self._weights.exact("norm.weight"), Rows.LOGITS)
         head = self._weights.rounded("head", mine) if config.head == "int8" else self._matrix("head", mine)
         self._products.linear(normed, head, columns_of(b.logits, mine), Rows.LOGITS)
@@ -115,22 +118,22 @@ class NativeDeepseekV4:
         b = self._buffers
         return self._products.normed(b.x, norm, self.model.rms_norm_eps, b.normed, rows)
 
-    def _record_hyper_connection_pre(self, mixer: str, rows: Rows = Rows.TOKENS) -> None:
+    def _record_hyper_connection_pre(self, streams: Float32Array, mixer: str, rows: Rows = Rows.TOKENS) -> None:
         """Record x = the weighted sum of streams."""
         b, hyper, eps = self._buffers, self.model.hyper, self.model.rms_norm_eps
         weight, base, scale = (self._weights.exact(f"{mixer}_{name}") for name in ("fn", "base", "scale"))
         ends = rows == Rows.LOGITS
         scale = np.repeat(scale, [4] if ends else [4, 4, 16])
         mixes, post_comb = (b.head_mixes, None) if ends else (b.mixes, b.post_comb)
-        self.step.rms_norm_linear(b.streams, weight, eps, mixes, rows)
-        self.step.hyper_connection_pre(b.streams, mixes, scale, base, hyper.eps, b.x, post_comb, hyper.iterations)
+        self.step.rms_norm_linear(streams, weight, eps, mixes, rows)
+        self.step.hyper_connection_pre(streams, mixes, scale, base, hyper.eps, b.x, post_comb, hyper.iterations)
 
-    def _record_hyper_connection_post(self) -> None:
-        """Record the streams from y: a rank's columns."""
-        b = self._buffers
-        if mine := self._rank.columns(self.model.hidden_size):
-            self.step.hyper_connection_post(b.y, b.post_comb, b.streams[:, :, mine.start : mine.stop])
-        self._peers.meet(self.step, b.streams)
+    def _record_hyper_connection_post(self, streams: Float32Array, rank: Rank, peers: Peers) -> None:
+        """Record the streams from y: the rank's columns."""
+        if mine := rank.columns(self.model.hidden_size):
+            y, post_comb = self._buffers.y[:, : len(mine)], self._buffers.post_comb
+            self.step.hyper_connection_post(y, post_comb, streams[:, :, mine.start : mine.stop])
+        peers.meet(self.step, streams)
 
     def _record_attention(self, layer: int, kind: LayerKind, cos: Float32Array, sin: Float32Array) -> None:
         """Record y = wo_b(wo_a(attention)), wo_a by groups, and the writes to the KV cache."""
@@ -139,7 +142,7 @@ class NativeDeepseekV4:
         parts = self._project(layer, kind)
         rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps)
         latent = self._products.normed(parts["wq_a"], weights.exact(f"{prefix}q_norm.weight"), eps, b.latent)
-        heads, queries = self._rank.heads(model.num_heads), self._record_queries(layer, kind, latent)
+        heads, queries = self._attention.rank.heads(model.num_heads), self._record_queries(layer, kind, latent)
         query_rope = NormRopeParams(dim=model.head_dim, cos=cos, sin=sin, eps=eps, scale=model.head_dim**-0.5 * LOG2_E)
         width = len(heads) * model.head_dim
         if heads:
@@ -162,25 +165,25 @@ class NativeDeepseekV4:
 
     def _record_queries(self, layer: int, kind: LayerKind, latent: Feed) -> Float32Array:
         """Record the projections of the query latent: heads of attention, then those of the indexer."""
-        model, prefix, indexer = self.model, f"layers.{layer}.attn.", self.model.indexer
-        names, outputs = [f"{prefix}wq_b"], [rows_of(self._rank.heads(model.num_heads), model.head_dim)]
+        model, prefix, indexer, rank = self.model, f"layers.{layer}.attn.", self.model.indexer, self._attention.rank
+        names, outputs = [f"{prefix}wq_b"], [rows_of(rank.heads(model.num_heads), model.head_dim)]
         if kind == "csa":
             assert indexer is not None
             names.append(f"{prefix}indexer.wq_b")
-            outputs.append(rows_of(self._rank.heads(indexer.num_heads), indexer.head_dim))
+            outputs.append(rows_of(rank.heads(indexer.num_heads), indexer.head_dim))
         self._products.linear(latent, self._weights.matrix(names, outputs), out := self._buffers.heads[kind])
         return out
 
     def _record_output(self, prefix: str) -> None:
         """Record y = wo_b(wo_a(attended)), wo_a by groups of heads."""
-        b, model, rank = self._buffers, self.model, self._rank
+        b, model, rank, peers = self._buffers, self.model, self._attention.rank, self._attention.peers
         width = model.o_groups * model.o_lora_rank
         inner = rank.columns(width)
-        self._peers.meet(self.step, b.attended)
+        peers.meet(self.step, b.attended)
         for wo_a in self._matrix(f"{prefix}wo_a", inner):
             out = StripColumns(b.out_latent, width, inner.start)
             self.step.linear_groups(b.attended, wo_a, model.o_lora_rank, out)
-        self._peers.meet(self.step, b.out_latent)
+        peers.meet(self.step, b.out_latent)
         wo_b = self._matrix(f"{prefix}wo_b", rank.columns(model.hidden_size))
         self._products.linear(self._products.strips(b.out_latent), wo_b, b.y)
 
@@ -188,10 +191,10 @@ class NativeDeepseekV4:
         """Record all projections of the normed input. Return their columns by name."""
         names, prefix = [f"layers.{layer}.attn.{name}" for name in projections(kind)], f"layers.{layer}."
         out, widths = self._buffers.projected[kind], self._buffers.widths[kind]
-        mine = self._rank.columns(sum(widths))
+        mine = self._attention.rank.columns(sum(widths))
         normed = self._normed(self._weights.exact(f"{prefix}attn_norm.weight"))
         self._products.linear(normed, self._weights.matrix(names, cut(widths, mine)), columns_of(out, mine))
-        self._peers.meet(self.step, out)
+        self._attention.peers.meet(self.step, out)
         return dict(zip(projections(kind), np.split(out, np.cumsum(widths)[:-1], axis=1), strict=True))
 
     def _record_compressor(
@@ -209,21 +212,21 @@ class NativeDeepseekV4:
         self, layer: int, parts: dict[str, Float32Array], queries: Float32Array, rope: NormRopeParams
     ) -> None:
         """Record the indexer: its compressor, query RoPE and top-k."""
-        b, indexer = self._buffers, self.model.indexer
+        b, indexer, rank, peers = self._buffers, self.model.indexer, self._attention.rank, self._attention.peers
         assert indexer is not None
         keys = self._arenas.pages("idx", "key", layer)
         query_rope = NormRopeParams(dim=indexer.head_dim, cos=rope.cos, sin=rope.sin)
         key_rope = NormRopeParams(dim=indexer.head_dim, cos=rope.cos, sin=rope.sin, eps=rope.eps)
         prefix = f"layers.{layer}.attn.indexer.compressor."
         self._record_compressor(prefix, parts, "csa_inner_state", layer, key_rope, keys)
-        if heads := self._rank.heads(indexer.num_heads):
+        if heads := rank.heads(indexer.num_heads):
             self.step.norm_rope(queries, len(heads), query_rope, b.index_queries, heads.start)
-        self._peers.meet(self.step, b.index_queries)
+        peers.meet(self.step, b.index_queries)
         scale = (indexer.num_heads * indexer.head_dim) ** -0.5
         inputs = (b.index_queries, parts["indexer.weights_proj"], scale, query_rope, keys)
-        tokens = (self._rank.tensor, self._rank.topology.tensor)
+        tokens = (rank.tensor, rank.topology.tensor)
         self.step.indexer_topk(*inputs, b.topk_indices, b.scores, *tokens)
-        self._peers.meet(self.step, b.topk_indices)
+        peers.meet(self.step, b.topk_indices)
 
     def _record_experts(self, layer: int) -> None:
         """Record y = shared expert + weighted sum of the routed experts."""
@@ -239,13 +242,14 @@ class NativeDeepseekV4:
         shared = self._weights.gate_up([f"{prefix}shared_experts.w1"], [f"{prefix}shared_experts.w3"], [inner])
         products.swiglu(normed, shared, StripColumns(b.gated, width, inner.start), limit)
         self._peers.meet(self.step, b.router_logits, b.gated)
-        products.linear(products.strips(b.gated), self._matrix(f"{prefix}shared_experts.w2", mine), b.y)
+        y = b.y[:, : len(mine)]
+        products.linear(products.strips(b.gated), self._matrix(f"{prefix}shared_experts.w2", mine), y)
         routing = self._route(layer)
         self._record_routed(prefix, routing, normed)
         if rank.topology.expert > 1:  # else the columns that a rank adds to y are its own
             self._peers.meet(self.step, b.expert_out)
         if mine:
-            self.step.moe_combine(routing, columns_of(b.expert_out, mine), b.y)
+            self.step.moe_combine(routing, columns_of(b.expert_out, mine), y)
 
     def _record_router(self, prefix: str, norm: Float32Array) -> None:
         b, mine = self._buffers, self._rank.columns(self.model.experts.count, _ROUTER_UNIT)

@@ -22,7 +22,7 @@ _SPLITS: Mapping[str, Split] = {
     "q_proj": "heads",
     "k_proj": "kv_heads",
     "v_proj": "kv_heads",
-    "o_proj": "columns",
+    "o_proj": "attention",
     "gate_proj": "columns",
     "up_proj": "columns",
     "down_proj": "columns",

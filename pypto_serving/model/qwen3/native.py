@@ -19,13 +19,14 @@ from pypto_serving.kernels import (
     StripColumns,
     zeros,
 )
+from pypto_serving.model.attention_share import AttentionShare
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.products import Feed, Products
 from pypto_serving.model.qwen3.config import Experts, Qwen3Config
 from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.shares import columns_of, expert_outputs, rows_of
 from pypto_serving.parallel.topology import Rank
-from pypto_serving.types.arrays import BFloat16Array, PairArray, UInt8Array
+from pypto_serving.types.arrays import BFloat16Array, Float32Array, PairArray, UInt8Array
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.kv import KVCacheGroupSpec
 
@@ -37,6 +38,7 @@ class NativeQwen3:
 
     `pages` are those of KVCacheLayer; csrc/ops.h says how a head's part of a block is laid out. `logits` is float32
     [max_logits, vocab]. Ranks of a stage split every matrix by its outputs and meet where they need those of all.
+    Where they split the rows of attention, each has its matrices whole.
     """
 
     layout = "block, layer, k or v, head, panels of 32 tokens: keys dim / 2 x 32 x 2, values dim / 32 x 16 x 32 x 2"
@@ -64,7 +66,8 @@ class NativeQwen3:
         self.pages = _pages(config.groups[0], config.num_blocks[0], model, self._peers)
         self.arenas = (self.pages.view(np.uint8).reshape(len(self.pages), -1),)
         self.step = Recording(engine)
-        self._buffers = Buffers(model, config, self._rank, self._peers)
+        self._attention = AttentionShare(self._rank, self._peers)
+        self._buffers = Buffers(model, config, self._attention, self._peers)
         self.logits = self._buffers.logits
         self._products = self._buffers.products(self.step, exact=config.activations == "bf16")
         self._record(config)
@@ -81,10 +84,11 @@ class NativeQwen3:
         self._peers.begin_stage(self.step, self._buffers.x)
         cos, sin = model.rope.tables(config.max_model_len)
         for index in rank.layers(model.num_layers):
-            self._record_attention(index, cos, sin)
+            with self._attention.of(self.step, self._buffers.x) as x:
+                self._record_attention(x, index, cos, sin)
             self._record_mlp(index)
         if rank.projects:
-            normed, logits = self._normed("model.norm.weight", Rows.LOGITS), self._buffers.logits
+            normed, logits = self._normed(self._buffers.x, "model.norm.weight", Rows.LOGITS), self._buffers.logits
             self._products.linear(normed, head, columns_of(logits, mine), Rows.LOGITS)
             self._peers.meet(self.step, logits)
         self._peers.end_stage(self.step, self._buffers.x, self.logits)
@@ -101,33 +105,37 @@ class NativeQwen3:
     def _matrix(self, module: str, outputs: range, bias: bool = False) -> list[Matrix]:
         return self._weights.matrix([module], [outputs], bias)
 
-    def _normed(self, norm: str, rows: Rows = Rows.TOKENS) -> Feed:
-        b = self._buffers
-        return self._products.normed(b.x, self._weights.vector(norm), self.model.rms_norm_eps, b.normed, rows)
+    def _normed(self, x: Float32Array, norm: str, rows: Rows = Rows.TOKENS) -> Feed:
+        weight, eps = self._weights.vector(norm), self.model.rms_norm_eps
+        return self._products.normed(x, weight, eps, self._buffers.normed, rows)
 
-    def _add_to_x(self, strips: PairArray, module: str, bias: bool = False) -> None:
-        """Record x += W strips, after all ranks have written the strips."""
-        b, mine = self._buffers, self._rank.columns(self.model.hidden_size)
-        self._peers.meet(self.step, strips)
-        x = columns_of(b.x, mine)
-        self._products.linear_add(self._products.strips(strips), self._matrix(module, mine, bias), x)
-        self._peers.meet(self.step, b.x)
+    def _add_to(
+        self, x: Float32Array, rank: Rank, peers: Peers, strips: PairArray, module: str, bias: bool = False
+    ) -> None:
+        """Record x += W strips, after all `peers` have written the strips."""
+        mine = rank.columns(self.model.hidden_size)
+        peers.meet(self.step, strips)
+        matrix = self._matrix(module, mine, bias)
+        self._products.linear_add(self._products.strips(strips), matrix, columns_of(x, mine))
+        peers.meet(self.step, x)
 
-    def _record_attention(self, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]) -> None:
+    def _record_attention(
+        self, x: Float32Array, index: int, cos: NDArray[np.float32], sin: NDArray[np.float32]
+    ) -> None:
         """Record x += o(attention(qkv(rms_norm(x))))."""
-        model, b, prefix = self.model, self._buffers, f"model.layers.{index}."
-        heads, kv_heads = _heads(model, self._rank)
+        model, b, share, prefix = self.model, self._buffers, self._attention, f"model.layers.{index}."
+        heads, kv_heads = _heads(model, share.rank)
         outputs = [rows_of(part, model.head_dim) for part in (heads, kv_heads, kv_heads)]
         names = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
         qkv = self._weights.matrix(names, outputs, bias=model.attention_bias)
-        self._products.linear(self._normed(f"{prefix}input_layernorm.weight"), qkv, b.projected)
+        self._products.linear(self._normed(x, f"{prefix}input_layernorm.weight"), qkv, b.projected)
         norms = self._head_norms(prefix, len(heads), len(kv_heads))
         if heads:
             cache = KVCacheLayer(self.pages, index, model.head_dim, kv_heads)
             self.step.qk_norm_rope(b.projected, norms, cos, sin, model.rms_norm_eps, b.queries, cache)
             width = model.num_heads * model.head_dim
             self.step.paged_attention(b.queries, cache, StripColumns(b.attended, width, outputs[0].start))
-        self._add_to_x(b.attended, f"{prefix}self_attn.o_proj", model.attention_bias)
+        self._add_to(x, share.rank, share.peers, b.attended, f"{prefix}self_attn.o_proj", model.attention_bias)
 
     def _head_norms(self, prefix: str, heads: int, kv_heads: int) -> NDArray[np.float32]:
         """Norm weights of query and key heads, [heads + kv_heads, head_dim], with the scores' scale in base 2."""
@@ -138,7 +146,7 @@ class NativeQwen3:
     def _record_mlp(self, index: int) -> None:
         """x += down(silu(gate(norm(x))) * up(norm(x))), or the chosen experts' weighted sum of that."""
         model, b, prefix = self.model, self._buffers, f"model.layers.{index}."
-        normed = self._normed(f"{prefix}post_attention_layernorm.weight")
+        normed = self._normed(b.x, f"{prefix}post_attention_layernorm.weight")
         if model.experts is not None and index in model.experts.layers:
             self._record_experts(normed, f"{prefix}mlp.", model.experts)
             return
@@ -146,7 +154,7 @@ class NativeQwen3:
         mine = self._rank.columns(width, GATE_HALF)
         gate_up = self._weights.gate_up([f"{prefix}mlp.gate_proj"], [f"{prefix}mlp.up_proj"], [mine])
         self._products.swiglu(normed, gate_up, StripColumns(b.gated, width, mine.start))
-        self._add_to_x(b.gated, f"{prefix}mlp.down_proj")
+        self._add_to(b.x, self._rank, self._peers, b.gated, f"{prefix}mlp.down_proj")
 
     def _record_experts(self, normed: Feed, prefix: str, experts: Experts) -> None:
         b, rank, width, hidden = self._buffers, self._rank, experts.intermediate_size, self.model.hidden_size
@@ -182,15 +190,15 @@ def _heads(model: Qwen3Config, rank: Rank) -> tuple[range, range]:
 class Buffers:
     """Activations of the largest step; see kernels/engine.py for layouts. Those that ranks gather are shared."""
 
-    def __init__(self, model: Qwen3Config, config: EngineConfig, rank: Rank, peers: Peers) -> None:
+    def __init__(self, model: Qwen3Config, config: EngineConfig, attention: AttentionShare, peers: Peers) -> None:
         tokens, rows = config.max_num_batched_tokens, config.limits.max_logits
-        heads, kv_heads = (len(part) for part in _heads(model, rank))
+        heads, kv_heads = (len(part) for part in _heads(model, attention.rank))
         width = model.num_heads * model.head_dim
         self.x = peers.zeros(np.float32, tokens, model.hidden_size)
         self.normed = zeros(np.uint32, max(tokens, rows) * model.hidden_size // 2)
         self.projected = zeros(np.float32, tokens, (heads + 2 * kv_heads) * model.head_dim)
         self.queries = zeros(np.uint16, tokens, heads, model.head_dim)
-        self.attended = peers.zeros(np.uint32, tokens * width // 2)
+        self.attended = attention.peers.zeros(np.uint32, tokens * width // 2)
         self.gated = peers.zeros(np.uint32, tokens * model.intermediate_size // 2)
         self.logits = peers.zeros(np.float32, rows, model.vocab_size)
         self._sizes = [max(tokens, rows), max(model.hidden_size, width, model.intermediate_size)]
