@@ -66,6 +66,18 @@ def test_matrices_mean_what_was_meant(tmp_path: Path, format: str) -> None:
         assert np.array_equal(dequantised(stored, 3, 70), wanted[3:70].numpy())
 
 
+def test_exponents_stored_as_plain_bytes(tmp_path: Path) -> None:
+    """e8m0 scales of FP8 in U8, as writers without that type have them, are powers of two as well."""
+    path, means = made(tmp_path, "blocks_e8m0")
+
+    def as_bytes(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            tensors[name] = tensors[name].view(torch.uint8)
+
+    change(path, as_bytes)
+    assert np.array_equal(dequantised(read(*inventory_of(path), MODULE)), means[MODULE].numpy())
+
+
 @pytest.mark.parametrize("form", ["released", "base"])
 def test_matrices_of_deepseek_v4(tmp_path: Path, form: str) -> None:
     path = make_checkpoint(tmp_path, "deepseek_v4_fast", "bfloat16")
@@ -177,6 +189,24 @@ def test_files_say_what_is_not_quantised(tmp_path: Path, kind: str, format: str)
     more = 2 * shape[0] * shape[1] - scheme.packed_bytes(*shape)
     spec = load_spec(path)
     assert spec.packed_bytes - planned.packed_bytes == spec.token_bytes - planned.token_bytes == more
+
+
+@pytest.mark.parametrize(("format", "width"), [("awq", 160), ("gptq", 144)])
+def test_what_groups_do_not_fill_is_left_in_floats(tmp_path: Path, format: str, width: int) -> None:
+    """Quantisers skip a matrix whose inputs are no whole groups, without a word in config.json."""
+    path = make_checkpoint(tmp_path / "model", **WIDE | {"intermediate_size": width})
+
+    def quantise_others(tensors: Tensors) -> None:
+        modules = [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
+        for module in set(modules) - {MODULE}:
+            parts, _ = FORMATS[format].quantise(tensors.pop(f"{module}.weight").float())
+            tensors.update({f"{module}.{part}": value.contiguous() for part, value in parts.items()})
+
+    change(path, quantise_others)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": FORMATS[format].section([])}))
+    schemes = inventory_of(path)[0].schemes
+    assert [module for module, scheme in schemes.items() if not scheme.name] == [MODULE]
 
 
 @pytest.mark.parametrize(
@@ -440,3 +470,14 @@ def test_groups_must_fill_the_inputs(tmp_path: Path) -> None:
     (path / "config.json").write_text(config)
     with pytest.raises(ModelError, match="96 inputs, which groups of 64 do not fill"):
         inventory_of(path)
+
+
+def test_columns_must_fill_their_words(tmp_path: Path) -> None:
+    """Before a matrix is packed: `check` tells it."""
+    path = make_checkpoint(tmp_path / "model", vocab_size=309, num_hidden_layers=1, tie_word_embeddings=False)
+    quantise(path, "gptq", head=True)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["lm_head"] = True
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="lm_head has 309 outputs, but int4 g32 by columns stores multiples of 8"):
+        read_config(path).contents()

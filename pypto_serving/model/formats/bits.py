@@ -51,7 +51,7 @@ def as_float32(values: NDArray[Any], dtype: str) -> Float32Array:
     match dtype:
         case "BF16":
             return (values.astype("<u4") << 16).view(np.float32)
-        case "F8_E8M0":
+        case "F8_E8M0" | "U8":
             return E8M0[values]
         case "F8_E4M3":
             return E4M3[values]

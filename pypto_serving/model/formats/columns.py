@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pypto_serving.errors import ModelError
 from pypto_serving.kernels import planned_form
 from pypto_serving.model.checkpoint import FLOATS, Expected
 from pypto_serving.model.formats.bits import AWQ_ORDER, nibbles
@@ -53,10 +54,12 @@ class Columns:
 
     def expected(self, module: str, n: int, k: int) -> dict[str, Expected]:
         groups = groups_in(module, k, self.group, self.name)
+        if n % _WORD:
+            raise ModelError(f"{module} has {n} outputs, but {self.name} by columns stores multiples of {_WORD}")
         words = (k // _WORD, n) if self.layout == Layout.GPTQ else (k, n // _WORD)
         tensors = {
             "qweight": Expected(words, ("I32",)),
-            "qzeros": Expected((groups, -(-n // _WORD)), ("I32",)),
+            "qzeros": Expected((groups, n // _WORD), ("I32",)),
             self.scale: Expected((groups, n), FLOATS, "F16"),
         }
         return {f"{module}.{name}": wanted for name, wanted in tensors.items()}

@@ -68,10 +68,16 @@ PLAIN = Plain()
 
 
 def held(schemes: Sequence[Scheme], headers: Mapping[str, StoredTensor], module: str, n: int, k: int) -> Scheme:
-    """Return the first of `schemes` whose tensors are all in `headers`, or the first of all if none is."""
+    """Return the first of `schemes` whose tensors are all in `headers`, or the first of all if none is.
+
+    Quantisers leave matrices in floats whose sizes their scheme cannot have.
+    """
 
     def holds(scheme: Scheme) -> bool:
-        expected = scheme.expected(module, n, k).items()
+        try:
+            expected = scheme.expected(module, n, k).items()
+        except ModelError:
+            return False
         return all(name in headers and headers[name].dtype in wanted.dtypes for name, wanted in expected)
 
     return next(filter(holds, schemes), schemes[0])
