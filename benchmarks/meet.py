@@ -41,7 +41,7 @@ class Ours:
 
     def __init__(self, memory: SharedMemory, rank: int, ranks: int) -> None:
         self._memory, self._rank, self._ranks = memory, rank, ranks
-        self._meeting = Meeting(memory.zeros(np.uint8, Meeting.num_bytes(ranks)), rank, ranks)
+        self._meeting = Meeting(memory.zeros(np.uint8, Meeting.num_bytes(ranks)), rank)
 
     def gather(self, size: int) -> Round:
         shared = [self._memory.zeros(np.float32, self._ranks, size // 4 // self._ranks) for _ in range(2)]

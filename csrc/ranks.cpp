@@ -1,6 +1,6 @@
-// The C interface of what ranks share; the memory is theirs, zero at first. meet.h and following.h say what it holds.
+// The C interface of what ranks share; the memory is theirs, zero at first. meet.h, following.h and link.h say what it holds.
 #include "abi.h"
-#include "following.h"
+#include "link.h"
 
 using namespace pypto;
 
@@ -47,3 +47,30 @@ API(void, publish_last, void* board) { static_cast<Board*>(board)->publish({0, 0
 API(int, follow, Recording* recording, void* board, const StepArrays* buffers) {
   return follow(*recording, *static_cast<Board*>(board), buffers);
 }
+
+// Takes over the file descriptor of a connection.
+API(Link*, link, int fd, int patience_ms) { return new Link(fd, patience_ms); }
+
+API(void, close_link, Link* link) { link->close(); }
+
+API(void, unlink, Link* link) { delete link; }
+
+API(const Exchange*, exchange, Recording* recording, const Exchange* values) {
+  return recording->add(exchange, *values);
+}
+
+API(const Mail*, mail, Recording* recording, const Mail* values) { return recording->add(mail, *values); }
+
+// 1, or 0 if the link has failed.
+API(int, send_step, Link* link, const Mirror* mirrors, int count, int32_t buffers, int32_t tokens, int32_t rows,
+    int32_t logits) {
+  Frame frame;
+  frame.begin({buffers, tokens, rows, logits, false});
+  for (int i = 0; i < count; i++) frame.add(mirrors[i]);
+  return link->send(frame);
+}
+
+API(Courier*, courier, const Delivery* delivery) { return new Courier(*delivery); }
+
+// Closes the link as well.
+API(void, dismiss, Courier* courier) { delete courier; }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from pypto_serving.backend.base import Backend, Fault, Progress, StepBuffers
+from pypto_serving.backend.hosts import Joined, await_host
 from pypto_serving.backend.native import NativeLoader, NativeProgram, check_groups
 from pypto_serving.backend.ranks import Followers, Shared
+from pypto_serving.backend.split_blocks import SplitBlocks
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import Engine, Peers, SharedMemory
-from pypto_serving.model.fingerprint import checkpoint_state
+from pypto_serving.model.fingerprint import checkpoint_digest, checkpoint_state
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.types.config import EngineConfig
 
@@ -53,16 +56,32 @@ class CpuBackend(Backend):
             return self._prepare_torch(progress)
         if self._shared is None:
             return self._prepare_native(progress, Peers())
-        self._followers = Followers(self.config, self._shared.memory, self.descendants)
-        program = self._prepare_native(self._followers.reporting(progress), self._shared.peers)
+        self._followers = Followers()
+        joined = self._await_host(progress) if self.config.join_address else None
+        ranks, links = self.config.topology.on_host(0)[1:], defaultdict[int, dict[str, int]](dict)
+        for name, fd in joined.links.items() if joined else ():
+            links[self.config.topology.connections[name][0]][name] = fd
+        self._followers.start(self.config, ranks, self._shared.memory.fd, links, self.descendants)
+        report = self._followers.reporting(progress)
+        program = self._prepare_native(report, self._shared.connect(links[0]), links[0].get("blocks"))
         self._followers.await_ready(progress)
         return program
 
-    def _prepare_native(self, progress: Progress, peers: Peers) -> NativeProgram:
+    def _await_host(self, progress: Progress) -> Joined:
+        assert self._followers is not None
+        digest = checkpoint_digest(self.config.model, self.config.cache_dir, progress)
+        joined = await_host(self.config, digest, progress)
+        self._followers.add(joined.name, joined.control)
+        return joined
+
+    def _prepare_native(self, progress: Progress, peers: Peers, blocks: int | None = None) -> NativeProgram:
         loader = NativeLoader(self.config, self.config.topology.ranks[0])
         self._engine = loader.engine
-        identity = loader.fingerprint(progress)
-        return NativeProgram(loader.load(peers, progress), self.config, identity, loader.engine, self._shared)
+        identity, model = loader.fingerprint(progress), loader.load(peers, progress)
+        memory = None
+        if blocks is not None:
+            memory = SplitBlocks(model.arenas, loader.kv_spans(0), loader.kv_spans(1), blocks, self.config.faults.step_timeout_s)
+        return NativeProgram(model, self.config, identity, loader.engine, peers, self._shared, memory)
 
     def _prepare_torch(self, progress: Progress) -> Any:
         if self._shared is not None:

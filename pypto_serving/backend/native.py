@@ -9,6 +9,7 @@ from typing import Any
 from pypto_serving.backend.base import Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
 from pypto_serving.backend.ranks import Shared
+from pypto_serving.backend.split_blocks import merged
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Engine, NativeSampler, Peers
 from pypto_serving.model.fingerprint import program_fingerprint
@@ -17,6 +18,7 @@ from pypto_serving.model.packed_file import PackedFile, packed_key
 from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.kv import Spans
 
 
 class NativeLoader:
@@ -53,10 +55,18 @@ class NativeLoader:
             file.save()
         return model
 
+    def kv_spans(self, host: int) -> list[Spans]:
+        """Return which bytes of a block of each KV group the ranks of a host read and write."""
+        ranks = self.rank.topology.on_host(host)
+        each = [self._program.kv_spans(self._model, self.config, rank) for rank in ranks]
+        return [merged(spans) for spans in zip(*each, strict=True)]
+
     def _packed_file(self) -> PackedFile:
         tensors = self._family.inventory(self._model).expected().items()
         shapes = (f"{name} {wanted}" for name, wanted in tensors)
-        part = (f"rank {self.rank.index} of {self.rank.topology}",) if self.rank.topology.num_ranks > 1 else ()
+        topology = self.rank.topology
+        sizes = f"{topology.tensor} x {topology.pipeline} x {topology.expert}"
+        part = (f"rank {self.rank.index} of {sizes}",) if topology.num_ranks > 1 else ()
         key = packed_key(self.config.model, self._architecture, self._name, *part, *shapes)
         return PackedFile(self.config.packed_cache, key, self.engine)
 
@@ -71,19 +81,26 @@ def check_groups(config: EngineConfig, family: Any, model: Any) -> None:
 class NativeProgram:
     """A model on the CPU kernels. Owns its arenas and weights. Implements Program.
 
-    With `shared`, it leads the ranks that replay the steps it publishes there.
+    With `shared`, it leads the ranks that replay the steps it publishes there. `memory` is that of the arenas.
     """
 
     drafter = None
 
     def __init__(
-        self, model: Any, config: EngineConfig, fingerprint: bytes, engine: Engine, shared: Shared | None = None
+        self,
+        model: Any,
+        config: EngineConfig,
+        fingerprint: bytes,
+        engine: Engine,
+        peers: Peers,
+        shared: Shared | None = None,
+        memory: HostBlocks | None = None,
     ) -> None:
         self.model, self.sampler = model, NativeSampler(engine)
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
-        self.memory = HostBlocks(model.arenas)
-        self._shared, self._peers = shared, Peers() if shared is None else shared.peers
+        self.memory = memory or HostBlocks(model.arenas)
+        self._shared, self._peers = shared, peers
         self._held: deque[tuple[int, int] | None] = deque()
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:

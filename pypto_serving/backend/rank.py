@@ -7,6 +7,7 @@ import sys
 
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.backend.ranks import READY, Shared
+from pypto_serving.backend.split_blocks import serve_blocks
 from pypto_serving.ipc import Parent, run_child
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.types.start import RankStart
@@ -19,8 +20,11 @@ def run(parent: Parent[RankStart]) -> None:
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}: %(message)s", datefmt="%H:%M:%S")
     rank = start.config.topology.ranks[start.rank]
     shared = Shared(start.config, rank, SharedMemory(start.memory))
+    peers = shared.connect(start.links)
     loader = NativeLoader(start.config, rank)
-    model = loader.load(shared.peers, parent.progress)
+    model = loader.load(peers, parent.progress)
+    if (blocks := start.links.get("blocks")) is not None:
+        serve_blocks(blocks, model.arenas, loader.kv_spans(0), loader.kv_spans(1))
     loader.engine.pin_caller()
     parent.progress(READY, 1, 1)
     shared.follow(model.step)

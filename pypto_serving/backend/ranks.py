@@ -1,7 +1,8 @@
-"""The ranks of one program on this host: what they share, and how the leader starts and watches the others.
+"""The ranks of one program on this host: what they share, and how the first one starts and watches the others.
 
-The leader is the worker. The others are its children (`rank.py`): they load their parts of the model at the same time,
-then replay the steps that the leader publishes. When one ends, the leader ends; when the leader ends, all do.
+The leader is the worker. The others are its children (`rank.py`), or those of the process that another host runs
+(`host.py`): they load their parts of the model at the same time, then replay the steps that the leader publishes. When
+one ends, the leader ends; when the leader ends, all do.
 """
 
 from __future__ import annotations
@@ -9,11 +10,26 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from pypto_serving.backend.base import Fault, Progress, StepBuffers, StepInputs
+from pypto_serving.backend.control import Control
 from pypto_serving.errors import EXIT_MODEL, EXIT_USAGE, ConfigError, ModelError, PyptoError
 from pypto_serving.ipc import Child, ChildFault
-from pypto_serving.kernels import Board, Peers, Recording, SharedMemory
+from pypto_serving.kernels import (
+    Board,
+    Courier,
+    Extent,
+    Link,
+    Links,
+    Mirrored,
+    Mirrors,
+    Peers,
+    RanksGone,
+    Recording,
+    SharedMemory,
+)
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.start import RankStart
@@ -23,6 +39,8 @@ LOADING, READY = "weights", "ready"
 """Phases: the one in which all ranks load, and what a rank reports when it can follow."""
 
 PATIENCE_S = 1.0
+PER_MILLE = 1000
+"""What progress is told in until the leader knows its total."""
 
 
 class RankError(PyptoError):
@@ -33,17 +51,38 @@ class Shared:
     """Owns a rank's mappings of what all ranks share; each of them allocates the same, in the same order."""
 
     def __init__(self, config: EngineConfig, rank: Rank, memory: SharedMemory) -> None:
-        self.memory, self._board = memory, Board(memory)
+        self.memory, self._board, self._rank = memory, Board(memory), rank
         limits = config.limits
         held = range(limits.held_dispatches)
         self.buffers = [StepBuffers.in_host_memory(config.groups, limits, memory.zeros) for _ in held]
         self._places = {_address(buffers): place for place, buffers in enumerate(self.buffers)}
-        self.peers = Peers(rank.tensor, rank.topology.tensor, memory, rank.stage, rank.topology.pipeline, len(held))
+        self._most_tokens, self._patience_s = limits.max_num_batched_tokens, config.faults.step_timeout_s
+        self._steps: tuple[Link, list[Mirrors]] | Courier | None = None
+
+    def connect(self, links: Mapping[str, int]) -> Peers:
+        """Take over the rank's connections to the other host, by name, and return what it shares with all ranks."""
+        ends = {name: Link(fd, self._patience_s) for name, fd in links.items() if name != "blocks"}
+        if (steps := ends.get("steps")) is not None:
+            mirrors = [_mirrored(buffers) for buffers in self.buffers]
+            if self._rank.leads:
+                self._steps = steps, [Mirrors(arrays) for arrays in mirrors]
+            else:
+                arrays = Mirrors([mirrored for arrays in mirrors for mirrored in arrays])
+                self._steps = Courier(steps, arrays, len(mirrors), self._board.memory, publishes=True)
+        return Peers(self._rank, self.memory, len(self.buffers), Links(**ends), self._most_tokens)
 
     def publish(self, inputs: StepInputs) -> int:
-        """Let all ranks compute a step, whose arrays begin those of one of `buffers`; return which."""
+        """Let all ranks compute a step, whose arrays begin those of one of `buffers`; return which.
+
+        Raises RanksGone where the other host cannot be told.
+        """
         place = self._places[_address(inputs)]
-        self._board.publish(place, len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
+        counts = (len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
+        if isinstance(self._steps, tuple):
+            link, mirrors = self._steps
+            if not link.send_step(mirrors[place], place, *counts):
+                raise RanksGone
+        self._board.publish(place, *counts)
         return place
 
     def follow(self, step: Recording) -> None:
@@ -57,26 +96,63 @@ class Shared:
         )
 
 
+def _mirrored(buffers: StepBuffers) -> list[Mirrored]:
+    """Return those arrays of a step that ranks read."""
+    extents = {
+        Extent.TOKENS: (buffers.token_ids, buffers.positions, *buffers.slot_mapping),
+        Extent.ROWS: (buffers.context_lens, *buffers.block_tables),
+        Extent.EDGES: (buffers.query_start,),
+        Extent.LOGITS: (buffers.logits_rows,),
+    }
+    return [Mirrored(array, extent, len(array)) for extent, arrays in extents.items() for array in arrays]
+
+
 def _address(arrays: StepBuffers | StepInputs) -> int:
     return int(arrays.token_ids.ctypes.data)
 
 
 class Followers:
-    """Owns the processes of all ranks but the leader's."""
+    """Owns the processes of the ranks that another rank of this host started, and watches those of the other host."""
 
-    def __init__(self, config: EngineConfig, memory: SharedMemory, descendants: tuple[int, ...] = ()) -> None:
-        """Start them; they inherit `descendants`. Raises RankError where the system cannot."""
-        self._children: dict[int, Child] = {}
-        self._loaded: dict[int, float] = {}
-        self._ready: set[int] = set()
-        self._total = 0
-        for rank in config.topology.ranks[1:]:
-            start = RankStart(config, rank.index, memory.fd)
+    def __init__(self) -> None:
+        self._members: dict[str, Child | Control] = {}
+        self._loaded: dict[str, float] = {}
+        self._ready: set[str] = set()
+        self._total = PER_MILLE
+
+    def start(
+        self,
+        config: EngineConfig,
+        ranks: Sequence[Rank],
+        memory: int,
+        links: Mapping[int, Mapping[str, int]],
+        descendants: tuple[int, ...] = (),
+    ) -> None:
+        """Start ranks with their connections, which are closed here; they inherit `memory` and `descendants` too.
+
+        Raises RankError where the system cannot.
+        """
+        for rank in ranks:
+            own = links.get(rank.index, {})
+            start = RankStart(config, rank.index, memory, dict(own))
             try:
-                self._children[rank.index] = Child(MODULE, start, shared=(memory.fd, *descendants))
+                self.add(f"rank {rank.index}", Child(MODULE, start, shared=(memory, *own.values(), *descendants)))
             except OSError as error:
                 raise RankError(f"rank {rank.index} cannot be started ({error})") from None
-            self._loaded[rank.index] = 0.0
+            for fd in own.values():
+                os.close(fd)
+
+    def add(self, name: str, member: Child | Control, ready: bool = False) -> None:
+        """Watch a process, or a host, and hear what it reports; one that is `ready` reports nothing but faults."""
+        self._members[name], self._loaded[name] = member, float(ready)
+        if ready:
+            self._ready.add(name)
+
+    def end(self) -> None:
+        """End the processes."""
+        for member in self._members.values():
+            if isinstance(member, Child):
+                member.end(0)
 
     def reporting(self, progress: Progress) -> Progress:
         """Return what the leader reports to: it tells `progress` how far the slowest rank is.
@@ -99,27 +175,27 @@ class Followers:
 
     def await_ready(self, progress: Progress) -> None:
         """Wait until all can follow; raises as `reporting` says."""
-        while len(self._ready) < len(self._children):
+        while len(self._ready) < len(self._members):
             self._sleep()
             self._hear()
             progress(LOADING, self._slowest(), self._total)
 
     def _hear(self) -> None:
-        for rank, child in self._children.items():
-            for message in child.messages():
+        for name, member in self._members.items():
+            for message in member.messages():
                 if isinstance(message, ChildFault):
                     raise _error(message)
-                self._loaded[rank] = 1.0 if message.phase == READY else message.done / max(1, message.total)
+                self._loaded[name] = 1.0 if message.phase == READY else message.done / max(1, message.total)
                 if message.phase == READY:
-                    self._ready.add(rank)
-            if child.gone:
-                raise RankError(f"rank {rank} ended (exit code {child.end(PATIENCE_S)})")
+                    self._ready.add(name)
+            if member.gone:
+                raise RankError(f"{name} {_end(member)}")
 
     def _sleep(self) -> None:
-        """Wait until a rank says something, or ends."""
+        """Wait until one of them says something, or ends."""
         poller = select.poll()
-        for child in self._children.values():
-            poller.register(child.pipe, select.POLLIN)
+        for member in self._members.values():
+            poller.register(member.pipe, select.POLLIN)
         poller.poll()
 
     def watch(self, fault: Fault) -> None:
@@ -128,12 +204,21 @@ class Followers:
 
     def _watch(self, fault: Fault) -> None:
         try:
-            while True:
-                self._sleep()
-                self._hear()
+            self.await_end()
         except PyptoError as error:
             fault(str(error), error.exit_code)
             os._exit(error.exit_code)
+
+    def await_end(self) -> NoReturn:
+        """Wait until one of them ends; raises as `reporting` says."""
+        while True:
+            self._sleep()
+            self._hear()
+
+
+def _end(member: Child | Control) -> str:
+    """Say how a process or host ended."""
+    return member.gone if isinstance(member, Control) else f"ended (exit code {member.end(PATIENCE_S)})"
 
 
 def _error(fault: ChildFault) -> PyptoError:

@@ -21,6 +21,7 @@ from pypto_serving.kernels.forms import (
     strips_for,
 )
 from pypto_serving.kernels.library import runnable
+from pypto_serving.kernels.link import Courier, Extent, Link, Links, Mirrored, Mirrors
 from pypto_serving.kernels.meeting import Meeting, RanksGone
 from pypto_serving.kernels.operands import (
     KVCacheLayer,
@@ -32,10 +33,11 @@ from pypto_serving.kernels.operands import (
     Scoring,
 )
 from pypto_serving.kernels.packing import pack_quantized, pack_rounded
+from pypto_serving.kernels.peers import Peers
 from pypto_serving.kernels.recording import Recording
 from pypto_serving.kernels.rounding import round_int4
 from pypto_serving.kernels.sampling import NativeSampler
-from pypto_serving.kernels.shared import Board, Peers, SharedMemory
+from pypto_serving.kernels.shared import Board, SharedMemory
 
 __all__ = [
     "BF16",
@@ -44,13 +46,19 @@ __all__ = [
     "INT8",
     "PANEL",
     "Board",
+    "Courier",
     "Engine",
+    "Extent",
     "Form",
     "GroupStrips",
     "Int8Strips",
     "KVCacheLayer",
+    "Link",
+    "Links",
     "Matrix",
     "Meeting",
+    "Mirrored",
+    "Mirrors",
     "MlaSizes",
     "NativeSampler",
     "NormRopeParams",

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from pypto_serving.errors import PyptoError
 from pypto_serving.kernels.arguments import Handle
 from pypto_serving.kernels.library import library
 from pypto_serving.types.arrays import UInt8Array
 
 
-class RanksGone(RuntimeError):
+class RanksGone(PyptoError):
     """A step was given up, because a meeting was closed."""
+
+    def __init__(self) -> None:
+        super().__init__("a rank that this one waits for is gone")
 
 
 class Meeting:
-    """Owns one rank's end of a barrier of `ranks` ranks. `counts` is zero memory that all of them share.
+    """Owns one rank's end of a barrier. `counts` is zero memory that all ranks share, a count for each.
 
-    A rank that does not wait only tells the others that it has come. Without `rank`, it only waits for them.
+    It comes to count `own`, if any, and waits for all counts, or those `awaited`.
     """
 
-    def __init__(self, counts: UInt8Array, rank: int | None, ranks: int, waits: bool = True) -> None:
+    def __init__(self, counts: UInt8Array, own: int | None, awaited: range | None = None) -> None:
         lib = library()
         assert lib is not None
-        if len(counts) != self.num_bytes(ranks) or not 0 <= (rank or 0) < ranks:
-            raise ValueError(f"rank {rank} of {ranks} cannot meet in {len(counts)} bytes")
-        self._lib, self._counts, self._ranks = lib, counts, ranks
-        self.handle: Handle = lib.meeting(counts, -1 if rank is None else rank, 0, ranks if waits else 0)
+        self._lib, self._counts, self._ranks = lib, counts, self.num_ranks(counts)
+        awaited = range(self._ranks) if awaited is None else awaited
+        if not 0 <= (own or 0) < self._ranks or not 0 <= awaited.start <= awaited.stop <= self._ranks:
+            raise ValueError(f"{self._ranks} ranks cannot meet as {own} with {awaited}")
+        self.handle: Handle = lib.meeting(counts, -1 if own is None else own, awaited.start, awaited.stop)
 
     @staticmethod
     def num_bytes(ranks: int) -> int:
@@ -31,6 +36,11 @@ class Meeting:
         lib = library()
         assert lib is not None
         return ranks * int(lib.count_bytes())
+
+    @staticmethod
+    def num_ranks(counts: UInt8Array) -> int:
+        """Count the ranks that meet in this memory."""
+        return len(counts) // Meeting.num_bytes(1)
 
     def meet(self) -> bool:
         """Wait until every rank has come as often as this one; return False if the meeting is closed."""

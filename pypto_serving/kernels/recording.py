@@ -26,6 +26,7 @@ from pypto_serving.kernels.forms import (
     row_words,
     strip_columns,
 )
+from pypto_serving.kernels.link import Link, Mirrors
 from pypto_serving.kernels.meeting import Meeting, RanksGone
 from pypto_serving.kernels.operands import (
     Epilogue,
@@ -409,6 +410,22 @@ class Recording:
         self._lib.record_meeting(self._handle, meeting.handle)
         self._kept.append(meeting)
         self.names.append("meet")
+
+    def exchange(self, link: Link, sent: Mirrors, received: Mirrors, counts: UInt8Array) -> None:
+        """Send what this host wrote of the arrays `sent`, and take what the other wrote of those `received`.
+
+        The other host does the same at the same time. Where that fails, `counts` of a meeting are closed.
+        """
+        places = {"link": link.handle, "sent": sent.structs, "received": received.structs, "counts": counts}
+        sizes = {"num_sent": len(sent), "num_received": len(received), "num_counts": Meeting.num_ranks(counts)}
+        self._add("exchange", **places, **sizes)
+        self._kept += [link, sent, received]
+
+    def mail(self, link: Link, mirrors: Mirrors, counts: UInt8Array) -> None:
+        """Send the array of the step's slot, one of `mirrors`; where that fails, `counts` of a meeting are closed."""
+        sizes = {"num_counts": Meeting.num_ranks(counts)}
+        self._add("mail", link=link.handle, mirrors=mirrors.structs, counts=counts, **sizes)
+        self._kept += [link, mirrors]
 
     def pass_rows(
         self, source: Float32Array, out: Float32Array, part: int, parts: int, rows: Rows = Rows.TOKENS

@@ -16,12 +16,15 @@ All parts are half-open ranges in rank order, without gaps, as equal as whole un
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from pypto_serving.util import ceil_div
 
 PANEL = 32
 """Outputs of a panel of packed weights."""
+MOST_HOSTS = 2
 
 
 class Topology(msgspec.Struct, frozen=True):
@@ -31,12 +34,14 @@ class Topology(msgspec.Struct, frozen=True):
     pipeline: stages that split the layers; each is a tensor group.
     expert: groups within a tensor group that split the experts.
     data: groups within a tensor group that split the rows of attention: 1, or each rank by itself.
+    hosts: machines that split the stages, or the ranks of the only stage.
     """
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
     data: int = 1
+    hosts: int = 1
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.pipeline, self.expert, self.data) < 1:
@@ -45,6 +50,10 @@ class Topology(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.tensor} tensor ranks split rows among all of them or not at all, not {self.data}")
         if self.tensor % self.expert:
             raise ValueError(f"{self.tensor} tensor ranks cannot be split into {self.expert} expert groups")
+        if not 1 <= self.hosts <= min(MOST_HOSTS, self._split_by_hosts):
+            raise ValueError(f"{self.num_ranks} ranks cannot be split among {self.hosts} hosts")
+        if self.hosts > 1 and self.data > 1:
+            raise ValueError("ranks that split rows read the same KV cache, which two hosts do not have")
 
     @property
     def num_ranks(self) -> int:
@@ -55,6 +64,30 @@ class Topology(msgspec.Struct, frozen=True):
     def ranks(self) -> tuple[Rank, ...]:
         """List all ranks, stage by stage; the first is the leader, which samples and answers."""
         return tuple(Rank(self, index) for index in range(self.num_ranks))
+
+    def on_host(self, host: int) -> tuple[Rank, ...]:
+        """List the ranks of one host; the leader is on host 0."""
+        return tuple(rank for rank in self.ranks if rank.host == host)
+
+    @property
+    def hosts_split_layers(self) -> bool:
+        """Return True if the ranks of each layer are on several hosts."""
+        return self.hosts > 1 and self.pipeline == 1
+
+    @property
+    def connections(self) -> Mapping[str, tuple[int, int]]:
+        """Name the connections of two hosts, with the index of the rank at either end, that of host 0 first."""
+        if self.hosts == 1:
+            return {}
+        first = self.on_host(1)[0].index
+        if self.hosts_split_layers:
+            return dict.fromkeys(("steps", "blocks", "meeting"), (0, first))
+        stages = {"rows": (first - self.tensor, first), "logits": (0, self.num_ranks - self.tensor)}
+        return dict.fromkeys(("steps", "blocks"), (0, first)) | stages
+
+    @property
+    def _split_by_hosts(self) -> int:
+        return self.pipeline if self.pipeline > 1 else self.tensor
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -89,6 +122,13 @@ class Rank(msgspec.Struct, frozen=True):
     def attention(self) -> Rank:
         """Return the rank whose part of an attention layer's weights it has: all of them if it has rows of its own."""
         return Rank() if self.topology.data > 1 else self
+
+    @property
+    def host(self) -> int:
+        """Return the host that it runs on."""
+        topology = self.topology
+        place, size = (self.stage, topology.pipeline) if topology.pipeline > 1 else (self.tensor, topology.tensor)
+        return next(host for host in range(topology.hosts) if place in part(size, topology.hosts, host))
 
     @property
     def embeds(self) -> bool:

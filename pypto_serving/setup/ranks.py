@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
-from pypto_serving.parallel.placement import Placement
+from pypto_serving.parallel.placement import Placement, place_ranks
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.parallel.weights import ModelParts
 from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kernels import why_torch
-from pypto_serving.setup.numa import place_ranks
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Settings
 from pypto_serving.types.model import ModelSpec

@@ -71,6 +71,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: index of the data-parallel replica.
     topology: the ranks that the model is split over.
     placements: where each rank runs; empty for one that may run anywhere.
+    join_address, join_secret_file: where another host may join, and the file of the secret that it must know.
     cache_dir: folder for digests of weights; empty for none.
     packed_cache: folder for weights packed for the CPU kernels; empty for none.
     tiers, kv_store: where KV blocks are kept below the device, and when they are stored there.
@@ -103,6 +104,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: int = 0
     topology: Topology = Topology()
     placements: tuple[Placement, ...] = ()
+    join_address: str = ""
+    join_secret_file: str = ""
     activations: Activations = "int8"
     head: Head = "auto"
     kernels: str = ""

@@ -21,6 +21,9 @@ RUN_TOKENS = 16
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int32": 4, "uint64": 8}
 
+Spans = tuple[tuple[int, int], ...]
+"""Bytes of a block, as half-open intervals in order."""
+
 
 class KVTensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of a group: in each of `layers` it has a row of `row_shape` for every `ratio` source tokens.

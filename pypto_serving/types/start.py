@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pypto_serving.parallel.placement import NumaNode
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.tier import Tier
 
@@ -25,11 +26,29 @@ class WorkerStart(msgspec.Struct, frozen=True):
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """What a rank needs to follow a worker: its index, and the inherited file descriptor of what they share."""
+    """What a rank needs to follow a worker: its index, and inherited file descriptors.
+
+    They are `memory`, which ranks of a host share, and the rank's `links` to another host, by name.
+    """
 
     config: EngineConfig
     rank: int
     memory: int
+    links: dict[str, int] = {}
+
+
+class HostJoin(msgspec.Struct, frozen=True):
+    """What a host needs to join another one, which listens at `address`.
+
+    model, cache_dir: folders on this host, as in EngineConfig. nodes: where ranks may run.
+    """
+
+    address: str
+    secret_file: str
+    model: str
+    cache_dir: str
+    nodes: tuple[NumaNode, ...]
+    num_threads: int
 
 
 class CoreStart(msgspec.Struct, frozen=True):

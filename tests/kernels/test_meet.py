@@ -14,6 +14,7 @@ import pytest
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.kernels import Board, Engine, Meeting, Peers, RanksGone, Recording, SharedMemory, runnable
+from pypto_serving.parallel.topology import Topology
 from tests.kernels.layouts import narrow, random_bf16
 from tests.kernels.stage import engine_of, int32, matrix_of
 
@@ -66,7 +67,7 @@ class Chain:
         chains = []
         for number in range(stages * ranks):
             stage, rank = divmod(number, ranks)
-            peers = Peers(rank, ranks, SharedMemory(memory.fd), stage, stages, stages)
+            peers = Peers(Topology(ranks, stages).ranks[number], SharedMemory(memory.fd), stages)
             links = range(stage * LINKS // stages, (stage + 1) * LINKS // stages)
             chains.append(cls(rank, ranks, peers, Engine(threads=threads), ranks * COLUMNS, links))
         return chains
@@ -142,7 +143,7 @@ def test_a_step_ends_when_its_meeting_is_closed(memory: SharedMemory) -> None:
     waits.rows[1][...] = 7
     with ThreadPoolExecutor(1) as pool:
         playing: Future[None] = pool.submit(waits.play, IDS)
-        Meeting(SharedMemory(memory.fd).zeros(np.uint8, Meeting.num_bytes(2)), 1, 2).close()
+        Meeting(SharedMemory(memory.fd).zeros(np.uint8, Meeting.num_bytes(2)), 1).close()
         with pytest.raises(RanksGone):
             playing.result()
     with pytest.raises(RanksGone):
@@ -184,6 +185,6 @@ def test_files_that_must_be_small() -> None:
 
 def test_meetings_refuse_what_cannot_meet(memory: SharedMemory) -> None:
     counts = memory.zeros(np.uint8, Meeting.num_bytes(2))
-    for rank, ranks in [(2, 2), (-1, 2), (0, 3)]:
+    for rank, awaited in [(2, range(2)), (-1, range(2)), (0, range(3)), (0, range(-1, 1))]:
         with pytest.raises(ValueError, match="cannot meet"):
-            Meeting(counts, rank, ranks)
+            Meeting(counts, rank, awaited)

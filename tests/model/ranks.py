@@ -1,7 +1,12 @@
-"""All ranks of a program in one process, a thread each, behind the interface of one program."""
+"""All ranks of a program in one process, a thread each, behind the interface of one program.
+
+Ranks of two hosts have no memory in common: pairs of sockets connect them.
+"""
 
 from __future__ import annotations
 
+import socket
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +16,9 @@ import numpy as np
 
 from pypto_serving.backend.base import Progress, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
-from pypto_serving.kernels import Engine, Peers, SharedMemory, runnable
+from pypto_serving.backend.native import NativeLoader
+from pypto_serving.backend.split_blocks import SplitBlocks, serve_blocks
+from pypto_serving.kernels import Engine, Link, Links, Peers, SharedMemory, runnable
 from pypto_serving.model.family import Serving
 from pypto_serving.model.packed import PackedWeights
 from pypto_serving.model.registry import load_config, load_spec, model_family
@@ -19,6 +26,9 @@ from pypto_serving.parallel.topology import Topology
 from tests.model.cpu_backend import config_for
 from tests.model.sequences import Array, Sequences
 
+PATIENCE_S = 20.0
+UNUSED = ("steps", "blocks")
+"""Connections of the backend; here all ranks get their steps at once."""
 PROMPTS = (np.arange(3, 75) % 131, np.arange(70, 5, -1))
 
 
@@ -38,16 +48,24 @@ class RankedProgram:
         config = config_for(path, "bfloat16", kernels=runnable()[0], groups=groups, **changes)
         self.config = msgspec.structs.replace(config, num_blocks=(40,) * len(config.groups))
         self.groups, self.num_blocks = self.config.groups, self.config.num_blocks
-        program, memory = model_family(architecture).native_program, SharedMemory.create()
+        program = model_family(architecture).native_program
+        memories, links = [SharedMemory.create() for _ in range(topology.hosts)], connect(topology)
         self.models, self._peers = [], []
         for rank in topology.ranks:
             engine = Engine(self.config.kernels, 1)
             weights = PackedWeights(path, engine, progress)
-            places = (rank.tensor, topology.tensor, SharedMemory(memory.fd), rank.stage, topology.pipeline)
-            peers = Peers(*places) if topology.num_ranks > 1 else Peers()
+            ends = {name: Link(fd, PATIENCE_S) for name, fd in links[rank.index].items() if name not in UNUSED}
+            shared = (SharedMemory(memories[rank.host].fd), 1, Links(**ends), self.config.max_num_batched_tokens)
+            peers = Peers(rank, *shared) if topology.num_ranks > 1 else Peers()
             self._peers.append(peers)
             self.models.append(program(model, weights, engine, self.config, rank, peers))
         self.memory = HostBlocks(self.models[0].arenas)
+        if topology.hosts > 1:
+            first, other = self.models[0], self.models[topology.on_host(1)[0].index]
+            loader = NativeLoader(self.config, topology.ranks[0])
+            spans, ends = [loader.kv_spans(host) for host in (0, 1)], topology.connections["blocks"]
+            serve_blocks(links[ends[1]]["blocks"], other.arenas, *spans)
+            self.memory = SplitBlocks(first.arenas, *spans, links[ends[0]]["blocks"], PATIENCE_S)
         self._threads = ThreadPoolExecutor(topology.num_ranks)
         self._rows = 0
 
@@ -63,12 +81,23 @@ class RankedProgram:
         return StepOutput(logits=self._peers[0].await_logits(self.models[0].logits, 0)[: self._rows])
 
 
+def connect(topology: Topology) -> dict[int, dict[str, int]]:
+    """File descriptors of the connections of each rank, by name."""
+    links = defaultdict[int, dict[str, int]](dict)
+    for name, ranks in topology.connections.items():
+        for rank, end in zip(ranks, socket.socketpair(), strict=True):
+            links[rank][name] = end.detach()
+    return links
+
+
 def outcome(program: RankedProgram) -> tuple[Array, list[Array]]:
     """Logits of a few steps with prefills in chunks and decodes, and the pages then."""
     sequences = Sequences(program)
     first, second = (sequences.add(prompt) for prompt in PROMPTS)
     for work in ([(first, 37)], [(first, 30), (second, 1)], [(second, 40), (first, 1)], [(first, 1), (second, 1)]):
         sequences.step(work, everywhere=True)
+    for group, num_blocks in enumerate(program.num_blocks):
+        program.memory.read_blocks(group, range(num_blocks))
     logits = [row for sequence in (first, second) for row in sequence.logits.values()]
     return np.stack(logits), [arena.copy() for arena in program.memory.arenas]
 

@@ -62,9 +62,10 @@ def compute(program: Any, inputs: StepInputs) -> Any:
 
 def poison(program: Any, blocks: Sequence[Sequence[int]]) -> None:
     """Fill each group's blocks with NaN: a stale value that is read spoils everything."""
-    for group, arena, ids in zip(program.groups, program.memory.arenas, blocks, strict=True):
+    for number, (group, arena, ids) in enumerate(zip(program.groups, program.memory.arenas, blocks, strict=True)):
         wide = group.tensors[0].dtype == "float32"
         arena.view(np.uint32 if wide else np.uint16)[list(ids)] = FLOAT32_NAN if wide else BFLOAT16_NAN
+        program.memory.write_blocks(number, ids, arena)
 
 
 @dataclass

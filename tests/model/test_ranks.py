@@ -22,6 +22,7 @@ EXPERT = tuple(Topology(tensor=size, expert=groups) for size, groups in [(2, 2),
 ROWS = (Topology(2, expert=2, data=2), Topology(4, expert=2, data=4), Topology(2, pipeline=2, expert=2, data=2))
 """Ranks that split the rows of attention; 4 are more than there are rows, so that some have none."""
 STAGES = (Topology(pipeline=2), Topology(2, pipeline=3))
+HOSTS = (Topology(2, hosts=2), Topology(3, hosts=2), Topology(pipeline=2, hosts=2), Topology(2, pipeline=3, hosts=2))
 SMALL = {"num_hidden_layers": 2, "vocab_size": 131, "bos_token_id": 0, "eos_token_id": 2}
 ODD = SMALL | {"hidden_size": 96, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 3}
 WIDE = SMALL | {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 128}
@@ -47,6 +48,19 @@ def test_experts(checkpoint: MakeCheckpoint) -> None:
 
 def test_rows_of_attention(checkpoint: MakeCheckpoint) -> None:
     assert_same_bits(checkpoint("qwen3_moe", dtype="bfloat16", **SMALL), *ROWS)
+
+
+def test_hosts(checkpoint: MakeCheckpoint) -> None:
+    """Layers split between hosts, and stages; several ranks on one of them."""
+    path = checkpoint("qwen3", dtype="bfloat16", **SMALL | {"num_hidden_layers": 3, "num_attention_heads": 8})
+    assert_same_bits(path, *HOSTS)
+    assert_same_bits(path, HOSTS[0], kv_dtype="int8")
+
+
+def test_hosts_with_experts(checkpoint: MakeCheckpoint) -> None:
+    """Which rows a host computes depends on the tokens."""
+    path = checkpoint("qwen3_moe", dtype="bfloat16", **SMALL)
+    assert_same_bits(path, Topology(2, hosts=2), Topology(4, expert=2, hosts=2), Topology(2, expert=2, hosts=2))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -89,7 +103,10 @@ DEEPSEEK_V4 = {
 
 @pytest.mark.parametrize(
     ("sizes", "topologies"),
-    [("few", (Topology(2), Topology(4, expert=4), Topology(2, pipeline=2))), ("heads", (Topology(8), EXPERT[1]))],
+    [
+        ("few", (Topology(2), Topology(4, expert=4), Topology(2, pipeline=2), *HOSTS)),
+        ("heads", (Topology(8), EXPERT[1], Topology(4, expert=2, hosts=2))),
+    ],
 )
 def test_deepseek_v4(checkpoint: MakeCheckpoint, sizes: str, topologies: tuple[Topology, ...]) -> None:
     path = checkpoint("deepseek_v4_fast", dtype="bfloat16", **DEEPSEEK_V4[sizes])

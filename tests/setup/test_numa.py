@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pypto_serving.parallel.placement import NumaNode
-from pypto_serving.setup.numa import NODES, place_ranks, read_nodes
+from pypto_serving.parallel.placement import NumaNode, place_ranks
+from pypto_serving.setup.numa import NODES, read_nodes
 
 EIGHT = range(8)
 TWO = (NumaNode(0, (0, 1, 2, 3)), NumaNode(1, (4, 5, 6, 7)))

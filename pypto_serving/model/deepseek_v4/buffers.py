@@ -14,6 +14,7 @@ from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.products import Products
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.kv import KVCacheGroupSpec, Spans
 from pypto_serving.util import ceil_div
 
 _POST_COMB = 20
@@ -28,6 +29,17 @@ def projections(kind: LayerKind) -> list[str]:
     if kind == "csa":
         names += ["indexer.compressor.wkv", "indexer.compressor.wgate", "indexer.weights_proj"]
     return names
+
+
+def layer_spans(group: KVCacheGroupSpec, layers: range) -> Spans:
+    """Return the bytes of a group's block that are of these layers."""
+    found, begin = [], 0
+    for tensor in group.tensors:
+        size = group.block_size // tensor.ratio * tensor.row_bytes
+        places = [begin + size * place for place, layer in enumerate(tensor.layers) if layer in layers]
+        found += [(place, place + size) for place in places]
+        begin += size * len(tensor.layers)
+    return tuple(found)
 
 
 class Arenas:

@@ -22,7 +22,7 @@ from pypto_serving.kernels import (
     StripColumns,
 )
 from pypto_serving.model.attention_share import AttentionShare
-from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, projections
+from pypto_serving.model.deepseek_v4.buffers import Arenas, Buffers, layer_spans, projections
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.parts import LayerKind
@@ -33,6 +33,7 @@ from pypto_serving.model.shares import columns_of, cut, expert_outputs, rows_of
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.kv import Spans
 from pypto_serving.util import ceil_div
 
 LOG2_E = math.log2(math.e)
@@ -56,6 +57,11 @@ class NativeDeepseekV4:
     def name(model: DeepseekV4Config, config: EngineConfig) -> str:
         """Name program and arithmetic, for the fingerprint."""
         return f"deepseek-v4-native-2 {model.storage.name}".rstrip()
+
+    @staticmethod
+    def kv_spans(model: DeepseekV4Config, config: EngineConfig, rank: Rank) -> list[Spans]:
+        """Return which bytes of a block of each KV group a rank reads and writes: all heads share them."""
+        return [layer_spans(group, rank.layers(model.num_layers)) for group in config.groups]
 
     def __init__(
         self,
@@ -108,7 +114,7 @@ class NativeDeepseekV4:
         normed = self._normed(self._weights.exact("norm.weight"), Rows.LOGITS)
         head = self._weights.rounded("head", mine) if config.head == "int8" else self._matrix("head", mine)
         self._products.linear(normed, head, columns_of(b.logits, mine), Rows.LOGITS)
-        self._peers.meet(self.step, b.logits)
+        self._peers.gather_logits(self.step, b.logits)
 
     def _matrix(self, module: str, outputs: range) -> list[Matrix]:
         return self._weights.matrix([module], [outputs])

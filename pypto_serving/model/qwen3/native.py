@@ -28,7 +28,7 @@ from pypto_serving.model.shares import columns_of, expert_outputs, rows_of
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import BFloat16Array, Float32Array, PairArray, UInt8Array
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.kv import KVCacheGroupSpec
+from pypto_serving.types.kv import KVCacheGroupSpec, Spans
 
 LOG2_E = math.log2(math.e)
 
@@ -49,6 +49,14 @@ class NativeQwen3:
         """Name program and weights, for the fingerprint. The output layer counts where tokens are embedded by it."""
         rounded = "int8 embedding" if config.head == "int8" and model.tied_embeddings else ""
         return " ".join(filter(None, ("qwen3-native-3", Qwen3Inventory(model).quantization(), rounded)))
+
+    @staticmethod
+    def kv_spans(model: Qwen3Config, config: EngineConfig, rank: Rank) -> list[Spans]:
+        """Return which bytes of a block of each KV group a rank reads and writes."""
+        _, heads = _heads(model, rank)
+        each = config.groups[0].block_bytes // (model.num_layers * 2 * model.num_kv_heads)
+        firsts = [half * model.num_kv_heads for layer in rank.layers(model.num_layers) for half in (2 * layer, 2 * layer + 1)]
+        return [tuple((each * (first + heads.start), each * (first + heads.stop)) for first in firsts)]
 
     def __init__(
         self,
@@ -90,7 +98,7 @@ class NativeQwen3:
         if rank.projects:
             normed, logits = self._normed(self._buffers.x, "model.norm.weight", Rows.LOGITS), self._buffers.logits
             self._products.linear(normed, head, columns_of(logits, mine), Rows.LOGITS)
-            self._peers.meet(self.step, logits)
+            self._peers.gather_logits(self.step, logits)
         self._peers.end_stage(self.step, self._buffers.x, self.logits)
 
     def _record_embedding(self, head: list[Matrix], mine: range) -> None:

@@ -1,0 +1,87 @@
+"""Control: the connection over which two hosts report progress and faults, and notice that the other is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+import msgspec
+
+from pypto_serving.ipc import ChildFault, ChildProgress, SocketChannel
+from pypto_serving.types.hosts import FromHost, HostBeat
+
+SILENT_BEATS = 10
+LINGER_S = 1.0
+
+
+class Control:
+    """Owns the control connection to the other host, and a thread that beats and listens. `messages` are for one thread.
+
+    `pipe` can be read from when there is something new. When the other host has closed the connection, or was silent
+    for SILENT_BEATS heartbeats, `gone` says so.
+    """
+
+    def __init__(self, channel: SocketChannel[FromHost], heartbeat_s: float) -> None:
+        self._channel, self._heartbeat_s = channel, heartbeat_s
+        self._inbox: deque[ChildProgress | ChildFault] = deque()
+        self._outbox: deque[msgspec.Struct] = deque()
+        self.pipe, self._wake = (os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2))
+        self.gone = ""
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="host-control", daemon=True)
+        self._thread.start()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message; any thread may."""
+        self._outbox.append(message)
+        os.eventfd_write(self._wake, 1)
+
+    def messages(self) -> list[ChildProgress | ChildFault]:
+        """Return the messages since the last call."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.pipe)
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+
+    def close(self) -> None:
+        """Send what is left, and close the connection."""
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._channel.close(linger_s=LINGER_S)
+
+    def _run(self) -> None:
+        heard_s = beat_s = time.monotonic()
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while not self.gone and not self._closing:
+            if time.monotonic() >= beat_s:
+                self._channel.send(HostBeat())
+                beat_s = time.monotonic() + self._heartbeat_s
+            poller.register(self._channel.socket, self._channel.events)
+            poller.poll(max(1, (beat_s - time.monotonic()) * 1000))
+            self._send()
+            while (message := self._channel.receive()) is not None:
+                heard_s = time.monotonic()
+                if isinstance(message, ChildProgress | ChildFault):
+                    self._inbox.append(message)
+                    self._ring()
+            if self._channel.gone:
+                self.gone = "closed the connection"
+            elif time.monotonic() - heard_s > SILENT_BEATS * self._heartbeat_s:
+                self.gone = f"was silent for {SILENT_BEATS * self._heartbeat_s:.0f} s"
+        self._ring()
+
+    def _send(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._outbox:
+            self._channel.send(self._outbox.popleft())
+        self._channel.flush()
+
+    def _ring(self) -> None:
+        with suppress(BlockingIOError):  # then it has not been read since
+            os.eventfd_write(self.pipe, 1)

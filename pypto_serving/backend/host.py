@@ -1,0 +1,122 @@
+"""Run a host that joins another for one life of their replica: `python -m pypto_serving.backend.host FD`.
+
+FD is its end of the control pipe of the process that starts it anew after each life.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+import sys
+import time
+from collections import defaultdict
+
+import msgspec
+
+from pypto_serving.backend.control import Control
+from pypto_serving.backend.greeting import CONTROL, GreetingError, Purpose, connect, read_secret
+from pypto_serving.backend.hosts import program_version
+from pypto_serving.backend.ranks import READY, Followers, RankError
+from pypto_serving.errors import EXIT_OK, ConfigError, PyptoError
+from pypto_serving.ipc import ChildFault, ChildProgress, Parent, SocketChannel
+from pypto_serving.kernels import SharedMemory
+from pypto_serving.model.fingerprint import checkpoint_digest
+from pypto_serving.parallel.placement import Placement, place_ranks
+from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.hosts import FromHost, HostHello, HostStart
+from pypto_serving.types.start import HostJoin
+
+CONNECTING, JOINED = "waiting for the serving host", "joined"
+"""Phases that are reported."""
+AGAIN_S = 0.5
+ANSWER_S = 60.0
+"""Longest time that the serving host may take to answer: it greets one host after the other."""
+
+
+def run(parent: Parent[HostJoin]) -> None:
+    """Join the serving host, and run the ranks that it gives to this one until the replica's life ends."""
+    join = parent.start
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s host: %(message)s", datefmt="%H:%M:%S")
+    secret = read_secret(join.secret_file)
+    digest = checkpoint_digest(join.model, join.cache_dir, parent.progress)
+    channel: SocketChannel[FromHost] = SocketChannel(_arrive(join, secret, parent), FromHost)
+    channel.send(HostHello(platform.node(), program_version(), digest))
+    start = channel.receive(ANSWER_S)
+    if isinstance(start, ChildFault):
+        raise ConfigError(f"{join.address} refuses this host: {start.message}")
+    if not isinstance(start, HostStart):
+        raise RankError(f"{join.address} did not answer")
+    _serve(join, secret, channel, start, parent)
+
+
+def _arrive(join: HostJoin, secret: bytes, parent: Parent[HostJoin]) -> socket.socket:
+    """Connect as soon as the serving host listens. Raises ConfigError where the address or the secret is wrong."""
+    while True:
+        parent.progress(CONNECTING, 0, 1)
+        try:
+            return connect(join.address, secret, CONTROL)
+        except socket.gaierror as error:
+            raise ConfigError(f"{join.address} is no address of a host: {error.strerror}") from None
+        except GreetingError as error:
+            raise ConfigError(f"{join.address} cannot be joined: {error}") from None
+        except OSError:
+            time.sleep(AGAIN_S)  # it is not there yet, or serves with another host
+
+
+def _serve(
+    join: HostJoin, secret: bytes, channel: SocketChannel[FromHost], start: HostStart, parent: Parent[HostJoin]
+) -> None:
+    topology, links = start.config.topology, defaultdict[int, dict[str, int]](dict)
+    for name, (_, rank) in topology.connections.items():
+        links[rank][name] = _connected(join, secret, Purpose(name, start.life))
+    control = Control(channel, start.config.faults.heartbeat_s)
+    ranks, memory, members = topology.on_host(1), SharedMemory.create(), Followers()
+    members.add("the serving host", control, ready=True)
+    try:
+        members.start(_localized(start.config, join), ranks, memory.fd, links)
+        members.await_ready(lambda *progress: control.send(ChildProgress(*progress)))
+        control.send(ChildProgress(READY, 1, 1))
+        parent.progress(JOINED, 1, 1)
+        members.await_end()
+    except PyptoError as error:
+        control.send(ChildFault(f"on host {platform.node()}: {error}", error.exit_code))
+        raise
+    finally:
+        control.close()
+        members.end()
+
+
+def _connected(join: HostJoin, secret: bytes, purpose: Purpose) -> int:
+    try:
+        return connect(join.address, secret, purpose).detach()
+    except (OSError, GreetingError) as error:
+        raise RankError(f"{join.address} cannot be joined: {error}") from None
+
+
+def _localized(config: EngineConfig, join: HostJoin) -> EngineConfig:
+    """Return the configuration with folders of this host, and its CPUs for its ranks."""
+    ranks, own = config.topology.ranks, config.topology.on_host(1)
+    places = iter(place_ranks(join.nodes, len(own), join.num_threads))
+    return msgspec.structs.replace(
+        config,
+        model=join.model,
+        cache_dir=join.cache_dir,
+        packed_cache=join.cache_dir if config.packed_cache else "",
+        placements=tuple(next(places) if rank in own else Placement() for rank in ranks),
+    )
+
+
+def main() -> int:
+    """Run the host for one life and return its exit code."""
+    parent: Parent[HostJoin] = Parent(int(sys.argv[1]), HostJoin)
+    try:
+        run(parent)
+    except PyptoError as error:
+        parent.fault(str(error), error.exit_code)
+        return error.exit_code
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

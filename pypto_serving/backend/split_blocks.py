@@ -1,0 +1,132 @@
+"""KV blocks of which two hosts hold parts: the serving host's memory is whole where lower tiers look at it.
+
+A block that a tier stores is completed with what only the other host has; of one that was loaded, the other host gets
+its part. Each message is a head, block ids, and the bytes of each block's spans.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from pypto_serving.backend.memory import HostBlocks
+from pypto_serving.types.arrays import BlockBytes
+from pypto_serving.types.kv import Spans
+
+_HEAD = struct.Struct("<BII")
+_FETCH, _PUT, _DONE = 1, 2, b"\x01"
+
+
+def merged(spans: Iterable[Spans]) -> Spans:
+    """Return the bytes that are in any of `spans`."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(span for each in spans for span in each):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif begin < end:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def without(spans: Spans, others: Spans) -> Spans:
+    """Return the bytes of `spans` that are not in `others`; both are `merged`."""
+    found = []
+    for begin, end in spans:
+        inside = [(max(begin, first), min(end, last)) for first, last in others if first < end and last > begin]
+        edges = [begin, *(edge for span in inside for edge in span), end]
+        found += [(first, last) for first, last in zip(edges[::2], edges[1::2], strict=True) if first < last]
+    return tuple(found)
+
+
+class SplitBlocks(HostBlocks):
+    """The blocks of the serving host, whose ranks hold the spans `own` of each group, and those of the other host.
+
+    Raises OSError where the other host does not answer in time.
+    """
+
+    def __init__(
+        self, arenas: Sequence[BlockBytes], own: Sequence[Spans], others: Sequence[Spans], fd: int, patience_s: float
+    ) -> None:
+        super().__init__(arenas)
+        self._others = others
+        self._lacking = [without(theirs, ours) for theirs, ours in zip(others, own, strict=True)]
+        self._end, self._lock = socket.socket(fileno=fd), threading.Lock()
+        self._end.settimeout(patience_s)
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return views of the blocks, completed with what only the other host has."""
+        if lacking := self._lacking[group]:
+            with self._lock:
+                _send(self._end, _FETCH, group, blocks)
+                for block in blocks:
+                    _receive_into(self._end, self.arenas[group][block], lacking)
+        return super().read_blocks(group, blocks)
+
+    def staging(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
+        """Return views of the blocks, so that loads write to them directly."""
+        return super().read_blocks(group, blocks)
+
+    def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
+        """Send the other host its parts, and wait until it has them."""
+        if blocks:
+            with self._lock:
+                _send(self._end, _PUT, group, blocks)
+                for block in blocks:
+                    self._end.sendall(_joined(self.arenas[group][block], self._others[group]))
+                _receive(self._end, len(_DONE))
+
+
+def serve_blocks(fd: int, arenas: Sequence[BlockBytes], others: Sequence[Spans], own: Sequence[Spans]) -> None:
+    """Let the serving host, whose ranks hold the spans `others`, fetch and put blocks of this host, in a thread."""
+    threading.Thread(target=_serve, args=(socket.socket(fileno=fd), arenas, others, own), daemon=True).start()
+
+
+def _serve(end: socket.socket, arenas: Sequence[BlockBytes], others: Sequence[Spans], own: Sequence[Spans]) -> None:
+    lacking = [without(ours, theirs) for ours, theirs in zip(own, others, strict=True)]
+    end.settimeout(None)
+    try:
+        while True:
+            kind, group, count = _HEAD.unpack(_receive(end, _HEAD.size))
+            arena = arenas[group]
+            if count > len(arena):
+                raise ValueError(f"{count} blocks")
+            blocks = np.frombuffer(_receive(end, 4 * count), np.uint32)
+            if kind == _FETCH:
+                for block in blocks:
+                    end.sendall(_joined(arena[block], lacking[group]))
+            else:
+                for block in blocks:
+                    _receive_into(end, arena[block], own[group])
+                end.sendall(_DONE)
+    except (OSError, IndexError, ValueError):
+        end.close()  # the serving host notices
+
+
+def _send(end: socket.socket, kind: int, group: int, blocks: Sequence[int]) -> None:
+    end.sendall(_HEAD.pack(kind, group, len(blocks)) + np.array(blocks, np.uint32).tobytes())
+
+
+def _joined(block: BlockBytes, spans: Spans) -> BlockBytes:
+    return np.concatenate([block[begin:end] for begin, end in spans]) if spans else block[:0]
+
+
+def _receive_into(end: socket.socket, block: BlockBytes, spans: Spans) -> None:
+    data = np.frombuffer(_receive(end, sum(last - first for first, last in spans)), np.uint8)
+    offsets = np.cumsum([0, *(last - first for first, last in spans)]).tolist()
+    for (begin, stop), (first, last) in zip(spans, pairwise(offsets), strict=True):
+        block[begin:stop] = data[first:last]
+
+
+def _receive(end: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view, done = memoryview(data), 0
+    while done < size:
+        if not (count := end.recv_into(view[done:])):
+            raise ConnectionError("the other host is gone")
+        done += count
+    return data

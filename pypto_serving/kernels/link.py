@@ -1,0 +1,104 @@
+"""Links: connections of two hosts, which carry what a step needs of the other host's memory, without Python."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.kernels.arguments import Handle
+from pypto_serving.kernels.engine import zeros
+from pypto_serving.kernels.library import library
+from pypto_serving.kernels.meeting import Meeting
+from pypto_serving.types.arrays import Array, PairArray, UInt8Array
+
+
+class Extent(enum.Enum):
+    """How many rows of an array a step has: one for each token, row of logits, or row; or one more than rows."""
+
+    TOKENS = enum.auto()
+    LOGITS = enum.auto()
+    ROWS = enum.auto()
+    EDGES = enum.auto()
+
+
+class Mirrored:
+    """An array that both hosts have, of 32-bit words in `most` rows, of which a step has `extent`.
+
+    With `known`, this host remembers what the other one has, and sends only words that differ.
+    """
+
+    def __init__(self, array: Array, extent: Extent, most: int, known: bool = True) -> None:
+        words: PairArray = array.reshape(-1).view(np.uint32)
+        sent = zeros(np.uint32, len(words)) if known else None
+        self.fields = (words, sent, len(words) // most, most, extent)
+
+
+class Mirrors:
+    """Arrays that a link carries at once."""
+
+    def __init__(self, arrays: Sequence[Mirrored]) -> None:
+        lib = library()
+        assert lib is not None
+        self._kept = tuple(arrays)
+        self.structs = lib.structs["Mirror"].array(mirrored.fields for mirrored in arrays)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+class Link:
+    """Owns one end of a connection, whose file descriptor it takes over. It fails once no byte moves for a while."""
+
+    def __init__(self, fd: int, patience_s: float) -> None:
+        lib = library()
+        assert lib is not None
+        self._lib = lib
+        self.handle: Handle = lib.link(fd, int(patience_s * 1000))
+
+    def send_step(self, mirrors: Mirrors, buffers: int, tokens: int, rows: int, logits: int) -> bool:
+        """Send a step to a courier; return False if the link has failed."""
+        return bool(self._lib.send_step(self.handle, mirrors.structs, len(mirrors), buffers, tokens, rows, logits))
+
+    def close(self) -> None:
+        """Let all that wait for the other host, now and later, return."""
+        self._lib.close_link(self.handle)
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._lib.unlink(handle)
+
+
+class Courier:
+    """Owns a thread that takes what arrives on a link, for as long as it lives.
+
+    Each of `slots` steps in flight has equally many of the arrays `mirrors`. Then `counts` advance, or the step is
+    published on the `board` in whose memory they are. They are closed when nothing more can come.
+    """
+
+    def __init__(self, link: Link, mirrors: Mirrors, slots: int, counts: UInt8Array, publishes: bool = False) -> None:
+        lib = library()
+        assert lib is not None
+        self._lib, self._kept = lib, (link, mirrors, counts)
+        places: dict[str, Any] = {"link": link.handle, "mirrors": mirrors.structs, "counts": counts}
+        sizes = {"slots": slots, "arrays": len(mirrors) // slots}
+        num_counts = 1 if publishes else Meeting.num_ranks(counts)
+        board = counts if publishes else None
+        self.handle: Handle = lib.courier(**places, **sizes, board=board, num_counts=num_counts)
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._lib.dismiss(handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A rank's ends of the connections that `Topology.connections` names; None for those that it has no end of."""
+
+    steps: Link | None = None
+    meeting: Link | None = None
+    rows: Link | None = None
+    logits: Link | None = None

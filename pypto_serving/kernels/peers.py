@@ -1,0 +1,149 @@
+"""Peers: how the ranks of a program gather what each has computed, on one host in shared memory, on two over links."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pypto_serving.kernels.engine import zeros
+from pypto_serving.kernels.link import Courier, Extent, Link, Links, Mirrored, Mirrors
+from pypto_serving.kernels.meeting import Meeting, RanksGone
+from pypto_serving.kernels.operands import Rows
+from pypto_serving.kernels.recording import Recording
+from pypto_serving.kernels.shared import SharedMemory
+from pypto_serving.parallel.topology import Rank
+from pypto_serving.types.arrays import Array, Float32Array
+
+
+class Peers:
+    """What `rank` shares with all ranks of its host: memory, and meetings within steps, of which `slots` are in flight.
+
+    Where there is another host, `links` lead there; a step has at most `most_tokens`. Without `memory` the rank is
+    alone.
+    """
+
+    def __init__(
+        self,
+        rank: Rank | None = None,
+        memory: SharedMemory | None = None,
+        slots: int = 1,
+        links: Links | None = None,
+        most_tokens: int = 1,
+    ) -> None:
+        self._rank, self._memory, self._slots = rank or Rank(), memory, slots
+        self._links, self._most_tokens = links or Links(), most_tokens
+        self._logits: Float32Array | None = None
+        self._known: dict[int, Mirrored] = {}
+        self._couriers: list[Courier] = []
+        if memory is None:
+            return
+        topology = self._rank.topology
+        sizes = (topology.pipeline, Meeting.num_bytes(topology.tensor))
+        groups, self._ends, released = (memory.zeros(np.uint8, *sizes) for _ in range(3))
+        stage, index = self._rank.stage, self._rank.tensor
+        first, *others = (rank.tensor for rank in topology.on_host(self._rank.host) if rank.stage == stage)
+        self._group = Meeting(groups[stage], index, range(first, first + 1 + len(others)))
+        self._released = released[stage]
+        self._release = Meeting(self._released, index if index == first else None, range(first, first + 1))
+        self._last = Meeting(self._ends[-1], None)
+
+    def zeros(self, dtype: Any, *shape: int) -> Array:
+        """Allocate zeros that the ranks of the group read and write."""
+        if self._memory is None:
+            return zeros(dtype, *shape)
+        mine: Array = self._memory.zeros(dtype, self._rank.topology.pipeline, *shape)[self._rank.stage]
+        return mine
+
+    def zeros_for_all(self, dtype: Any, *shape: int) -> Array:
+        """Allocate zeros that the ranks of all stages read and write."""
+        return zeros(dtype, *shape) if self._memory is None else self._memory.zeros(dtype, *shape)
+
+    def meet(self, step: Recording, *gathered: Array) -> None:
+        """Record: wait for the other ranks of the group, and see what each has written of the arrays `gathered`.
+
+        Each array holds equally many words for each token.
+        """
+        if self._links.meeting is None:
+            return self._meet(step)
+        mirrors = Mirrors([self._mirrored(array, Extent.TOKENS, self._most_tokens) for array in gathered])
+        self._meet(step, mirrors, mirrors)
+
+    def gather_logits(self, step: Recording, logits: Float32Array) -> None:
+        """Record: let the leader see what each rank of the group has written of `logits` [rows, vocab]."""
+        if self._links.meeting is None:
+            return self._meet(step)
+        mirrors, none = Mirrors([self._mirrored(logits, Extent.LOGITS, len(logits))]), Mirrors([])
+        self._meet(step, *((none, mirrors) if self._rank.leads else (mirrors, none)))
+
+    def _mirrored(self, array: Array, extent: Extent, most: int) -> Mirrored:
+        """Return what the other host has of an array: one and the same in all meetings where it is gathered."""
+        address = int(array.ctypes.data)
+        if address not in self._known:
+            self._known[address] = Mirrored(array, extent, most)
+        return self._known[address]
+
+    def _meet(self, step: Recording, *exchanged: Mirrors) -> None:
+        topology = self._rank.topology
+        if self._memory is None or topology.tensor == 1:
+            return
+        step.meet(self._group)
+        if self._links.meeting is not None:
+            step.exchange(self._links.meeting, *exchanged, self._released)
+        if topology.hosts_split_layers:
+            step.meet(self._release)
+
+    def begin_stage(self, step: Recording, x: Float32Array) -> None:
+        """Record: wait for the stage before, and take over its x [tokens, ...]."""
+        stage, topology = self._rank.stage, self._rank.topology
+        if self._memory is None or topology.pipeline == 1:
+            return
+        self._passed = self._memory.zeros(np.float32, topology.pipeline - 1, self._slots, *x.shape)
+        if stage:
+            if self._links.rows is not None and self._rank.host == 1:
+                self._deliver(self._links.rows, self._slots_of(self._passed[stage - 1], Extent.TOKENS), stage - 1)
+            step.meet(Meeting(self._ends[stage - 1], None))
+            step.pass_rows(self._passed[stage - 1], x, self._rank.tensor, topology.tensor)
+            self.meet(step, x)
+
+    def end_stage(self, step: Recording, x: Float32Array, logits: Float32Array) -> None:
+        """Record: hand x on to the stage behind, or `logits` [rows, vocab] to the leader."""
+        stage, topology = self._rank.stage, self._rank.topology
+        if self._memory is None or topology.pipeline == 1:
+            return
+        self._logits = self._memory.zeros(np.float32, self._slots, *logits.shape)
+        part = (self._rank.tensor, topology.tensor)
+        if not self._rank.projects:
+            step.pass_rows(x, self._passed[stage], *part)
+        else:
+            step.pass_rows(logits, self._logits, *part, Rows.LOGITS)
+        self.meet(step)
+        if self._links.rows is not None and self._rank.host == 0:
+            step.mail(self._links.rows, self._slots_of(self._passed[stage], Extent.TOKENS), self._ends[-1])
+        if self._links.logits is not None:
+            mirrors = self._slots_of(self._logits, Extent.LOGITS)
+            if self._rank.leads:
+                self._deliver(self._links.logits, mirrors, topology.pipeline - 1)
+            else:
+                step.mail(self._links.logits, mirrors, self._ends[-1])
+        step.meet(Meeting(self._ends[stage], self._rank.tensor, range(0)))
+
+    def _slots_of(self, array: Float32Array, extent: Extent) -> Mirrors:
+        """Return an array [slots, rows, ...] as one for each slot."""
+        return Mirrors([Mirrored(slot, extent, len(slot), known=False) for slot in array])
+
+    def _deliver(self, link: Link, mirrors: Mirrors, stage: int) -> None:
+        """Take what the other host hands on from its stage `stage`."""
+        self._couriers.append(Courier(link, mirrors, self._slots, self._ends[stage]))
+
+    def await_logits(self, logits: Float32Array, slot: int) -> Float32Array:
+        """Wait for the oldest step in flight, that of `slot`, and return its logits. `logits` are those of the stage.
+
+        Raises RanksGone if the meeting is closed.
+        """
+        if self._logits is None:
+            return logits
+        if not self._last.meet():
+            raise RanksGone
+        mine: Float32Array = self._logits[slot]
+        return mine
