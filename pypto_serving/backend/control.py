@@ -19,7 +19,7 @@ LINGER_S = 1.0
 
 
 class Control:
-    """Owns the control connection to the other host, and a thread that beats and listens. `messages` are for one thread.
+    """Owns the control connection to the other host, and a thread that beats and listens.
 
     `pipe` can be read from when there is something new. When the other host has closed the connection, or was silent
     for SILENT_BEATS heartbeats, `gone` says so.

@@ -80,7 +80,9 @@ class CpuBackend(Backend):
         identity, model = loader.fingerprint(progress), loader.load(peers, progress)
         memory = None
         if blocks is not None:
-            memory = SplitBlocks(model.arenas, loader.kv_spans(0), loader.kv_spans(1), blocks, self.config.faults.step_timeout_s)
+            memory = SplitBlocks(
+                model.arenas, loader.kv_spans(0), loader.kv_spans(1), blocks, self.config.faults.step_timeout_s
+            )
         return NativeProgram(model, self.config, identity, loader.engine, peers, self._shared, memory)
 
     def _prepare_torch(self, progress: Progress) -> Any:

@@ -10,18 +10,14 @@ What follows is neither encrypted nor authenticated.
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 import socket
 import struct
 import time
 from typing import Any, NamedTuple
 
-from pypto_serving.errors import ConfigError, PyptoError
-from pypto_serving.util import read_regular
+from pypto_serving.errors import PyptoError
 
-VARIABLE = "PYPTO_JOIN_SECRET"
-LEAST_SECRET = 16
 GREETING_S = 5.0
 LIFE_BYTES = 16
 
@@ -42,19 +38,6 @@ class Purpose(NamedTuple):
 
 
 CONTROL = Purpose("control")
-
-
-def read_secret(path: str) -> bytes:
-    """Read the secret from a file, or else from the environment. Raises ConfigError where there is none."""
-    where = path or VARIABLE
-    try:
-        secret = (read_regular(path) if path else os.environ.get(VARIABLE, "").encode()).strip()
-    except OSError as error:
-        raise ConfigError(f"the secret of hosts cannot be read from {path}: {os.strerror(error.errno or 0)}") from None
-    if len(secret) < LEAST_SECRET:
-        problem = f"has {len(secret)} bytes" if secret else "is not there"
-        raise ConfigError(f"the secret of hosts in {where} {problem}, but must have at least {LEAST_SECRET} bytes")
-    return secret
 
 
 def welcome(end: socket.socket, secret: bytes) -> Purpose:

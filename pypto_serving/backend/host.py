@@ -15,7 +15,7 @@ from collections import defaultdict
 import msgspec
 
 from pypto_serving.backend.control import Control
-from pypto_serving.backend.greeting import CONTROL, GreetingError, Purpose, connect, read_secret
+from pypto_serving.backend.greeting import CONTROL, GreetingError, Purpose, connect
 from pypto_serving.backend.hosts import program_version
 from pypto_serving.backend.ranks import READY, Followers, RankError
 from pypto_serving.errors import EXIT_OK, ConfigError, PyptoError
@@ -24,11 +24,9 @@ from pypto_serving.kernels import SharedMemory
 from pypto_serving.model.fingerprint import checkpoint_digest
 from pypto_serving.parallel.placement import Placement, place_ranks
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.hosts import FromHost, HostHello, HostStart
+from pypto_serving.types.hosts import CONNECTING, JOINED, FromHost, HostHello, HostStart, read_secret
 from pypto_serving.types.start import HostJoin
 
-CONNECTING, JOINED = "waiting for the serving host", "joined"
-"""Phases that are reported."""
 AGAIN_S = 0.5
 ANSWER_S = 60.0
 """Longest time that the serving host may take to answer: it greets one host after the other."""

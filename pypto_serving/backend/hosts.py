@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from pypto_serving.backend.base import Progress
-from pypto_serving.backend.control import Control
+from pypto_serving.backend.control import SILENT_BEATS, Control
 from pypto_serving.backend.greeting import (
     CONTROL,
     GREETING_S,
@@ -22,7 +22,6 @@ from pypto_serving.backend.greeting import (
     GreetingError,
     Purpose,
     listen,
-    read_secret,
     swift,
     welcome,
 )
@@ -30,7 +29,7 @@ from pypto_serving.errors import EXIT_USAGE, ConfigError
 from pypto_serving.ipc import ChildFault, SocketChannel
 from pypto_serving.kernels.library import library
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.hosts import FromHost, HostHello, HostStart
+from pypto_serving.types.hosts import FromHost, HostHello, HostStart, read_secret
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +65,12 @@ class Arrival(NamedTuple):
 def await_host(config: EngineConfig, digest: bytes, progress: Progress) -> Joined:
     """Let the other host join, with all its connections; nothing listens afterwards.
 
-    Raises ConfigError if that takes longer than a step may, or where nothing can listen.
+    Raises ConfigError where nothing can listen, or if that takes longer than a step may, in which a host that is gone
+    has been silent before.
     """
-    deadline_s = time.monotonic() + config.faults.step_timeout_s
+    faults = config.faults
+    waiting_s = max(GREETING_S, faults.step_timeout_s - SILENT_BEATS * faults.heartbeat_s)
+    deadline_s = time.monotonic() + waiting_s
     door = Door(config.join_address, read_secret(config.join_secret_file))
     try:
         while True:
@@ -93,7 +95,7 @@ def _let_in(config: EngineConfig, arrival: Arrival, door: Door, digest: bytes) -
         return None
     life = secrets.token_bytes(LIFE_BYTES)
     channel.send(HostStart(config, life))
-    wanted, found = set(config.topology.connections), {}
+    wanted, found = set(config.topology.connections), dict[str, socket.socket]()
     for other in door.arrivals(time.monotonic() + GREETING_S, lambda *_: None, patient=False):
         name, its_life = other.purpose
         if its_life == life and name in wanted - found.keys():
@@ -170,4 +172,3 @@ class Door:
         self._listener.close()
         while not self._arrived.empty():
             self._arrived.get().end.close()
-

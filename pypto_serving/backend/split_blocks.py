@@ -111,8 +111,8 @@ def _send(end: socket.socket, kind: int, group: int, blocks: Sequence[int]) -> N
     end.sendall(_HEAD.pack(kind, group, len(blocks)) + np.array(blocks, np.uint32).tobytes())
 
 
-def _joined(block: BlockBytes, spans: Spans) -> BlockBytes:
-    return np.concatenate([block[begin:end] for begin, end in spans]) if spans else block[:0]
+def _joined(block: BlockBytes, spans: Spans) -> memoryview:
+    return np.concatenate([block[:0], *(block[begin:end] for begin, end in spans)]).data
 
 
 def _receive_into(end: socket.socket, block: BlockBytes, spans: Spans) -> None:

@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": "pypto_serving.cli.serve:app",
     "generate": "pypto_serving.cli.generate:app",
     "chat": "pypto_serving.cli.chat:app",
+    "join": "pypto_serving.cli.join:app",
     "check": "pypto_serving.cli.check:app",
     "convert": "pypto_serving.cli.convert:app",
     "kv": "pypto_serving.cli.kv:kv_app",

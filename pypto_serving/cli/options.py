@@ -25,6 +25,7 @@ from pypto_serving.setup.rules import (
     TOOL_CALL_PARSERS,
     Choice,
 )
+from pypto_serving.types.hosts import SECRET_VARIABLE
 from pypto_serving.util import format_size
 
 MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache", "Device and process"
@@ -200,6 +201,13 @@ FLAGS = (
         "Groups of the tensor- or data-parallel processes that split experts.",
         alias="--ep",
     ),
+    Flag(
+        "join_address",
+        DEVICE,
+        "HOST:PORT",
+        "Where another host joins with `pypto-serving join`, for half of the ranks.",
+    ),
+    Flag("join_secret_file", DEVICE, "FILE", "Secret that both hosts know.", SECRET_VARIABLE),
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
     Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
 )

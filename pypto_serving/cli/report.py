@@ -248,10 +248,10 @@ def _memory_lines(resolved: Resolved) -> Iterable[str]:
 
 def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
     """Write what each rank computes, where, and its part of the memory plan."""
-    head = ("rank", "stage", "layers", "rows", "heads", "KV heads", "columns", "experts", "CPUs", "node", "threads")
+    head = ("rank", "host", "stage", "layers", "rows", "heads", "KV heads", "columns", "experts", "CPUs", "node", "threads")
     rows = [
         (
-            *map(str, (rank.index, rank.stage)),
+            *map(str, (rank.index, rank.host, rank.stage)),
             _span(rank.layers),
             "all" if rank.rows == 1 else f"1/{rank.rows}",
             *map(_span, (rank.heads, rank.kv_heads, rank.columns, rank.experts)),

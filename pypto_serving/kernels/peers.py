@@ -65,16 +65,18 @@ class Peers:
         Each array holds equally many words for each token.
         """
         if self._links.meeting is None:
-            return self._meet(step)
+            self._meet(step)
+            return
         mirrors = Mirrors([self._mirrored(array, Extent.TOKENS, self._most_tokens) for array in gathered])
-        self._meet(step, mirrors, mirrors)
+        self._meet(step, (mirrors, mirrors))
 
     def gather_logits(self, step: Recording, logits: Float32Array) -> None:
         """Record: let the leader see what each rank of the group has written of `logits` [rows, vocab]."""
         if self._links.meeting is None:
-            return self._meet(step)
+            self._meet(step)
+            return
         mirrors, none = Mirrors([self._mirrored(logits, Extent.LOGITS, len(logits))]), Mirrors([])
-        self._meet(step, *((none, mirrors) if self._rank.leads else (mirrors, none)))
+        self._meet(step, (none, mirrors) if self._rank.leads else (mirrors, none))
 
     def _mirrored(self, array: Array, extent: Extent, most: int) -> Mirrored:
         """Return what the other host has of an array: one and the same in all meetings where it is gathered."""
@@ -83,12 +85,12 @@ class Peers:
             self._known[address] = Mirrored(array, extent, most)
         return self._known[address]
 
-    def _meet(self, step: Recording, *exchanged: Mirrors) -> None:
+    def _meet(self, step: Recording, exchanged: tuple[Mirrors, Mirrors] | None = None) -> None:
         topology = self._rank.topology
         if self._memory is None or topology.tensor == 1:
             return
         step.meet(self._group)
-        if self._links.meeting is not None:
+        if self._links.meeting is not None and exchanged is not None:
             step.exchange(self._links.meeting, *exchanged, self._released)
         if topology.hosts_split_layers:
             step.meet(self._release)

@@ -43,6 +43,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "tensor_parallel_size": default_of(Topology, "tensor"),
         "pipeline_parallel_size": default_of(Topology, "pipeline"),
         "expert_parallel_size": default_of(Topology, "expert"),
+        "join_address": False,
         "step_timeout": default_of(FaultConfig, "step_timeout_s"),
         "log_level": default_of(EngineConfig, "log_level"),
     }

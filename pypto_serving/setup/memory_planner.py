@@ -46,7 +46,7 @@ class MemoryPlanner:
         self.available_bytes = host.available_bytes
         self.backend = backend
         self.max_num_seqs = max_num_seqs
-        self.num_followers = topology.num_ranks - 1
+        self.num_followers = len(topology.on_host(0)) - 1
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
         self.host_bytes = self._host_bytes()

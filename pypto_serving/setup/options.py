@@ -54,6 +54,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int | str | None = None
     pipeline_parallel_size: int | None = None
     expert_parallel_size: int | None = None
+    join_address: str | None = None
+    join_secret_file: str | None = None
     seed: int | None = None
     log_level: str | None = None
     max_model_len: int | None = None

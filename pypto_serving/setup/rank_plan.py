@@ -27,10 +27,11 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     rows: how many ranks share the rows of attention.
     experts: empty for a model without.
     workspace_bytes: of rank 0 with those of all other processes of the server.
-    cpus, node: see Placement.
+    cpus, node: see Placement; a host that joins, `host` 1, chooses its own.
     """
 
     index: int
+    host: int
     stage: int
     layers: Span
     rows: int
@@ -56,11 +57,12 @@ def plan_ranks(engine: EngineConfig, model: ModelSpec, memory: MemoryPlan, follo
     topology, parts = engine.topology, model.parts
     if topology.num_ranks == 1 or parts is None:
         return ()
-    leader = memory.workspace_bytes - (topology.num_ranks - 1) * follower
+    leader = memory.workspace_bytes - (len(topology.on_host(0)) - 1) * follower
     groups = [*zip(model.kv_groups, memory.groups, strict=True)]
     return tuple(
         RankPlan(
             index=rank.index,
+            host=rank.host,
             stage=rank.stage,
             layers=_span(rank.layers(parts.num_layers)),
             rows=topology.data,

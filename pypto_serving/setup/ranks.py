@@ -14,6 +14,7 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kernels import why_torch
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Settings
+from pypto_serving.types.hosts import SECRET_VARIABLE, read_secret
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.util import counted
 
@@ -41,7 +42,26 @@ def choose_topology(
     if sizes["tensor"] % sizes["expert"]:
         assert model.parts is not None
         raise _uneven_groups(settings.options, split_by, sizes["tensor"], sizes["expert"], model.parts.num_experts)
-    return Topology(**sizes)
+    return Topology(**sizes, hosts=choose_hosts(settings, sizes["tensor"] * sizes["pipeline"]))
+
+
+def choose_hosts(settings: Settings, num_ranks: int) -> int:
+    """Return how many hosts the ranks are on. Raises ConfigError for one rank, several replicas, or no secret."""
+    options = settings.options
+    address, file = settings.pick_fixed("join_address"), options.join_secret_file or ""
+    if not address:
+        if file:
+            raise ConfigError(f"{options.label('join_secret_file')} has no effect without join-address; drop it")
+        return 1
+    label = options.label("join_address")
+    if num_ranks == 1:
+        more = options.giving(OPTIONS["tensor"], 2, beside="join_address")
+        raise ConfigError(f"{label} is {address}, but one rank runs on one host; give {more}, or drop it")
+    if settings.defaults["data_parallel_size"] != (options.data_parallel_size or 1):
+        raise ConfigError(f"{label} is {address}, but only one replica has several hosts; drop it")
+    read_secret(file)
+    settings.record("join_secret_file", file or SECRET_VARIABLE, settings.origin_or("join_secret_file", "default"))
+    return 2
 
 
 def num_row_shares(options: Options) -> int:
@@ -108,12 +128,19 @@ def _any_of(texts: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def choose_placements(settings: Settings, num_ranks: int, host: HostFacts, num_threads: int) -> tuple[Placement, ...]:
-    """Place the ranks of all replicas on the machine's NUMA nodes; one rank alone may run anywhere."""
-    if num_ranks == 1:
+def choose_placements(
+    settings: Settings, topology: Topology, replicas: int, host: HostFacts, num_threads: int
+) -> tuple[Placement, ...]:
+    """Place the ranks of all replicas on the machine's NUMA nodes; one rank alone may run anywhere.
+
+    A host that joins places its own.
+    """
+    num_ranks = len(topology.on_host(0)) * replicas
+    if topology.num_ranks * replicas == 1:
         return ()
     if num_ranks > host.num_cpus:
         settings.warnings.append(
             f"{num_ranks} ranks have {counted(host.num_cpus, 'CPU')}: those that share one wait for each other"
         )
-    return place_ranks(host.nodes, num_ranks, num_threads)
+    elsewhere = topology.num_ranks * replicas - num_ranks
+    return place_ranks(host.nodes, num_ranks, num_threads) + (Placement(),) * elsewhere

@@ -89,6 +89,8 @@ def resolve(
             packed_cache=choose_packed_cache(settings, host, kernels),
             num_threads=num_threads,
             topology=topology,
+            join_address=options.join_address or "",
+            join_secret_file=options.join_secret_file or "",
             tiers=tiers,
             kv_store=settings.pick_fixed("kv_store", "default: once nobody uses them"),
             **choose_precision(settings, model, kernels),
@@ -97,7 +99,7 @@ def resolve(
             **_events(settings, num_replicas),
             **_process(settings),
         )
-    placements = choose_placements(settings, topology.num_ranks * num_replicas, machine, num_threads * num_replicas)
+    placements = choose_placements(settings, topology, num_replicas, machine, num_threads * num_replicas)
     engines = replicate(engine, num_replicas, placements)
     server = _server(settings, model)
     if serves:
@@ -127,10 +129,11 @@ def _as_served(
 def _over_ranks(
     settings: Settings, model: ModelSpec, host: HostFacts, backend: BackendDefaults, kernels: str
 ) -> tuple[Topology, ModelSpec]:
-    """Choose the ranks, and return the model with the weights of all of them."""
+    """Choose the ranks, and return the model with the weights of those on the host that holds most."""
     topology = choose_topology(settings, model, host, backend, kernels)
     if topology.num_ranks > 1 and model.parts is not None:
-        held = sum(map(model.parts.weight_bytes, topology.ranks))
+        hosts = map(topology.on_host, range(topology.hosts))
+        held = max(sum(map(model.parts.weight_bytes, ranks)) for ranks in hosts)
         model = msgspec.structs.replace(model, weight_bytes=held)
     return topology, model
 

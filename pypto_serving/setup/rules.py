@@ -203,6 +203,19 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
+class HostPort:
+    """Where another host connects."""
+
+    allowed: str = "an address and a port, such as 10.0.0.1:7000"
+
+    def parse(self, value: object) -> str:
+        found = re.fullmatch(r"(?:\[[^\s\]]+\]|[^\s:]+):([0-9]{1,5})", Text().parse(value))
+        if found is None or not 0 < int(found[1]) <= MAX_PORT:
+            raise ValueError
+        return found[0]
+
+
+@dataclass(frozen=True)
 class PoolUrl:
     """The URL of a pool of blocks."""
 
@@ -298,6 +311,8 @@ RULES: dict[str, Rule] = {
     "tensor_parallel_size": WholeOrAuto(1, MAX_RANKS),
     "pipeline_parallel_size": Whole(1, MAX_RANKS),
     "expert_parallel_size": Whole(1, MAX_RANKS),
+    "join_address": HostPort(),
+    "join_secret_file": Text(),
     "seed": Whole(0, 2**63 - 1),
     "log_level": Choice(LOG_LEVELS),
     "max_model_len": Whole(2, MAX_TOKENS),

@@ -1,11 +1,20 @@
-"""What two hosts say to each other about a replica that both compute, beside ChildProgress and ChildFault."""
+"""What two hosts of a replica say to each other, and the secret that they share."""
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
+from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import ChildFault, ChildProgress
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.util import read_regular
+
+SECRET_VARIABLE = "PYPTO_JOIN_SECRET"
+LEAST_SECRET = 16
+CONNECTING, JOINED = "waiting for the serving host", "joined"
+"""What a host reports to the process that started it."""
 
 
 class HostHello(msgspec.Struct, frozen=True, tag="hello"):
@@ -28,3 +37,16 @@ class HostBeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 FromHost = HostHello | HostStart | HostBeat | ChildProgress | ChildFault
+
+
+def read_secret(path: str) -> bytes:
+    """Read the secret from a file, or else from the environment. Raises ConfigError where there is none."""
+    where = path or SECRET_VARIABLE
+    try:
+        secret = (read_regular(path) if path else os.environ.get(SECRET_VARIABLE, "").encode()).strip()
+    except OSError as error:
+        raise ConfigError(f"the secret of hosts cannot be read from {path}: {os.strerror(error.errno or 0)}") from None
+    if len(secret) < LEAST_SECRET:
+        problem = f"has {len(secret)} bytes" if secret else "is not there"
+        raise ConfigError(f"the secret of hosts in {where} {problem}, but must have at least {LEAST_SECRET} bytes")
+    return secret

@@ -1,4 +1,4 @@
-"""Replicas of several ranks: the processes of the ranks that follow, and how they are killed."""
+"""Replicas of several ranks: what they are asked, the processes of the ranks that follow, and how they are killed."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from pypto_serving.api.generation.bad_words import encode_bad_words
+from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.backend.ranks import MODULE
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig
-from tests.e2e.engines import Killer, engine_config
+from pypto_serving.types.sampling import SamplingParams
+from pypto_serving.types.stats import StepStats
+from tests.e2e.changing import CHANGES
+from tests.e2e.engines import Killer, Reply, engine_config, replies, run_engine
 
 ENDED_S = 10
 """Longest time that the processes of a dead leader may take to end."""
+
+
+NUM_STREAMS, MAX_TOKENS = 16, 30
+TIGHT = {"kv_memory": "500KiB", "max_num_batched_tokens": 48}
+"""Options with which prompts are computed in chunks, and requests are preempted."""
 
 
 def rank_config(model: Path, topology: Topology, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
@@ -28,6 +38,32 @@ def rank_config(model: Path, topology: Topology, changes: dict[str, Any] | None 
     if topology.data > 1:
         sizes |= {"tensor_parallel_size": 1, "data_parallel_size": topology.data}
     return engine_config(model, changes, num_threads=topology.num_ranks, **sizes, **options)
+
+
+def streams(model: Path, seed: int, max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of which half begin alike; greedy and sampled, most with changed logits, all with log-probabilities."""
+    rng, tokenizer = random.Random(seed), Tokenizer.load(model)
+    shared = rng.choices(range(250), k=140)
+    prompts = [shared * (i % 2) + rng.choices(range(250), k=rng.randrange(4, 90)) for i in range(NUM_STREAMS)]
+    common = {"logprobs": 3, "max_tokens": max_tokens, "ignore_eos": True}
+    given = [common | {"temperature": i % 2, "seed": i} | CHANGES[i % len(CHANGES)] for i in range(NUM_STREAMS)]
+    return prompts, [encode_bad_words(SamplingParams(**each), tokenizer) for each in given]
+
+
+def answered(
+    model: Path, config: EngineConfig, seeds: Sequence[int] = (1,), max_tokens: int = MAX_TOKENS
+) -> tuple[dict[int, list[Reply]], StepStats]:
+    """What the streams of each seed get, and the engine's statistics afterwards."""
+
+    async def scenario(engine: AsyncEngine) -> tuple[dict[int, list[Reply]], StepStats]:
+        return {seed: await replies(engine, *streams(model, seed, max_tokens)) for seed in seeds}, engine.stats
+
+    found: tuple[dict[int, list[Reply]], StepStats] = run_engine(config, scenario)
+    return found
+
+
+def hits(stats: StepStats, name: str) -> int:
+    return sum(tier.hit_tokens for tier in stats.tiers if tier.tier == name)
 
 
 def followers(leader: int) -> list[psutil.Process]:
@@ -58,12 +94,15 @@ class RankKiller(Killer):
         self.killed_ranks: set[int] = set()
         self._choice = random.Random(seed)
 
+    def group(self, leader: int) -> list[psutil.Process]:
+        return [psutil.Process(leader), *followers(leader)]
+
     def _kill(self, pid: int) -> None:
-        group = [pid, *(rank.pid for rank in followers(pid))]
-        self.seen += followers(pid)
+        group = self.group(pid)
+        self.seen += group[1:]
         rank = self._choice.randrange(len(group))
         self.killed_ranks.add(rank)
-        super()._kill(group[rank])
+        super()._kill(group[rank].pid)
 
 
 def stop(process: psutil.Process) -> None:

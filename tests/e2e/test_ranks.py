@@ -3,70 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
-from pypto_serving.api.generation.bad_words import encode_bad_words
-from pypto_serving.api.text.tokenizer import Tokenizer
 from pypto_serving.backend.ranks import Followers
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import SharedMemory, runnable
 from pypto_serving.parallel.topology import Topology
-from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import RequestOutput
-from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.stats import StepStats
 from tests.checkpoints import make_checkpoint
-from tests.e2e.changing import CHANGES
 from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Reply, answers, replies, run_engine
-from tests.e2e.ranks import RankKiller, assert_ended, followers, rank_config, stop
+from tests.e2e.ranks import (
+    MAX_TOKENS,
+    TIGHT,
+    RankKiller,
+    answered,
+    assert_ended,
+    followers,
+    hits,
+    rank_config,
+    stop,
+    streams,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
 
-NUM_STREAMS, MAX_TOKENS = 16, 30
 EXPERTS = ("qwen3_moe", "deepseek_v4_fast")
 SMALL_KV = {"qwen3_moe": "500KiB", "deepseek_v4_fast": "410KiB"}
 TWO = Topology(tensor=2)
 ROWS = Topology(tensor=2, expert=2, data=2)
-TIGHT = {"kv_memory": "500KiB", "max_num_batched_tokens": 48}
-"""Options with which prompts are computed in chunks, and requests are preempted."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("ranks") / "model", dtype="bfloat16")
-
-
-def streams(model: Path, seed: int, max_tokens: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of which half begin alike; greedy and sampled, most with changed logits, all with log-probabilities."""
-    rng, tokenizer = random.Random(seed), Tokenizer.load(model)
-    shared = rng.choices(range(250), k=140)
-    prompts = [shared * (i % 2) + rng.choices(range(250), k=rng.randrange(4, 90)) for i in range(NUM_STREAMS)]
-    common = {"logprobs": 3, "max_tokens": max_tokens, "ignore_eos": True}
-    given = [common | {"temperature": i % 2, "seed": i} | CHANGES[i % len(CHANGES)] for i in range(NUM_STREAMS)]
-    return prompts, [encode_bad_words(SamplingParams(**each), tokenizer) for each in given]
-
-
-def answered(
-    model: Path, config: EngineConfig, seeds: Sequence[int] = (1,), max_tokens: int = MAX_TOKENS
-) -> tuple[dict[int, list[Reply]], StepStats]:
-    """What the streams of each seed get, and the engine's statistics afterwards."""
-
-    async def scenario(engine: AsyncEngine) -> tuple[dict[int, list[Reply]], StepStats]:
-        return {seed: await replies(engine, *streams(model, seed, max_tokens)) for seed in seeds}, engine.stats
-
-    found: tuple[dict[int, list[Reply]], StepStats] = run_engine(config, scenario)
-    return found
-
-
-def hits(stats: StepStats, name: str) -> int:
-    return sum(tier.hit_tokens for tier in stats.tiers if tier.tier == name)
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +171,10 @@ def test_ranks_end_with_a_leader_that_is_killed_while_all_load(model: Path) -> N
 
 def test_a_rank_that_cannot_load_says_why(model: Path) -> None:
     config = msgspec.structs.replace(rank_config(model, TWO), model=str(model.parent / "missing"))
+    members = Followers()
+    members.start(config, config.topology.ranks[1:], SharedMemory.create().fd, {})
     with pytest.raises(ModelError, match="missing"):
-        Followers(config, SharedMemory.create()).await_ready(lambda *_: None)
+        members.await_ready(lambda *_: None)
 
 
 @pytest.mark.soak

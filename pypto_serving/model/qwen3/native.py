@@ -55,7 +55,9 @@ class NativeQwen3:
         """Return which bytes of a block of each KV group a rank reads and writes."""
         _, heads = _heads(model, rank)
         each = config.groups[0].block_bytes // (model.num_layers * 2 * model.num_kv_heads)
-        firsts = [half * model.num_kv_heads for layer in rank.layers(model.num_layers) for half in (2 * layer, 2 * layer + 1)]
+        firsts = [
+            half * model.num_kv_heads for layer in rank.layers(model.num_layers) for half in (2 * layer, 2 * layer + 1)
+        ]
         return [tuple((each * (first + heads.start), each * (first + heads.stop)) for first in firsts)]
 
     def __init__(

@@ -1,0 +1,57 @@
+"""Run the command `join`: compute the ranks of a replica that another host serves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pypto_serving.cli.help import HelpCommand
+from pypto_serving.cli.options import CHECKPOINT
+from pypto_serving.errors import EXIT_OK
+from pypto_serving.types.hosts import SECRET_VARIABLE
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=HelpCommand)
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The --join-address of the serving host.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{CHECKPOINT} Its own copy.")] = None,
+    join_secret_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"Secret of both hosts. (default: {SECRET_VARIABLE})")
+    ] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Threads that compute. (default: one per CPU)")
+    ] = None,
+) -> None:
+    """Join the host that serves MODEL with --join-address, and compute its other ranks.
+
+    It may start first, and joins again whenever that host has started anew. The configuration is that of the serving
+    host. When the ranks are loaded, stdout gets one line of JSON.
+    """
+    from pypto_serving.engine.joining import join_again
+    from pypto_serving.setup.host import read_cache_dir, read_host_facts
+    from pypto_serving.setup.locate import locate_model
+    from pypto_serving.types.start import HostJoin
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _exit)
+    host = read_host_facts()
+    start = HostJoin(
+        address=address,
+        secret_file=str(join_secret_file or ""),
+        model=str(locate_model(model)),
+        cache_dir=read_cache_dir(),
+        nodes=host.nodes,
+        num_threads=num_threads or host.num_cpus,
+    )
+    join_again(start, lambda: typer.echo(json.dumps({"event": "joined", "address": address, "pid": os.getpid()})))
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(EXIT_OK)

@@ -1,0 +1,48 @@
+"""Keep a host joined to the one that serves: a process for each life of their replica."""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Callable
+
+from pypto_serving.errors import EXIT_MODEL, EXIT_USAGE, ConfigError, ModelError, PyptoError
+from pypto_serving.ipc import Child, ChildFault
+from pypto_serving.types.hosts import JOINED
+from pypto_serving.types.start import HostJoin
+
+log = logging.getLogger(__name__)
+
+MODULE = "pypto_serving.backend.host"
+AGAIN_S = 1.0
+_FINAL: dict[int, type[PyptoError]] = {EXIT_MODEL: ModelError, EXIT_USAGE: ConfigError}
+"""Errors that joining again would not mend."""
+
+
+def join_again(start: HostJoin, joined: Callable[[], None]) -> None:
+    """Join for one life after the other, calling `joined` in each. Raises ConfigError or ModelError."""
+    while True:
+        child = Child(MODULE, start)
+        try:
+            fault = _live(child, joined)
+        finally:
+            code = child.end(0)
+        if fault is not None and fault.exit_code in _FINAL:
+            raise _FINAL[fault.exit_code](fault.message)
+        log.warning("left %s: %s; joining again", start.address, fault.message if fault else f"exit code {code}")
+        time.sleep(AGAIN_S)
+
+
+def _live(child: Child, joined: Callable[[], None]) -> ChildFault | None:
+    """Wait for the end of a life, and return its fault."""
+    fault, poller = None, select.poll()
+    poller.register(child.pipe, select.POLLIN)
+    while not child.gone:
+        poller.poll()
+        for message in child.messages():
+            if isinstance(message, ChildFault):
+                fault = message
+            elif message.phase == JOINED:
+                joined()
+    return fault

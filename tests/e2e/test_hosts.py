@@ -1,0 +1,202 @@
+"""Replicas over two hosts, here processes that share nothing but connections: answers as from one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.errors import EXIT_USAGE
+from pypto_serving.kernels import runnable
+from pypto_serving.parallel.topology import Topology
+from pypto_serving.types.request import RequestOutput
+from tests.checkpoints import make_checkpoint
+from tests.e2e.engines import QUICK_FAULTS, Reply, answers, replies, run_engine
+from tests.e2e.hosts import SECRET, HostKiller, JoiningHost, Network, joining
+from tests.e2e.ranks import MAX_TOKENS, TIGHT, answered, assert_ended, hits, rank_config, stop, streams
+from tests.store.pool import free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
+
+QUICK: dict[str, Any] = {"faults": QUICK_FAULTS}
+MARGIN_S = 5.0
+TWO, STAGES = Topology(tensor=2), Topology(pipeline=2)
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYPTO_JOIN_SECRET", SECRET)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("hosts") / "model", dtype="bfloat16")
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[Reply]:
+    """What one rank answers; its blocks are then on disk, beside the model."""
+    return answered(model, rank_config(model, Topology(), kv_disk=str(model.parent / "kv")))[0][1]
+
+
+@pytest.fixture
+def address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.mark.parametrize("topology", [TWO, STAGES], ids=["tp", "pp"])
+def test_hosts_answer_as_one_does(model: Path, wanted: list[Reply], topology: Topology, address: str) -> None:
+    """In chunks, preempted, and from all tiers; blocks on disk are those of any number of hosts."""
+    tiers = TIGHT | {"kv_disk": str(model.parent / "kv"), "kv_host_memory": "8MiB"}
+    with joining(address, model) as host:
+        found, stats = answered(model, rank_config(model, topology, join_address=address, **tiers), seeds=(1, 2, 1))
+        assert host.joined()["address"] == address
+    assert found[1] == wanted
+    assert stats.num_preemptions > 0 and stats.prefix_hits > 0 and stats.num_respawns == 0
+    assert hits(stats, "host") > 0 and hits(stats, "disk") > 0
+    again, stats = answered(model, rank_config(model, Topology(), **tiers), seeds=(2,))
+    assert again[2] == found[2]
+    assert hits(stats, "disk") > 0
+
+
+@pytest.mark.parametrize("topology", [TWO, STAGES], ids=["tp", "pp"])
+def test_streams_survive_the_death_of_any_process_of_both_hosts(
+    model: Path, wanted: list[Reply], topology: Topology, address: str
+) -> None:
+    with joining(address, model) as host:
+
+        async def scenario(engine: AsyncEngine) -> list[Reply]:
+            killer = HostKiller(engine, 4, seed=4, host=host)
+            found = await replies(engine, *streams(model, 1, MAX_TOKENS), killer)
+            assert engine.stats.num_respawns == killer.killed == 4
+            assert killer.killed_ranks == {0, 1, 2}
+            assert_ended([process for process in killer.seen if process not in host.children()])
+            return found
+
+        assert run_engine(rank_config(model, topology, QUICK, join_address=address), scenario) == wanted
+
+
+def test_a_host_that_hangs_is_left(model: Path, wanted: list[Reply], address: str) -> None:
+    """Its processes end once they run again, and it joins the next life."""
+    faults = msgspec.structs.replace(QUICK_FAULTS, heartbeat_s=0.2)
+    with joining(address, model) as host:
+
+        async def scenario(engine: AsyncEngine) -> list[Reply]:
+            hung = host.children()
+
+            def hang(output: RequestOutput) -> None:
+                if engine.stats.num_respawns == 0 and hung[0].status() != psutil.STATUS_STOPPED:
+                    for process in hung:
+                        stop(process)
+                    resume.start()
+
+            def start_again() -> None:
+                for process in hung:
+                    process.resume()
+
+            resume = threading.Timer(4.0, start_again)
+            found = await replies(engine, *streams(model, 1, MAX_TOKENS), hang)
+            assert engine.stats.num_respawns == 1
+            assert_ended(hung)
+            return found
+
+        assert run_engine(rank_config(model, TWO, {"faults": faults}, join_address=address), scenario) == wanted
+
+
+def refused(model: Path, address: str, stranger: JoiningHost) -> str:
+    """Start an engine where only the stranger arrives, and then another host; return what the stranger said."""
+
+    async def scenario() -> str:
+        engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=address))
+        await engine.start()
+        try:
+            code, errors = await asyncio.to_thread(stranger.wait)
+            assert code == EXIT_USAGE
+            with joining(address, model):
+                await engine.wait_ready()
+                assert await answers(engine, [[5, 6, 7]])
+            return errors
+        finally:
+            await engine.stop()
+
+    return asyncio.run(scenario())
+
+
+def test_a_host_with_another_model_is_refused(model: Path, tmp_path: Path, address: str) -> None:
+    other = make_checkpoint(tmp_path / "model", dtype="bfloat16", vocab_size=300)
+    with joining(address, other) as stranger:
+        assert f"its model is not the one that this host serves from {model}" in refused(model, address, stranger)
+
+
+def test_a_host_without_the_secret_is_refused(model: Path, address: str) -> None:
+    with joining(address, model, secret="a secret of others") as stranger:
+        assert "does not know the secret" in refused(model, address, stranger)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    try:
+        network = Network()
+    except OSError as error:
+        pytest.skip(str(error))
+    yield network
+    network.remove()
+
+
+class Cuts:
+    """Cuts the cable while streams run, once, and mends it after `seconds`."""
+
+    def __init__(self, network: Network, seconds: float) -> None:
+        self._network, self._begun = network, False
+        self._mend = threading.Timer(seconds, network.mend)
+
+    def __call__(self, output: RequestOutput) -> None:
+        if not self._begun:
+            self._begun = True
+            self._network.cut()
+            self._mend.start()
+
+    def end(self) -> None:
+        self._mend.join()
+
+
+@pytest.mark.parametrize("topology", [TWO, STAGES], ids=["tp", "pp"])
+@pytest.mark.parametrize(("seconds", "respawns"), [(1.0, 0), (8.0, 1)], ids=["short", "long"])
+def test_streams_survive_a_cut_cable(
+    model: Path, wanted: list[Reply], topology: Topology, network: Network, seconds: float, respawns: int
+) -> None:
+    """A short cut delays a step. After a long one, the group begins anew."""
+    address = f"{network.ours}:{free_port()}"
+    faults = msgspec.structs.replace(QUICK_FAULTS, heartbeat_s=0.4)
+    with joining(address, model, network.within):
+
+        async def scenario(engine: AsyncEngine) -> list[Reply]:
+            cuts = Cuts(network, seconds)
+            found = await replies(engine, *streams(model, 1, MAX_TOKENS), cuts)
+            cuts.end()
+            assert engine.stats.num_respawns == respawns
+            return found
+
+        assert run_engine(rank_config(model, topology, {"faults": faults}, join_address=address), scenario) == wanted
+
+
+def test_a_cable_that_stays_cut_ends_the_requests(model: Path, network: Network) -> None:
+    address = f"{network.ours}:{free_port()}"
+    faults = msgspec.structs.replace(QUICK_FAULTS, heartbeat_s=0.2, step_timeout_s=8.0)
+    with joining(address, model, network.within):
+
+        async def scenario(engine: AsyncEngine) -> None:
+            began_s = time.monotonic()
+            with pytest.raises(AssertionError, match=f"engine_dead.*no host joined at {address}"):
+                await replies(engine, *streams(model, 1, MAX_TOKENS), lambda output: network.cut())
+            assert time.monotonic() - began_s < faults.step_timeout_s + MARGIN_S
+
+        run_engine(rank_config(model, TWO, {"faults": faults}, join_address=address), scenario)
