@@ -18,8 +18,8 @@ from pypto_serving.backend.control import Control
 from pypto_serving.backend.greeting import CONTROL, GreetingError, Purpose, connect
 from pypto_serving.backend.hosts import program_version
 from pypto_serving.backend.ranks import READY, Followers, RankError
-from pypto_serving.errors import EXIT_OK, ConfigError, PyptoError
-from pypto_serving.ipc import ChildFault, ChildProgress, Parent, SocketChannel
+from pypto_serving.errors import ConfigError, PyptoError
+from pypto_serving.ipc import ChildFault, ChildProgress, Parent, SocketChannel, run_child
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.model.fingerprint import checkpoint_digest
 from pypto_serving.parallel.placement import Placement, place_ranks
@@ -105,16 +105,5 @@ def _localized(config: EngineConfig, join: HostJoin) -> EngineConfig:
     )
 
 
-def main() -> int:
-    """Run the host for one life and return its exit code."""
-    parent: Parent[HostJoin] = Parent(int(sys.argv[1]), HostJoin)
-    try:
-        run(parent)
-    except PyptoError as error:
-        parent.fault(str(error), error.exit_code)
-        return error.exit_code
-    return EXIT_OK
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(run, HostJoin))

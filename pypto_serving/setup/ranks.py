@@ -49,6 +49,7 @@ def choose_hosts(settings: Settings, num_ranks: int) -> int:
     """Return how many hosts the ranks are on. Raises ConfigError for one rank, several replicas, or no secret."""
     options = settings.options
     address, file = settings.pick_fixed("join_address"), options.join_secret_file or ""
+    settings.record("join_secret_file", file or SECRET_VARIABLE, settings.origin_or("join_secret_file", "default"))
     if not address:
         if file:
             raise ConfigError(f"{options.label('join_secret_file')} has no effect without join-address; drop it")
@@ -60,7 +61,6 @@ def choose_hosts(settings: Settings, num_ranks: int) -> int:
     if settings.defaults["data_parallel_size"] != (options.data_parallel_size or 1):
         raise ConfigError(f"{label} is {address}, but only one replica has several hosts; drop it")
     read_secret(file)
-    settings.record("join_secret_file", file or SECRET_VARIABLE, settings.origin_or("join_secret_file", "default"))
     return 2
 
 
