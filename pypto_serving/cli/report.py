@@ -248,7 +248,20 @@ def _memory_lines(resolved: Resolved) -> Iterable[str]:
 
 def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
     """Write what each rank computes, where, and its part of the memory plan."""
-    head = ("rank", "host", "stage", "layers", "rows", "heads", "KV heads", "columns", "experts", "CPUs", "node", "threads")
+    head = (
+        "rank",
+        "host",
+        "stage",
+        "layers",
+        "rows",
+        "heads",
+        "KV heads",
+        "columns",
+        "experts",
+        "CPUs",
+        "node",
+        "threads",
+    )
     rows = [
         (
             *map(str, (rank.index, rank.host, rank.stage)),

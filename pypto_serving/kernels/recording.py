@@ -412,19 +412,18 @@ class Recording:
         self.names.append("meet")
 
     def exchange(self, link: Link, sent: Mirrors, received: Mirrors, counts: UInt8Array) -> None:
-        """Send what this host wrote of the arrays `sent`, and take what the other wrote of those `received`.
+        """Send what this host wrote of the arrays `sent`, as the other does, and take what it wrote of `received`.
 
-        The other host does the same at the same time. Where that fails, `counts` of a meeting are closed.
-        """
-        places = {"link": link.handle, "sent": sent.structs, "received": received.structs, "counts": counts}
+        Where that fails, `counts` of a meeting are closed."""
         sizes = {"num_sent": len(sent), "num_received": len(received), "num_counts": Meeting.num_ranks(counts)}
-        self._add("exchange", **places, **sizes)
+        arrays = {"sent": sent.structs, "received": received.structs, "counts": counts}
+        self._add("exchange", link=link.handle, **arrays, **sizes)
         self._kept += [link, sent, received]
 
     def mail(self, link: Link, mirrors: Mirrors, counts: UInt8Array) -> None:
         """Send the array of the step's slot, one of `mirrors`; where that fails, `counts` of a meeting are closed."""
-        sizes = {"num_counts": Meeting.num_ranks(counts)}
-        self._add("mail", link=link.handle, mirrors=mirrors.structs, counts=counts, **sizes)
+        num_counts = Meeting.num_ranks(counts)
+        self._add("mail", link=link.handle, mirrors=mirrors.structs, counts=counts, num_counts=num_counts)
         self._kept += [link, mirrors]
 
     def pass_rows(
