@@ -76,21 +76,21 @@ def reason(out: str) -> str:
 def test_flags_win_over_the_file_and_the_file_over_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "key").write_text("secret-of-a-file\n")
-    (tmp_path / "c.yaml").write_text("api-key: secret-of-the-configuration")
+    (tmp_path / "key").write_text("k3y-of-a-file\n")
+    (tmp_path / "c.yaml").write_text("api-key: k3y-of-the-configuration")
     config, flags = ("--config", str(tmp_path / "c.yaml")), ("--api-key-file", str(tmp_path / "key"))
     assert reason(run(capsys)[1]).split() == ["none", "default:", "open"]
-    monkeypatch.setenv(VARIABLE, "secret-of-the-environment")
+    monkeypatch.setenv(VARIABLE, "k3y-of-the-environment")
     for argv, source in (
         ((), VARIABLE),
         (config, "in c.yaml"),
         ((*config, *flags), f"by --api-key-file {tmp_path / 'key'}"),
-        (("--api-key", "secret-flag"), "by --api-key"),
+        (("--api-key", "k3y-flag"), "by --api-key"),
     ):
         code, out, err = run(capsys, *argv)
         assert (code, err) == (0, "")
         assert reason(out).startswith("set ") and reason(out).endswith(source)
-        assert "secret" not in out
+        assert "k3y" not in out
 
 
 @pytest.mark.parametrize(
