@@ -8,7 +8,7 @@ import typer
 
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import ALL_PANELS, takes_options
-from pypto_serving.errors import PyptoError
+from pypto_serving.errors import ModelError, PyptoError
 from pypto_serving.setup.options import Options
 
 app = typer.Typer(add_completion=False)
@@ -22,7 +22,8 @@ def check(
 ) -> None:
     """Print the contents of the model's files, the resolved configuration with reasons, and the memory plan.
 
-    Nothing is loaded but the tokenizer. For a model that cannot be served here, print its files and KV groups.
+    Nothing is loaded but the tokenizer. For a model that this machine cannot serve, print its files and KV groups.
+    Files that do not fit config.json are an error.
     """
     from pypto_serving.api.settings import serving_config
     from pypto_serving.api.text.files import has_tokenizer
@@ -44,8 +45,11 @@ def check(
         if json:
             typer.echo(report.as_json(model, contents, obstacle=str(error)))
         raise
+    obstacle = contents.obstacle if contents is not None else ""
     if json:
-        typer.echo(report.as_json(model, contents, resolved, sampling.given()))
+        typer.echo(report.as_json(model, contents, resolved, sampling.given(), obstacle))
     else:
         report.show(resolved, model, err=False)
         typer.echo(sampling.describe())
+    if obstacle:
+        raise ModelError(obstacle)

@@ -33,6 +33,8 @@ ITEM_BYTES = {
     "F8_E8M0": 1,
 }
 """Bytes per item by stored dtype."""
+CODES = ("qweight", "weight_packed")
+"""Names of quantised weights that no other weights have."""
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000
@@ -99,7 +101,7 @@ class Checkpoint:
         for name, wanted in expected.items():
             stored = self.tensors.get(name)
             if stored is None:
-                raise ModelError(f"{self.directory}: tensor {name} is missing")
+                raise ModelError(f"{self.directory}: tensor {name} is missing{self._coded(name)}")
             if not same_shape(stored.shape, wanted.shape):
                 shapes = f"has shape {list(stored.shape)}, but config.json makes it {list(wanted.shape)}"
                 raise ModelError(f"{stored.file}: tensor {name} {shapes}")
@@ -110,6 +112,12 @@ class Checkpoint:
         if surplus:
             more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
             raise ModelError(f"{self.directory}: tensor {surplus[0]}{more} is not part of this model")
+
+    def _coded(self, name: str) -> str:
+        """Say that codes of the missing weight `name` are there, if they are: then config.json lacks their scheme."""
+        module = name.removesuffix(".weight")
+        codes = next((f"{module}.{end}" for end in CODES if f"{module}.{end}" in self.tensors), "")
+        return codes and f"; {codes} is there, but config.json has no quantization_config that says how it is stored"
 
 
 def same_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

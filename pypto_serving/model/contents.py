@@ -87,7 +87,7 @@ def read_contents(
     headers, error = read_headers(Path(model_dir))
     inventory = take_inventory(headers)
     required, whole = inventory.stored(dtype, False), inventory.stored(dtype, True)
-    verdicts = [error] if error else []
+    verdicts = [f"files: {error}"] if error else []
     found: Mapping[str, Stored | StoredTensor] = headers
     source: Source = "files" if headers else "index" if index else "config.json"
     if index is not None:
@@ -109,6 +109,7 @@ def read_contents(
         num_parameters_with_drafts=inventory.num_parameters(bool(drafts)),
         index=index,
         verdicts=tuple(verdicts),
+        obstacle=error or (_obstacle(Path(model_dir), headers, inventory) if headers else ""),
     )
 
 
@@ -129,9 +130,9 @@ def read_headers(directory: Path) -> tuple[Mapping[str, StoredTensor], str]:
         if all(file.is_file() for file in weight_files(directory)):
             return Checkpoint.open(directory).tensors, ""
     except ModelError as error:
-        return {}, f"files: {error}"
+        return {}, str(error)
     except OSError as error:
-        return {}, f"files: {error.filename or directory} cannot be read: {error.strerror}"
+        return {}, f"{error.filename or directory} cannot be read: {error.strerror}"
     return {}, ""
 
 
@@ -147,6 +148,15 @@ def _differences(
     ):
         if odd:
             yield f"{source}: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''}: {verdict}"
+
+
+def _obstacle(directory: Path, headers: Mapping[str, StoredTensor], inventory: Inventory) -> str:
+    """Return the error that loading these files would raise before it reads a weight; empty if none."""
+    try:
+        Checkpoint(directory, weight_files(directory), headers).require(inventory.expected(), inventory.ignores)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 def _shapes(found: Mapping[str, StoredTensor], required: Mapping[str, Stored]) -> Iterator[str]:

@@ -36,12 +36,12 @@ class Fields:
     """Reads one JSON object. A key may have older spellings; null counts as absent, as in transformers."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
-        self._values = values
+        self.values = values
         self.source = source
 
     def get(self, *keys: str) -> Any:
         """Return the value of the first of `keys` present, or None."""
-        return next((self._values[key] for key in keys if self._values.get(key) is not None), None)
+        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
 
     def section(self, *keys: str) -> Fields:
         """Return the nested object under one of `keys`, empty if absent."""

@@ -6,25 +6,32 @@ from pathlib import Path
 
 from pypto_serving.model.checkpoint import weight_files
 from pypto_serving.model.digests import digests, file_state
+from pypto_serving.model.formats.section import section_file
 from pypto_serving.model.tensors import Progress
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.util import hash128, read_regular
 
 
 def checkpoint_state(model_dir: str | Path) -> bytes:
-    """Hash the states of config.json and of the weight files to 16 bytes, which name the checkpoint on this machine."""
+    """Hash the states of configuration and weight files to 16 bytes, which name the checkpoint on this machine."""
     directory = Path(model_dir)
-    files = (directory / "config.json", *weight_files(directory))
+    files = (*_config_files(directory), *weight_files(directory))
     return hash128(*(file_state(file).encode() for file in files))
 
 
 def checkpoint_digest(model_dir: str | Path, cache: str, progress: Progress) -> bytes:
-    """Hash config.json and every byte of the weight files to 16 bytes, which name the checkpoint everywhere.
+    """Hash the configuration and every byte of the weight files to 16 bytes, which name the checkpoint everywhere.
 
     See `digests` for `cache`, `progress` and errors.
     """
     directory = Path(model_dir)
-    return hash128(read_regular(directory / "config.json"), *digests(weight_files(directory), cache, progress))
+    configuration = (read_regular(file) for file in _config_files(directory))
+    return hash128(*configuration, *digests(weight_files(directory), cache, progress))
+
+
+def _config_files(directory: Path) -> tuple[Path, ...]:
+    beside = section_file(directory)
+    return (directory / "config.json",) if beside is None else (directory / "config.json", beside)
 
 
 def program_fingerprint(

@@ -15,6 +15,7 @@ from pypto_serving.model.contents import STORED_DTYPES, read_contents, read_head
 from pypto_serving.model.family import DEFAULT_SERVING, ModelFamily, Serving
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.formats.quantization import SECTION
+from pypto_serving.model.formats.section import read_section_file, section_file
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
 from pypto_serving.util import LazyRegistry, brief
 
@@ -43,6 +44,8 @@ def model_family(architecture: str) -> ModelFamily:
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """The config.json of a checkpoint folder, read once: its object, and what the family makes of that.
+
+    `raw` has the section `quantization_config` even if that is in a file beside config.json.
 
     Methods raise ModelError for values that are not supported.
     """
@@ -87,9 +90,15 @@ class CheckpointConfig:
 
 
 def read_config(model_dir: str | Path) -> CheckpointConfig:
-    """Read the config.json of a checkpoint folder; raise ModelError for one that is missing or not supported."""
+    """Read the config.json of a checkpoint folder, and the file beside it that has its section of quantisation.
+
+    Raises ModelError for one that is missing or not supported.
+    """
     path = Path(model_dir) / CONFIG_FILE
     raw = read_json_file(path)
+    beside = section_file(path.parent) if raw.get(SECTION) is None else None
+    if beside is not None:
+        raw[SECTION] = read_section_file(beside)
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError(f"{path}: architectures is {brief(names)}, but must name one")

@@ -55,6 +55,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     draft_tensors, draft_bytes: tensors of draft layers among them, which nothing reads.
     num_parameters: elements of float tensors before quantisation.
     verdicts: differences between the sources, one line each.
+    obstacle: why the files cannot be served, in one line; empty unless all are here.
     """
 
     source: Source
@@ -66,6 +67,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters_with_drafts: int
     index: IndexFacts | None
     verdicts: tuple[str, ...]
+    obstacle: str
 
     @property
     def bits_per_weight(self) -> float:

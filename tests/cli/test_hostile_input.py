@@ -156,7 +156,7 @@ def entry(shape: Any, offsets: Any) -> str:
 def test_a_hostile_header_is_a_verdict(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, header: str, reason: str
 ) -> None:
-    assert main(["check", str(with_header(checkpoint, header)), "--json"]) == 0
+    assert main(["check", str(with_header(checkpoint, header)), "--json"]) == 3
     (verdict,) = json.loads(capsys.readouterr().out)["checkpoint"]["verdicts"]
     assert verdict.startswith(f"files: {checkpoint / 'model.safetensors'}: the ") and verdict.endswith(reason)
 
@@ -172,7 +172,7 @@ def test_names_that_are_none(capsys: pytest.CaptureFixture[str], checkpoint: Pat
     """Of tensors, in a header and in an index."""
     wanted = "has the name " + repr(name)[:90]
     with_header(checkpoint, json.dumps({name: {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}}))
-    assert main(["check", str(checkpoint), "--json"]) == 0
+    assert main(["check", str(checkpoint), "--json"]) == 3
     (verdict,) = json.loads(capsys.readouterr().out)["checkpoint"]["verdicts"]
     assert wanted in verdict and len(verdict) < 200 + len(str(checkpoint))
     index = {"weight_map": {name: "model.safetensors"}}

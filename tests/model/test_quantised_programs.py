@@ -23,8 +23,12 @@ pytestmark = pytest.mark.skipif(not runnable(), reason="built without a C++ comp
 
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "moe_intermediate_size": 128}
 CODED = sorted(set(FORMATS) - {"w8a8"})
-CODES_ERROR, BF16_ERROR = 0.05, 0.02
-"""Of logits, rms, relative: rounding activations to int8 per 128 inputs, and to bfloat16."""
+CODES_ERROR = {"qwen3": 0.0325, "qwen3_moe": 0.036}
+"""Of logits, rms, relative: rounding activations to int8 per 128 inputs. The guide says 3.1 %, with experts 3.5 %."""
+BF16_ERROR = {"qwen3": 0.0125, "qwen3_moe": 0.0135}
+"""Rounding them to bfloat16: 1.2 %, 1.3 % with experts."""
+W8A8_ERROR = {"qwen3": 0.034, "qwen3_moe": 0.041}
+"""Rounding them to int8 per token: 3.3 %, 4.0 % with experts."""
 
 
 def made(path: Path, format: str, kind: str = "qwen3", head: bool = False, **changes: Any) -> tuple[Path, Path]:
@@ -58,10 +62,17 @@ def test_logits_are_those_of_the_values(tmp_path: Path, format: str, kind: str) 
     wanted = logits(load_program(plain, "float32"))
     found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]))
     error, fp8 = relative(found, wanted), "fp8" in FORMATS[format].name
-    assert error < (BF16_ERROR if fp8 else CODES_ERROR), error
+    assert error < (BF16_ERROR if fp8 else CODES_ERROR)[kind], error
     if not fp8:
         program = load_program(quantised, "bfloat16", kernels=runnable()[0], activations="bf16")
-        assert (error := relative(logits(program), wanted)) < BF16_ERROR, error
+        assert (error := relative(logits(program), wanted)) < BF16_ERROR[kind], error
+
+
+@pytest.mark.parametrize("kind", W8A8_ERROR)
+def test_logits_of_int8_are_those_of_the_values(tmp_path: Path, kind: str) -> None:
+    quantised, plain = made(tmp_path, "w8a8", kind)
+    found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]))
+    assert (error := relative(found, logits(load_program(plain, "float32")))) < W8A8_ERROR[kind], error
 
 
 ONE = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -84,14 +95,14 @@ def test_sizes_at_their_bounds(tmp_path: Path, format: str, kind: str, sizes: di
     tokens = TOKENS[:40] % sizes.get("vocab_size", 320)
     wanted = logits(load_program(plain, "float32"), tokens)
     found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]), tokens)
-    assert relative(found, wanted) < (BF16_ERROR if "fp8" in FORMATS[format].name else CODES_ERROR)
+    assert relative(found, wanted) < (BF16_ERROR if "fp8" in FORMATS[format].name else CODES_ERROR)[kind]
 
 
 def test_a_quantised_output_layer(tmp_path: Path) -> None:
     """What files hold counts, whatever lists say. It is not rounded once more."""
     quantised, plain = made(tmp_path, "blocks_f16", head=True)
     found = logits(load_program(quantised, "bfloat16", kernels=runnable()[0]))
-    assert relative(found, logits(load_program(plain, "float32"))) < BF16_ERROR
+    assert relative(found, logits(load_program(plain, "float32"))) < BF16_ERROR["qwen3"]
     with pytest.raises(
         ModelError, match="lm_head is stored as fp8 128x128, and is not rounded to int8; drop the option head"
     ):
@@ -134,8 +145,7 @@ def test_parts_of_a_product_that_differ_in_form(tmp_path: Path, kind: str) -> No
         load_program(quantised, "bfloat16", 900, threads=threads, kernels=runnable()[0]) for threads in (1, 3)
     )
     found = logits(program)
-    error = float(np.median(np.sqrt(((found - wanted) ** 2).mean(1) / (wanted**2).mean(1))))
-    assert error < CODES_ERROR, error
+    assert (error := relative(found, wanted)) < CODES_ERROR[kind], error
     whole = alone(program)
     assert_same(alone(other), whole)
     assert_same(run_among_others(program, 36, [100, 1, 30, 128, 16, *[1] * OUTPUT], seed=2), whole)

@@ -28,6 +28,7 @@ from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.eight_bits import Fp8
 from pypto_serving.model.formats.four_bits import Rows
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.formats.section import SECTION_FILES
 from pypto_serving.model.registry import CONFIG_FILE, CheckpointConfig, read_config
 from pypto_serving.model.tensors import Progress, StoredTensors, bfloat16
 from pypto_serving.types.arrays import Array
@@ -39,8 +40,6 @@ _LARGEST = 1e30
 """Weights are smaller: scales, and the sums that find them, fit into float32 and bfloat16."""
 _ENCODING = "encoding/encoding_*.py"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_SECTIONS = ("hf_quant_config.json", "quantize_config.json")
-"""What modelopt and GPTQ wrote of the source beside config.json; other engines would read the target by it."""
 
 
 @dataclass(frozen=True)
@@ -192,9 +191,10 @@ class _Conversion:
     def _copy_other_files(self, written: Container[str]) -> None:
         """Copy all files but those of the weights: tokenizer, generation config, chat template and others.
 
-        Of folders, copy the one with the encoding of DeepSeek V4's chats.
+        Of folders, copy the one with the encoding of DeepSeek V4's chats. Files that say how the source is quantised
+        stay behind: other engines would read the target by them.
         """
-        left = (CONFIG_FILE, STATE_FILE, *_SECTIONS)
+        left = (CONFIG_FILE, STATE_FILE, *SECTION_FILES)
         for file in sorted((*self._source.iterdir(), *self._source.glob(_ENCODING))):
             weights = file.name in written or file.name.endswith(_WEIGHTS)
             if file.is_file() and file.name not in left and not weights:
