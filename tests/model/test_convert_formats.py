@@ -23,39 +23,14 @@ from pypto_serving.model.convert.encodings import W4A16, W8A8, Encoding, Mxfp4
 from pypto_serving.model.convert.rounding import INT4_LEVELS, to_int4, to_int4_in_numpy, to_mxfp4
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.formats.bits import E2M1, E8M0, nibbles
-from pypto_serving.model.formats.dequantise import dequantised
-from pypto_serving.model.formats.matrix_tensors import MatrixTensors
-from pypto_serving.model.qwen3.inventory import Qwen3Inventory
 from pypto_serving.model.registry import load_config, load_spec, read_config
-from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.arrays import Float32Array
 from tests.checkpoints import make_checkpoint
 from tests.model.conftest import MakeCheckpoint
+from tests.model.converting import converted, tensors_of, values
 from tests.quantised import quantise, quantise_deepseek
 
 ENCODINGS: tuple[Encoding, ...] = (W4A16(32), W4A16(64), Mxfp4())
-
-
-def converted(source: Path, target: Path, encoding: Encoding) -> Path:
-    convert(source, target, encoding, lambda *_: None)
-    return target
-
-
-def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def values(path: Path) -> dict[str, Float32Array]:
-    """What the coded matrices of a checkpoint mean, by module."""
-    tensors = StoredTensors(path, lambda *_: None)
-    inventory = Qwen3Inventory(load_config(path)[1], tensors.headers)
-    found = {}
-    for module, scheme in inventory.schemes.items():
-        if scheme.name:
-            coded: Any = scheme
-            n, k = inventory.weights()[f"{module}.weight"]
-            found[module] = dequantised(coded.read(MatrixTensors(tensors, module), n, k))
-    return found
 
 
 def error(found: Float32Array, wanted: Float32Array) -> float:

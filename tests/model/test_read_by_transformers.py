@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from pypto_serving.model.convert.encodings import W4A16, W8A8, Encoding, Mxfp4
 from tests.checkpoints import make_checkpoint
-from tests.model.test_convert_formats import converted, tensors_of, values
+from tests.model.converting import converted, tensors_of, values
 
 SCALE = ".weight_scale"
 ENCODINGS = [W8A8(), W4A16(32), W4A16(128), Mxfp4()]

@@ -1,0 +1,40 @@
+"""Converted checkpoints, and what is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from pypto_serving.model.convert.conversion import convert
+from pypto_serving.model.convert.encodings import Encoding
+from pypto_serving.model.formats.dequantise import dequantised
+from pypto_serving.model.formats.matrix_tensors import MatrixTensors
+from pypto_serving.model.qwen3.inventory import Qwen3Inventory
+from pypto_serving.model.registry import load_config
+from pypto_serving.model.tensors import StoredTensors
+from pypto_serving.types.arrays import Float32Array
+
+
+def converted(source: Path, target: Path, encoding: Encoding) -> Path:
+    convert(source, target, encoding, lambda *_: None)
+    return target
+
+
+def tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def values(path: Path) -> dict[str, Float32Array]:
+    """What the coded matrices of a checkpoint mean, by module."""
+    tensors = StoredTensors(path, lambda *_: None)
+    inventory = Qwen3Inventory(load_config(path)[1], tensors.headers)
+    found = {}
+    for module, scheme in inventory.schemes.items():
+        if scheme.name:
+            coded: Any = scheme
+            n, k = inventory.weights()[f"{module}.weight"]
+            found[module] = dequantised(coded.read(MatrixTensors(tensors, module), n, k))
+    return found
