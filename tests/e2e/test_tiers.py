@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -90,9 +89,7 @@ def test_a_server_killed_while_it_stores_loses_no_answer(tmp_path: Path) -> None
     options = ("--kv-disk", tmp_path / "kv", "--kv-disk-size", "64MiB")
     with Server(*options) as server:
         text, _ = complete(server, prompt)
-        for process in server.family():
-            process.kill()
-        server.process.wait()
+        server.kill()
     with Server(*options) as server:
         assert complete(server, prompt)[0] == text
 
@@ -114,8 +111,6 @@ def test_a_killed_deepseek_v4_goes_on_from_the_ends_of_prompts_on_disk(tmp_path:
     with Server(*options) as server:
         texts = [complete(server, prompt)[0] for prompt in prompts]
         wait_until(lambda: hits(server) == ends)
-        for process in server.family():
-            process.send_signal(signal.SIGKILL)
-        server.process.wait()
+        server.kill()
     with Server(*options) as server:
         assert hits(server) == ends
