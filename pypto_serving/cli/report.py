@@ -137,7 +137,7 @@ def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Itera
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
     yield "Memory plan", _memory_lines(resolved)
     if resolved.ranks:
-        yield "Ranks", _rank_lines(resolved.ranks)
+        yield "Ranks", _rank_lines(resolved.ranks, resolved.memory.workspace_bytes)
 
 
 def _tensor_lines(contents: Contents) -> Iterable[str]:
@@ -246,8 +246,8 @@ def _memory_lines(resolved: Resolved) -> Iterable[str]:
     yield f"room for {plan.num_sequences:.4g} sequences of {model_len} tokens at once{shorter}"
 
 
-def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
-    """Write what each rank computes, where, and its part of the memory plan."""
+def _rank_lines(ranks: Sequence[RankPlan], workspace_bytes: int) -> list[str]:
+    """Write what each rank computes, where, and its part of the memory plan; then what is left for other processes."""
     head = (
         "rank",
         "host",
@@ -275,7 +275,11 @@ def _rank_lines(ranks: Sequence[RankPlan]) -> list[str]:
         )
         for rank in ranks
     ]
-    return columns([(*head, "weights", "KV", "workspace"), *rows])
+    others = workspace_bytes - sum(rank.workspace_bytes for rank in ranks if rank.host == 0)
+    return [
+        *columns([(*head, "weights", "KV", "workspace"), *rows]),
+        f"other processes of the server, with grammars and requests: at most {format_size(others)}",
+    ]
 
 
 def _span(span: tuple[int, int]) -> str:

@@ -111,19 +111,28 @@ class MemoryPlanner:
         step_tokens = self.step_tokens(model_len)
         return follower_bytes(activation_bytes(self.model, step_tokens), self.model.position_bytes * model_len)
 
+    def leader_bytes(self, model_len: int) -> int:
+        """Return the workspace of rank 0, where there are others: it packs steps and reads all logits."""
+        limits = self._limits(model_len)
+        packing = row_bytes(self.model.kv_groups, limits) + logits_bytes(self.model, limits)
+        return self.follower_bytes(model_len) + packing
+
     def _workspace(self, model_len: int) -> int:
         if self.backend.simulated:
             return 0
-        limits = BackendLimits(
+        limits = self._limits(model_len)
+        leading = self.model.position_bytes * model_len + row_bytes(self.model.kv_groups, limits)
+        leading += workspace_bytes(self.model, limits)
+        return leading + self.num_followers * self.follower_bytes(model_len)
+
+    def _limits(self, model_len: int) -> BackendLimits:
+        return BackendLimits(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.step_tokens(model_len),
             max_model_len=model_len,
             depth=self.backend.depth,
             traits=self.backend.traits,
         )
-        leading = self.model.position_bytes * model_len + row_bytes(self.model.kv_groups, limits)
-        leading += workspace_bytes(self.model, limits)
-        return leading + self.num_followers * self.follower_bytes(model_len)
 
     def _room(self, model_len: int) -> int:
         """Return the bytes that weights, workspace and host tier leave for KV."""
@@ -245,14 +254,14 @@ def row_bytes(groups: Sequence[KVCacheGroupSpec], limits: BackendLimits) -> int:
 
 
 def workspace_bytes(model: ModelSpec, limits: BackendLimits) -> int:
-    """Estimate the bytes of activations, logits and processes.
-
-    Logits exist twice in float32, for tokens that sample or are scored.
-    """
-    step_tokens = limits.max_num_batched_tokens
-    rows = min(limits.max_logits, step_tokens)
+    """Estimate the bytes of activations, logits and processes. Logits exist twice."""
     processes = PROCESS_BYTES + TOKEN_BYTES * model.vocab_size + MAX_MATCHER_BYTES
-    return processes + activation_bytes(model, step_tokens) + 4 * 2 * model.vocab_size * rows
+    return processes + activation_bytes(model, limits.max_num_batched_tokens) + 2 * logits_bytes(model, limits)
+
+
+def logits_bytes(model: ModelSpec, limits: BackendLimits) -> int:
+    """Return the bytes of logits in float32, for tokens that sample or are scored."""
+    return 4 * model.vocab_size * min(limits.max_logits, limits.max_num_batched_tokens)
 
 
 def activation_bytes(model: ModelSpec, step_tokens: int) -> int:

@@ -14,7 +14,7 @@ from pypto_serving.types.model import ModelSpec
 Span = tuple[int, int]
 """A half-open interval."""
 
-FOLLOWER_BYTES = 48 << 20
+FOLLOWER_BYTES = 40 << 20
 """Resident memory of the process of a rank that follows, beside weights, KV and activations."""
 REPEATED_PART = 8
 """Each rank that follows repeats one of so many parts of the activations in buffers of its own."""
@@ -26,7 +26,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     columns: of the residual stream; other matrices are split alike.
     rows: how many ranks share the rows of attention.
     experts: empty for a model without.
-    workspace_bytes: of rank 0 with those of all other processes of the server.
+    workspace_bytes: of this rank's process; the rest of the plan's workspace is for the other processes of the server.
     cpus, node: see Placement; a host that joins, `host` 1, chooses its own.
     """
 
@@ -52,12 +52,13 @@ def follower_bytes(activation_bytes: int, position_bytes: int) -> int:
     return FOLLOWER_BYTES + position_bytes + activation_bytes // REPEATED_PART
 
 
-def plan_ranks(engine: EngineConfig, model: ModelSpec, memory: MemoryPlan, follower: int) -> tuple[RankPlan, ...]:
-    """List what each rank has, if there are several; `follower` is the workspace of each rank but the leader."""
+def plan_ranks(
+    engine: EngineConfig, model: ModelSpec, memory: MemoryPlan, leader: int, follower: int
+) -> tuple[RankPlan, ...]:
+    """List what each rank has, if there are several; `leader` and `follower` are the workspace of rank 0 and others."""
     topology, parts = engine.topology, model.parts
     if topology.num_ranks == 1 or parts is None:
         return ()
-    leader = memory.workspace_bytes - (len(topology.on_host(0)) - 1) * follower
     groups = [*zip(model.kv_groups, memory.groups, strict=True)]
     return tuple(
         RankPlan(

@@ -147,7 +147,7 @@ def test_short_names() -> None:
 def test_stages_share_the_kv_cache_by_layers() -> None:
     resolved, model = resolved_of(tensor_parallel_size=2), model_of(DENSE)
     engine = msgspec.structs.replace(resolved.engine, topology=Topology(pipeline=2))
-    first, last = plan_ranks(engine, model, resolved.memory, MIB)
+    first, last = plan_ranks(engine, model, resolved.memory, 2 * MIB, MIB)
     assert (first.layers, last.layers) == ((0, 1), (1, 2))
     assert (first.weight_bytes, last.weight_bytes) == (520 * MIB, 264 * MIB)
     assert first.kv_bytes == last.kv_bytes == resolved.memory.kv_bytes // 2
@@ -164,7 +164,7 @@ def test_memory_of_ranks() -> None:
     memory, ranks = resolved.memory, resolved.ranks
     assert [rank.weight_bytes for rank in ranks] == [(256 + 128 + 8) * MIB] * 2
     assert memory.weight_bytes == alone.memory.weight_bytes + 8 * MIB == sum(rank.weight_bytes for rank in ranks)
-    assert sum(rank.workspace_bytes for rank in ranks) == memory.workspace_bytes
+    assert sum(rank.workspace_bytes for rank in ranks) < memory.workspace_bytes
     assert ranks[0].workspace_bytes > ranks[1].workspace_bytes > 0
     assert [rank.kv_bytes for rank in ranks] == [memory.kv_bytes // 2] * 2
     assert [(rank.heads, rank.kv_heads, rank.columns, rank.experts) for rank in ranks] == [
