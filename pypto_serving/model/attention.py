@@ -8,7 +8,6 @@ The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) merges tiles 
 from __future__ import annotations
 
 import itertools
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pypto_serving.model.comm import Comm
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.util import ceil_div
@@ -30,51 +30,63 @@ _MASKED = torch.finfo(torch.float32).min
 
 
 class KVArena:
-    """Owns the pages of one full-history group, [blocks, layers, k or v, kv_heads, block_size, head_dim].
+    """Owns the pages of one full-history group, [blocks, layers, k or v, all_heads, block_size, head_dim].
 
     One hidden block behind the others stays zero and stands for blocks that a sequence does not have. Memory is
-    committed when first written.
+    committed when first written. All ranks have the same pages, and each has `kv_heads` of them. Where several ranks
+    have the same head, the first of them writes it, and they meet before they read.
     """
 
-    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, dtype: torch.dtype) -> None:
+    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, dtype: torch.dtype, comm: Comm | None = None) -> None:
         keys = group.tensors[0]
         self.layers = len(keys.layers)
-        self.kv_heads, self.head_dim = keys.row_shape
+        self.all_heads, self.head_dim = keys.row_shape
+        self._comm = comm or Comm()
+        rank = self._comm.rank
+        self._heads = rank.kv_heads(self.all_heads, self.all_heads)
+        self._writes, self._shared = rank.writes_kv(self.all_heads), rank.shares_kv(self.all_heads)
+        self.kv_heads = len(self._heads)
         self.block_size = group.block_size
         self.zero_block = num_blocks
         self.query_rows = QUERY_ROW_FLOORS[-1]
-        shape = (num_blocks + 1, self.layers, 2, self.kv_heads, self.block_size, self.head_dim)
-        memory = mmap.mmap(-1, (num_blocks + 1) * group.block_bytes)
+        shape = (num_blocks + 1, self.layers, 2, self.all_heads, self.block_size, self.head_dim)
         with torch.inference_mode(False):  # others may write pages too
-            self.pages = torch.frombuffer(memory, dtype=dtype).to(torch.get_default_device()).view(shape)
+            self.pages = self._comm.pages((num_blocks + 1) * group.block_bytes).view(dtype).view(shape)
         self._rows = self.pages.view(-1, self.head_dim)
         self._head_blocks = self.pages.view(-1, self.block_size * self.head_dim)
 
     def row_index(self, slots: Tensor) -> Tensor:
         """Return the rows of layer 0's keys at `slots` [t], int64 [t * kv_heads]."""
-        heads_per_block = self.layers * 2 * self.kv_heads
-        head = slots[:, None] // self.block_size * heads_per_block + torch.arange(self.kv_heads, device=slots.device)
+        heads_per_block = self.layers * 2 * self.all_heads
+        head = slots[:, None] // self.block_size * heads_per_block + self._head_index(slots.device)
         return (head * self.block_size + slots[:, None] % self.block_size).flatten()
 
     def block_index(self, blocks: Tensor) -> Tensor:
         """Return the head blocks of layer 0's keys for `blocks` [rows, n], int64 [rows * kv_heads * n]."""
-        heads = torch.arange(self.kv_heads, device=blocks.device)[None, :, None]
-        return (blocks[:, None, :] * (self.layers * 2 * self.kv_heads) + heads).flatten()
+        heads = self._head_index(blocks.device)[None, :, None]
+        return (blocks[:, None, :] * (self.layers * 2 * self.all_heads) + heads).flatten()
 
-    def write(self, layer: int, which: int, row_index: Tensor, values: Tensor) -> None:
-        """Store `values` [t, kv_heads, head_dim], keys (which 0) or values (1) of `layer`."""
-        start = (layer * 2 + which) * self.kv_heads * self.block_size
-        self._rows[start:].index_copy_(0, row_index, values.reshape(-1, self.head_dim))
+    def _head_index(self, device: torch.device) -> Tensor:
+        return torch.arange(self._heads.start, self._heads.stop, device=device)
+
+    def write(self, layer: int, row_index: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store `keys` and `values` [t, kv_heads, head_dim] of `layer`, and wait until they can be read."""
+        if self._writes:
+            for which, rows in enumerate((keys, values)):
+                start = (layer * 2 + which) * self.all_heads * self.block_size
+                self._rows[start:].index_copy_(0, row_index, rows.reshape(-1, self.head_dim))
+        if self._shared:
+            self._comm.meet()
 
     def read(self, layer: int, which: int, block_index: Tensor, positions: int) -> Tensor:
         """Read the blocks of `block_index`, [rows * kv_heads, positions, head_dim]."""
-        start = (layer * 2 + which) * self.kv_heads
+        start = (layer * 2 + which) * self.all_heads
         return self._head_blocks[start:].index_select(0, block_index).view(-1, positions, self.head_dim)
 
     def clear(self, blocks: Tensor) -> None:
-        """Zero `blocks` in all layers."""
-        if len(blocks):
-            self.pages.index_fill_(0, blocks, 0)
+        """Zero the heads that this rank writes of `blocks` in all layers."""
+        if len(blocks) and self._writes:
+            self.pages[:, :, :, self._heads.start : self._heads.stop].index_fill_(0, blocks, 0)
 
 
 @dataclass(frozen=True, slots=True)

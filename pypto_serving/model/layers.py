@@ -8,11 +8,15 @@ compute the tail of a tensor by another formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from pypto_serving.kernels.constants import GATE_HALF
+from pypto_serving.model.comm import Comm
 
 ROW_FLOORS = (4, 8, 16, 32, 64)
 _PROBE_ROWS = 128
@@ -30,13 +34,16 @@ def _onednn_serves(weight: Tensor) -> bool:
 
 
 class Linear:
-    """y = x W^T + b. Owns a copy of W [out, in], packed for oneDNN where that serves the dtype; b is [out]."""
+    """y = x W^T + b. Owns a copy of W [out, in], packed for oneDNN where that serves the dtype; b is [out].
+
+    Ranks with nothing to compute have no outputs.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.rows = ROW_FLOORS[0]
-        self._packed = _onednn_serves(weight)
+        self._packed = self.out_features > 0 and _onednn_serves(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.rows) if self._packed else weight.clone()
         self._bias = bias
 
@@ -94,31 +101,114 @@ def _same_rows(linear: Linear, row: Tensor, floor: int) -> bool:
     return all(torch.equal(linear(row.expand(n, -1).contiguous()), whole[:1].expand(n, -1)) for n in counts)
 
 
+class MLP(Protocol):
+    """Two layers, of which a rank may have some of the outputs each."""
+
+    down: Linear
+
+    def inner(self, x: Tensor) -> Tensor:
+        """Compute the rank's part of the inner layer, [n, hidden] to [n, own]."""
+
+    def linears(self) -> list[Linear]:
+        """List its matrices."""
+
+
 class GatedMLP:
     """SwiGLU MLP: down(silu(gate(x)) * up(x)), Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(self, gate: Linear, up: Linear, down: Linear) -> None:
         self.gate, self.up, self.down = gate, up, down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [n, hidden] to [n, hidden]."""
-        return self.down(self.up.times(x, self.gate.silu(x)))
+    def inner(self, x: Tensor) -> Tensor:
+        """Compute silu(gate(x)) * up(x), [n, hidden] to [n, own]."""
+        return self.up.times(x, self.gate.silu(x))
 
     def linears(self) -> list[Linear]:
         return [self.gate, self.up, self.down]
 
 
-class MoE:
-    """MoE: each row goes to its top `per_token` experts, summed in top-k order."""
+class SplitMLP:
+    """An MLP whose layers, of `inner` and `hidden` outputs, are split over ranks."""
 
-    def __init__(self, router: Linear, experts: Sequence[GatedMLP], per_token: int, normalize: bool) -> None:
+    def __init__(self, mlp: MLP, comm: Comm, inner: int, hidden: int) -> None:
+        self._mlp, self._comm, self._inner, self._hidden = mlp, comm, inner, hidden
+        self.linears = mlp.linears
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute [n, hidden] to [n, hidden]."""
+        inner = self._comm.columns(self._mlp.inner(x), self._inner, GATE_HALF)
+        return self._comm.columns(self._mlp.down(inner), self._hidden)
+
+
+class SplitExperts:
+    """The experts of a layer that this rank computes, or shares with others, by their indices among `count`."""
+
+    def __init__(self, experts: Mapping[int, MLP], comm: Comm, count: int, inner: int, hidden: int) -> None:
+        self._experts, self._comm, self._count = experts, comm, count
+        self._inner, self._hidden = inner, hidden
+        topology = comm.rank.topology
+        self._shares_each, self._has_all = topology.tensor > topology.expert, topology.expert == 1
+
+    def __call__(self, x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """Run each row's experts and sum them in top-k order: `weights`, `topk_ids` [n, k] to float32 [n, hidden]."""
+        if self._has_all:
+            columns = self._comm.rank.columns(self._hidden)
+            slots = x.new_empty(topk_ids.numel(), len(columns))
+            self._run(x, topk_ids, slots)
+            return self._comm.join(_weighted_sum(slots, weights), columns, self._hidden)
+        columns = self._comm.rank.expert_columns(self._hidden)
+        slots = x.new_zeros(topk_ids.numel(), self._hidden)
+        self._run(x, topk_ids, slots[:, columns.start : columns.stop])
+        return _weighted_sum(self._comm.sum(slots), weights)
+
+    def _run(self, x: Tensor, topk_ids: Tensor, outputs: Tensor) -> None:
+        """Write what the rank's experts make of their rows to `outputs` [n * k, own columns]."""
+        per_token, chosen = topk_ids.shape[1], self._chosen(topk_ids)
+        if not self._shares_each:
+            for expert, entries in chosen:
+                inner = expert.inner(x.index_select(0, entries // per_token))
+                outputs.index_copy_(0, entries, expert.down(inner))
+            return
+        columns = self._comm.rank.expert_columns(self._inner, GATE_HALF)
+        gated = x.new_zeros(len(outputs), self._inner)
+        own = gated[:, columns.start : columns.stop]
+        for expert, entries in chosen:
+            own.index_copy_(0, entries, expert.inner(x.index_select(0, entries // per_token)))
+        self._comm.sum(gated)
+        for expert, entries in chosen:
+            outputs.index_copy_(0, entries, expert.down(gated.index_select(0, entries)))
+
+    def _chosen(self, topk_ids: Tensor) -> list[tuple[MLP, Tensor]]:
+        """List the rank's experts that rows have chosen, with the places of these choices in `topk_ids`, flat."""
+        flat = topk_ids.flatten()
+        counts = torch.bincount(flat, minlength=self._count).tolist()
+        places = flat.argsort(stable=True).split(counts)
+        return [(expert, places[index]) for index, expert in self._experts.items() if counts[index]]
+
+    def linears(self) -> list[Linear]:
+        return [linear for expert in self._experts.values() for linear in expert.linears()]
+
+
+def _weighted_sum(slots: Tensor, weights: Tensor) -> Tensor:
+    """Sum `slots` [n * k, width] by `weights` [n, k], from the first to the last of a row: float32 [n, width]."""
+    by_row = slots.view(*weights.shape, slots.shape[1])
+    total = by_row[:, 0].float() * weights[:, :1]
+    for slot in range(1, weights.shape[1]):
+        total += by_row[:, slot].float() * weights[:, slot : slot + 1]
+    return total
+
+
+class MoE:
+    """MoE: each row goes to its top `per_token` experts, summed in top-k order. All ranks route all rows."""
+
+    def __init__(self, router: Linear, experts: SplitExperts, per_token: int, normalize: bool) -> None:
         self.router, self.experts = router, experts
         self.per_token, self.normalize = per_token, normalize
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute [n, hidden] to [n, hidden]."""
         weights, topk_ids = self._route(x)
-        return run_experts(self.experts, x, weights, topk_ids).to(x.dtype)
+        return self.experts(x, weights, topk_ids).to(x.dtype)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert weights, float32, and top-k ids, int64, both [n, per_token], most probable first."""
@@ -129,26 +219,23 @@ class MoE:
         return weights, topk_ids
 
     def linears(self) -> list[Linear]:
-        return [self.router, *(linear for expert in self.experts for linear in expert.linears())]
+        return [self.router, *self.experts.linears()]
 
 
-def run_experts(experts: Sequence[Callable[[Tensor], Tensor]], x: Tensor, weights: Tensor, topk_ids: Tensor) -> Tensor:
-    """Run each row's experts and sum them in top-k order: `weights`, `topk_ids` [n, k] to float32 [n, hidden]."""
-    flat = topk_ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=len(experts)).tolist()
-    outputs = torch.empty(len(flat), x.shape[1], dtype=x.dtype, device=x.device)
-    start = 0
-    for expert, count in zip(experts, counts, strict=True):
-        if count:
-            entries = order[start : start + count]
-            outputs.index_copy_(0, entries, expert(x.index_select(0, entries // topk_ids.shape[1])))
-            start += count
-    slots = outputs.view(*topk_ids.shape, x.shape[1])
-    total = slots[:, 0].float() * weights[:, :1]
-    for slot in range(1, topk_ids.shape[1]):
-        total += slots[:, slot].float() * weights[:, slot : slot + 1]
-    return total
+class Embedding:
+    """A table of embeddings, of which each rank has those of its tokens."""
+
+    def __init__(self, table: Tensor, comm: Comm, tokens: range) -> None:
+        self.table, self._comm, self._tokens = table, comm, tokens
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Look tokens up, [t] to [t, hidden]."""
+        if self._comm.alone:
+            return self.table.index_select(0, token_ids)
+        found = self.table.new_zeros(len(token_ids), self.table.shape[1])
+        own = ((token_ids >= self._tokens.start) & (token_ids < self._tokens.stop)).nonzero().flatten()
+        found.index_copy_(0, own, self.table.index_select(0, token_ids[own] - self._tokens.start))
+        return self._comm.sum(found)
 
 
 def settle_rows(linears: Iterable[Linear]) -> tuple[int, bool]:

@@ -13,6 +13,8 @@ from pypto_serving.model.tensors import Progress, StoredTensors
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
+Rows = Sequence[range] | None
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype called `name`."""
@@ -28,22 +30,25 @@ class Weights:
         self.dtype = torch_dtype(dtype)
         self._tensors = StoredTensors(model_dir, progress)
         self._lent = torch.empty(0, dtype=torch.uint8)
-        self.require, self.has = self._tensors.require, self._tensors.has
+        self.require, self.has, self.finish = self._tensors.require, self._tensors.has, self._tensors.finish
 
-    def read(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Read the named tensors into a new one, concatenated along dimension 0; `dtype` defaults to the weights'."""
-        stored = [self._view(name) for name in names]
+    def read(self, *names: str, dtype: torch.dtype | None = None, rows: Rows = None) -> Tensor:
+        """Read the named tensors into a new one, concatenated along dimension 0; `dtype` defaults to the weights'.
+
+        `rows` are those to read of each tensor, by default all.
+        """
+        stored = self._views(names, rows)
         joined = torch.empty(_joined_shape(stored), dtype=dtype or self.dtype)
         self._copy(joined, names, stored)
         return joined
 
-    def lend(self, *names: str, dtype: torch.dtype | None = None) -> Tensor:
+    def lend(self, *names: str, dtype: torch.dtype | None = None, rows: Rows = None) -> Tensor:
         """Read as `read` does, into memory that the next call overwrites.
 
         For weights that are packed into other memory. Allocators rarely reuse the memory of one such copy for the next,
         so new tensors would take as much memory as the packed weights.
         """
-        stored, dtype = [self._view(name) for name in names], dtype or self.dtype
+        stored, dtype = self._views(names, rows), dtype or self.dtype
         shape = _joined_shape(stored)
         size = math.prod(shape) * dtype.itemsize
         if len(self._lent) < size:
@@ -59,6 +64,12 @@ class Weights:
             target[start : start + view.shape[0]].copy_(view)
             start += view.shape[0]
             self._tensors.forget(self._tensors[name])
+
+    def _views(self, names: Sequence[str], rows: Rows) -> list[Tensor]:
+        whole = [self._view(name) for name in names]
+        if rows is None:
+            return whole
+        return [view[part.start : part.stop] for view, part in zip(whole, rows, strict=True)]
 
     def _view(self, name: str) -> Tensor:
         tensor = self._tensors[name]

@@ -164,6 +164,15 @@ class Rank(msgspec.Struct, frozen=True):
         head = self.tensor * num_kv_heads // self.topology.tensor
         return range(head, head + 1)
 
+    def shares_kv(self, num_kv_heads: int) -> bool:
+        """Return True if other ranks have its key and value heads too."""
+        return num_kv_heads < self.topology.tensor
+
+    def writes_kv(self, num_kv_heads: int) -> bool:
+        """Return True for the first of the ranks that have its key and value heads."""
+        size = self.topology.tensor
+        return num_kv_heads >= size or self.tensor == ceil_div(self.tensor * num_kv_heads // size * size, num_kv_heads)
+
     def columns(self, num_columns: int, unit: int = PANEL) -> range:
         """Return its outputs of a matrix in whole units; only the last unit may be shorter. It may be empty."""
         return columns(num_columns, unit, self.topology.tensor, self.tensor)

@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pypto_serving.kernels.constants import GATE_HALF
+from pypto_serving.model.comm import Comm
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
-from pypto_serving.model.deepseek_v4.parts import Experts, HyperConnections
-from pypto_serving.model.layers import Linear, rms_norm, run_experts
+from pypto_serving.model.deepseek_v4.parts import HyperConnections
+from pypto_serving.model.layers import Linear, SplitExperts, SplitMLP, rms_norm
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.tensors import require_ids
 
@@ -27,6 +29,8 @@ SMALLEST_SUM = 1e-20
 """Added to the sum of expert scores, which may be zero."""
 
 _PIECE = 1 << 14
+_ROUTER_UNIT = 4
+"""Outputs of the router that one rank has together."""
 
 
 def steady(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -40,9 +44,10 @@ def add_up(x: Tensor, dim: int) -> Tensor:
     return functools.reduce(torch.add, x.unbind(dim))
 
 
-def matrix(weights: Weights, *names: str, dtype: torch.dtype | None = None) -> Linear:
-    """Concatenate the named matrices along their outputs."""
-    return Linear(weights.lend(*(f"{name}.weight" for name in names), dtype=dtype))
+def matrix(weights: Weights, *names: str, dtype: torch.dtype | None = None, outputs: range | None = None) -> Linear:
+    """Concatenate the named matrices along their outputs; of each, only these `outputs`, by default all."""
+    rows = None if outputs is None else [outputs] * len(names)
+    return Linear(weights.lend(*(f"{name}.weight" for name in names), dtype=dtype, rows=rows))
 
 
 def vector(weights: Weights, name: str) -> Tensor:
@@ -107,20 +112,21 @@ def hyper_connection_post(h: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> T
 
 
 class ClampedMLP:
-    """Clamped SwiGLU: down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit)).
+    """Clamped SwiGLU: down(silu(min(gate(x), limit)) * clamp(up(x), -limit, limit)), with these outputs of both layers.
 
     silu grows where its argument is large, so silu(gate) is clamped at silu(limit) instead.
     """
 
-    def __init__(self, weights: Weights, prefix: str, limit: float) -> None:
-        self.gate, self.up, self.down = (matrix(weights, f"{prefix}.{name}") for name in ("w1", "w3", "w2"))
+    def __init__(self, weights: Weights, prefix: str, limit: float, inner: range, outputs: range) -> None:
+        self.gate, self.up = (matrix(weights, f"{prefix}.{name}", outputs=inner) for name in ("w1", "w3"))
+        self.down = matrix(weights, f"{prefix}.w2", outputs=outputs)
         self.limit = limit
         self.silu_limit = float(F.silu(torch.tensor(limit)))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute [n, hidden] to [n, hidden]."""
+    def inner(self, x: Tensor) -> Tensor:
+        """Compute the clamped product, [n, hidden] to [n, own]."""
         gated = self.gate.silu(x).clamp(max=self.silu_limit)
-        return self.down(gated * self.up(x).clamp(-self.limit, self.limit))
+        return gated * self.up(x).clamp(-self.limit, self.limit)
 
     def linears(self) -> list[Linear]:
         return [self.gate, self.up, self.down]
@@ -129,14 +135,15 @@ class ClampedMLP:
 class MoE:
     """MoE with a shared expert. Routed experts are selected by score, or by token id in hash layers.
 
-    The scores weigh them in both cases.
+    The scores weigh them in both cases. Ranks split the outputs of the router, too.
     """
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int) -> None:
-        prefix = f"layers.{layer}.ffn."
-        self.sizes: Experts = model.experts
-        limit = self.sizes.limit
-        self.router = matrix(weights, f"{prefix}gate", dtype=torch.float32)
+    def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, comm: Comm) -> None:
+        prefix, rank = f"layers.{layer}.ffn.", comm.rank
+        self.sizes, self._comm = model.experts, comm
+        limit, inner, hidden = self.sizes.limit, self.sizes.intermediate_size, model.hidden_size
+        own = rank.columns(self.sizes.count, _ROUTER_UNIT)
+        self.router = matrix(weights, f"{prefix}gate", dtype=torch.float32, outputs=own)
         self.by_id = layer in self.sizes.hash_layers
         if self.by_id:
             name = f"{prefix}gate.tid2eid"
@@ -144,18 +151,25 @@ class MoE:
             require_ids(name, int(self.selection.min()), int(self.selection.max()), self.sizes.count)
         else:
             self.selection = vector(weights, f"{prefix}gate.bias")
-        self.experts = [ClampedMLP(weights, f"{prefix}experts.{e}", limit) for e in range(self.sizes.count)]
-        self.shared = ClampedMLP(weights, f"{prefix}shared_experts", limit)
+        outputs = (rank.expert_columns(inner, GATE_HALF), rank.expert_columns(hidden))
+        experts = {
+            e: ClampedMLP(weights, f"{prefix}experts.{e}", limit, *outputs) for e in rank.experts(self.sizes.count)
+        }
+        self.experts = SplitExperts(experts, comm, self.sizes.count, inner, hidden)
+        outputs = (rank.columns(inner, GATE_HALF), rank.columns(hidden))
+        shared = ClampedMLP(weights, f"{prefix}shared_experts", limit, *outputs)
+        self.shared = SplitMLP(shared, comm, inner, hidden)
 
     def __call__(self, x: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute float32 [t, hidden] to [t, hidden]; experts compute in `dtype`."""
         weights, topk_ids = self._route(x, token_ids)
         rounded = x.to(dtype)
-        return run_experts(self.experts, rounded, weights, topk_ids) + self.shared(rounded)
+        return self.experts(rounded, weights, topk_ids) + self.shared(rounded)
 
     def _route(self, x: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert weights, float32, and top-k ids, int64, [t, per_token]. Ties go to the lower expert."""
-        scores = steady(lambda piece: F.softplus(piece).sqrt(), self.router(x))
+        logits = self._comm.columns(self.router(x), self.sizes.count, _ROUTER_UNIT)
+        scores = steady(lambda piece: F.softplus(piece).sqrt(), logits)
         if self.by_id:
             topk_ids = self.selection.index_select(0, token_ids)
         else:
@@ -165,4 +179,4 @@ class MoE:
         return weights / (add_up(weights, 1)[:, None] + SMALLEST_SUM) * self.sizes.scale, topk_ids
 
     def linears(self) -> list[Linear]:
-        return [self.router, *self.shared.linears(), *(linear for e in self.experts for linear in e.linears())]
+        return [self.router, *self.shared.linears(), *self.experts.linears()]

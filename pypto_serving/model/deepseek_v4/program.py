@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
+from pypto_serving.model.comm import Comm
 from pypto_serving.model.deepseek_v4.attention import Attention, StepView
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
@@ -25,7 +26,9 @@ logger = logging.getLogger(__name__)
 class DecoderLayer:
     """One layer: attention and MoE, each with hyper-connections to the residual streams."""
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages]) -> None:
+    def __init__(
+        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: Comm
+    ) -> None:
         prefix, self.eps = f"layers.{layer}.", model.rms_norm_eps
         self.kind, self.dtype = model.kinds[layer], weights.dtype
         self.norms = [vector(weights, f"{prefix}{part}_norm.weight") for part in ("attn", "ffn")]
@@ -33,7 +36,7 @@ class DecoderLayer:
             HyperConnection(weights, f"{prefix}hc_{part}", model.hyper, self.eps) for part in ("attn", "ffn")
         ]
         self.attention = Attention(model, weights, layer, pages)
-        self.moe = MoE(model, weights, layer)
+        self.moe = MoE(model, weights, layer, comm)
 
     def __call__(self, h: Tensor, view: StepView) -> Tensor:
         """Compute one layer over streams h [t, n, hidden], float32, and write the cache rows of the step's tokens."""
@@ -60,10 +63,12 @@ class DeepseekV4Program:
 
     name = "deepseek-v4-torch-2"
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, config: EngineConfig) -> None:
+    def __init__(
+        self, model: DeepseekV4Config, weights: Weights, config: EngineConfig, comm: Comm | None = None
+    ) -> None:
         inventory = DeepseekV4Inventory(model)
         weights.require(inventory.expected(), inventory.ignores)
-        self.model = model
+        self.model, self._comm = model, comm or Comm()
         device = torch.get_default_device()
         self._groups = {
             group.name: Pages(group, count, device)
@@ -71,7 +76,9 @@ class DeepseekV4Program:
         }
         self.pages = tuple(pages.blocks for pages in self._groups.values())
         self.embedding = weights.read("embed.weight")
-        self.layers = [DecoderLayer(model, weights, layer, self._groups) for layer in range(model.num_layers)]
+        self.layers = [
+            DecoderLayer(model, weights, layer, self._groups, self._comm) for layer in range(model.num_layers)
+        ]
         self.hc_head = HyperConnection(weights, "hc_head", model.hyper, model.rms_norm_eps)
         self.norm, self.head = vector(weights, "norm.weight"), matrix(weights, "head")
         self._tables: dict[LayerKind, tuple[Tensor, Tensor]] = {
