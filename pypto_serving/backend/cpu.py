@@ -8,13 +8,13 @@ from typing import Any
 
 from pypto_serving.backend.base import Backend, Fault, Progress, StepBuffers
 from pypto_serving.backend.hosts import Joined, await_host
-from pypto_serving.backend.native import NativeLoader, NativeProgram, check_groups
+from pypto_serving.backend.native import NativeLoader, NativeProgram
 from pypto_serving.backend.ranks import Followers, Shared
 from pypto_serving.backend.split_blocks import SplitBlocks
+from pypto_serving.backend.torch_ranks import TorchRanks
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import Engine, Peers, SharedMemory
 from pypto_serving.model.fingerprint import checkpoint_digest, checkpoint_state
-from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.types.config import EngineConfig
 
 
@@ -27,13 +27,21 @@ class CpuBackend(Backend):
     _engine: Engine | None = None
     _followers: Followers | None = None
 
+    _shared: Shared | None = None
+    _torch_ranks: TorchRanks | None = None
+
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        ranks = config.topology.ranks
-        self._shared = Shared(config, ranks[0], SharedMemory.create()) if len(ranks) > 1 else None
+        if config.topology.num_ranks == 1:
+            return
+        if config.kernels == "torch":
+            self._torch_ranks = TorchRanks(config)
+        else:
+            self._shared = Shared(config, config.topology.ranks[0], SharedMemory.create())
 
     def allocate(self) -> Sequence[StepBuffers]:
-        return super().allocate() if self._shared is None else self._shared.buffers
+        shared = self._shared or self._torch_ranks
+        return super().allocate() if shared is None else shared.buffers
 
     def pin_main_thread(self) -> None:
         if self._engine is not None:
@@ -86,12 +94,11 @@ class CpuBackend(Backend):
         return NativeProgram(model, self.config, identity, loader.engine, peers, self._shared, memory)
 
     def _prepare_torch(self, progress: Progress) -> Any:
-        if self._shared is not None:
-            raise ConfigError("torch computes on one rank; choose other kernels")
-        architecture, model_config = load_config(self.config.model)
-        check_groups(self.config, model_family(architecture), model_config)
         try:
             from pypto_serving.backend import cpu_torch
         except (ImportError, OSError) as error:
             raise ConfigError(f"torch cannot be imported ({error}); install it again") from None
-        return cpu_torch.prepare(self.config, architecture, model_config, progress)
+        if self._torch_ranks is not None:
+            self._followers = self._torch_ranks.followers
+            self._torch_ranks.start(self.config, self.descendants)
+        return cpu_torch.prepare(self.config, progress, self._torch_ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from typing import Any
 
 import pypto_serving.model.openmp  # noqa: F401
@@ -15,15 +16,23 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from pypto_serving.backend.base import Progress, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.memory import HostBlocks
+from pypto_serving.backend.native import check_groups
+from pypto_serving.backend.ranks import READY, SharedBuffers
+from pypto_serving.backend.torch_ranks import Leader, TorchRanks
+from pypto_serving.kernels import RanksGone, SharedMemory
+from pypto_serving.model.comm import Comm, join_group
 from pypto_serving.model.fingerprint import program_fingerprint
 from pypto_serving.model.loader import Weights
-from pypto_serving.model.registry import model_family
+from pypto_serving.model.registry import load_config, model_family
 from pypto_serving.model.step import StepTensors
+from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Float32Array, Int32Array
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.start import RankStart
 from pypto_serving.util import ceil_div
 
 LAYOUT = "block, layer, k or v, head, row"
@@ -33,53 +42,138 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class TorchProgram:
-    """A torch model on this machine's cores. Implements Program."""
+    """A torch model on this machine's cores. Implements Program.
+
+    With `ranks`, it leads those that compute the steps it publishes there.
+    """
 
     sampler = drafter = None
 
-    def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes) -> None:
+    def __init__(self, model: Any, config: EngineConfig, fingerprint: bytes, ranks: TorchRanks | None = None) -> None:
         self.model = model
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint = fingerprint
         self.memory = HostBlocks(tuple(map(_arena, model.pages, self.num_blocks)))
+        self._ranks = ranks
         self._logits: Float32Array | None = None
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> None:
-        """Compute a step before returning."""
-        with torch.inference_mode():
-            tokens = _recurring_rows(len(inputs.token_ids), self.model.rows)
-            step = StepTensors(
-                token_ids=_int64(inputs.token_ids, tokens),
-                positions=_int64(inputs.positions, tokens),
-                query_start=_int64(inputs.query_start),
-                context_lens=_int64(inputs.context_lens),
-                logits_rows=_int64(inputs.logits_rows, _recurring_rows(len(inputs.logits_rows), self.model.rows)),
-                slots=tuple(_int64(slots, tokens) for slots in inputs.slot_mapping),
-                block_tables=tuple(map(_int64, inputs.block_tables)),
-            )
-            self._logits = self.model.forward(step)[: len(inputs.logits_rows)].numpy()
+        """Compute a step before returning. Raises RankError where another rank has ended."""
+        if self._ranks is None:
+            self._logits = compute(self.model, inputs)
+            return
+        try:
+            if len(inputs.token_ids):
+                self._ranks.publish(inputs)
+            self._logits = compute(self.model, inputs)
+        except RanksGone:
+            self._ranks.await_end()
 
     def collect(self) -> StepOutput:
         """Return the logits."""
         return StepOutput(logits=self._logits)
 
 
-def prepare(config: EngineConfig, architecture: str, model_config: Any, progress: Progress) -> TorchProgram:
-    """Load weights, allocate the KV arena and run two warm-up steps. Raises ModelError."""
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-    model_class = model_family(architecture).program
-    numerics = (f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), LAYOUT)
-    identity = program_fingerprint(config, progress, architecture, model_class.name, *numerics)
+def compute(model: Any, inputs: StepInputs) -> Float32Array:
+    """Compute a step, and return its logits."""
     with torch.inference_mode():
-        model = model_class(model_config, Weights(config.model, config.dtype, progress), config)
-    _keep_freed_memory()
-    program = TorchProgram(model, config, identity)
-    steps = _warm_up_steps(config)
-    for done, step in enumerate(steps):
-        progress("warm-up", done, len(steps))
-        program.submit(step)
-    progress("warm-up", len(steps), len(steps))
-    return program
+        tokens = _recurring_rows(len(inputs.token_ids), model.rows)
+        step = StepTensors(
+            token_ids=_int64(inputs.token_ids, tokens),
+            positions=_int64(inputs.positions, tokens),
+            query_start=_int64(inputs.query_start),
+            context_lens=_int64(inputs.context_lens),
+            logits_rows=_int64(inputs.logits_rows, _recurring_rows(len(inputs.logits_rows), model.rows)),
+            slots=tuple(_int64(slots, tokens) for slots in inputs.slot_mapping),
+            block_tables=tuple(map(_int64, inputs.block_tables)),
+        )
+        logits: Float32Array = model.forward(step)[: len(inputs.logits_rows)].numpy()
+        return logits
+
+
+def prepare(config: EngineConfig, progress: Progress, ranks: TorchRanks | None = None) -> TorchProgram:
+    """Load weights, allocate the KV arena and run two warm-up steps. Raises ModelError, or RankError."""
+    loader = TorchLoader(config, config.topology.ranks[0])
+    identity = loader.fingerprint(progress)
+    if ranks is None:
+        return TorchProgram(loader.load(Comm(), progress), config, identity)
+
+    def connect() -> ProcessGroup:
+        ranks.gather(progress)
+        return loader.join_group(ranks.store)
+
+    try:
+        comm = Comm(loader.rank, connect, ranks.memory.zeros)
+        return TorchProgram(loader.load(comm, ranks.followers.reporting(progress)), config, identity, ranks)
+    except RanksGone:
+        ranks.await_end()
+
+
+def follow(start: RankStart, progress: Progress) -> None:
+    """Compute a rank's part of the steps that the leader publishes, until that ends. Raises ModelError."""
+    loader = TorchLoader(start.config, start.config.topology.ranks[start.rank])
+    shared, leader = SharedBuffers(start.config, SharedMemory(start.memory)), Leader(start.links["steps"])
+
+    def connect() -> ProcessGroup:
+        progress(READY, 1, 1)
+        leader.await_others()
+        return loader.join_group(start.links["store"])
+
+    try:
+        model = loader.load(Comm(loader.rank, connect, shared.memory.zeros), progress)
+        for inputs in leader.steps(shared):
+            compute(model, inputs)
+    except RanksGone:
+        threading.Event().wait()  # the leader says which rank has ended, and ends all
+
+
+class TorchLoader:
+    """Loads a rank's part of a model. Raises ConfigError where the configuration is not that of the checkpoint."""
+
+    def __init__(self, config: EngineConfig, rank: Rank) -> None:
+        self.config, self.rank = config, rank
+        self._architecture, self._model = load_config(config.model)
+        family = model_family(self._architecture)
+        check_groups(config, family, self._model)
+        self._program = family.program
+
+    def fingerprint(self, progress: Progress) -> bytes:
+        """Hash everything but tokens that the content of KV blocks depends on.
+
+        The sizes of products are among it, and so are those of the topology.
+        """
+        topology = self.config.topology
+        sizes = (f"{topology.tensor} x {topology.expert} ranks",) if topology.num_ranks > 1 else ()
+        numerics = (f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability(), LAYOUT, *sizes)
+        return program_fingerprint(self.config, progress, self._architecture, self._program.name, *numerics)
+
+    def load(self, comm: Comm, progress: Progress) -> Any:
+        """Load the weights, and run the warm-up steps with all ranks."""
+        self._take_cpus()
+        with torch.inference_mode():
+            weights = Weights(self.config.model, self.config.dtype, progress)
+            model = self._program(self._model, weights, self.config, comm)
+        _keep_freed_memory()
+        steps = _warm_up_steps(self.config)
+        for done, step in enumerate(steps):
+            progress("warm-up", done, len(steps))
+            compute(model, step)
+        progress("warm-up", len(steps), len(steps))
+        return model
+
+    def join_group(self, store: int) -> ProcessGroup:
+        """Join the group of all ranks; a rank that keeps others waiting for longer than a step may take is lost."""
+        return join_group(self.rank, store, self.config.faults.step_timeout_s)
+
+    def _take_cpus(self) -> None:
+        """Run on the CPUs of the rank's place. All ranks have equally many threads.
+
+        What they repeat, such as routing, must be the same bit by bit, and products depend on the number of threads.
+        """
+        if cpus := self.config.placement(self.rank.index).cpus:
+            os.sched_setaffinity(0, cpus)
+        threads = min(self.config.placement(rank.index).num_threads for rank in self.config.topology.ranks)
+        torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
 
 
 def _arena(pages: Tensor, num_blocks: int) -> NDArray[np.uint8]:

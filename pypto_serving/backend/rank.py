@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
+from pypto_serving.backend.base import Progress
 from pypto_serving.backend.native import NativeLoader
 from pypto_serving.backend.ranks import READY, Shared
 from pypto_serving.backend.split_blocks import serve_blocks
@@ -18,15 +19,25 @@ def run(parent: Parent[RankStart]) -> None:
     start = parent.start
     name, level = f"rank {start.rank}", start.config.log_level.upper()
     logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s {name}: %(message)s", datefmt="%H:%M:%S")
+    if start.config.kernels == "torch":
+        from pypto_serving.backend import cpu_torch
+
+        cpu_torch.follow(start, parent.progress)
+    else:
+        _follow(start, parent.progress)
+
+
+def _follow(start: RankStart, progress: Progress) -> None:
+    """Replay what the leader publishes on the kernels."""
     rank = start.config.topology.ranks[start.rank]
     shared = Shared(start.config, rank, SharedMemory(start.memory))
     peers = shared.connect(start.links)
     loader = NativeLoader(start.config, rank)
-    model = loader.load(peers, parent.progress)
+    model = loader.load(peers, progress)
     if (blocks := start.links.get("blocks")) is not None:
         serve_blocks(blocks, model.arenas, loader.kv_spans(0), loader.kv_spans(1))
     loader.engine.pin_caller()
-    parent.progress(READY, 1, 1)
+    progress(READY, 1, 1)
     shared.follow(model.step)
 
 

@@ -47,16 +47,27 @@ class RankError(PyptoError):
     """A rank that ended, without saying why."""
 
 
-class Shared:
-    """Owns a rank's mappings of what all ranks share; each of them allocates the same, in the same order."""
+class SharedBuffers:
+    """Owns a rank's mapping of the buffers of steps, which are the first that all ranks allocate in `memory`."""
 
-    def __init__(self, config: EngineConfig, rank: Rank, memory: SharedMemory) -> None:
-        self.memory, self._board, self._rank = memory, Board(memory), rank
-        limits = config.limits
+    def __init__(self, config: EngineConfig, memory: SharedMemory) -> None:
+        self.memory, limits = memory, config.limits
         held = range(limits.held_dispatches)
         self.buffers = [StepBuffers.in_host_memory(config.groups, limits, memory.zeros) for _ in held]
         self._places = {_address(buffers): place for place, buffers in enumerate(self.buffers)}
-        self._most_tokens, self._patience_s = limits.max_num_batched_tokens, config.faults.step_timeout_s
+
+    def place(self, inputs: StepInputs) -> int:
+        """Return the index in `buffers` of those that the arrays of a step begin."""
+        return self._places[_address(inputs)]
+
+
+class Shared(SharedBuffers):
+    """Owns a rank's mappings of what all ranks share; each of them allocates the same, in the same order."""
+
+    def __init__(self, config: EngineConfig, rank: Rank, memory: SharedMemory) -> None:
+        super().__init__(config, memory)
+        self._board, self._rank = Board(memory), rank
+        self._most_tokens, self._patience_s = config.max_num_batched_tokens, config.faults.step_timeout_s
         self._steps: tuple[Link, list[Mirrors]] | Courier | None = None
 
     def connect(self, links: Mapping[str, int]) -> Peers:
@@ -76,7 +87,7 @@ class Shared:
 
         Raises RanksGone where the other host cannot be told.
         """
-        place = self._places[_address(inputs)]
+        place = self.place(inputs)
         counts = (len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
         if isinstance(self._steps, tuple):
             link, mirrors = self._steps

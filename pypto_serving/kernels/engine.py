@@ -56,10 +56,9 @@ def _map(size: int) -> NDArray[np.uint8]:
 
 
 def ask_for_huge_pages(memory: NDArray[np.uint8]) -> None:
-    """Ask for huge pages, which the system gives where it has them."""
-    lib = library()
-    assert lib is not None
-    lib.huge_pages(memory, memory.nbytes)
+    """Ask for huge pages, which the system gives where it has them. Without the library, none are asked for."""
+    if (lib := library()) is not None:
+        lib.huge_pages(memory, memory.nbytes)
 
 
 _POOL = Pool(_map)

@@ -40,12 +40,14 @@ class MemoryPlanner:
         backend: BackendDefaults,
         max_num_seqs: int,
         topology: Topology,
+        kernels: str = "",
     ) -> None:
         self.options = options
         self.model = model
         self.available_bytes = host.available_bytes
         self.backend = backend
         self.max_num_seqs = max_num_seqs
+        self.kernels = kernels
         self.num_followers = len(topology.on_host(0)) - 1
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
@@ -108,8 +110,8 @@ class MemoryPlanner:
 
     def follower_bytes(self, model_len: int) -> int:
         """Return the workspace of each rank but the leader."""
-        step_tokens = self.step_tokens(model_len)
-        return follower_bytes(activation_bytes(self.model, step_tokens), self.model.position_bytes * model_len)
+        activations = activation_bytes(self.model, self.step_tokens(model_len))
+        return follower_bytes(self.kernels, activations, self.model.position_bytes * model_len)
 
     def leader_bytes(self, model_len: int) -> int:
         """Return the workspace of rank 0, where there are others: it packs steps and reads all logits."""

@@ -14,10 +14,11 @@ from pypto_serving.types.model import ModelSpec
 Span = tuple[int, int]
 """A half-open interval."""
 
-FOLLOWER_BYTES = 40 << 20
+FOLLOWER_BYTES, TORCH_FOLLOWER_BYTES = 40 << 20, 210 << 20
 """Resident memory of the process of a rank that follows, beside weights, KV and activations."""
 REPEATED_PART = 8
-"""Each rank that follows repeats one of so many parts of the activations in buffers of its own."""
+"""Each rank that follows repeats one of so many parts of the activations in buffers of its own; in torch all of them.
+"""
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +48,10 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     workspace_bytes: int
 
 
-def follower_bytes(activation_bytes: int, position_bytes: int) -> int:
+def follower_bytes(kernels: str, activation_bytes: int, position_bytes: int) -> int:
     """Estimate the workspace of a rank that follows, in addition to that of one rank alone."""
+    if kernels == "torch":
+        return TORCH_FOLLOWER_BYTES + position_bytes + activation_bytes
     return FOLLOWER_BYTES + position_bytes + activation_bytes // REPEATED_PART
 
 

@@ -24,6 +24,8 @@ OPTIONS: Mapping[str, str] = {
     "expert": "expert_parallel_size",
 }
 """The option for each dimension of a topology."""
+TORCH_SPLITS = ("tensor", "expert")
+"""The dimensions in which torch programs have ranks."""
 _COUNTED = {"tensor": "ranks that split a layer", "pipeline": "pipeline stages", "expert": "expert groups"}
 
 
@@ -39,10 +41,14 @@ def choose_topology(
     if (shares := num_row_shares(settings.options)) > 1:
         split_by = "data_parallel_size"
         sizes["tensor"] = sizes["data"] = shares
+        _check_torch(settings.options, model, split_by, shares, kernels)
     if sizes["tensor"] % sizes["expert"]:
         assert model.parts is not None
         raise _uneven_groups(settings.options, split_by, sizes["tensor"], sizes["expert"], model.parts.num_experts)
-    return Topology(**sizes, hosts=choose_hosts(settings, sizes["tensor"] * sizes["pipeline"]))
+    hosts = choose_hosts(settings, sizes["tensor"] * sizes["pipeline"])
+    if hosts > 1:
+        _check_torch(settings.options, model, "join_address", settings.options.join_address, kernels)
+    return Topology(**sizes, hosts=hosts)
 
 
 def choose_hosts(settings: Settings, num_ranks: int) -> int:
@@ -72,12 +78,20 @@ def num_row_shares(options: Options) -> int:
 
 def _obstacle(options: Options, dimension: str, model: ModelSpec, backend: BackendDefaults, kernels: str) -> str:
     """Say why there can be one of `dimension` only; empty if there can be more."""
-    if dimension not in backend.splits:
+    if dimension not in backend.splits or model.parts is None:
         return f"this backend has no {_COUNTED[dimension]}"
-    if kernels == "torch" or model.parts is None:
-        chosen = f"{options.label('kernels')} is torch" if options.kernels == "torch" else "this installation has none"
-        return f"only the CPU kernels have ranks, and {why_torch(options, model) or chosen}"
-    return ""
+    return _torch_obstacle(options, model) if kernels == "torch" and dimension not in TORCH_SPLITS else ""
+
+
+def _torch_obstacle(options: Options, model: ModelSpec) -> str:
+    chosen = f"{options.label('kernels')} is torch" if options.kernels == "torch" else "this installation has no others"
+    return f"torch has tensor and expert parallelism on one host only, and {why_torch(options, model) or chosen}"
+
+
+def _check_torch(options: Options, model: ModelSpec, option: str, value: object, kernels: str) -> None:
+    """Raise ConfigError for an option that torch does not have."""
+    if kernels == "torch":
+        raise ConfigError(f"{options.label(option)} is {value}, but {_torch_obstacle(options, model)}; drop it")
 
 
 def _size(settings: Settings, dimension: str, parts: ModelParts | None, host: HostFacts, obstacle: str) -> int:

@@ -72,7 +72,7 @@ def resolve(
     topology, model = _over_ranks(settings, model, host, backend, kernels)
     backend = backend.in_stages(topology.pipeline)
     max_num_seqs = settings.pick("max_num_seqs", backend.max_num_seqs, f"default for {name}")
-    planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology)
+    planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology, kernels)
     memory, model_len = _plan_memory(settings, planner)
     num_threads = choose_threads(settings, model, host)
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
@@ -121,6 +121,7 @@ def _as_served(
     kernels = choose_kernels(settings, model, host) if backend.cpu_kernels else ""
     if kernels == "torch":
         require_torch(settings.options, model, host)
+        model = msgspec.structs.replace(model, parts=model.torch_parts)
     elif kernels:
         model = msgspec.structs.replace(model, weight_bytes=model.packed_bytes)
     return kernels, choose_block_size(settings, model, backend)

@@ -83,7 +83,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes, packed_bytes: bytes of the weights in torch, and in the CPU kernels.
     token_bytes: bytes of weights that a step of one token reads.
     position_bytes: bytes for each position of the longest sequence, such as tables of angles.
-    parts: what ranks split, as the CPU kernels hold it; None for a model that cannot be split.
+    parts, torch_parts: what ranks split, as the CPU kernels and torch hold it; None for a model that cannot be split.
     needs_torch: why the kernels cannot serve the model; empty if they can.
     needs_torch_option: name of the option that this depends on, such as `dtype`; empty if it is the model alone.
     quantization: how weights are quantised, empty if they are not; only the kernels serve quantised ones.
@@ -104,6 +104,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     token_bytes: int = 0
     position_bytes: int = 0
     parts: ModelParts | None = None
+    torch_parts: ModelParts | None = None
     needs_torch: str = "it has no program for the CPU kernels"
     needs_torch_option: str = ""
     quantization: str = ""

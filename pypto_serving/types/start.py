@@ -28,7 +28,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
 class RankStart(msgspec.Struct, frozen=True):
     """What a rank needs to follow a worker: its index, and inherited file descriptors.
 
-    They are `memory`, which ranks of a host share, and the rank's `links` to another host, by name.
+    They are `memory`, which ranks of a host share, and the rank's `links`, by name: to another host, or to the leader.
     """
 
     config: EngineConfig

@@ -16,6 +16,7 @@ from pypto_serving.setup.options import make_options
 from pypto_serving.setup.rank_plan import plan_ranks
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.hosts import SECRET_VARIABLE
 from pypto_serving.types.model import ModelSpec
 from tests.setup.small import MIB, WITH_KERNELS, make_model, make_resolved, setting
 
@@ -25,12 +26,13 @@ WEIGHTS = (
     SplitWeights(layers=(0, 1), num_bytes=8 * MIB),
 )
 DENSE = ModelParts(num_layers=2, num_heads=8, num_kv_heads=2, hidden_size=64, weights=WEIGHTS)
+IN_TORCH = msgspec.structs.replace(DENSE, num_experts=6, weights=(SplitWeights(layers=(0,), num_bytes=64 * MIB),))
 SPARSE = msgspec.structs.replace(DENSE, num_experts=6)
 TWO_NODES = msgspec.structs.replace(WITH_KERNELS, nodes=(NumaNode(0, (0, 1)), NumaNode(1, (2, 3))))
 
 
 def model_of(parts: ModelParts) -> ModelSpec:
-    return make_model(needs_torch="", packed_bytes=776 * MIB, parts=parts)
+    return make_model(needs_torch="", packed_bytes=776 * MIB, parts=parts, torch_parts=IN_TORCH)
 
 
 def resolved_of(parts: ModelParts = DENSE, facts: HostFacts = TWO_NODES, /, **options: Any) -> Resolved:
@@ -69,7 +71,6 @@ def test_auto_counts_the_nodes_of_each_replica() -> None:
     [
         (DENSE, WITH_KERNELS, {}, "NUMA node"),
         (DENSE, TWO_NODES, {"backend": "null"}, "this backend has no ranks"),
-        (DENSE, TWO_NODES, {"kernels": "torch"}, "only the CPU kernels have ranks, and --kernels is torch"),
         (msgspec.structs.replace(DENSE, num_heads=1, num_kv_heads=1), TWO_NODES, {}, "NUMA node"),
     ],
 )
@@ -108,6 +109,7 @@ def test_ranks_that_share_rows_share_the_kv_cache() -> None:
 
 TP, PP, EP = "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"
 DP = "data_parallel_size"
+IN_TORCH_ONLY = "torch has tensor and expert parallelism on one host only, and --kernels is torch; drop it"
 REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (DENSE, {TP: 0}, "--tensor-parallel-size is 0, but must be a whole number from 1 to 1024, or auto"),
     (DENSE, {TP: "all"}, "--tensor-parallel-size is all, but must be a whole number from 1 to 1024, or auto"),
@@ -125,7 +127,8 @@ REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (DENSE, {DP: 2, EP: 2}, "--expert-parallel-size is 2, but the model has no experts; drop it"),
     (SPARSE, {DP: 2, EP: 2, "backend": "null"}, "--expert-parallel-size is 2, but this backend has no expert groups"),
     (SPARSE, {TP: 2, "backend": "null"}, "--tensor-parallel-size is 2, but this backend has no ranks that split a"),
-    (DENSE, {TP: 2, "kernels": "torch"}, "but only the CPU kernels have ranks, and --kernels is torch; drop it"),
+    (DENSE, {PP: 2, "kernels": "torch"}, f"--pipeline-parallel-size is 2, but {IN_TORCH_ONLY}"),
+    (SPARSE, {DP: 2, EP: 2, "kernels": "torch"}, f"--data-parallel-size is 2, but {IN_TORCH_ONLY}"),
 ]
 
 
@@ -135,6 +138,19 @@ def test_sizes_that_cannot_be_are_refused_in_one_line(parts: ModelParts, options
         resolved_of(parts, **options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_torch_has_ranks_with_the_weights_that_it_holds() -> None:
+    resolved = resolved_of(SPARSE, tensor_parallel_size=2, expert_parallel_size=2, kernels="torch")
+    assert resolved.engine.topology == Topology(tensor=2, expert=2)
+    assert [rank.weight_bytes for rank in resolved.ranks] == [64 * MIB] * 2
+    assert min(rank.workspace_bytes for rank in resolved.ranks) > 200 * MIB
+
+
+def test_torch_is_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "0123456789abcdef")
+    with pytest.raises(ConfigError, match=f"--join-address is 127.0.0.1:1, but {IN_TORCH_ONLY}"):
+        resolved_of(tensor_parallel_size=2, join_address="127.0.0.1:1", kernels="torch")
 
 
 def test_short_names() -> None:

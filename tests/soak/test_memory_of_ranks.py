@@ -21,10 +21,10 @@ PROMPT_TOKENS, NUM_PROMPTS = 500, 20
 """Together more than fit the KV cache, so that all of it is written."""
 
 
-@pytest.mark.parametrize("option", ["--tp", "--pp"])
-def test_ranks_take_what_is_planned(tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize(("option", "kernels"), [("--tp", "auto"), ("--pp", "auto"), ("--tp", "torch")])
+def test_ranks_take_what_is_planned(tmp_path: Path, option: str, kernels: str) -> None:
     model = make_checkpoint(tmp_path / "model", dtype="bfloat16", max_position_embeddings=1024, **SIZES, **HEADS)
-    options = (str(model), option, "2", "--kv-memory", "256MiB", "--max-num-seqs", "16")
+    options = (str(model), option, "2", "--kv-memory", "256MiB", "--max-num-seqs", "16", "--kernels", kernels)
     command = [sys.executable, "-m", "pypto_serving", "check", *options, "--json"]
     memory = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["memory"]
     planned = [sum(rank[f"{part}_bytes"] for part in ("weight", "kv", "workspace")) for rank in memory["ranks"]]

@@ -111,6 +111,11 @@ class Qwen3Inventory:
                 sizes[name] = size * item_bytes // 2 if scheme == PLAIN else size
         return sizes
 
+    def torch_bytes(self, item_bytes: int) -> dict[str, int]:
+        """Count the bytes of every weight in torch. A tied embedding is in memory twice: as table and packed."""
+        twice = {EMBEDDING} if self.config.tied_embeddings else set()
+        return {name: item_bytes * math.prod(shape) * (1 + (name in twice)) for name, shape in self._weights.items()}
+
     def token_share(self, name: str) -> Fraction:
         """Return the part of all weights called like `name` that a token reads: of experts, the chosen ones."""
         if _EXPERT.match(name) and self.config.experts is not None:

@@ -27,24 +27,25 @@ def kv_groups(config: Qwen3Config, dtype: str, block_size: int) -> tuple[KVCache
 
 
 def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, StoredTensor]) -> ModelSpec:
-    """Describe the checkpoint to the engine. In torch a tied embedding lies in memory twice: as table and packed."""
+    """Describe the checkpoint to the engine."""
     inventory = Qwen3Inventory(config, headers)
-    num_parameters, choices = inventory.num_parameters(), _choices(inventory)
+    choices = _choices(inventory)
     rounded = Int8() if serving.head == "int8" and "head" in choices else None
     packed = inventory.packed_bytes(DTYPE_BYTES[serving.dtype], rounded)
+    in_torch = inventory.torch_bytes(DTYPE_BYTES[serving.dtype])
     quantised, (option, reason) = inventory.quantization(), _refused_option(serving)
-    resident = num_parameters + (config.vocab_size * config.hidden_size if config.tied_embeddings else 0)
     return ModelSpec(
         dtype=serving.dtype,
         num_layers=config.num_layers,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
-        num_parameters=num_parameters,
-        weight_bytes=sum(packed.values()) if quantised else resident * DTYPE_BYTES[serving.dtype],
+        num_parameters=inventory.num_parameters(),
+        weight_bytes=sum((packed if quantised else in_torch).values()),
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=config.rope.position_bytes,
         parts=_parts(config, inventory, packed),
+        torch_parts=_parts(config, inventory, in_torch),
         needs_torch=reason or _needs_torch(config, inventory.inputs_of_codes()),
         needs_torch_option=option,
         quantization=quantised,
@@ -53,15 +54,15 @@ def model_spec(config: Qwen3Config, serving: Serving, headers: Mapping[str, Stor
     )
 
 
-def _parts(config: Qwen3Config, inventory: Qwen3Inventory, packed: Mapping[str, int]) -> ModelParts:
-    """List what ranks split of weights of these packed bytes."""
+def _parts(config: Qwen3Config, inventory: Qwen3Inventory, sizes: Mapping[str, int]) -> ModelParts:
+    """List what ranks split of weights of these bytes."""
     return ModelParts(
         num_layers=config.num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         hidden_size=config.hidden_size,
         num_experts=config.experts.count if config.experts is not None else 0,
-        weights=merged(inventory.split(name, size) for name, size in packed.items()),
+        weights=merged(inventory.split(name, size) for name, size in sizes.items()),
     )
 
 

@@ -1,0 +1,91 @@
+"""The ranks of a torch program: how the leader starts them, and tells them of steps. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import NoReturn
+
+from pypto_serving.backend.base import Progress, StepInputs
+from pypto_serving.backend.ranks import Followers, SharedBuffers
+from pypto_serving.kernels import RanksGone, SharedMemory
+from pypto_serving.types.config import EngineConfig
+
+_STEP = struct.Struct("=4i")
+"""A step: which of the shared buffers its arrays begin, and its numbers of tokens, rows and logits."""
+_JOIN = b"J"
+"""All ranks have loaded."""
+
+
+class TorchRanks(SharedBuffers):
+    """Owns the ranks that follow the leader of a torch program, and a socket to each of them.
+
+    They wait at sockets, not in a collective, which would time out while the server is idle. `store` is the descriptor
+    of a file in which ranks leave their addresses for each other.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, SharedMemory.create())
+        self.followers = Followers()
+        self.store = os.memfd_create("pypto-addresses")
+        self._sockets: list[socket.socket] = []
+
+    def start(self, config: EngineConfig, descendants: tuple[int, ...]) -> None:
+        """Start all ranks but the leader. Raises RankError where the system cannot."""
+        ranks, links = config.topology.ranks[1:], {}
+        for rank in ranks:
+            ours, theirs = socket.socketpair()
+            self._sockets.append(ours)
+            links[rank.index] = {"steps": theirs.detach(), "store": os.dup(self.store)}
+        self.followers.start(config, ranks, self.memory.fd, links, descendants)
+
+    def gather(self, progress: Progress) -> None:
+        """Wait until all have loaded, and let them join the group. Raises what they report, or RanksGone."""
+        self.followers.await_ready(progress)
+        self._tell(_JOIN)
+
+    def publish(self, inputs: StepInputs) -> None:
+        """Let the other ranks compute a step. Raises RanksGone."""
+        counts = (len(inputs.token_ids), len(inputs.context_lens), len(inputs.logits_rows))
+        self._tell(_STEP.pack(self.place(inputs), *counts))
+
+    def _tell(self, message: bytes) -> None:
+        try:
+            for each in self._sockets:
+                each.sendall(message)
+        except OSError:
+            raise RanksGone from None
+
+    def await_end(self) -> NoReturn:
+        """Wait until a rank has ended, and raise the error that says which."""
+        self.followers.await_end()
+
+
+class Leader:
+    """Owns the socket of a rank that follows, to its leader."""
+
+    def __init__(self, steps: int) -> None:
+        self._socket = socket.socket(fileno=steps)
+
+    def await_others(self) -> None:
+        """Wait until all ranks have loaded. Raises RanksGone."""
+        if self._socket.recv(len(_JOIN)) != _JOIN:
+            raise RanksGone
+
+    def steps(self, shared: SharedBuffers) -> Iterator[StepInputs]:
+        """Yield the steps that the leader publishes, until it ends."""
+        while len(message := self._socket.recv(_STEP.size, socket.MSG_WAITALL)) == _STEP.size:
+            place, tokens, rows, logits = _STEP.unpack(message)
+            b = shared.buffers[place]
+            yield StepInputs(
+                token_ids=b.token_ids[:tokens],
+                positions=b.positions[:tokens],
+                query_start=b.query_start[: rows + 1],
+                context_lens=b.context_lens[:rows],
+                logits_rows=b.logits_rows[:logits],
+                slot_mapping=tuple(slots[:tokens] for slots in b.slot_mapping),
+                block_tables=tuple(tables[:rows] for tables in b.block_tables),
+                fresh_blocks=(),
+            )
