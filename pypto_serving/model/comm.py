@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +76,16 @@ class Comm:
     def columns(self, part: Tensor, width: int, unit: int = PANEL) -> Tensor:
         """Join the columns that each rank has of a matrix of `width`, whole units each: [n, own] to [n, width]."""
         return self.join(part, self.rank.columns(width, unit), width)
+
+    def columns_of(self, parts: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]:
+        """Join the columns of several matrices of these widths at once; see `columns`."""
+        if self.alone:
+            return list(parts)
+        whole = parts[0].new_zeros(len(parts[0]), sum(widths))
+        for part, room in zip(parts, whole.split(widths, 1), strict=True):
+            own = self.rank.columns(room.shape[1])
+            room[:, own.start : own.stop] = part
+        return [joined.contiguous() for joined in self.sum(whole).split(widths, 1)]
 
     def join(self, part: Tensor, columns: range, width: int) -> Tensor:
         """Join parts that are these `columns` of `width`: [n, own] to [n, width]."""

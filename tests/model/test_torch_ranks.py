@@ -19,6 +19,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[Topology, ...]]] = [
     ("qwen3", SMALL | {"attention_bias": True}, (Topology(2), Topology(4))),
     ("qwen3", ODD | {"tie_word_embeddings": True}, (Topology(3), Topology(5))),
     ("qwen3_moe", SMALL, (Topology(2), Topology(2, expert=2), Topology(4, expert=2))),
+    ("deepseek_v4_fast", {"vocab_size": 131}, (Topology(2), Topology(2, expert=2), Topology(4, expert=2))),
 ]
 
 
@@ -38,7 +39,7 @@ def test_ranks_compute_what_one_does(
         assert np.array_equal(logits_of(program, AT_ONCE), found), topology
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v4_fast"])
 def test_ranks_read_the_weights_that_are_planned_for_them(checkpoint: MakeCheckpoint, kind: str) -> None:
     path = checkpoint(kind, **SMALL | {"tie_word_embeddings": False})
     parts = load_spec(path, Serving("float32")).torch_parts

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pypto_serving.model.comm import Comm
 from pypto_serving.model.deepseek_v4.compressor import ClosedWindows, Compressor
 from pypto_serving.model.deepseek_v4.config import DeepseekV4Config
 from pypto_serving.model.deepseek_v4.layers import apply_rope, matrix, vector
@@ -19,6 +20,7 @@ from pypto_serving.model.deepseek_v4.pages import LayerRows, Pages, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Linear, rms_norm
 from pypto_serving.model.loader import Weights
+from pypto_serving.model.shares import cut, rows_of
 
 TILE = 64
 """Compressed entries are gathered in multiples of this."""
@@ -68,14 +70,16 @@ def same_width(counts: Tensor, fixed: int, row_bytes: int) -> Iterator[tuple[Ten
 class IndexerTopK:
     """The lightning indexer of a CSA layer: selects the top-k compressed entries of a query.
 
-    Ties go to the earlier entry.
+    Ties go to the earlier entry. Ranks split the projections; the scores, which are sums over all heads, each repeats.
     """
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, prefix: str, keys: LayerRows) -> None:
+    def __init__(self, model: DeepseekV4Config, weights: Weights, prefix: str, keys: LayerRows, comm: Comm) -> None:
         assert model.indexer is not None
-        self.sizes, self.keys = model.indexer, keys
-        self.query = matrix(weights, f"{prefix}wq_b")
-        self.head_weights = matrix(weights, f"{prefix}weights_proj", dtype=torch.float32)
+        self.sizes, self.keys, self._comm = model.indexer, keys, comm
+        self._own = rows_of(comm.rank.heads(self.sizes.num_heads), self.sizes.head_dim)
+        self.query = matrix(weights, f"{prefix}wq_b", outputs=self._own)
+        own = comm.rank.columns(self.sizes.num_heads)
+        self.head_weights = matrix(weights, f"{prefix}weights_proj", dtype=torch.float32, outputs=own)
 
     def __call__(self, latent: Tensor, x: Tensor, view: StepView) -> Tensor:
         """Return the entries to attend to, ascending, int64 [t, most].
@@ -88,9 +92,10 @@ class IndexerTopK:
         topk_indices = torch.arange(most, device=device).repeat(len(x), 1)
         crowded = (view.visible > topk).nonzero().flatten()
         if len(crowded):
-            heads = self.query(latent).float().view(len(x), self.sizes.num_heads, self.sizes.head_dim)
-            heads = apply_rope(heads, *view.rope)
-            weights = self.head_weights(x) * (self.sizes.num_heads * self.sizes.head_dim) ** -0.5
+            width = self.sizes.num_heads * self.sizes.head_dim
+            queries = self._comm.join(self.query(latent), self._own, width).float()
+            heads = apply_rope(queries.view(len(x), self.sizes.num_heads, self.sizes.head_dim), *view.rope)
+            weights = self._comm.columns(self.head_weights(x), self.sizes.num_heads) * width**-0.5
             for places, width in same_width(view.visible[crowded], 0, 4 * self.sizes.head_dim):
                 tokens = crowded[places]
                 topk_indices[tokens] = self._best(heads[tokens], weights[tokens], tokens, width, view)
@@ -111,50 +116,79 @@ class IndexerTopK:
 
 
 class Attention:
-    """One layer's attention: projections, KV cache, compressors, indexer and the grouped output projection."""
+    """One layer's attention: projections, KV cache, compressors, indexer and the grouped output projection.
 
-    def __init__(self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages]) -> None:
-        prefix, kind = f"layers.{layer}.attn.", model.kinds[layer]
-        self.model, self.kind = model, kind
-        self.q_latent, self.query = matrix(weights, f"{prefix}wq_a"), matrix(weights, f"{prefix}wq_b")
-        self.latent = matrix(weights, f"{prefix}wkv")
+    Ranks split it by heads, and the outputs of all other matrices. What all heads share, such as rows of the KV cache,
+    every rank computes: all write the same bytes.
+    """
+
+    def __init__(
+        self, model: DeepseekV4Config, weights: Weights, layer: int, pages: dict[str, Pages], comm: Comm
+    ) -> None:
+        prefix, kind, rank = f"layers.{layer}.attn.", model.kinds[layer], comm.rank
+        self.model, self.kind, self._comm = model, kind, comm
+        self.heads = rank.heads(model.num_heads)
+        self.q_latent = matrix(weights, f"{prefix}wq_a", outputs=rank.columns(model.q_lora_rank))
+        self.query = matrix(weights, f"{prefix}wq_b", outputs=rows_of(self.heads, model.head_dim))
+        self.latent = matrix(weights, f"{prefix}wkv", outputs=rank.columns(model.head_dim))
         self.query_norm, self.norm = (vector(weights, f"{prefix}{name}_norm.weight") for name in ("q", "kv"))
-        self.sink = vector(weights, f"{prefix}attn_sink")
-        groups = weights.lend(f"{prefix}wo_a.weight").chunk(model.o_groups)
+        self.sink = vector(weights, f"{prefix}attn_sink")[self.heads.start : self.heads.stop]
+        own = rank.columns(model.o_groups * model.o_lora_rank)
+        sizes = [len(part) for part in cut([model.o_lora_rank] * model.o_groups, own)]
+        groups = weights.lend(f"{prefix}wo_a.weight", rows=[own]).split(sizes)
         self.out_latents = [Linear(group) for group in groups]
-        self.out = matrix(weights, f"{prefix}wo_b")
+        self.out = matrix(weights, f"{prefix}wo_b", outputs=rank.columns(model.hidden_size))
         self.rows = pages["ori"].layer("kv", layer)
         self.compressors: list[tuple[Compressor, LayerRows, LayerRows]] = []
         self.indexer: IndexerTopK | None = None
         if kind != "swa":
             self.entries = pages["cmp"].layer(kind, layer)
             state = f"{kind}_state"
-            compressor = Compressor(model, weights, f"{prefix}compressor.", kind, model.head_dim, (state, "cmp"))
+            compressor = Compressor(model, weights, f"{prefix}compressor.", kind, model.head_dim, (state, "cmp"), rank)
             self.compressors.append((compressor, pages[state].layer("state", layer), self.entries))
         if kind == "csa":
             assert model.indexer is not None
             keys, state, dim = pages["idx"].layer("key", layer), "csa_inner_state", model.indexer.head_dim
-            compressor = Compressor(model, weights, f"{prefix}indexer.compressor.", kind, dim, (state, "idx"))
+            compressor = Compressor(model, weights, f"{prefix}indexer.compressor.", kind, dim, (state, "idx"), rank)
             self.compressors.append((compressor, pages[state].layer("state", layer), keys))
-            self.indexer = IndexerTopK(model, weights, f"{prefix}indexer.", keys)
+            self.indexer = IndexerTopK(model, weights, f"{prefix}indexer.", keys, comm)
 
     def __call__(self, x: Tensor, view: StepView) -> Tensor:
         """Compute float32 [t, hidden] to [t, hidden], and write the cache rows of the step's tokens."""
         model, eps, dtype = self.model, self.model.rms_norm_eps, self.out.dtype
-        rounded = x.to(dtype)
-        latent = rms_norm(self.q_latent(rounded).float(), self.query_norm, eps).to(dtype)
-        heads = self.query(latent).float().view(len(x), model.num_heads, model.head_dim)
+        q_latent, shared, *projected = self._project(x)
+        latent = rms_norm(q_latent, self.query_norm, eps).to(dtype)
+        heads = self.query(latent).float().view(len(x), len(self.heads), model.head_dim)
         heads = apply_rope(rms_norm(heads, None, eps), *view.rope) * model.head_dim**-0.5
-        shared = apply_rope(rms_norm(self.latent(rounded).float(), self.norm, eps), *view.rope)
+        shared = apply_rope(rms_norm(shared, self.norm, eps), *view.rope)
         self.rows.write(view.rows.slots["ori"], shared)
         for compressor, state, entries in self.compressors:
-            compressor(x, view.rows, view.closed, view.closed_rope, state, entries)
+            kv, gates, *projected = projected
+            compressor(kv, gates, view.rows, view.closed, view.closed_rope, state, entries)
         topk_indices = self.indexer(latent, x, view) if self.indexer is not None else None
         cos, sin = view.rope
         attended = apply_rope(self._attend(heads, view, topk_indices), cos, -sin)
-        parts = attended.to(dtype).view(len(x), model.o_groups, -1).unbind(1)
-        joined = torch.cat([linear(part.contiguous()) for linear, part in zip(self.out_latents, parts, strict=True)], 1)
-        return self.out(joined).float()
+        return self._output(attended.to(dtype).flatten(1))
+
+    def _project(self, x: Tensor) -> list[Tensor]:
+        """Project the input, float32: the query latent, the shared latent, and kv and gates of each compressor."""
+        rounded = x.to(self.out.dtype)
+        parts = [self.q_latent(rounded).float(), self.latent(rounded).float()]
+        widths = [self.model.q_lora_rank, self.model.head_dim]
+        for compressor, _, _ in self.compressors:
+            parts += compressor.project(x).chunk(2, dim=1)
+            widths += [compressor.width] * 2
+        return self._comm.columns_of(parts, widths)
+
+    def _output(self, attended: Tensor) -> Tensor:
+        """Project the rank's heads [t, own * head_dim], by groups of all heads: float32 [t, hidden]."""
+        model, own = self.model, rows_of(self.heads, self.model.head_dim)
+        groups = self._comm.join(attended, own, model.num_heads * model.head_dim).view(
+            len(attended), model.o_groups, -1
+        )
+        parts = [linear(x.contiguous()) for linear, x in zip(self.out_latents, groups.unbind(1), strict=True)]
+        joined = self._comm.columns(torch.cat(parts, 1), model.o_groups * model.o_lora_rank)
+        return self._comm.columns(self.out(joined), model.hidden_size).float()
 
     def _attend(self, heads: Tensor, view: StepView, topk_indices: Tensor | None) -> Tensor:
         """Attend to window, compressed entries and sink: scaled queries [t, heads, dim] to [t, heads, dim]."""

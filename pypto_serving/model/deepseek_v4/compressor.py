@@ -13,6 +13,7 @@ from pypto_serving.model.deepseek_v4.pages import LayerRows, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
 from pypto_serving.model.layers import Linear, rms_norm
 from pypto_serving.model.loader import Weights
+from pypto_serving.parallel.topology import Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +47,36 @@ class Compressor:
     """
 
     def __init__(
-        self, model: DeepseekV4Config, weights: Weights, prefix: str, kind: LayerKind, dim: int, names: tuple[str, str]
+        self,
+        model: DeepseekV4Config,
+        weights: Weights,
+        prefix: str,
+        kind: LayerKind,
+        dim: int,
+        names: tuple[str, str],
+        rank: Rank,
     ) -> None:
         self.state_group, self.entry_group = names
         self.kind, self.ratio, self.dim, self.eps = kind, model.ratio(kind), dim, model.rms_norm_eps
         self.width = model.compressed_width(kind, dim)
-        self.project = matrix(weights, f"{prefix}wkv", f"{prefix}wgate", dtype=torch.float32)
+        own = rank.columns(self.width)
+        self.project = matrix(weights, f"{prefix}wkv", f"{prefix}wgate", dtype=torch.float32, outputs=own)
         self.ape, self.norm = vector(weights, f"{prefix}ape"), vector(weights, f"{prefix}norm.weight")
 
     def __call__(
         self,
-        x: Tensor,
+        kv: Tensor,
+        gates: Tensor,
         rows: StepRows,
         closed: ClosedWindows,
         rope: tuple[Tensor, Tensor],
         state: LayerRows,
         entries: LayerRows,
     ) -> None:
-        """Write the state of x [t, hidden], and the entries of closed windows; `rope` is that of their first tokens."""
-        kv, gates = self.project(x).split(self.width, dim=1)
+        """Write the state of projected tokens, and the entries of closed windows.
+
+        `kv` and `gates` [t, width] are the two parts of `project`, `rope` is that of the windows' first tokens.
+        """
         gates = gates + self.ape.index_select(0, rows.positions % self.ratio)
         state.write(rows.slots[self.state_group], torch.cat([kv, gates], dim=1))
         if not len(closed.tokens):

@@ -114,6 +114,11 @@ class DeepseekV4Inventory:
                 sizes[name] = packed_bytes(scheme, self._headers, module, n, k, unit)
         return sizes
 
+    def torch_bytes(self, item_bytes: int) -> dict[str, int]:
+        """Count the bytes of every tensor in torch."""
+        sizes = {"precise": 4, "float": 4, "ids": 8}
+        return {name: tensor.count * sizes.get(tensor.role, item_bytes) for name, tensor in self.model.items()}
+
     def token_share(self, name: str) -> Fraction:
         """Return the part of all tensors called like `name` that a token reads: of experts, the chosen ones."""
         tensor, experts = self.model[name], self._config.experts

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pypto_serving.model.comm import Comm
 from pypto_serving.model.loader import torch_dtype
 from pypto_serving.model.step import StepTensors
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -18,15 +18,15 @@ class Pages:
     """Owns the blocks of one KV group whose rows all have one width: `rows` [blocks * rows per block, width].
 
     A block holds tensor after tensor, and each tensor layer after layer. One hidden block behind the others stays zero
-    and serves positions that do not exist. Memory is committed when first written.
+    and serves positions that do not exist. Memory is committed when first written. All ranks have the same blocks.
     """
 
-    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, group: KVCacheGroupSpec, num_blocks: int, comm: Comm) -> None:
         tensors = group.tensors
         (width,) = {tensor.row_shape[0] for tensor in tensors}
-        memory = np.zeros((num_blocks + 1, group.block_bytes), dtype=np.uint8)
         with torch.inference_mode(False):  # others may write pages too
-            self.blocks = torch.from_numpy(memory).to(device).view(torch_dtype(tensors[0].dtype))
+            memory = comm.pages((num_blocks + 1) * group.block_bytes).view(num_blocks + 1, -1)
+            self.blocks = memory.view(torch_dtype(tensors[0].dtype))
         self.rows = self.blocks.view(-1, width)
         self.block_size, self.zero_block = group.block_size, num_blocks
         self.rows_per_block = self.blocks.shape[1] // width

@@ -14,7 +14,7 @@ from pypto_serving.model.deepseek_v4.inventory import DeepseekV4Inventory
 from pypto_serving.model.deepseek_v4.layers import MIN_ROWS, HyperConnection, MoE, hyper_connection_post, matrix, vector
 from pypto_serving.model.deepseek_v4.pages import Pages, StepRows
 from pypto_serving.model.deepseek_v4.parts import LayerKind
-from pypto_serving.model.layers import Linear, rms_norm, settle_rows
+from pypto_serving.model.layers import Embedding, Linear, rms_norm, settle_rows
 from pypto_serving.model.loader import Weights
 from pypto_serving.model.rope import rope_tables
 from pypto_serving.model.step import StepTensors
@@ -35,7 +35,7 @@ class DecoderLayer:
         self.hyper_connections = [
             HyperConnection(weights, f"{prefix}hc_{part}", model.hyper, self.eps) for part in ("attn", "ffn")
         ]
-        self.attention = Attention(model, weights, layer, pages)
+        self.attention = Attention(model, weights, layer, pages, comm)
         self.moe = MoE(model, weights, layer, comm)
 
     def __call__(self, h: Tensor, view: StepView) -> Tensor:
@@ -55,7 +55,7 @@ class DecoderLayer:
 
 
 class DeepseekV4Program:
-    """Owns weights and cache pages of a DeepSeek V4 model. `rows` is the fewest rows that a step computes.
+    """Owns weights and cache pages of a DeepSeek V4 model, or a rank's part. `rows` is the fewest rows of a step.
 
     Residual streams, compressor states, hyper-connections and routing are float32 whatever dtype the weights have.
     Weights and pages lie on torch's default device at construction; a step's tensors must lie there too.
@@ -71,16 +71,18 @@ class DeepseekV4Program:
         self.model, self._comm = model, comm or Comm()
         device = torch.get_default_device()
         self._groups = {
-            group.name: Pages(group, count, device)
+            group.name: Pages(group, count, self._comm)
             for group, count in zip(config.groups, config.num_blocks, strict=True)
         }
         self.pages = tuple(pages.blocks for pages in self._groups.values())
-        self.embedding = weights.read("embed.weight")
+        mine = self._comm.rank.vocabulary(model.vocab_size)
+        self.embedding = Embedding(weights.read("embed.weight", rows=[mine]), self._comm, mine)
         self.layers = [
             DecoderLayer(model, weights, layer, self._groups, self._comm) for layer in range(model.num_layers)
         ]
         self.hc_head = HyperConnection(weights, "hc_head", model.hyper, model.rms_norm_eps)
-        self.norm, self.head = vector(weights, "norm.weight"), matrix(weights, "head")
+        self.norm, self.head = vector(weights, "norm.weight"), matrix(weights, "head", outputs=mine)
+        weights.finish()
         self._tables: dict[LayerKind, tuple[Tensor, Tensor]] = {
             kind: (torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device))
             for kind, (cos, sin) in rope_tables(model.ropes(), config.max_model_len).items()
@@ -93,19 +95,20 @@ class DeepseekV4Program:
         rows, stable = settle_rows(linears)
         if not stable:
             logger.warning("matrix products on this machine depend on the row count: outputs may vary with the batch")
-        return max(rows, MIN_ROWS)
+        return self._comm.largest(max(rows, MIN_ROWS))
 
     def forward(self, step: StepTensors) -> Tensor:
         """Write the cache rows of a step's tokens, then return logits of `step.logits_rows`, float32 [s, vocab]."""
         if not len(step.token_ids):
-            return torch.empty(0, self.model.vocab_size, device=self.embedding.device)
+            return torch.empty(0, self.model.vocab_size, device=self.norm.device)
         rows = StepRows(step, self._groups)
         views = {kind: StepView.of(rows, tables, kind, self.model.ratio(kind)) for kind, tables in self._tables.items()}
-        h = self.embedding.index_select(0, step.token_ids).float()
+        h = self.embedding(step.token_ids).float()
         h = h[:, None].expand(-1, self.model.hyper.streams, -1).contiguous()
         for layer in self.layers:
             h = layer(h, views[layer.kind])
         if not len(step.logits_rows):
-            return torch.empty(0, self.model.vocab_size, device=self.embedding.device)
+            return torch.empty(0, self.model.vocab_size, device=self.norm.device)
         x = self.hc_head.head(h.index_select(0, step.logits_rows))
-        return self.head(rms_norm(x, self.norm, self.model.rms_norm_eps).to(self.embedding.dtype)).float()
+        logits = self.head(rms_norm(x, self.norm, self.model.rms_norm_eps).to(self.head.dtype))
+        return self._comm.columns(logits, self.model.vocab_size).float()

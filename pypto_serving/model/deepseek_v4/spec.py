@@ -21,6 +21,7 @@ def model_spec(config: DeepseekV4Config, serving: Serving, headers: Mapping[str,
     """Describe the checkpoint to the engine. The KV groups have block sizes and dtypes of their own."""
     inventory, quantised = DeepseekV4Inventory(config, headers), config.storage.name
     packed = inventory.packed_bytes(Int8() if serving.head == "int8" else None)
+    in_torch = inventory.torch_bytes(DTYPE_BYTES[serving.dtype])
     option, reason = refused_dtype(serving.dtype)
     return ModelSpec(
         dtype=serving.dtype,
@@ -28,18 +29,12 @@ def model_spec(config: DeepseekV4Config, serving: Serving, headers: Mapping[str,
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         num_parameters=inventory.num_parameters(),
-        weight_bytes=sum(packed.values()) if quantised else _weight_bytes(inventory, serving.dtype),
+        weight_bytes=sum((packed if quantised else in_torch).values()),
         packed_bytes=sum(packed.values()),
         token_bytes=int(sum(inventory.token_share(name) * size for name, size in packed.items())),
         position_bytes=sum(rope.position_bytes for rope in set(config.ropes().values())),
-        parts=ModelParts(
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=1,
-            hidden_size=config.hidden_size,
-            num_experts=config.experts.count,
-            weights=merged(inventory.split(name, size) for name, size in packed.items()),
-        ),
+        parts=_parts(config, inventory, packed),
+        torch_parts=_parts(config, inventory, in_torch),
         needs_torch=reason or _needs_torch(config),
         needs_torch_option=option,
         quantization=quantised,
@@ -49,10 +44,16 @@ def model_spec(config: DeepseekV4Config, serving: Serving, headers: Mapping[str,
     )
 
 
-def _weight_bytes(inventory: DeepseekV4Inventory, dtype: str) -> int:
-    """Count the bytes of the weights in torch."""
-    sizes = {"precise": 4, "float": 4, "ids": 8}
-    return sum(t.count * sizes.get(t.role, DTYPE_BYTES[dtype]) for t in inventory.model.values())
+def _parts(config: DeepseekV4Config, inventory: DeepseekV4Inventory, sizes: Mapping[str, int]) -> ModelParts:
+    """List what ranks split of weights of these bytes."""
+    return ModelParts(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=1,
+        hidden_size=config.hidden_size,
+        num_experts=config.experts.count,
+        weights=merged(inventory.split(name, size) for name, size in sizes.items()),
+    )
 
 
 def _needs_torch(config: DeepseekV4Config) -> str:
