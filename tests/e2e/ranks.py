@@ -21,7 +21,7 @@ from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.stats import StepStats
 from tests.e2e.changing import CHANGES
-from tests.e2e.engines import Killer, Reply, engine_config, replies, run_engine
+from tests.e2e.engines import QUICK_FAULTS, Killer, Reply, answers, engine_config, replies, run_engine
 
 ENDED_S = 10
 """Longest time that the processes of a dead leader may take to end."""
@@ -107,3 +107,35 @@ class RankKiller(Killer):
 
 def stop(process: psutil.Process) -> None:
     os.kill(process.pid, signal.SIGSTOP)
+
+
+def survive(
+    model: Path,
+    topology: Topology,
+    wanted: list[Reply],
+    kills: int,
+    points: dict[str, list[object]],
+    max_tokens: int = MAX_TOKENS,
+    **options: Any,
+) -> None:
+    """Kill ranks at random until all `kills` are done; `points` are lives that end by themselves, see faulty_worker."""
+    prompts, params = streams(model, 1, max_tokens)
+
+    async def scenario(engine: AsyncEngine) -> None:
+        killers: list[RankKiller] = []
+        while left := kills - sum(killer.killed for killer in killers):
+            killers.append(RankKiller(engine, left, seed=left, planned=[int(epoch) for epoch in points]))
+            assert await replies(engine, prompts, params, killers[-1]) == wanted
+        assert await answers(engine, [[5, 6, 7]])  # after the last death
+        assert engine.stats.num_respawns == kills + len(points)
+        assert len(set().union(*(killer.killed_ranks for killer in killers))) > 1
+        seen = [process for killer in killers for process in killer.seen]
+        assert_ended([process for process in seen if process not in followers(worker_of(engine))])
+
+    changes = {"faults": QUICK_FAULTS, "worker_module": "tests.faulty_worker", "backend_options": {"faults": points}}
+    run_engine(rank_config(model, topology, changes, **options), scenario)
+
+
+def worker_of(engine: AsyncEngine) -> int:
+    assert engine.ready is not None
+    return engine.ready.worker_pid

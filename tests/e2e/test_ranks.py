@@ -20,7 +20,6 @@ from tests.e2e.engines import FOR_KERNELS, QUICK_FAULTS, Reply, answers, replies
 from tests.e2e.ranks import (
     MAX_TOKENS,
     TIGHT,
-    RankKiller,
     answered,
     assert_ended,
     followers,
@@ -28,6 +27,8 @@ from tests.e2e.ranks import (
     rank_config,
     stop,
     streams,
+    survive,
+    worker_of,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
@@ -90,37 +91,6 @@ def test_ranks_with_experts(tmp_path: Path, kind: str) -> None:
     model = make_checkpoint(tmp_path / "model", kind, dtype="bfloat16", **FOR_KERNELS.get(kind, {}))
     wanted, _ = answered(model, rank_config(model, Topology()))
     assert answered(model, rank_config(model, Topology(tensor=2, pipeline=2, expert=2)))[0] == wanted
-
-
-def survive(
-    model: Path,
-    topology: Topology,
-    wanted: list[Reply],
-    kills: int,
-    points: dict[str, list[object]],
-    max_tokens: int = MAX_TOKENS,
-) -> None:
-    """Kill ranks at random until all `kills` are done; `points` are lives that end by themselves, see faulty_worker."""
-    prompts, params = streams(model, 1, max_tokens)
-
-    async def scenario(engine: AsyncEngine) -> None:
-        killers: list[RankKiller] = []
-        while left := kills - sum(killer.killed for killer in killers):
-            killers.append(RankKiller(engine, left, seed=left, planned=[int(epoch) for epoch in points]))
-            assert await replies(engine, prompts, params, killers[-1]) == wanted
-        assert await answers(engine, [[5, 6, 7]])  # after the last death
-        assert engine.stats.num_respawns == kills + len(points)
-        assert len(set().union(*(killer.killed_ranks for killer in killers))) > 1
-        seen = [process for killer in killers for process in killer.seen]
-        assert_ended([process for process in seen if process not in followers(worker_of(engine))])
-
-    changes = {"faults": QUICK_FAULTS, "worker_module": "tests.faulty_worker", "backend_options": {"faults": points}}
-    run_engine(rank_config(model, topology, changes), scenario)
-
-
-def worker_of(engine: AsyncEngine) -> int:
-    assert engine.ready is not None
-    return engine.ready.worker_pid
 
 
 def test_streams_survive_the_death_of_any_rank(model: Path, wanted: list[Reply]) -> None:

@@ -24,6 +24,7 @@ from tests.e2e.ranks import (
     rank_config,
     stop,
     streams,
+    survive,
 )
 
 pytestmark = pytest.mark.e2e
@@ -105,3 +106,18 @@ def test_a_rank_that_hangs_is_a_step_that_takes_too_long(model: Path, wanted: li
         assert_ended([hung])
 
     run_engine(config_of(model), scenario)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [("qwen3", Topology(tensor=4)), ("qwen3_moe", Topology(2, expert=2)), ("deepseek_v4_fast", Topology(4, expert=2))],
+)
+def test_streams_survive_many_deaths(tmp_path: Path, kind: str, topology: Topology) -> None:
+    """The same bits come from any batch and chunk, before and after deaths, of ranks that load too."""
+    model = make_checkpoint(tmp_path / "model", kind)
+    wanted = answered(model, rank_config(model, topology, kernels="torch"))[0][1]
+    assert_close(wanted, answered(model, rank_config(model, Topology(), kernels="torch"))[0][1])
+    points: dict[str, list[object]] = {"2": ["rank", 0], "4": ["after", 3], "6": ["load", 0]}
+    survive(model, topology, wanted, kills=8, points=points, kernels="torch")
