@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import socket
@@ -12,12 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from pypto_serving.kernels import RanksGone
 from pypto_serving.kernels.constants import PANEL
 from pypto_serving.parallel.topology import Rank
 from pypto_serving.types.arrays import Array
+
+logger = logging.getLogger(__name__)
 
 CPU_COLLECTIVES = "gloo"
 """The backend of torch.distributed for tensors of the CPU."""
@@ -34,7 +38,9 @@ class Comm:
     `connect` joins the group, at the first collective. A sole rank needs neither: what it has computed is whole, and
     every method returns at once.
 
-    Ranks split outputs. So parts do not overlap, and their sum is exact: each rank adds zeros to the parts of others.
+    Ranks split outputs. So most parts are columns, which lie beside each other in the order of ranks. Others do not
+    overlap, so that their sum is exact: each rank adds zeros to the parts of others.
+
     Methods raise RanksGone where another rank has ended.
     """
 
@@ -67,33 +73,39 @@ class Comm:
         memory = torch.from_numpy(self._zeros(np.uint8, num_bytes))
         return memory.to(torch.get_default_device())
 
+    def parts(self, of: Callable[[Rank], range]) -> list[range]:
+        """List what each rank has of something, by rank."""
+        return [of(rank) for rank in self.rank.topology.ranks]
+
+    def columns(self, part: Tensor, width: int, unit: int = PANEL) -> Tensor:
+        """Join the columns that each rank has of a matrix of `width`, whole units each: [n, own] to [n, width]."""
+        return self.join(part, self.split(width, unit))
+
+    def split(self, width: int, unit: int = PANEL) -> list[range]:
+        """List the columns that each rank has of a matrix of `width`, by rank."""
+        return self.parts(lambda rank: rank.columns(width, unit))
+
+    def join(self, part: Tensor, columns: Sequence[range]) -> Tensor:
+        """Join parts that are these columns, by rank: [n, own] to [n, all]."""
+        return self.join_several([part], [columns])[0]
+
+    def join_several(self, parts: Sequence[Tensor], columns: Sequence[Sequence[range]]) -> list[Tensor]:
+        """Join parts of several matrices at once; `columns` are by matrix, then by rank. See `join`."""
+        if self.alone:
+            return list(parts)
+        sizes = [[len(own) for own in of_rank] for of_rank in zip(*columns, strict=True)]
+        own = torch.cat(list(parts), 1)
+        own = F.pad(own, (0, max(map(sum, sizes)) - own.shape[1]))
+        every = own.new_empty(len(sizes), *own.shape)
+        self._wait(self._group.allgather, [list(every.unbind(0))], [own])
+        by_rank = [each[:, : sum(size)].split(size, 1) for each, size in zip(every, sizes, strict=True)]
+        return [torch.cat(matrix, 1) for matrix in zip(*by_rank, strict=True)]
+
     def sum(self, parts: Tensor) -> Tensor:
         """Add up `parts` of all ranks, in place, of which each is zero where others have computed."""
         if not self.alone:
             self._wait(self._group.allreduce, [parts])
         return parts
-
-    def columns(self, part: Tensor, width: int, unit: int = PANEL) -> Tensor:
-        """Join the columns that each rank has of a matrix of `width`, whole units each: [n, own] to [n, width]."""
-        return self.join(part, self.rank.columns(width, unit), width)
-
-    def columns_of(self, parts: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]:
-        """Join the columns of several matrices of these widths at once; see `columns`."""
-        if self.alone:
-            return list(parts)
-        whole = parts[0].new_zeros(len(parts[0]), sum(widths))
-        for part, room in zip(parts, whole.split(widths, 1), strict=True):
-            own = self.rank.columns(room.shape[1])
-            room[:, own.start : own.stop] = part
-        return [joined.contiguous() for joined in self.sum(whole).split(widths, 1)]
-
-    def join(self, part: Tensor, columns: range, width: int) -> Tensor:
-        """Join parts that are these `columns` of `width`: [n, own] to [n, width]."""
-        if self.alone:
-            return part
-        whole = part.new_zeros(len(part), width)
-        whole[:, columns.start : columns.stop] = part
-        return self.sum(whole)
 
     def largest(self, value: int) -> int:
         """Return the largest `value` of all ranks."""
@@ -111,7 +123,8 @@ class Comm:
     def _wait(self, collective: Callable[..., dist.Work], *arguments: Any) -> None:
         try:
             collective(*arguments).wait()
-        except RuntimeError:  # all that torch says of a connection that was closed
+        except RuntimeError as error:  # all that torch says of a connection that was closed
+            logger.warning("a collective failed: %s", str(error).partition("\n")[0])
             raise RanksGone from None
 
 

@@ -155,7 +155,7 @@ class SplitExperts:
             columns = self._comm.rank.columns(self._hidden)
             slots = x.new_empty(topk_ids.numel(), len(columns))
             self._run(x, topk_ids, slots)
-            return self._comm.join(_weighted_sum(slots, weights), columns, self._hidden)
+            return self._comm.columns(_weighted_sum(slots, weights), self._hidden)
         columns = self._comm.rank.expert_columns(self._hidden)
         slots = x.new_zeros(topk_ids.numel(), self._hidden)
         self._run(x, topk_ids, slots[:, columns.start : columns.stop])
@@ -170,11 +170,11 @@ class SplitExperts:
                 outputs.index_copy_(0, entries, expert.down(inner))
             return
         columns = self._comm.rank.expert_columns(self._inner, GATE_HALF)
-        gated = x.new_zeros(len(outputs), self._inner)
-        own = gated[:, columns.start : columns.stop]
+        gated = x.new_zeros(len(outputs), len(columns) if self._has_all else self._inner)
+        own = gated if self._has_all else gated[:, columns.start : columns.stop]
         for expert, entries in chosen:
             own.index_copy_(0, entries, expert.inner(x.index_select(0, entries // per_token)))
-        self._comm.sum(gated)
+        gated = self._comm.columns(gated, self._inner, GATE_HALF) if self._has_all else self._comm.sum(gated)
         for expert, entries in chosen:
             outputs.index_copy_(0, entries, expert.down(gated.index_select(0, entries)))
 

@@ -67,6 +67,11 @@ def same_width(counts: Tensor, fixed: int, row_bytes: int) -> Iterator[tuple[Ten
             yield tokens, width
 
 
+def _parts_of_heads(comm: Comm, num_heads: int, head_dim: int) -> list[range]:
+    """Return the outputs of each rank's heads."""
+    return comm.parts(lambda rank: rows_of(rank.heads(num_heads), head_dim))
+
+
 class IndexerTopK:
     """The lightning indexer of a CSA layer: selects the top-k compressed entries of a query.
 
@@ -76,8 +81,8 @@ class IndexerTopK:
     def __init__(self, model: DeepseekV4Config, weights: Weights, prefix: str, keys: LayerRows, comm: Comm) -> None:
         assert model.indexer is not None
         self.sizes, self.keys, self._comm = model.indexer, keys, comm
-        self._own = rows_of(comm.rank.heads(self.sizes.num_heads), self.sizes.head_dim)
-        self.query = matrix(weights, f"{prefix}wq_b", outputs=self._own)
+        self._queries = _parts_of_heads(comm, self.sizes.num_heads, self.sizes.head_dim)
+        self.query = matrix(weights, f"{prefix}wq_b", outputs=self._queries[comm.rank.index])
         own = comm.rank.columns(self.sizes.num_heads)
         self.head_weights = matrix(weights, f"{prefix}weights_proj", dtype=torch.float32, outputs=own)
 
@@ -93,7 +98,7 @@ class IndexerTopK:
         crowded = (view.visible > topk).nonzero().flatten()
         if len(crowded):
             width = self.sizes.num_heads * self.sizes.head_dim
-            queries = self._comm.join(self.query(latent), self._own, width).float()
+            queries = self._comm.join(self.query(latent), self._queries).float()
             heads = apply_rope(queries.view(len(x), self.sizes.num_heads, self.sizes.head_dim), *view.rope)
             weights = self._comm.columns(self.head_weights(x), self.sizes.num_heads) * width**-0.5
             for places, width in same_width(view.visible[crowded], 0, 4 * self.sizes.head_dim):
@@ -128,6 +133,7 @@ class Attention:
         prefix, kind, rank = f"layers.{layer}.attn.", model.kinds[layer], comm.rank
         self.model, self.kind, self._comm = model, kind, comm
         self.heads = rank.heads(model.num_heads)
+        self.attended = _parts_of_heads(comm, model.num_heads, model.head_dim)
         self.q_latent = matrix(weights, f"{prefix}wq_a", outputs=rank.columns(model.q_lora_rank))
         self.query = matrix(weights, f"{prefix}wq_b", outputs=rows_of(self.heads, model.head_dim))
         self.latent = matrix(weights, f"{prefix}wkv", outputs=rank.columns(model.head_dim))
@@ -178,17 +184,15 @@ class Attention:
         for compressor, _, _ in self.compressors:
             parts += compressor.project(x).chunk(2, dim=1)
             widths += [compressor.width] * 2
-        return self._comm.columns_of(parts, widths)
+        return self._comm.join_several(parts, [self._comm.split(width) for width in widths])
 
     def _output(self, attended: Tensor) -> Tensor:
         """Project the rank's heads [t, own * head_dim], by groups of all heads: float32 [t, hidden]."""
-        model, own = self.model, rows_of(self.heads, self.model.head_dim)
-        groups = self._comm.join(attended, own, model.num_heads * model.head_dim).view(
-            len(attended), model.o_groups, -1
-        )
+        model, comm = self.model, self._comm
+        groups = comm.join(attended, self.attended).view(len(attended), model.o_groups, -1)
         parts = [linear(x.contiguous()) for linear, x in zip(self.out_latents, groups.unbind(1), strict=True)]
-        joined = self._comm.columns(torch.cat(parts, 1), model.o_groups * model.o_lora_rank)
-        return self._comm.columns(self.out(joined), model.hidden_size).float()
+        joined = comm.columns(torch.cat(parts, 1), model.o_groups * model.o_lora_rank)
+        return comm.columns(self.out(joined), model.hidden_size).float()
 
     def _attend(self, heads: Tensor, view: StepView, topk_indices: Tensor | None) -> Tensor:
         """Attend to window, compressed entries and sink: scaled queries [t, heads, dim] to [t, heads, dim]."""

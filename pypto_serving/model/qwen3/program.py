@@ -46,6 +46,9 @@ class DecoderLayer:
         self.input_norm = weights.read(prefix + "input_layernorm.weight")
         self.mlp_norm = weights.read(prefix + "post_attention_layernorm.weight")
         attention = prefix + "self_attn."
+        self.attended = comm.parts(
+            lambda rank: rows_of(rank.heads(model.num_heads, model.num_kv_heads), model.head_dim)
+        )
         outputs = [rows_of(heads, model.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads)]
         self.qkv = _linear(weights, [f"{attention}{name}_proj" for name in "qkv"], outputs)
         self.o = _linear(weights, [attention + "o_proj"], [rank.columns(model.hidden_size)])
@@ -61,12 +64,12 @@ class DecoderLayer:
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention, arena: KVArena) -> Tensor:
         """Compute one layer over h [t, hidden], and write K and V of the step's tokens."""
-        eps, own = self.model.rms_norm_eps, rows_of(self.heads, self.model.head_dim)
+        eps = self.model.rms_norm_eps
         q, k, v = self._heads(self.qkv(rms_norm(h, self.input_norm, eps)), cos, sin)
         arena.write(self.index, attention.row_index, k, v)
-        attended = torch.zeros(len(h), len(own), dtype=h.dtype, device=h.device)
+        attended = torch.zeros(len(h), len(self.heads) * self.model.head_dim, dtype=h.dtype, device=h.device)
         attention(self.index, q, attended)
-        attended = self.comm.join(attended, own, self.o.in_features)
+        attended = self.comm.join(attended, self.attended)
         h = h + self.comm.columns(self.o(attended), self.model.hidden_size)
         return h + self.mlp(rms_norm(h, self.mlp_norm, eps))
 
