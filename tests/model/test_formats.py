@@ -347,7 +347,6 @@ def refused(path: Path, section: dict[str, Any]) -> str:
         ("fp8_block", "config_groups.group_0.weights.block_structure", "128x30"),
         ("fp8_block", "config_groups.group_0.input_activations.type", "int"),
         ("fp8_channel", "config_groups.group_0.weights.num_bits", 4),
-        ("fp8_channel", "kv_cache_scheme", {"num_bits": 8, "type": "float"}),
         ("mxfp4", "config_groups.group_0.weights.group_size", 16),
         ("nvfp4", "config_groups.group_0.weights.strategy", "group"),
         ("blocks_bf16", "weight_block_size", [128]),
@@ -367,7 +366,6 @@ def refused(path: Path, section: dict[str, Any]) -> str:
         ("auto_round", "data_type", "fp"),
         ("auto_round", "extra_config.model.layers.0.bits", 8),
         ("modelopt", "quant_algo", "MIXED_PRECISION"),
-        ("modelopt", "kv_cache_quant_algo", "FP8"),
     ],
 )
 def test_other_schemes_are_named(tmp_path: Path, format: str, key: str, value: Any) -> None:

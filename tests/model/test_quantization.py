@@ -81,7 +81,6 @@ def test_int8_weights_are_served_in_bfloat16(tmp_path: Path, dtype: Any) -> None
         ("quant_method", "quark"),
         ("format", "marlin-24"),
         ("quantization_status", "frozen"),
-        ("kv_cache_scheme", {"num_bits": 8}),
         ("sparsity_config", {"format": "sparse-24-bitmask"}),
         ("transform_config", {"config_groups": {"R1": {}}}),
         ("config_groups", {}),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from pypto_serving.cli import main
@@ -35,7 +36,7 @@ def old_gptq(section: dict[str, Any]) -> dict[str, Any]:
 
 
 def modelopt(section: dict[str, Any]) -> dict[str, Any]:
-    names = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16}
+    names = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
     return {"producer": {"name": "modelopt"}, "quantization": names | {"exclude_modules": section["ignore"]}}
 
 
@@ -65,6 +66,31 @@ def test_the_section_of_the_config_counts(tmp_path: Path) -> None:
     wanted = load_config(path)
     (path / "quantize_config.json").write_text('{"bits": 3}')
     assert load_config(path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("format", "scales"),
+    [
+        ("modelopt", ("k_proj.k_scale", "v_proj.v_scale")),
+        ("fp8_channel", ("q_scale", "k_scale", "v_scale")),
+        ("int4_g32", ("k_proj.output_scale", "v_proj.output_scale")),
+        ("w8a8", ()),
+    ],
+)
+def test_how_others_round_their_kv_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str, scales: tuple[str, ...]
+) -> None:
+    """Blocks are stored as the server's options say: the scheme is not followed, and its scales are left alone."""
+    quantise(path := make_checkpoint(tmp_path / "model", **WIDE), format)
+    wanted, config = load_config(path), json.loads((path / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(file := path / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{scale}": torch.ones(()) for scale in scales}
+    save_file(tensors, file)
+    assert load_config(path) == wanted
+    assert main(["check", str(path)]) == 0
+    assert ("left alone" in capsys.readouterr().out) == bool(scales)
 
 
 @pytest.mark.parametrize(

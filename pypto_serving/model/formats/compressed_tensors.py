@@ -2,7 +2,7 @@
 
 Format: https://github.com/vllm-project/compressed-tensors. Groups name the modules that they cover; each has a format,
 or the section has one for all. What activations are rounded to matters for int8 weights alone: others are served with
-activations that are at least as fine as the checkpoint wants them.
+activations that are at least as fine as the checkpoint wants them. What the KV cache is rounded to is left to options.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read(section: Fields) -> Quantization:
     """Read the section `quantization_config`. Raises ModelError naming the field of another scheme."""
     format = require(section, "format", (*_FORMATS, _MIXED))
     require(section, "quantization_status", ("compressed", None))
-    refuse(section, ("kv_cache_scheme", "transform_config"))
+    refuse(section, ("transform_config",))
     sparsity = section.get("sparsity_config")
     if not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
         refuse(section, ("sparsity_config",))

@@ -15,7 +15,8 @@ from pypto_serving.model.formats.schemes import PLAIN, Plain, Scheme, held, pack
 from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.parallel.weights import Split, SplitWeights
 
-_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+_IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|self_attn\.([kv]_proj\.)?([qkv]|output)_scale)")
+"""What nothing reads: frequencies, and scales of a KV cache in FP8."""
 _EXPERT = re.compile(r".*\.mlp\.experts\.\d+\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SPLITS: Mapping[str, Split] = {
