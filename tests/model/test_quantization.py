@@ -134,6 +134,13 @@ def test_patterns_that_are_none_or_take_long(tmp_path: Path, entry: str, words: 
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
+def test_too_many_patterns(tmp_path: Path) -> None:
+    """Each is cheap, but every module of a large model is matched against all of them."""
+    ignore = [f"re:x{number}" for number in range(5000)]
+    with pytest.raises(ModelError, match="could take long to match"):
+        load_config(write(tmp_path, MOE, quantization_config=quantization_config(ignore)))
+
+
 def test_patterns_of_any_depth(tmp_path: Path) -> None:
     """They are read, or refused in one line."""
     refused = 0

@@ -15,6 +15,8 @@ _parser: Any = importlib.import_module("re._parser")  # what `re` itself parses 
 _LONGEST = 48
 """Characters of a module's name: model.layers.47.mlp.experts.127.gate_proj has 41."""
 _MOST_WAYS = 10**6
+_CALL = 256
+"""Ways that take as long as any call of `match`."""
 _MANY = (_LONGEST, 1)
 """More repeats than any pattern may have."""
 
@@ -30,15 +32,15 @@ def pattern(text: str, key: str, shown: str) -> re.Pattern[str]:
 def require_quick(key: str, patterns: Iterable[re.Pattern[str]]) -> None:
     """Raise ModelError unless all patterns together could match a name in at most _MOST_WAYS ways.
 
-    `re` tries all of them in a name that does not match. A pattern counts as its own reading of a name besides.
+    `re` tries all of them in a name that does not match.
     """
     ways = 0
     for each in patterns:
-        ways += _LONGEST + _ways(each.pattern)
+        ways += _CALL + _ways(each.pattern)
         if ways > _MOST_WAYS:
             raise ModelError(
                 f"{key} has {brief(each.pattern)}, and its patterns could take long to match; "
-                "give patterns with up to 4 repeats such as `.*`, and without repeats of groups"
+                "give few patterns, with up to 4 repeats such as `.*`, and without repeats of groups"
             )
 
 
