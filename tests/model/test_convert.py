@@ -47,6 +47,21 @@ def progress(*_):
 convert(source, target, W8A8(), progress)
 """
 
+MEASURED = """
+import os, sys
+from pathlib import Path
+from pypto_serving.model.convert.conversion import convert
+from pypto_serving.model.convert.encodings import W4A16, W8A8, Mxfp4
+
+def kib(field):
+    return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0])
+
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # every thread converts rows of its own
+before = kib("VmRSS")
+convert(Path(sys.argv[1]), Path(sys.argv[2]), eval(sys.argv[3]), lambda *_: None)
+print((kib("VmHWM") - before) * 1024)
+"""
+
 
 def convert(source: Path, target: Path, encoding: Encoding = INT8) -> Path:
     convert_checkpoint(source, target, encoding, lambda *_: None)
@@ -289,6 +304,18 @@ def test_outputs_without_weights(checkpoint: MakeCheckpoint, tmp_path: Path) -> 
     save_file(tensors, source / "model.safetensors")
     written = tensors_of(convert(source, tmp_path / "target"))
     assert not written[name][7].any() and written[f"{name}_scale"][7] == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("encoding", ["W8A8()", "W4A16(32)", "Mxfp4()"])
+def test_the_memory_of_a_few_tensors(checkpoint: MakeCheckpoint, tmp_path: Path, encoding: str) -> None:
+    """Neither what was read nor what was written stays, however many tensors a file has."""
+    source = checkpoint(dtype="bfloat16", num_hidden_layers=8, hidden_size=512, intermediate_size=4096)
+    sizes = [tensor.num_bytes for tensor in Checkpoint.open(source).tensors.values()]
+    assert sum(sizes) > 20 * max(sizes) and max(sizes) == 4 << 20
+    command = [sys.executable, "-c", MEASURED, source, tmp_path / "target", encoding]
+    taken = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert taken < 8 * max(sizes), f"{taken / (1 << 20):.1f} MiB"
 
 
 @pytest.mark.parametrize(
