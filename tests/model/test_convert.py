@@ -261,6 +261,7 @@ def test_targets_that_hold_something(checkpoint: MakeCheckpoint, tmp_path: Path)
     (other / "notes.txt").touch()
     assert "is not empty" in refused(source, other)
     assert "is a file" in refused(source, target / "config.json")
+    assert "file name too long" in refused(source, tmp_path / ("x" * 300))
     assert "quantised already" in refused(target, tmp_path / "again")
 
 

@@ -55,14 +55,14 @@ def _complete(target: Path) -> ConfigError:
 
 def _make_target(target: Path) -> None:
     """Make the folder `target`. Raises ConfigError if it holds anything but an unfinished conversion."""
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"TARGET {target} is a file; {_ADVICE}")
-    if target.exists() and not (target / STATE_FILE).exists():
-        if (target / "config.json").exists():
-            raise _complete(target)
-        if any(target.iterdir()):
-            raise ConfigError(f"TARGET {target} is not empty; {_ADVICE}")
     try:
+        if target.exists() and not target.is_dir():
+            raise ConfigError(f"TARGET {target} is a file; {_ADVICE}")
+        if target.exists() and not (target / STATE_FILE).exists():
+            if (target / "config.json").exists():
+                raise _complete(target)
+            if any(target.iterdir()):
+                raise ConfigError(f"TARGET {target} is not empty; {_ADVICE}")
         target.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = (error.strerror or "it cannot be made").lower()
