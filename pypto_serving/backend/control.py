@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -11,11 +12,42 @@ from contextlib import suppress
 
 import msgspec
 
-from pypto_serving.ipc import ChildFault, ChildProgress, SocketChannel
+from pypto_serving.errors import PyptoError
+from pypto_serving.ipc import FRAME_BYTES, ChildFault, ChildProgress, SocketChannel
 from pypto_serving.types.hosts import FromHost, HostBeat
 
 SILENT_BEATS = 10
 LINGER_S = 1.0
+MOST_BYTES = 1 << 20
+"""Longest message of another host."""
+
+
+class DamageError(PyptoError):
+    """The other host sent what is no message."""
+
+    def __init__(self) -> None:
+        super().__init__("sent what is no message")
+
+
+class HostChannel(SocketChannel[FromHost]):
+    """A channel to another host: `receive` raises DamageError for what is no message."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__(end, FromHost)
+
+    def receive(self, timeout_s: float = 0.0) -> FromHost | None:
+        try:
+            return super().receive(timeout_s)
+        except msgspec.DecodeError:
+            raise DamageError from None
+
+    def _next_frame(self) -> bytes | None:
+        if int.from_bytes(self._inbox[:FRAME_BYTES], "little") > MOST_BYTES:
+            raise DamageError
+        return super()._next_frame()
+
+    def _wait(self, deadline_s: float) -> bool:
+        return not self.gone and super()._wait(deadline_s)
 
 
 class Control:
@@ -25,7 +57,7 @@ class Control:
     for SILENT_BEATS heartbeats, `gone` says so.
     """
 
-    def __init__(self, channel: SocketChannel[FromHost], heartbeat_s: float) -> None:
+    def __init__(self, channel: HostChannel, heartbeat_s: float) -> None:
         self._channel, self._heartbeat_s = channel, heartbeat_s
         self._inbox: deque[ChildProgress | ChildFault] = deque()
         self._outbox: deque[msgspec.Struct] = deque()
@@ -54,7 +86,7 @@ class Control:
         self._channel.close(linger_s=LINGER_S)
 
     def _run(self) -> None:
-        heard_s = beat_s = time.monotonic()
+        self._heard_s = beat_s = time.monotonic()
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while not self.gone and not self._closing:
@@ -64,16 +96,24 @@ class Control:
             poller.register(self._channel.socket, self._channel.events)
             poller.poll(max(1, (beat_s - time.monotonic()) * 1000))
             self._send()
-            while (message := self._channel.receive()) is not None:
-                heard_s = time.monotonic()
-                if isinstance(message, ChildProgress | ChildFault):
-                    self._inbox.append(message)
-                    self._ring()
-            if self._channel.gone:
-                self.gone = "closed the connection"
-            elif time.monotonic() - heard_s > SILENT_BEATS * self._heartbeat_s:
-                self.gone = f"was silent for {SILENT_BEATS * self._heartbeat_s:.0f} s"
+            try:
+                self.gone = self._listen()
+            except DamageError as error:
+                self.gone = str(error)
         self._ring()
+
+    def _listen(self) -> str:
+        """Take what has arrived; say why the other host is gone, if it is."""
+        while (message := self._channel.receive()) is not None:
+            self._heard_s = time.monotonic()
+            if isinstance(message, ChildProgress | ChildFault):
+                self._inbox.append(message)
+                self._ring()
+        if self._channel.gone:
+            return "closed the connection"
+        if time.monotonic() - self._heard_s > SILENT_BEATS * self._heartbeat_s:
+            return f"was silent for {SILENT_BEATS * self._heartbeat_s:.0f} s"
+        return ""
 
     def _send(self) -> None:
         with suppress(BlockingIOError):

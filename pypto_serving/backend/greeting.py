@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 from pypto_serving.errors import PyptoError
 
 GREETING_S = 5.0
+LATE = f"it did not greet within {GREETING_S:.0f} s"
 LIFE_BYTES = 16
 
 _PROTOCOL = b"pypto-serving hosts 1"
 _NONCE_BYTES = _MAC_BYTES = 32
+_BACKLOG = 1024
 _HEAD = struct.Struct(f"{len(_PROTOCOL)}s16s{LIFE_BYTES}s{_NONCE_BYTES}s")
+_CLOSED = "it closed the connection"
 
 
 class GreetingError(PyptoError):
@@ -40,21 +43,33 @@ class Purpose(NamedTuple):
 CONTROL = Purpose("control")
 
 
-def welcome(end: socket.socket, secret: bytes) -> Purpose:
-    """Greet whoever connected, and return what for. Raises GreetingError or OSError."""
-    deadline_s, nonce = time.monotonic() + GREETING_S, secrets.token_bytes(_NONCE_BYTES)
-    end.settimeout(GREETING_S)
-    end.sendall(nonce)
-    head = _read(end, _HEAD.size, deadline_s)
-    proof = _read(end, _MAC_BYTES, deadline_s)
-    if not hmac.compare_digest(proof, _mac(secret, b"join", nonce, head)):
-        end.sendall(bytes(_MAC_BYTES))
-        raise GreetingError("it does not know the secret")
-    protocol, name, life, _ = _HEAD.unpack(head)
-    if protocol != _PROTOCOL:
-        raise GreetingError("it is of another version")
-    end.sendall(_mac(secret, b"serve", nonce, head))
-    return Purpose(name.rstrip(b"\0").decode("ascii", "replace"), life)
+class Greeting:
+    """Owns a connection whose other side has GREETING_S to prove that it knows the secret. It never blocks."""
+
+    def __init__(self, end: socket.socket, name: str) -> None:
+        """Raises OSError."""
+        self.end, self.name, self.deadline_s = end, name, time.monotonic() + GREETING_S
+        self._nonce, self._said = secrets.token_bytes(_NONCE_BYTES), b""
+        swift(end)
+        end.setblocking(False)
+        end.sendall(self._nonce)  # which a new connection always takes
+
+    def read(self, secret: bytes) -> Purpose | None:
+        """Read what has arrived; return what it connected for once it is proven. Raises GreetingError or OSError."""
+        if not (more := self.end.recv(_HEAD.size + _MAC_BYTES - len(self._said))):
+            raise ConnectionError(_CLOSED)
+        self._said += more
+        if len(self._said) < _HEAD.size + _MAC_BYTES:
+            return None
+        head, proof = self._said[: _HEAD.size], self._said[_HEAD.size :]
+        if not hmac.compare_digest(proof, _mac(secret, b"join", self._nonce, head)):
+            self.end.sendall(bytes(_MAC_BYTES))
+            raise GreetingError("it does not know the secret")
+        protocol, name, life, _ = _HEAD.unpack(head)
+        if protocol != _PROTOCOL:
+            raise GreetingError("it is of another version")
+        self.end.sendall(_mac(secret, b"serve", self._nonce, head))
+        return Purpose(name.rstrip(b"\0").decode("ascii", "replace"), life)
 
 
 def introduce(end: socket.socket, secret: bytes, purpose: Purpose) -> None:
@@ -76,7 +91,7 @@ def listen(address: str) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
-        listener.listen()
+        listener.listen(_BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -105,7 +120,10 @@ def swift(end: socket.socket) -> None:
 
 def _resolve(address: str) -> tuple[int, int, int, str, Any]:
     host, _, port = address.rpartition(":")
-    return socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        return socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except UnicodeError:  # a label that is too long, or empty
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
 def _mac(secret: bytes, side: bytes, nonce: bytes, head: bytes) -> bytes:
@@ -117,13 +135,13 @@ def _read(end: socket.socket, size: int, deadline_s: float) -> bytes:
     data = b""
     while len(data) < size:
         if (left_s := deadline_s - time.monotonic()) <= 0:
-            raise GreetingError(f"it did not greet within {GREETING_S:.0f} s")
+            raise TimeoutError(LATE)
         end.settimeout(left_s)
         try:
             more = end.recv(size - len(data))
         except TimeoutError:
             continue
         if not more:
-            raise ConnectionError("it closed the connection")
+            raise ConnectionError(_CLOSED)
         data += more
     return data

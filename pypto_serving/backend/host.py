@@ -14,20 +14,20 @@ from collections import defaultdict
 
 import msgspec
 
-from pypto_serving.backend.control import Control
-from pypto_serving.backend.greeting import CONTROL, GreetingError, Purpose, connect
+from pypto_serving.backend.control import Control, HostChannel
+from pypto_serving.backend.greeting import CONTROL, GREETING_S, GreetingError, Purpose, connect
 from pypto_serving.backend.hosts import program_version
 from pypto_serving.backend.ranks import READY, Followers, RankError
 from pypto_serving.errors import ConfigError, PyptoError
-from pypto_serving.ipc import ChildFault, ChildProgress, Parent, SocketChannel, run_child
+from pypto_serving.ipc import ChildFault, ChildProgress, Parent, run_child
 from pypto_serving.kernels import SharedMemory
 from pypto_serving.model.fingerprint import checkpoint_digest
 from pypto_serving.parallel.placement import Placement, place_ranks
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.hosts import CONNECTING, JOINED, FromHost, HostHello, HostStart, read_secret
+from pypto_serving.types.hosts import CONNECTING, JOINED, HostHello, HostStart, read_secret
 from pypto_serving.types.start import HostJoin
 
-AGAIN_S = 0.5
+AGAIN_S, LINK_AGAIN_S = 0.5, 0.05
 ANSWER_S = 60.0
 """Longest time that the serving host may take to answer: it greets one host after the other."""
 
@@ -38,7 +38,7 @@ def run(parent: Parent[HostJoin]) -> None:
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s host: %(message)s", datefmt="%H:%M:%S")
     secret = read_secret(join.secret_file)
     digest = checkpoint_digest(join.model, join.cache_dir, parent.progress)
-    channel: SocketChannel[FromHost] = SocketChannel(_arrive(join, secret, parent), FromHost)
+    channel = HostChannel(_arrive(join, secret, parent))
     channel.send(HostHello(platform.node(), program_version(), digest))
     start = channel.receive(ANSWER_S)
     if isinstance(start, ChildFault):
@@ -62,12 +62,11 @@ def _arrive(join: HostJoin, secret: bytes, parent: Parent[HostJoin]) -> socket.s
             time.sleep(AGAIN_S)  # it is not there yet, or serves with another host
 
 
-def _serve(
-    join: HostJoin, secret: bytes, channel: SocketChannel[FromHost], start: HostStart, parent: Parent[HostJoin]
-) -> None:
+def _serve(join: HostJoin, secret: bytes, channel: HostChannel, start: HostStart, parent: Parent[HostJoin]) -> None:
     topology, links = start.config.topology, defaultdict[int, dict[str, int]](dict)
+    deadline_s = time.monotonic() + GREETING_S
     for name, (_, rank) in topology.connections.items():
-        links[rank][name] = _connected(join, secret, Purpose(name, start.life))
+        links[rank][name] = _connected(join, secret, Purpose(name, start.life), deadline_s)
     control = Control(channel, start.config.faults.heartbeat_s)
     ranks, memory, members = topology.on_host(1), SharedMemory.create(), Followers()
     members.add("the serving host", control, ready=True)
@@ -85,11 +84,15 @@ def _serve(
         members.end()
 
 
-def _connected(join: HostJoin, secret: bytes, purpose: Purpose) -> int:
-    try:
-        return connect(join.address, secret, purpose).detach()
-    except (OSError, GreetingError) as error:
-        raise RankError(f"{join.address} cannot be joined: {error}") from None
+def _connected(join: HostJoin, secret: bytes, purpose: Purpose, deadline_s: float) -> int:
+    """Connect until the deadline: the serving host may have ended a greeting when others came."""
+    while True:
+        try:
+            return connect(join.address, secret, purpose).detach()
+        except (OSError, GreetingError) as error:
+            if time.monotonic() > deadline_s:
+                raise RankError(f"{join.address} cannot be joined: {error}") from None
+            time.sleep(LINK_AGAIN_S)
 
 
 def _localized(config: EngineConfig, join: HostJoin) -> EngineConfig:

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import queue
+import random
 import secrets
+import select
 import socket
-import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from typing import NamedTuple
 
 from pypto_serving.backend.base import Progress
-from pypto_serving.backend.control import SILENT_BEATS, Control
+from pypto_serving.backend.control import SILENT_BEATS, Control, DamageError, HostChannel
 from pypto_serving.backend.greeting import (
     CONTROL,
     GREETING_S,
+    LATE,
     LIFE_BYTES,
+    Greeting,
     GreetingError,
     Purpose,
     listen,
-    swift,
-    welcome,
 )
 from pypto_serving.errors import EXIT_USAGE, ConfigError
-from pypto_serving.ipc import ChildFault, SocketChannel
+from pypto_serving.ipc import ChildFault
 from pypto_serving.kernels.library import library
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.hosts import FromHost, HostHello, HostStart, read_secret
+from pypto_serving.types.hosts import HostHello, HostStart, read_secret
 
 log = logging.getLogger(__name__)
 
 WAITING = "waiting for another host"
-MOST_GREETINGS = 16
-"""Connections that are greeted at once; others are closed."""
-PROGRESS_S = 0.5
+MOST_GREETINGS = 128
+"""Connections that are greeted at once."""
+PROGRESS_S, AGAIN_S, LOGGED_S = 0.5, 0.1, 10.0
 
 
 def program_version() -> str:
@@ -84,8 +84,12 @@ def await_host(config: EngineConfig, digest: bytes, progress: Progress) -> Joine
 
 def _let_in(config: EngineConfig, arrival: Arrival, door: Door, digest: bytes) -> Joined | None:
     """Take a host's connections if it can join; else tell it why not, and return None."""
-    channel: SocketChannel[FromHost] = SocketChannel(arrival.end, FromHost)
-    hello = channel.receive(GREETING_S)
+    channel = HostChannel(arrival.end)
+    try:
+        hello = channel.receive(GREETING_S)
+    except DamageError as error:
+        log.warning("%s %s", arrival.name, error)
+        return None
     if not isinstance(hello, HostHello):
         return None
     if problem := _mismatch(config, hello, digest):
@@ -119,7 +123,10 @@ def _mismatch(config: EngineConfig, hello: HostHello, digest: bytes) -> str:
 
 
 class Door:
-    """Owns the socket on which other hosts arrive, and the threads that greet them."""
+    """Owns the socket on which other hosts arrive, and the connections that are greeted.
+
+    One more than MOST_GREETINGS ends any of them: a host that knows the secret greets at once, so it rarely is the one.
+    """
 
     def __init__(self, address: str, secret: bytes) -> None:
         self.address, self._secret = address, secret
@@ -127,48 +134,82 @@ class Door:
             self._listener = listen(address)
         except OSError as error:
             raise ConfigError(f"{address} cannot be used for another host to join: {error.strerror}") from None
-        self._arrived: queue.Queue[Arrival] = queue.Queue()
-        self._places = threading.BoundedSemaphore(MOST_GREETINGS)
-        self._thread = threading.Thread(target=self._accept, name="hosts", daemon=True)
-        self._thread.start()
+        self._listener.setblocking(False)
+        self._poller = select.poll()
+        self._poller.register(self._listener, select.POLLIN)
+        self._greetings: dict[int, Greeting] = {}
+        self._arrived: deque[Arrival] = deque()
+        self._logged_s: dict[str, float] = {}
 
     def arrivals(self, deadline_s: float, progress: Progress, patient: bool = True) -> Iterable[Arrival]:
         """Yield connections as they arrive, until the deadline; raises ConfigError then if `patient`."""
         while (left_s := deadline_s - time.monotonic()) > 0:
             progress(f"{WAITING} at {self.address}", 0, 1)
-            try:
-                yield self._arrived.get(timeout=min(PROGRESS_S, left_s))
-            except queue.Empty:
-                continue
+            if self._arrived:
+                yield self._arrived.popleft()
+            else:
+                self._greet(min(PROGRESS_S, left_s))
         if patient:
             raise ConfigError(f"no host joined at {self.address} within the step timeout; run `pypto-serving join`")
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                end, peer = self._listener.accept()
-            except OSError:
-                return
-            if self._places.acquire(blocking=False):
-                threading.Thread(target=self._greet, args=(end, f"{peer[0]}:{peer[1]}"), daemon=True).start()
-            else:
-                end.close()
+    def _greet(self, timeout_s: float) -> None:
+        """Let those who connected, or who have greeted, go on."""
+        ready = {fd for fd, _ in self._poller.poll(timeout_s * 1000)}
+        for fd in ready & self._greetings.keys():
+            self._read(fd)
+        if self._listener.fileno() in ready:
+            self._accept()
+        now_s = time.monotonic()
+        for fd in [fd for fd, greeting in self._greetings.items() if greeting.deadline_s < now_s]:
+            self._refuse(fd, LATE)
 
-    def _greet(self, end: socket.socket, name: str) -> None:
+    def _accept(self) -> None:
+        if len(self._greetings) == MOST_GREETINGS:
+            self._refuse(random.choice(list(self._greetings)), "too many others came")
         try:
-            swift(end)
-            self._arrived.put(Arrival(welcome(end, self._secret), end, name))
+            end, peer = self._listener.accept()
+        except OSError as error:
+            self._log("a connection", str(error))
+            time.sleep(AGAIN_S)
+            return
+        try:
+            self._greetings[end.fileno()] = Greeting(end, f"{peer[0]}:{peer[1]}")
+        except OSError:
+            end.close()  # which is gone already
+        else:
+            self._poller.register(end, select.POLLIN)
+
+    def _read(self, fd: int) -> None:
+        greeting = self._greetings[fd]
+        try:
+            purpose = greeting.read(self._secret)
         except (OSError, GreetingError) as error:
-            log.warning("%s was refused: %s", name, error)
-            end.close()
-        finally:
-            self._places.release()
+            self._refuse(fd, str(error))
+            return
+        if purpose is not None:
+            self._forget(fd)
+            self._arrived.append(Arrival(purpose, greeting.end, greeting.name))
+
+    def _refuse(self, fd: int, reason: str) -> None:
+        greeting = self._forget(fd)
+        self._log(greeting.name, reason)
+        greeting.end.close()
+
+    def _forget(self, fd: int) -> Greeting:
+        self._poller.unregister(fd)
+        return self._greetings.pop(fd)
+
+    def _log(self, name: str, reason: str) -> None:
+        """Log who was refused, for each reason once in LOGGED_S."""
+        now_s = time.monotonic()
+        if now_s >= self._logged_s.get(reason, now_s):
+            self._logged_s[reason] = now_s + LOGGED_S
+            log.warning("%s was refused: %s", name, reason)
 
     def close(self) -> None:
         """Listen no more."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
         self._listener.close()
-        while not self._arrived.empty():
-            self._arrived.get().end.close()
+        for fd in list(self._greetings):
+            self._forget(fd).end.close()
+        while self._arrived:
+            self._arrived.popleft().end.close()

@@ -12,7 +12,7 @@ import typer
 
 from pypto_serving.cli.help import HelpCommand
 from pypto_serving.cli.options import CHECKPOINT
-from pypto_serving.errors import EXIT_OK
+from pypto_serving.errors import EXIT_OK, ConfigError
 from pypto_serving.types.hosts import SECRET_VARIABLE
 
 app = typer.Typer(add_completion=False)
@@ -37,8 +37,13 @@ def join(
     from pypto_serving.engine.joining import join_again
     from pypto_serving.setup.host import read_cache_dir, read_host_facts
     from pypto_serving.setup.locate import locate_model
+    from pypto_serving.setup.rules import HostPort
     from pypto_serving.types.start import HostJoin
 
+    try:
+        HostPort().parse(address)
+    except ValueError:
+        raise ConfigError(f"HOST:PORT is {address}, but must be {HostPort.allowed}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit)
     host = read_host_facts()

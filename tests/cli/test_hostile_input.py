@@ -263,3 +263,20 @@ def test_hostile_keys(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
         monkeypatch.setenv("OPENAI_API_KEY", key)
         for command in (("chat", "--url"), ("bench", "serve", "--num-prompts", "1", "--base-url")):
             assert run_line(capsys, *command, "http://127.0.0.1:1") == (2, f"error: OPENAI_API_KEY {wrong}")
+
+
+@pytest.mark.parametrize("address", ["", "7000", ":7000", "here:0", "here:99999", "here:-1", "a b:7000"])
+def test_joining_where_no_host_can_be(capsys: pytest.CaptureFixture[str], address: str) -> None:
+    code, line = run_line(capsys, "join", address)
+    assert code == 2
+    assert line == f"error: HOST:PORT is {address}, but must be an address and a port, such as 10.0.0.1:7000"
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 300])
+def test_joining_a_host_whose_name_cannot_be(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("PYPTO_JOIN_SECRET", "the secret of these two hosts")
+    code, line = run_line(capsys, "join", f"{host}:7000")
+    assert code == 2
+    assert line == f"error: {host}:7000 is no address of a host: Name or service not known"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import msgspec
 import psutil
 import pytest
 
+from pypto_serving.backend.hosts import Door
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_USAGE
 from pypto_serving.kernels import runnable
@@ -23,11 +25,12 @@ from tests.e2e.engines import QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.hosts import SECRET, HostKiller, JoiningHost, Network, joining
 from tests.e2e.ranks import MAX_TOKENS, TIGHT, answered, assert_ended, hits, rank_config, stop, streams
 from tests.store.pool import free_port
+from tests.strangers import SAYINGS, strangers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not runnable(), reason="built without a C++ compiler")]
 
 QUICK: dict[str, Any] = {"faults": QUICK_FAULTS}
-MARGIN_S = 5.0
+MARGIN_S, AGAIN_S = 5.0, 30.0
 TWO, STAGES = Topology(tensor=2), Topology(pipeline=2)
 
 
@@ -139,6 +142,29 @@ def test_a_host_with_another_model_is_refused(model: Path, tmp_path: Path, addre
 def test_a_host_without_the_secret_is_refused(model: Path, address: str) -> None:
     with joining(address, model, secret="a secret of others") as stranger:
         assert "does not know the secret" in refused(model, address, stranger)
+
+
+@pytest.mark.parametrize("kind", SAYINGS)
+def test_a_host_joins_past_strangers(model: Path, address: str, kind: str) -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=address))
+        await engine.start()
+        try:
+            with strangers(address, kind, 200), joining(address, model):
+                await engine.wait_ready()
+            assert engine.stats.num_respawns == 0
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_host_that_was_sent_away_comes_again(model: Path, address: str) -> None:
+    door = Door(address, SECRET.encode())
+    with joining(address, model), contextlib.closing(door):
+        arrivals = iter(door.arrivals(time.monotonic() + AGAIN_S, lambda *_: None))
+        for _ in range(3):
+            next(arrivals).end.close()
 
 
 @pytest.fixture

@@ -1,0 +1,174 @@
+"""The port where another host joins, as strangers and that host see it."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pypto_serving.backend.greeting import CONTROL, GREETING_S, GreetingError, Purpose, connect
+from pypto_serving.backend.hosts import MOST_GREETINGS, Door
+from tests.store.pool import free_port
+from tests.strangers import SAYINGS, strangers
+
+SECRET = b"the secret of these two hosts"
+LINKS = [Purpose(name, bytes(range(16))) for name in ("steps", "blocks", "meeting")]
+LAST = Purpose("last")
+HEAD, MAC, NONCE = 85, 32, 32
+
+
+@pytest.fixture
+def address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def arrived(address: str) -> Iterator[list[Purpose]]:
+    """What those connected for who proved that they know the secret."""
+    found: list[Purpose] = []
+    door = Door(address, SECRET)
+
+    def let_in() -> None:
+        for arrival in door.arrivals(time.monotonic() + 60, lambda *_: None, patient=False):
+            found.append(arrival.purpose)
+            arrival.end.close()
+            if arrival.purpose == LAST:
+                return
+
+    thread = threading.Thread(target=let_in)
+    thread.start()
+    yield found
+    join(address, LAST)
+    thread.join()
+    door.close()
+
+
+def join(address: str, *purposes: Purpose) -> None:
+    for purpose in purposes:
+        with connected(address, purpose) as end:
+            assert read(end, 1) == b""
+
+
+def connected(address: str, purpose: Purpose, tries: int = 3) -> socket.socket:
+    """Connect; among very many strangers, a greeting may be ended in vain."""
+    try:
+        return connect(address, SECRET, purpose)
+    except OSError:
+        if tries == 1:
+            raise
+        return connected(address, purpose, tries - 1)
+
+
+def stranger(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    end = socket.create_connection((host, int(port)), timeout=2 * GREETING_S)
+    assert len(read(end, NONCE)) == NONCE
+    return end
+
+
+def read(end: socket.socket, size: int) -> bytes:
+    """Read so many bytes, or all until the other side closes."""
+    data = b""
+    while len(data) < size and (more := end.recv(size - len(data))):
+        data += more
+    return data
+
+
+@pytest.mark.parametrize("kind", SAYINGS)
+def test_a_host_joins_past_many_strangers(address: str, arrived: list[Purpose], kind: str) -> None:
+    with strangers(address, kind, 3 * MOST_GREETINGS):
+        began_s = time.monotonic()
+        join(address, CONTROL, *LINKS)
+        assert time.monotonic() - began_s < GREETING_S
+    assert arrived == [CONTROL, *LINKS]
+
+
+def test_a_host_joins_once_descriptors_are_free_again(
+    address: str, arrived: list[Purpose], caplog: pytest.LogCaptureFixture
+) -> None:
+    host, _, port = address.rpartition(":")
+    ends = [socket.socket() for _ in range(4)]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        for end in ends:
+            end.connect((host, int(port)))
+        began_s = time.monotonic()
+        while "Too many open files" not in caplog.text:
+            assert time.monotonic() - began_s < GREETING_S
+            os.sched_yield()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    join(address, CONTROL, *LINKS)
+    assert arrived == [CONTROL, *LINKS]
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("pause_s", [None, 0.5], ids=["silent", "byte by byte"])
+def test_who_is_slow_is_left(address: str, arrived: list[Purpose], pause_s: float | None) -> None:
+    began_s = time.monotonic()
+    with stranger(address) as end:
+        end.settimeout(pause_s)
+        while time.monotonic() - began_s < 2 * GREETING_S:
+            try:
+                if not end.recv(1):
+                    break
+            except TimeoutError:
+                end.sendall(b"p")
+            except ConnectionError:
+                break
+        assert GREETING_S - 1 < time.monotonic() - began_s < GREETING_S + 2
+    join(address, CONTROL)
+
+
+def test_who_knows_no_secret_is_told_so(address: str, arrived: list[Purpose]) -> None:
+    with stranger(address) as end:
+        end.sendall(os.urandom(HEAD + MAC))
+        assert read(end, MAC + 1) == bytes(MAC)
+    with pytest.raises(GreetingError, match="does not know the secret"):
+        connect(address, b"another secret of others", CONTROL)
+    join(address, CONTROL)
+    assert arrived == [CONTROL]
+
+
+def test_a_greeting_cannot_be_said_again_or_sent_back(address: str, arrived: list[Purpose]) -> None:
+    """Neither to the host that listens, nor to the one that joins."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        between = f"127.0.0.1:{listener.getsockname()[1]}"
+        joining = threading.Thread(target=join_in_vain, args=(between,))
+        joining.start()
+        end, _ = listener.accept()
+        with end, stranger(address) as other:
+            end.sendall(os.urandom(NONCE))
+            said = read(end, HEAD + MAC)
+            other.sendall(said)
+            assert read(other, MAC + 1) == bytes(MAC)
+            end.sendall(said[-MAC:])
+            assert read(end, 1) == b""
+        joining.join()
+    assert arrived == []
+
+
+def join_in_vain(address: str) -> None:
+    with pytest.raises(GreetingError, match="does not know the secret"):
+        join(address, CONTROL)
+
+
+def test_a_host_of_another_version_is_refused(address: str, arrived: list[Purpose]) -> None:
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=2 * GREETING_S) as end:
+        nonce = read(end, NONCE)
+        head = struct.pack("21s16s16s32s", b"pypto-serving hosts 9", b"control", bytes(16), bytes(NONCE))
+        end.sendall(head + hmac.digest(SECRET, b"join" + nonce + head, "sha256"))
+        assert read(end, 1) == b""
+    assert arrived == []
