@@ -61,11 +61,12 @@ def choose_hosts(settings: Settings, num_ranks: int) -> int:
             raise ConfigError(f"{options.label('join_secret_file')} has no effect without join-address; drop it")
         return 1
     label = options.label("join_address")
+    if (size := options.data_parallel_size or 1) != settings.defaults["data_parallel_size"]:
+        replicas = options.label("data_parallel_size", beside="join_address")
+        raise ConfigError(f"{label} is {address}, but {replicas} is {size}, and that is for one host; drop one of them")
     if num_ranks == 1:
         more = options.giving(OPTIONS["tensor"], 2, beside="join_address")
         raise ConfigError(f"{label} is {address}, but one rank runs on one host; give {more}, or drop it")
-    if settings.defaults["data_parallel_size"] != (options.data_parallel_size or 1):
-        raise ConfigError(f"{label} is {address}, but only one replica has several hosts; drop it")
     read_secret(file)
     return 2
 

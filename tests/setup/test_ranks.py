@@ -108,8 +108,8 @@ def test_ranks_that_share_rows_share_the_kv_cache() -> None:
 
 
 TP, PP, EP = "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"
-DP = "data_parallel_size"
 IN_TORCH_ONLY = "torch has tensor and expert parallelism on one host only, and --kernels is torch; drop it"
+DP, JOIN = "data_parallel_size", {"join_address": "10.0.0.1:7000"}
 REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (DENSE, {TP: 0}, "--tensor-parallel-size is 0, but must be a whole number from 1 to 1024, or auto"),
     (DENSE, {TP: "all"}, "--tensor-parallel-size is all, but must be a whole number from 1 to 1024, or auto"),
@@ -129,6 +129,15 @@ REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (SPARSE, {TP: 2, "backend": "null"}, "--tensor-parallel-size is 2, but this backend has no ranks that split a"),
     (DENSE, {PP: 2, "kernels": "torch"}, f"--pipeline-parallel-size is 2, but {IN_TORCH_ONLY}"),
     (SPARSE, {DP: 2, EP: 2, "kernels": "torch"}, f"--data-parallel-size is 2, but {IN_TORCH_ONLY}"),
+    (DENSE, JOIN, "but one rank runs on one host; give --tensor-parallel-size 2, or drop it"),
+    (
+        DENSE,
+        {DP: 2, **JOIN},
+        "--join-address is 10.0.0.1:7000, but --data-parallel-size is 2, and that is for one host",
+    ),
+    (SPARSE, {DP: 2, EP: 2, **JOIN}, "but --data-parallel-size is 2, and that is for one host; drop one of them"),
+    (DENSE, {TP: 2, "join_address": "here:0"}, "--join-address is here:0, but must be an address and a port, such as"),
+    (DENSE, {TP: 2, "join_secret_file": "key"}, "--join-secret-file has no effect without join-address; drop it"),
 ]
 
 
