@@ -56,7 +56,7 @@ int64_t Mirror::live(const Order& step) const {
 }
 
 void Frame::begin(const Order& step) {
-  head = {0, step};
+  head = {0, 0, step};
   words.clear();
 }
 
@@ -122,12 +122,13 @@ Link::~Link() { ::close(fd_); }
 
 void Link::close() { shutdown(fd_, SHUT_RDWR); }
 
-bool Link::transfer(const Frame* out, Frame* in, const Mirror* mirrors, int count, bool hurry) {
-  const auto bytes = [](const std::vector<uint32_t>& words) {
-    return Left{reinterpret_cast<char*>(const_cast<uint32_t*>(words.data())), words.size() * sizeof(uint32_t)};
+bool Link::transfer(Frame* out, Frame* in, const Mirror* mirrors, int count, bool hurry) {
+  const auto bytes = [](std::vector<uint32_t>& words) {
+    return Left{reinterpret_cast<char*>(words.data()), words.size() * sizeof(uint32_t)};
   };
   Left sending[2]{}, head{}, body{};
-  if (out) sending[0] = {reinterpret_cast<char*>(const_cast<Frame::Head*>(&out->head)), sizeof out->head};
+  if (out) out->head.number = sent_++;
+  if (out) sending[0] = {reinterpret_cast<char*>(&out->head), sizeof out->head};
   if (out) sending[1] = bytes(out->words);
   if (in) head = {reinterpret_cast<char*>(&in->head), sizeof in->head};
   for (int tries = 0;;) {
@@ -148,6 +149,7 @@ bool Link::transfer(const Frame* out, Frame* in, const Mirror* mirrors, int coun
       if (!reading.moved(count_read)) return false;
       moved |= count_read > 0;
       if (count_read > 0 && &reading == &head && !head.bytes) {
+        if (in->head.number != received_++) return false;
         if (in->head.words > Frame::room(in->head.step, mirrors, count)) return false;
         in->words.resize(in->head.words);
         body = bytes(in->words);

@@ -25,9 +25,10 @@ struct Mirror {
 };
 
 // What is sent at once: the counts of a step, then for each array its words in groups of 64, a mask before each group.
+// Frames are numbered, so that none can be missing in between.
 struct Frame {
   struct Head {
-    uint32_t words;
+    uint32_t number, words;
     Order step;
   };
   Head head{};
@@ -46,22 +47,23 @@ class Link {
  public:
   Link(int fd, int patience_ms);
   ~Link();
-  bool send(const Frame& frame) { return transfer(&frame, nullptr, nullptr, 0, true); }
+  bool send(Frame& frame) { return transfer(&frame, nullptr, nullptr, 0, true); }
   // Wait for the next frame of these arrays, for as long as it takes, then read it.
   bool receive(Frame& frame, const Mirror* mirrors, int count) {
     return transfer(nullptr, &frame, mirrors, count, false);
   }
   // Send one frame, and receive one at the same time.
-  bool swap(const Frame& out, Frame& in, const Mirror* mirrors, int count) {
+  bool swap(Frame& out, Frame& in, const Mirror* mirrors, int count) {
     return transfer(&out, &in, mirrors, count, true);
   }
   // Let all that wait, now and later, return.
   void close();
 
  private:
-  bool transfer(const Frame* out, Frame* in, const Mirror* mirrors, int count, bool hurry);
+  bool transfer(Frame* out, Frame* in, const Mirror* mirrors, int count, bool hurry);
 
   int fd_, patience_ms_;
+  uint32_t sent_ = 0, received_ = 0;  // frames
 };
 
 // Two hosts meet: each sends what its ranks wrote of the arrays `sent`, and takes what the other wrote of `received`.

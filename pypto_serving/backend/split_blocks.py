@@ -1,7 +1,8 @@
 """KV blocks of which two hosts hold parts: the serving host's memory is whole where lower tiers look at it.
 
 A block that a tier stores is completed with what only the other host has; of one that was loaded, the other host gets
-its part. Each message is a head, block ids, and the bytes of each block's spans.
+its part. Each message is a head, block ids, and each block: the bytes of its spans and their checksum, since blocks may
+stay on a disk for years.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
 
 from pypto_serving.backend.memory import HostBlocks
+from pypto_serving.errors import PyptoError
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.kv import Spans
 
-_HEAD = struct.Struct("<BII")
+_HEAD, _CHECKSUM = struct.Struct("<BII"), struct.Struct("<I")
 _FETCH, _PUT, _DONE = 1, 2, b"\x01"
 
 
@@ -43,10 +47,14 @@ def without(spans: Spans, others: Spans) -> Spans:
     return tuple(found)
 
 
+class BlocksError(PyptoError):
+    """The other host is gone, or blocks arrived damaged: the connection is of no more use."""
+
+
 class SplitBlocks(HostBlocks):
     """The blocks of the serving host, whose ranks hold the spans `own` of each group, and those of the other host.
 
-    Raises OSError where the other host does not answer in time.
+    Raises BlocksError where the other host does not answer in time.
     """
 
     def __init__(
@@ -61,7 +69,7 @@ class SplitBlocks(HostBlocks):
     def read_blocks(self, group: int, blocks: Sequence[int]) -> list[BlockBytes]:
         """Return views of the blocks, completed with what only the other host has."""
         if lacking := self._lacking[group]:
-            with self._lock:
+            with self._exchange():
                 _send(self._end, _FETCH, group, blocks)
                 for block in blocks:
                     _receive_into(self._end, self.arenas[group][block], lacking)
@@ -74,11 +82,19 @@ class SplitBlocks(HostBlocks):
     def write_blocks(self, group: int, blocks: Sequence[int], contents: Sequence[BlockBytes]) -> None:
         """Send the other host its parts, and wait until it has them."""
         if blocks:
-            with self._lock:
+            with self._exchange():
                 _send(self._end, _PUT, group, blocks)
                 for block in blocks:
-                    self._end.sendall(_joined(self.arenas[group][block], self._others[group]))
+                    _send_block(self._end, self.arenas[group][block], self._others[group])
                 _receive(self._end, len(_DONE))
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        except (OSError, ValueError) as error:
+            raise BlocksError(f"blocks cannot be exchanged with the other host: {error}") from None
 
 
 def serve_blocks(fd: int, arenas: Sequence[BlockBytes], others: Sequence[Spans], own: Sequence[Spans]) -> None:
@@ -98,7 +114,7 @@ def _serve(end: socket.socket, arenas: Sequence[BlockBytes], others: Sequence[Sp
             blocks = np.frombuffer(_receive(end, 4 * count), np.uint32)
             if kind == _FETCH:
                 for block in blocks:
-                    end.sendall(_joined(arena[block], lacking[group]))
+                    _send_block(end, arena[block], lacking[group])
             else:
                 for block in blocks:
                     _receive_into(end, arena[block], own[group])
@@ -111,12 +127,16 @@ def _send(end: socket.socket, kind: int, group: int, blocks: Sequence[int]) -> N
     end.sendall(_HEAD.pack(kind, group, len(blocks)) + np.array(blocks, np.uint32).tobytes())
 
 
-def _joined(block: BlockBytes, spans: Spans) -> memoryview:
-    return np.concatenate([block[:0], *(block[begin:end] for begin, end in spans)]).data
+def _send_block(end: socket.socket, block: BlockBytes, spans: Spans) -> None:
+    data = np.concatenate([block[:0], *(block[begin:last] for begin, last in spans)]).data
+    end.sendall(data)
+    end.sendall(_CHECKSUM.pack(zlib.crc32(data)))
 
 
 def _receive_into(end: socket.socket, block: BlockBytes, spans: Spans) -> None:
     data = np.frombuffer(_receive(end, sum(last - first for first, last in spans)), np.uint8)
+    if _CHECKSUM.pack(zlib.crc32(data.data)) != _receive(end, _CHECKSUM.size):
+        raise ValueError("a block arrived damaged")
     offsets = np.cumsum([0, *(last - first for first, last in spans)]).tolist()
     for (begin, stop), (first, last) in zip(spans, pairwise(offsets), strict=True):
         block[begin:stop] = data[first:last]

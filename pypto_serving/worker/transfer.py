@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import select
@@ -15,12 +16,14 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from pypto_serving.backend.memory import BlockMemory
-from pypto_serving.errors import EXIT_ENGINE
+from pypto_serving.errors import EXIT_ENGINE, PyptoError
 from pypto_serving.ipc import SocketChannel
 from pypto_serving.store.base import Piece, Store
 from pypto_serving.types.arrays import BlockBytes
 from pypto_serving.types.tier import KEY_BYTES, Tier, TransferDone, TransferJob, TransferReport, Transfers
 from pypto_serving.types.tokens import unpack_ids
+
+log = logging.getLogger(__name__)
 
 LOAD_THREADS: dict[Tier, int] = {"host": 1, "disk": 4, "remote": 2}
 """Load threads per tier. Each tier has one more thread for stores."""
@@ -119,6 +122,9 @@ def ends_process() -> Iterator[None]:
     """End the worker at any exception, as in a step, so that the core never waits for a transfer in vain."""
     try:
         yield
+    except PyptoError as error:
+        log.error("a transfer failed: %s", error)
+        os._exit(error.exit_code)
     except BaseException:
         traceback.print_exc()
         os._exit(EXIT_ENGINE)

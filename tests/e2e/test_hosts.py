@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from tests.checkpoints import make_checkpoint
 from tests.e2e.engines import QUICK_FAULTS, Reply, answers, replies, run_engine
 from tests.e2e.hosts import SECRET, HostKiller, JoiningHost, Network, joining
 from tests.e2e.ranks import MAX_TOKENS, TIGHT, answered, assert_ended, hits, rank_config, stop, streams
+from tests.e2e.wires import Damage, wires
 from tests.store.pool import free_port
 from tests.strangers import SAYINGS, strangers
 
@@ -165,6 +168,72 @@ def test_a_host_that_was_sent_away_comes_again(model: Path, address: str) -> Non
         arrivals = iter(door.arrivals(time.monotonic() + AGAIN_S, lambda *_: None))
         for _ in range(3):
             next(arrivals).end.close()
+
+
+def test_a_host_tries_again_where_nobody_greets_it(model: Path, address: str) -> None:
+    """As by a serving host whose machine is too busy."""
+    host, _, port = address.rpartition(":")
+    with socket.create_server((host, int(port))) as listener, joining(address, model):
+        listener.settimeout(AGAIN_S)
+        for _ in range(2):
+            end, _ = listener.accept()
+            with end:
+                end.settimeout(AGAIN_S)
+                assert end.recv(1) == b""
+
+
+DAMAGES: dict[str, Damage] = {
+    "noise": lambda data: os.urandom(len(data)),
+    "lengths": lambda data: b"\xff" * 64 + data,
+    "gap": lambda data: data[4:],
+    "lost": lambda data: b"",
+}
+DAMAGED = [
+    (TWO, "control serving", "noise lengths gap"),
+    (TWO, "control joining", "noise lengths gap"),
+    (TWO, "meeting serving", "noise lengths gap"),
+    (TWO, "steps joining", "noise lengths gap"),
+    (TWO, "blocks serving", "noise lengths"),
+    (TWO, "blocks joining", "noise lengths"),
+    (STAGES, "steps joining", "lost"),
+    (STAGES, "rows joining", "noise lengths gap"),
+    (STAGES, "logits serving", "noise lengths gap lost"),
+]
+
+
+@pytest.mark.parametrize(
+    ("topology", "where", "damage"),
+    [(topology, where, damage) for topology, where, damages in DAMAGED for damage in damages.split()],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "tp" if value == TWO else "pp",
+)
+def test_damaged_bytes_end_the_group(
+    model: Path,
+    wanted: list[Reply],
+    address: str,
+    capfd: pytest.CaptureFixture[str],
+    topology: Topology,
+    where: str,
+    damage: str,
+) -> None:
+    """On both sides, within the time of a step and without a traceback; both begin anew."""
+    faults = msgspec.structs.replace(QUICK_FAULTS, heartbeat_s=0.3, step_timeout_s=8.0)
+    with wires(address, *where.split(), DAMAGES[damage]) as wire, joining(wire.address, model) as host:
+
+        async def scenario(engine: AsyncEngine) -> list[Reply]:
+            def hurt(output: RequestOutput) -> None:
+                wire.break_it()
+
+            found = await replies(engine, *streams(model, 1, MAX_TOKENS), hurt)
+            assert wire.broken.is_set() and engine.stats.num_respawns == 1
+            return found
+
+        tiers = TIGHT | {"kv_host_memory": "8MiB"}
+        assert (
+            run_engine(rank_config(model, topology, {"faults": faults}, join_address=address, **tiers), scenario)
+            == wanted
+        )
+        _, errors = host.end()
+    assert "Traceback" not in errors + capfd.readouterr().err
 
 
 @pytest.fixture
