@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+from pypto_serving.backend.greeting import CONTROL, connect
 from pypto_serving.backend.hosts import Door
 from pypto_serving.engine.async_engine import AsyncEngine
 from pypto_serving.errors import EXIT_USAGE
@@ -168,6 +169,33 @@ def test_a_host_that_was_sent_away_comes_again(model: Path, address: str) -> Non
         arrivals = iter(door.arrivals(time.monotonic() + AGAIN_S, lambda *_: None))
         for _ in range(3):
             next(arrivals).end.close()
+
+
+@pytest.mark.parametrize("said", [b"\x01\0\0\0\xc1", b"\x01\0\0\0\x80", b"\xff" * 64], ids=["noise", "empty", "length"])
+def test_a_host_that_knows_the_secret_and_says_what_is_no_message(model: Path, address: str, said: bytes) -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(rank_config(model, TWO, QUICK, join_address=address))
+        await engine.start()
+        try:
+            with await asyncio.to_thread(patiently_connected, address) as end:
+                end.sendall(said)
+                assert await asyncio.to_thread(end.recv, 1) == b""
+            with joining(address, model):
+                await engine.wait_ready()
+            assert engine.stats.num_respawns == 0
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def patiently_connected(address: str) -> socket.socket:
+    deadline_s = time.monotonic() + AGAIN_S
+    while True:
+        try:
+            return connect(address, SECRET.encode(), CONTROL)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline_s
 
 
 def test_a_host_tries_again_where_nobody_greets_it(model: Path, address: str) -> None:
