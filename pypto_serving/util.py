@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, SupportsIndex, TypeVar, cast
 
@@ -107,6 +107,17 @@ def format_size(num_bytes: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Write a count with its noun: `1 request`, `2 requests`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def install_extra(extra: str) -> str:
+    """Say how to install an extra of this package; no index has the package."""
+    return f"run in the checkout: pip install '.[{extra}]'"
+
+
+def one_of(texts: Sequence[str]) -> str:
+    """Write what there is to choose from: `a`, `a or b`, `a, b or c`."""
+    *others, last = texts
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def brief(value: Any) -> str:

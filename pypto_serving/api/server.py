@@ -43,6 +43,7 @@ from pypto_serving.engine.client import EngineClient
 from pypto_serving.engine.metrics import CONTENT_TYPE
 from pypto_serving.errors import PyptoError, RequestError
 from pypto_serving.types.tier import TIERS
+from pypto_serving.util import one_of
 
 Handler = Callable[[Request], Awaitable[Response]]
 Responses = dict[int | str, dict[str, Any]]
@@ -147,7 +148,7 @@ async def _answer_lost(request: Request, error: HTTPException) -> Response:
     here = [route for route in app.routes if route.matches(request.scope)[0] is not Match.NONE]
     methods = sorted({name for route in here for name in route.methods})
     if methods:
-        message = f"{asked} is not allowed here; use {' or '.join(methods)}"
+        message = f"{asked} is not allowed here; use {one_of(methods)}"
         return ApiError(405, message, "method_not_allowed", headers=(("allow", ", ".join(methods)),)).response()
     known = [f"{name} {route.path_format}" for route in app.routes if route.include_in_schema for name in route.methods]
     message = f"{asked} does not exist; there are {', '.join(known)} and GET /openapi.json"

@@ -16,7 +16,7 @@ import msgspec
 from pypto_serving.bench.metrics import RequestRecord, details, summarize
 from pypto_serving.bench.options import METRICS, Reporting, Target, Traffic
 from pypto_serving.errors import ConfigError
-from pypto_serving.util import decode_json
+from pypto_serving.util import decode_json, install_extra
 
 _WIDTH = 50
 _HEADINGS = {
@@ -191,7 +191,7 @@ def new_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib; run: pip install 'pypto-serving[bench]'") from None
+        raise ConfigError(f"--plot needs matplotlib; {install_extra('bench')}") from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import typer
 
 from pypto_serving.errors import EXIT_CRASH, EXIT_OK, EXIT_USAGE, PyptoError
+from pypto_serving.util import one_of
 
 EXIT_INTERRUPTED = 130
 STARTED_S = time.monotonic()
@@ -52,8 +53,8 @@ def _message(error: typer.TyperException) -> str:
         return error.format_message()
     names = {option.lstrip("-"): option for option in proposed}
     near = [names[name] for name in difflib.get_close_matches(given.lstrip("-"), names)]
-    advice = f"did you mean {' or '.join(near)}?" if near else "--help lists all"
-    return f"No such option: {given}; {advice}"
+    guess = f"did you mean {one_of(near)}? " if near else ""
+    return f"No such option: {given}; {guess}--help lists all"
 
 
 def _flushed(code: int) -> int:

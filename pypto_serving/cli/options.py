@@ -26,7 +26,7 @@ from pypto_serving.setup.rules import (
     Choice,
 )
 from pypto_serving.types.hosts import SECRET_VARIABLE
-from pypto_serving.util import format_size
+from pypto_serving.util import format_size, one_of
 
 MODEL, SERVER, BATCHING, KV, DEVICE = "Model", "Server", "Batching", "KV cache", "Device and process"
 ENGINE_PANELS = (MODEL, BATCHING, KV, DEVICE)
@@ -54,12 +54,6 @@ class Flag(NamedTuple):
         return f"{self.help} (default: {self.default or shown_default(self.name)})"
 
 
-def _one_of(names: Iterable[str]) -> str:
-    """Join names as in `a, b or c`."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}"
-
-
 _CPU = BACKEND_DEFAULTS["cpu"]
 FLAGS = (
     Flag("model", MODEL, "MODEL", "The same as the argument MODEL.", "the bundled one"),
@@ -69,14 +63,14 @@ FLAGS = (
         "tool_call_parser",
         MODEL,
         "NAME",
-        f"How the model writes tool calls: {_one_of(TOOL_CALL_PARSERS[1:])}.",
+        f"How the model writes tool calls: {one_of(TOOL_CALL_PARSERS[1:])}.",
         "auto, by the chat template",
     ),
     Flag(
         "reasoning_parser",
         MODEL,
         "NAME",
-        f"How the model marks its reasoning: {_one_of(REASONING_PARSERS[1:])}.",
+        f"How the model marks its reasoning: {one_of(REASONING_PARSERS[1:])}.",
         "auto, by the chat template",
     ),
     Flag("dtype", MODEL, "DTYPE", "auto, float32 or bfloat16."),
@@ -164,12 +158,12 @@ FLAGS = (
         "tcp://127.0.0.1:5557.",
     ),
     Flag("kv_events_replay", KV, "ENDPOINT", "Where routers ask for events that they missed.", "the next port"),
-    Flag("backend", DEVICE, "NAME", f"{_one_of(BACKEND_DEFAULTS)} (no model, for tests).", alias="--device"),
+    Flag("backend", DEVICE, "NAME", f"{one_of([*BACKEND_DEFAULTS])} (no model, for tests).", alias="--device"),
     Flag(
         "kernels",
         DEVICE,
         "NAME",
-        f"Instruction set of the CPU kernels: {_one_of(KERNELS[1:-1])}; or {KERNELS[-1]}, without kernels.",
+        f"Instruction set of the CPU kernels: {one_of(KERNELS[1:-1])}; or {KERNELS[-1]}, without kernels.",
         "auto, the best this machine runs",
     ),
     Flag(
@@ -209,7 +203,7 @@ FLAGS = (
     ),
     Flag("join_secret_file", DEVICE, "FILE", "Secret that both hosts know.", SECRET_VARIABLE),
     Flag("step_timeout", DEVICE, "SECONDS", "A step that takes longer is a fault."),
-    Flag("log_level", DEVICE, "LEVEL", f"{_one_of(LOG_LEVELS)}."),
+    Flag("log_level", DEVICE, "LEVEL", f"{one_of(LOG_LEVELS)}."),
 )
 SWITCHES = {
     "log_requests",

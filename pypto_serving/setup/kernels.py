@@ -28,7 +28,7 @@ def choose_kernels(settings: Settings, model: ModelSpec, host: HostFacts) -> str
     if given != "torch" and obstacle:
         raise ConfigError(f"{label} is {given}, but {obstacle}; change that, or drop it")
     if given not in ("torch", *host.kernels):
-        raise ConfigError(f"{label} is {given}, but this machine runs only {', '.join(host.kernels)}")
+        raise ConfigError(f"{label} is {given}, but this machine runs only {', '.join(host.kernels)}; drop it")
     settings.record("kernels", given, options.origin("kernels"))
     return given
 

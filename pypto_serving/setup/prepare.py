@@ -96,4 +96,5 @@ def _null_spec(options: Options) -> ModelSpec:
 
 
 def _no_block_size(options: Options, name: str) -> ConfigError:
-    return ConfigError(f"{options.label('block_size')} cannot be chosen for {name}, whose groups have their own")
+    label = options.label("block_size")
+    return ConfigError(f"{label} cannot be chosen for {name}, whose groups have their own; drop it")

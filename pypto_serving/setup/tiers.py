@@ -9,7 +9,7 @@ from pypto_serving.setup.kv_shares import tier_slots
 from pypto_serving.setup.settings import Settings
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.tier import INDEX_BYTES, Tier, TierConfig
-from pypto_serving.util import format_size
+from pypto_serving.util import format_size, install_extra
 
 MAX_SLOTS = 1 << 22
 """Blocks of one group in one tier; a disk keeps INDEX_BYTES in memory for each."""
@@ -37,7 +37,7 @@ def choose_tiers(
         if not host.mooncake:
             raise ConfigError(
                 f"{options.label('kv_remote')} is {options.kv_remote}, which needs Mooncake, and Mooncake is not "
-                "installed; drop it, or run: pip install 'pypto-serving[mooncake]'"
+                f"installed; drop it, or {install_extra('mooncake')}"
             )
         tiers.append(_tier(settings, model, "remote", "kv_remote", REMOTE_BYTES, options.kv_remote))
     if tiers and options.prefix_caching is False:

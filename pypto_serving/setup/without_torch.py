@@ -7,8 +7,9 @@ from pypto_serving.setup.host import HostFacts
 from pypto_serving.setup.kernels import why_torch
 from pypto_serving.setup.options import Options
 from pypto_serving.types.model import ModelSpec
+from pypto_serving.util import install_extra
 
-INSTALL = "run: pip install 'pypto-serving[torch]'"
+INSTALL = install_extra("torch")
 
 
 def require_torch(options: Options, model: ModelSpec, host: HostFacts) -> None:

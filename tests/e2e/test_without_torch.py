@@ -69,9 +69,10 @@ def test_other_families(kind: str, tmp_path: Path) -> None:
     asked = ("generate", "--model", model, "--kv-memory", "64MiB", "--max-model-len", "512", "--max-tokens", "4", "a")
     assert run(*asked, "--dtype", "bfloat16").stdout
     (line,) = run(*asked, code=2).stderr.strip().splitlines()
-    assert "give --dtype bfloat16, or run: pip install 'pypto-serving[torch]'" in line
+    assert "give --dtype bfloat16, or run in the checkout: pip install '.[torch]'" in line
 
 
-def test_torch_is_refused_before_anything_starts() -> None:
-    (line,) = run("serve", "--kernels", "torch", code=2).stderr.strip().splitlines()
-    assert line.endswith("torch is not installed; drop it, or run: pip install 'pypto-serving[torch]'")
+@pytest.mark.parametrize("ranks", [(), ("--tp", "2")])
+def test_torch_is_refused_before_anything_starts(ranks: tuple[str, ...]) -> None:
+    (line,) = run("serve", "--kernels", "torch", *ranks, code=2).stderr.strip().splitlines()
+    assert line.endswith("torch is not installed; drop it, or run in the checkout: pip install '.[torch]'")

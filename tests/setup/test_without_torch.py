@@ -13,7 +13,7 @@ from pypto_serving.cli import main
 from pypto_serving.errors import ConfigError
 from tests.setup.small import WITH_KERNELS, make_model, make_resolved
 
-INSTALL = "run: pip install 'pypto-serving[torch]'"
+INSTALL = "run in the checkout: pip install '.[torch]'"
 KERNELS_ONLY = msgspec.structs.replace(WITH_KERNELS, torch=False)
 NOTHING = msgspec.structs.replace(KERNELS_ONLY, kernels=())
 FLOAT32 = {"dtype": "float32", "needs_torch": "the kernels serve bfloat16 only, not float32"}
@@ -48,7 +48,7 @@ def test_what_helps(model: dict[str, Any], options: dict[str, Any], line: str) -
 @pytest.mark.parametrize("model", [{"needs_torch": ""}, FLOAT32, ODD])
 @pytest.mark.parametrize("options", [{}, {"kernels": "torch"}, {"kernels": "auto"}])
 def test_neither_kernels_nor_torch(model: dict[str, Any], options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"no C\+\+ compiler, nor torch; install .* or run: pip install"):
+    with pytest.raises(ConfigError, match=r"nor torch; install .* or run in the checkout: pip install"):
         make_resolved(make_model(**model), NOTHING, **options)
 
 

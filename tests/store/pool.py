@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pypto_serving.util import install_extra
+
 PATIENCE_S = 60.0
 PACKAGES = "on Debian and Ubuntu it needs the packages libibverbs1 libnl-3-200 libnl-route-3-200"
 
@@ -18,7 +20,7 @@ PACKAGES = "on Debian and Ubuntu it needs the packages libibverbs1 libnl-3-200 l
 def missing() -> str | None:
     """Why no pool can be started here, if none can."""
     if importlib.util.find_spec("mooncake") is None:
-        return f"Mooncake is not installed: pip install 'pypto-serving[mooncake]'; {PACKAGES}"
+        return f"Mooncake is not installed; {install_extra('mooncake')}; {PACKAGES}"
     folder = Path(next(iter(importlib.util.find_spec("mooncake").submodule_search_locations or ())))  # type: ignore[union-attr]
     result = subprocess.run([folder / "mooncake_master", "--version"], capture_output=True, text=True)
     if result.returncode == 0:

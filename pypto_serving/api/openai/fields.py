@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import RequestError
-from pypto_serving.util import brief
+from pypto_serving.util import brief, one_of
 
 IGNORED_HEADER = "x-ignored-fields"
 MAX_IGNORED, MAX_NAME_CHARS = 32, 64
@@ -66,7 +66,7 @@ def _require_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     if name in _SUCCESSORS:
         message = f"{name} is not supported by this server: it is the old form of {_SUCCESSORS[name]}; send that"
         raise RequestError(message, param=name, code="unsupported_field")
-    advice = f"leave it out or set it to {' or '.join(map(json.dumps, neutral))}" if neutral else "leave it out"
+    advice = f"leave it out or set it to {one_of([*map(json.dumps, neutral)])}" if neutral else "leave it out"
     raise RequestError(
         f"{name} = {brief(value)} is not supported by this server; {advice}",
         param=name,

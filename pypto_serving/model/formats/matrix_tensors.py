@@ -11,6 +11,7 @@ from pypto_serving.model.checkpoint import FLOATS
 from pypto_serving.model.formats.bits import are_finite, as_float32
 from pypto_serving.model.tensors import StoredTensors
 from pypto_serving.types.arrays import Array, Float32Array
+from pypto_serving.util import one_of
 
 E8M0_DTYPES = ("U8", "F8_E8M0")
 
@@ -77,7 +78,7 @@ class MatrixTensors:
         """Raise ModelError unless a tensor that files may hold besides is of `shape` and one of `dtypes`."""
         found = self._tensors[f"{self._module}.{name}"]
         if found.shape != shape or found.dtype not in dtypes:
-            wanted = f"shape {list(shape)} and dtype {' or '.join(dtypes)}"
+            wanted = f"shape {list(shape)} and dtype {one_of(dtypes)}"
             self.refuse(name, f"has shape {list(found.shape)} and dtype {found.dtype}, but must have {wanted}")
 
     def refuse(self, name: str, what: str) -> NoReturn:

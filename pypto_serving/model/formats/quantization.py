@@ -9,8 +9,10 @@ from pypto_serving.model.fields import Fields
 from pypto_serving.model.formats.modules import Modules
 from pypto_serving.model.formats.patterns import require_quick
 from pypto_serving.model.formats.schemes import PLAIN, Scheme
+from pypto_serving.util import one_of
 
 SECTION = "quantization_config"
+_WAY_OUT = "give the checkpoint that it was made from, or `convert` that"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ def require(fields: Fields, key: str, wanted: tuple[Any, ...], path: str = "", w
     """Return the value of `key`. Raises ModelError naming it unless it is one of `wanted`, or absent and None is."""
     found = fields.get(key)
     same = any(type(found) is type(value) and found == value for value in wanted)
-    shown = " or ".join("absent" if value is None else _shown(value) for value in wanted)
-    fields.require(same, f"{SECTION}.{path}{key}", found, f"{shown}{why and f': {why}'}")
+    shown = one_of(["absent" if value is None else _shown(value) for value in wanted])
+    fields.require(same, f"{SECTION}.{path}{key}", found, f"{shown}{why and f': {why}'}; {_WAY_OUT}")
     return found
 
 
@@ -52,7 +54,7 @@ def refuse(fields: Fields, keys: tuple[str, ...], path: str = "") -> None:
     """Raise ModelError naming one of `keys` that is there and not empty."""
     for key in keys:
         found = fields.get(key)
-        fields.require(not found, f"{SECTION}.{path}{key}", found, "absent: it is not supported")
+        fields.require(not found, f"{SECTION}.{path}{key}", found, f"absent: it is not supported; {_WAY_OUT}")
 
 
 def _shown(value: object) -> str:
