@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,7 +43,10 @@ def convert(
         typer.Option("--group-size", help="Inputs that share a scale in w4a16: 32 (default), 64 or 128."),
     ] = None,
 ) -> None:
-    """Write a checkpoint of bf16, f16, f32, FP8 or MXFP4 in another format. After an interruption, run it again."""
+    """Write a checkpoint of bf16, float16, float32, FP8 or 4-bit floats in another format.
+
+    After an interruption, run the same command again.
+    """
     from pypto_serving.cli.progress import LoadProgress
     from pypto_serving.model.convert.conversion import convert as convert_checkpoint
     from pypto_serving.setup.locate import locate_model
@@ -50,13 +54,14 @@ def convert(
     encoding = _encoding(format, group_size)
     if not str(target).isprintable():
         raise ConfigError(f"TARGET is {str(target)!r}, but must be text on one line")
-    progress = LoadProgress()
     try:
-        folder = locate_model(source)
-        wanted = target.expanduser()
-        convert_checkpoint(folder, wanted, encoding, lambda phase, *done: progress(f"converting {phase}", *done))
-    finally:
-        progress.close()
+        with closing(LoadProgress()) as progress:
+            folder = locate_model(source)
+            wanted = target.expanduser()
+            convert_checkpoint(folder, wanted, encoding, lambda phase, *done: progress(f"converting {phase}", *done))
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command goes on, and keeps the files that are complete", err=True)
+        raise
     typer.echo(f"{target} is complete; serve it with `pypto-serving serve {target}`")
 
 

@@ -37,6 +37,8 @@ CODES = ("qweight", "weight_packed")
 """Names of quantised weights that no other weights have."""
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+UNFINISHED_FILE = "unfinished-conversion.json"
+"""Says what an unfinished conversion is of; locked while a process converts."""
 _MAX_HEADER_BYTES = 100_000_000
 _LONGEST_NAME = 255
 """Bytes that file systems allow a name, and characters of the name of a tensor."""

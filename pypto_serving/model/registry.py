@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 import msgspec
 
 from pypto_serving.errors import ModelError
+from pypto_serving.model.checkpoint import UNFINISHED_FILE
 from pypto_serving.model.contents import STORED_DTYPES, read_contents, read_headers
 from pypto_serving.model.family import DEFAULT_SERVING, ModelFamily, Serving
 from pypto_serving.model.fields import Fields, read_json_file
 from pypto_serving.model.formats.quantization import SECTION
 from pypto_serving.model.formats.section import read_section_file, section_file
 from pypto_serving.types.model import SERVING_DTYPES, Contents, ModelSpec
-from pypto_serving.util import LazyRegistry, brief
+from pypto_serving.util import LazyRegistry, brief, one_of
 
 FAMILIES = LazyRegistry(
     "architecture",
@@ -69,7 +71,7 @@ class CheckpointConfig:
             stored, quantised = self.stored_dtype(), self.raw.get(SECTION) is not None
             dtype = "bfloat16" if quantised or stored == "float16" else stored
         if dtype not in SERVING_DTYPES:
-            raise ModelError(f"dtype {dtype!r} is not supported; choose auto, {' or '.join(SERVING_DTYPES)}")
+            raise ModelError(f"dtype {dtype!r} is not supported; choose {one_of(['auto', *SERVING_DTYPES])}")
         return dtype
 
     def spec(self, serving: Serving = DEFAULT_SERVING) -> ModelSpec:
@@ -95,6 +97,7 @@ def read_config(model_dir: str | Path) -> CheckpointConfig:
     Raises ModelError for one that is missing or not supported.
     """
     path = Path(model_dir) / CONFIG_FILE
+    _require_finished(path)
     raw = read_json_file(path)
     beside = section_file(path.parent) if raw.get(SECTION) is None else None
     if beside is not None:
@@ -104,6 +107,13 @@ def read_config(model_dir: str | Path) -> CheckpointConfig:
         raise ModelError(f"{path}: architectures is {brief(names)}, but must name one")
     family = model_family(names[0])
     return CheckpointConfig(str(model_dir), names[0], family, family.parse(raw, str(path)), raw)
+
+
+def _require_finished(path: Path) -> None:
+    """Raise ModelError if there is no config.json at `path` because a conversion has not finished."""
+    with suppress(OSError):  # of a folder that may not be entered: reading config.json tells
+        if path.with_name(UNFINISHED_FILE).exists() and not path.exists():
+            raise ModelError(f"{path.parent} is an unfinished conversion; run the same `pypto-serving convert` again")
 
 
 def load_config(model_dir: str | Path) -> tuple[str, Any]:

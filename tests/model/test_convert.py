@@ -18,12 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pypto_serving import __version__
+from pypto_serving.cli import EXIT_INTERRUPTED
 from pypto_serving.errors import ConfigError, ModelError, PyptoError
 from pypto_serving.kernels import runnable
-from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from pypto_serving.model.checkpoint import INDEX_FILE, SINGLE_FILE, UNFINISHED_FILE, Checkpoint
 from pypto_serving.model.convert.conversion import convert as convert_checkpoint
 from pypto_serving.model.convert.encodings import W8A8, Encoding
-from pypto_serving.model.convert.files import STATE_FILE
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_config, load_spec
 from tests.model.conftest import MakeCheckpoint
@@ -163,7 +164,7 @@ def test_a_killed_conversion_goes_on(checkpoint: MakeCheckpoint, tmp_path: Path)
         finished = {file: file.stat().st_ino for file in target.glob("*.safetensors")}
         run_killed(source, target, calls)
         assert all(file.stat().st_ino == inode for file, inode in finished.items())
-        with pytest.raises(ModelError, match=r"has no config\.json"):
+        with pytest.raises(ModelError, match="is an unfinished conversion; run the same `pypto-serving convert` again"):
             load_config(target)
     assert len(finished) > 2
     command = [sys.executable, "-m", "pypto_serving", "convert", source, target, "--format", "w8a8"]
@@ -186,7 +187,7 @@ def test_a_kill_before_anything_is_written(checkpoint: MakeCheckpoint, tmp_path:
     """What it was is not on disk yet."""
     target = tmp_path / "target"
     target.mkdir()
-    (target / STATE_FILE).touch()
+    (target / UNFINISHED_FILE).touch()
     assert contents(convert(checkpoint(), target)) == contents(convert(checkpoint(), tmp_path / "other"))
 
 
@@ -194,7 +195,7 @@ def test_another_conversion_that_has_just_ended(checkpoint: MakeCheckpoint, tmp_
     """A process that found it unfinished makes a new, empty state file, and leaves the checkpoint as it is."""
     target = convert(checkpoint(), tmp_path / "target")
     wanted = contents(target)
-    (target / STATE_FILE).touch()
+    (target / UNFINISHED_FILE).touch()
     assert "is a complete checkpoint already" in refused(checkpoint(seed=1), target)
     assert contents(target) == wanted
 
@@ -266,15 +267,49 @@ def test_targets_that_hold_something(checkpoint: MakeCheckpoint, tmp_path: Path)
 
 
 def test_a_target_of_another_conversion(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    run_killed(checkpoint(sharded=True), target, 10)
-    assert "another conversion" in refused(checkpoint(seed=1, sharded=True), target)
+    source, target = Path(shutil.copytree(checkpoint(sharded=True), tmp_path / "source")), tmp_path / "target"
+    run_killed(source, target, 10)
+    whose = f"holds a part of another conversion, of {source} to w8a8 by pypto-serving {__version__}; delete it"
+    assert whose in refused(checkpoint(seed=1, sharded=True), target)
+    (source / "config.json").touch()
+    assert f"of {source}, before that changed, to w8a8" in refused(source, target)
+
+
+def test_a_target_of_another_version(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """It may have rounded otherwise."""
+    source, target = checkpoint(sharded=True), tmp_path / "target"
+    run_killed(source, target, 10)
+    state = target / UNFINISHED_FILE
+    state.write_text(state.read_text().replace(f'"{__version__}"', '"0.0.9"'))
+    assert "to w8a8 by pypto-serving 0.0.9; delete it" in refused(source, target)
+    state.write_text("{}")
+    assert "is damaged; delete the folder" in refused(source, target)
+
+
+def test_a_source_that_was_moved(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    source, target = Path(shutil.copytree(checkpoint(sharded=True), tmp_path / "source")), tmp_path / "target"
+    run_killed(source, target, 10)
+    assert contents(convert(source.rename(tmp_path / "moved"), target))
+
+
+def test_ctrl_c_says_how_to_go_on(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 4096}
+    source, target = checkpoint(dtype="bfloat16", **sizes), tmp_path / "target"
+    command = [sys.executable, "-m", "pypto_serving", "convert", source, target, "--format", "mxfp4"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not list(target.glob("*.part")):
+            os.sched_yield()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == EXIT_INTERRUPTED
+    assert errors.endswith("interrupted; the same command goes on, and keeps the files that are complete\n")
+    assert [file.name for file in target.iterdir()] == [UNFINISHED_FILE]
 
 
 def test_a_target_that_is_being_written(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     target = tmp_path / "target"
     run_killed(checkpoint(sharded=True), target, 10)
-    with (target / STATE_FILE).open("rb") as file:
+    with (target / UNFINISHED_FILE).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "by another process" in refused(checkpoint(sharded=True), target)
 

@@ -1,7 +1,7 @@
 """Convert a checkpoint file by file; a killed conversion resumes. Torch-free.
 
 A file gets its name when it is complete and on disk, and config.json comes last, so an unfinished conversion never
-looks like a checkpoint. The output depends on the source alone.
+looks like a checkpoint. The output depends on the source, the format and the version of this program alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from pypto_serving.errors import ModelError
-from pypto_serving.model.checkpoint import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, Checkpoint
+from pypto_serving.model.checkpoint import INDEX_FILE, ITEM_BYTES, SINGLE_FILE, UNFINISHED_FILE, Checkpoint
 from pypto_serving.model.convert.encodings import Encoding
-from pypto_serving.model.convert.files import STATE_FILE, as_json, claim, copy, new_file, write
+from pypto_serving.model.convert.files import as_json, claim, copy, new_file, write
 from pypto_serving.model.convert.plan import Plan, Weight
 from pypto_serving.model.fields import read_json_file
 from pypto_serving.model.formats.dequantise import dequantised
@@ -194,7 +194,7 @@ class _Conversion:
         Of folders, copy the one with the encoding of DeepSeek V4's chats. Files that say how the source is quantised
         stay behind: other engines would read the target by them.
         """
-        left = (CONFIG_FILE, STATE_FILE, *SECTION_FILES)
+        left = (CONFIG_FILE, UNFINISHED_FILE, *SECTION_FILES)
         for file in sorted((*self._source.iterdir(), *self._source.glob(_ENCODING))):
             weights = file.name in written or file.name.endswith(_WEIGHTS)
             if file.is_file() and file.name not in left and not weights:

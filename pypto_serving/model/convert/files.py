@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
 import json
 import os
 import shutil
@@ -11,11 +12,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pypto_serving.errors import ConfigError, ModelError
-from pypto_serving.model.fingerprint import checkpoint_state
+import msgspec
 
-STATE_FILE = "unfinished-conversion.json"
-"""Names the source of an unfinished conversion; locked while a process converts."""
+from pypto_serving.errors import ConfigError, ModelError
+from pypto_serving.model.checkpoint import UNFINISHED_FILE
+from pypto_serving.model.fingerprint import checkpoint_state
+from pypto_serving.util import decode_json
+
+
+class _Conversion(msgspec.Struct, frozen=True):
+    """What UNFINISHED_FILE says: the conversion of `source`, in `state`, to `format` by a `version` of this program.
+
+    All but the path `source` decide the bytes of the target.
+    """
+
+    source: str
+    state: str
+    format: str
+    version: str
+
+    def continues(self, other: _Conversion) -> bool:
+        """Return whether the files that `other` has written are those of this conversion."""
+        return msgspec.structs.replace(other, source=self.source) == self
 
 
 @contextmanager
@@ -24,7 +42,8 @@ def claim(source: Path, target: Path, format: str) -> Iterator[Callable[[], None
 
     Yield what raises ModelError if `source` has changed since.
     """
-    identity, state = checkpoint_state(source).hex(), target / STATE_FILE
+    identity, state = checkpoint_state(source).hex(), target / UNFINISHED_FILE
+    own = _Conversion(str(source), identity, format, importlib.metadata.version("pypto-serving"))
 
     def require_unchanged() -> None:
         if checkpoint_state(source).hex() != identity:
@@ -32,21 +51,35 @@ def claim(source: Path, target: Path, format: str) -> Iterator[Callable[[], None
 
     _make_target(target)
     with _locked(target) as file:
-        what = as_json({"format": format, "source": identity})
         # What a process that was killed at once left is empty.
-        if (found := file.read()) and found != what:
-            raise ConfigError(f"TARGET {target} holds a part of another conversion; delete it, or give another folder")
+        if found := file.read():
+            _require_same(target, own, found)
         if not found and (target / "config.json").exists():  # another process finished just before this one looked
             state.unlink()
             raise _complete(target)
-        file.seek(0)
-        file.write(what)
-        _flush(file)
+        if not found:
+            file.write(as_json(msgspec.to_builtins(own)))
+            _flush(file)
         yield require_unchanged
         state.unlink()
 
 
 _ADVICE = "give a folder that is empty or not there yet"
+
+
+def _require_same(target: Path, own: _Conversion, found: bytes) -> None:
+    """Raise ConfigError unless `found` says that the files in `target` are those of `own` conversion."""
+    try:
+        other = decode_json(found, _Conversion)
+    except ValueError:
+        raise ConfigError(f"TARGET {target}/{UNFINISHED_FILE} is damaged; delete the folder, or give another") from None
+    if own.continues(other):
+        return
+    changed = ", before that changed," if other.source == own.source and other.state != own.state else ""
+    raise ConfigError(
+        f"TARGET {target} holds a part of another conversion, of {other.source}{changed} to {other.format} by "
+        f"pypto-serving {other.version}; delete it, or give another folder"
+    )
 
 
 def _complete(target: Path) -> ConfigError:
@@ -58,7 +91,7 @@ def _make_target(target: Path) -> None:
     try:
         if target.exists() and not target.is_dir():
             raise ConfigError(f"TARGET {target} is a file; {_ADVICE}")
-        if target.exists() and not (target / STATE_FILE).exists():
+        if target.exists() and not (target / UNFINISHED_FILE).exists():
             if (target / "config.json").exists():
                 raise _complete(target)
             if any(target.iterdir()):
@@ -72,7 +105,7 @@ def _make_target(target: Path) -> None:
 @contextmanager
 def _locked(target: Path) -> Iterator[BinaryIO]:
     """Open and lock the state file, which is made if missing. Raises ConfigError if another process has `target`."""
-    state = target / STATE_FILE
+    state = target / UNFINISHED_FILE
     with os.fdopen(os.open(state, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
