@@ -87,7 +87,7 @@ class UnavailableError(RequestError):
 
 
 class EngineDeadError(PyptoError):
-    """The engine gave up because its worker or core kept failing."""
+    """The engine gave up because its worker or core kept failing, or because no other host joined."""
 
     status = 503
     code = "engine_dead"

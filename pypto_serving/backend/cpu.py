@@ -14,7 +14,7 @@ from pypto_serving.backend.split_blocks import SplitBlocks
 from pypto_serving.backend.torch_ranks import TorchRanks
 from pypto_serving.errors import ConfigError, ModelError
 from pypto_serving.kernels import Engine, Peers, SharedMemory
-from pypto_serving.model.fingerprint import checkpoint_digest, checkpoint_state
+from pypto_serving.model.fingerprint import checkpoint_state, file_digests
 from pypto_serving.types.config import EngineConfig
 
 
@@ -77,8 +77,8 @@ class CpuBackend(Backend):
 
     def _await_host(self, progress: Progress) -> Joined:
         assert self._followers is not None
-        digest = checkpoint_digest(self.config.model, self.config.cache_dir, progress)
-        joined = await_host(self.config, digest, progress)
+        files = file_digests(self.config.model, self.config.cache_dir, progress)
+        joined = await_host(self.config, files, progress)
         self._followers.add(joined.name, joined.control)
         return joined
 

@@ -81,7 +81,7 @@ def introduce(end: socket.socket, secret: bytes, purpose: Purpose) -> None:
     head = _HEAD.pack(_PROTOCOL, purpose.name.encode(), purpose.life, own)
     end.sendall(head + _mac(secret, b"join", nonce, head))
     if not hmac.compare_digest(_read(end, _MAC_BYTES, deadline_s), _mac(secret, b"serve", nonce, head)):
-        raise GreetingError("it does not know the secret")
+        raise GreetingError("the secrets differ; give both hosts the same")
 
 
 def listen(address: str) -> socket.socket:

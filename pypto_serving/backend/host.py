@@ -21,13 +21,16 @@ from pypto_serving.backend.ranks import READY, Followers, RankError
 from pypto_serving.errors import ConfigError, PyptoError
 from pypto_serving.ipc import ChildFault, ChildProgress, Parent, run_child
 from pypto_serving.kernels import SharedMemory
-from pypto_serving.model.fingerprint import checkpoint_digest
+from pypto_serving.model.fingerprint import file_digests
 from pypto_serving.parallel.placement import Placement, place_ranks
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.types.hosts import CONNECTING, JOINED, HostHello, HostStart, read_secret
+from pypto_serving.types.hosts import JOINED, HostHello, HostStart, read_secret
 from pypto_serving.types.start import HostJoin
+from pypto_serving.util import Clock, MonotonicClock
 
-AGAIN_S, LINK_AGAIN_S = 0.5, 0.05
+log = logging.getLogger(__name__)
+
+AGAIN_S, LINK_AGAIN_S, REMINDED_S = 0.5, 0.05, 60.0
 ANSWER_S = 60.0
 """Longest time that the serving host may take to answer: it greets one host after the other."""
 
@@ -37,9 +40,10 @@ def run(parent: Parent[HostJoin]) -> None:
     join = parent.start
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s host: %(message)s", datefmt="%H:%M:%S")
     secret = read_secret(join.secret_file)
-    digest = checkpoint_digest(join.model, join.cache_dir, parent.progress)
-    channel = HostChannel(_arrive(join, secret, parent))
-    channel.send(HostHello(platform.node(), program_version(), digest))
+    log.info("joining %s with the model in %s", join.address, join.model)
+    files = file_digests(join.model, join.cache_dir, parent.progress)
+    channel = HostChannel(_arrive(join.address, secret, Reminder(MonotonicClock())))
+    channel.send(HostHello(platform.node(), program_version(), files))
     start = channel.receive(ANSWER_S)
     if isinstance(start, ChildFault):
         raise ConfigError(f"{join.address} refuses this host: {start.message}")
@@ -48,18 +52,33 @@ def run(parent: Parent[HostJoin]) -> None:
     _serve(join, secret, channel, start, parent)
 
 
-def _arrive(join: HostJoin, secret: bytes, parent: Parent[HostJoin]) -> socket.socket:
+class Reminder:
+    """Tells every REMINDED_S that something still lasts."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._told_s = clock, clock.now()
+
+    def due(self) -> bool:
+        """Return True if it is time to tell again."""
+        if self._clock.now() - self._told_s < REMINDED_S:
+            return False
+        self._told_s += REMINDED_S
+        return True
+
+
+def _arrive(address: str, secret: bytes, reminder: Reminder) -> socket.socket:
     """Connect as soon as the serving host listens. Raises ConfigError where the address or the secret is wrong."""
     while True:
-        parent.progress(CONNECTING, 0, 1)
         try:
-            return connect(join.address, secret, CONTROL)
+            return connect(address, secret, CONTROL)
         except socket.gaierror as error:
-            raise ConfigError(f"{join.address} is no address of a host: {error.strerror}") from None
+            raise ConfigError(f"{address} is no address of a host: {error.strerror}") from None
         except GreetingError as error:
-            raise ConfigError(f"{join.address} cannot be joined: {error}") from None
-        except OSError:
-            time.sleep(AGAIN_S)  # it is not there yet, or serves with another host
+            raise ConfigError(f"{address} cannot be joined: {error}") from None
+        except OSError as error:  # it is not there yet, or serves with another host
+            if reminder.due():
+                log.info("still waiting for %s: %s", address, (error.strerror or str(error)).lower())
+            time.sleep(AGAIN_S)
 
 
 def _serve(join: HostJoin, secret: bytes, channel: HostChannel, start: HostStart, parent: Parent[HostJoin]) -> None:

@@ -25,11 +25,12 @@ from pypto_serving.backend.greeting import (
     Purpose,
     listen,
 )
-from pypto_serving.errors import EXIT_USAGE, ConfigError
+from pypto_serving.errors import EXIT_USAGE, ConfigError, EngineDeadError
 from pypto_serving.ipc import ChildFault
 from pypto_serving.kernels.library import library
 from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.hosts import HostHello, HostStart, read_secret
+from pypto_serving.util import counted
 
 log = logging.getLogger(__name__)
 
@@ -62,27 +63,29 @@ class Arrival(NamedTuple):
     name: str
 
 
-def await_host(config: EngineConfig, digest: bytes, progress: Progress) -> Joined:
-    """Let the other host join, with all its connections; nothing listens afterwards.
+def await_host(config: EngineConfig, files: Mapping[str, bytes], progress: Progress) -> Joined:
+    """Let the other host join if its checkpoint has these digests of files; nothing listens afterwards.
 
-    Raises ConfigError where nothing can listen, or if that takes longer than a step may, in which a host that is gone
-    has been silent before.
+    Raises ConfigError where nothing can listen, and EngineDeadError if no host joins within the time of a step, less
+    that in which a host that is gone was silent before.
     """
     faults = config.faults
     waiting_s = max(GREETING_S, faults.step_timeout_s - SILENT_BEATS * faults.heartbeat_s)
-    deadline_s = time.monotonic() + waiting_s
-    door = Door(config.join_address, read_secret(config.join_secret_file))
+    door, address = Door(config.join_address, read_secret(config.join_secret_file)), config.join_address
+    log.info("another host may join at %s within %.0f s", address, waiting_s)
     try:
-        while True:
-            for arrival in door.arrivals(deadline_s, progress):
-                if arrival.purpose == CONTROL and (joined := _let_in(config, arrival, door, digest)):
-                    return joined
-                arrival.end.close()
+        for arrival in door.arrivals(time.monotonic() + waiting_s, progress):
+            if arrival.purpose == CONTROL and (joined := _let_in(config, arrival, door, files)):
+                return joined
+            arrival.end.close()
     finally:
         door.close()
+    raise EngineDeadError(
+        f"no host joined at {address} within {waiting_s:.0f} s; run `pypto-serving join {address}` there"
+    )
 
 
-def _let_in(config: EngineConfig, arrival: Arrival, door: Door, digest: bytes) -> Joined | None:
+def _let_in(config: EngineConfig, arrival: Arrival, door: Door, files: Mapping[str, bytes]) -> Joined | None:
     """Take a host's connections if it can join; else tell it why not, and return None."""
     channel = HostChannel(arrival.end)
     try:
@@ -92,7 +95,7 @@ def _let_in(config: EngineConfig, arrival: Arrival, door: Door, digest: bytes) -
         return None
     if not isinstance(hello, HostHello):
         return None
-    if problem := _mismatch(config, hello, digest):
+    if problem := _mismatch(config, hello, files):
         log.warning("%s cannot join: %s", arrival.name, problem)
         channel.send(ChildFault(problem, EXIT_USAGE))
         channel.close(linger_s=GREETING_S)
@@ -100,7 +103,7 @@ def _let_in(config: EngineConfig, arrival: Arrival, door: Door, digest: bytes) -
     life = secrets.token_bytes(LIFE_BYTES)
     channel.send(HostStart(config, life))
     wanted, found = set(config.topology.connections), dict[str, socket.socket]()
-    for other in door.arrivals(time.monotonic() + GREETING_S, lambda *_: None, patient=False):
+    for other in door.arrivals(time.monotonic() + GREETING_S, lambda *_: None):
         name, its_life = other.purpose
         if its_life == life and name in wanted - found.keys():
             found[name] = other.end
@@ -114,11 +117,17 @@ def _let_in(config: EngineConfig, arrival: Arrival, door: Door, digest: bytes) -
     return None
 
 
-def _mismatch(config: EngineConfig, hello: HostHello, digest: bytes) -> str:
+def _mismatch(config: EngineConfig, hello: HostHello, files: Mapping[str, bytes]) -> str:
+    """Say why a host cannot join, in words for both hosts; empty if it can."""
     if hello.version != (version := program_version()):
-        return f"it runs pypto-serving {hello.version}, and this host {version}; install the same"
-    if hello.digest != digest:
-        return f"its model is not the one that this host serves from {config.model}; give both the same files"
+        return f"the serving host runs pypto-serving {version}, and the other {hello.version}; install the same"
+    both = hello.files.keys() | files.keys()
+    if odd := sorted(name for name in both if hello.files.get(name) != files.get(name)):
+        more = f" and {counted(len(odd) - 1, 'other file')}" if odd[1:] else ""
+        return (
+            f"the serving host serves another model: {odd[0]}{more} of {config.model} there "
+            f"{'differ' if more else 'differs'}; give both hosts the same files"
+        )
     return ""
 
 
@@ -141,16 +150,14 @@ class Door:
         self._arrived: deque[Arrival] = deque()
         self._logged_s: dict[str, float] = {}
 
-    def arrivals(self, deadline_s: float, progress: Progress, patient: bool = True) -> Iterable[Arrival]:
-        """Yield connections as they arrive, until the deadline; raises ConfigError then if `patient`."""
+    def arrivals(self, deadline_s: float, progress: Progress) -> Iterable[Arrival]:
+        """Yield connections as they arrive, until the deadline."""
         while (left_s := deadline_s - time.monotonic()) > 0:
             progress(f"{WAITING} at {self.address}", 0, 1)
             if self._arrived:
                 yield self._arrived.popleft()
             else:
                 self._greet(min(PROGRESS_S, left_s))
-        if patient:
-            raise ConfigError(f"no host joined at {self.address} within the step timeout; run `pypto-serving join`")
 
     def _greet(self, timeout_s: float) -> None:
         """Let those who connected, or who have greeted, go on."""

@@ -200,7 +200,7 @@ class ProcessExecutor:
         code = self._close(patience_s=STOP_PATIENCE_S if reason == "it ended" else 0)
         fault, self._fault = self._fault, None
         too_many = self._deaths.add(self._now_s)
-        if fault is not None and fault.exit_code in (EXIT_MODEL, EXIT_USAGE):
+        if fault is not None and fault.exit_code in (EXIT_MODEL, EXIT_USAGE, EXIT_ENGINE):
             return self._give_up(fault.message, fault.exit_code)
         cause = fault.message if fault is not None else f"{reason} (exit code {code})"
         if too_many:

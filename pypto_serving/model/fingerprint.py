@@ -24,9 +24,19 @@ def checkpoint_digest(model_dir: str | Path, cache: str, progress: Progress) -> 
 
     See `digests` for `cache`, `progress` and errors.
     """
-    directory = Path(model_dir)
-    configuration = (read_regular(file) for file in _config_files(directory))
-    return hash128(*configuration, *digests(weight_files(directory), cache, progress))
+    return hash128(*_contents(Path(model_dir), cache, progress).values())
+
+
+def file_digests(model_dir: str | Path, cache: str, progress: Progress) -> dict[str, bytes]:
+    """Return what `checkpoint_digest` hashes as 16 bytes for each file, by name."""
+    return {name: hash128(content) for name, content in _contents(Path(model_dir), cache, progress).items()}
+
+
+def _contents(directory: Path, cache: str, progress: Progress) -> dict[str, bytes]:
+    """Return the bytes of files of configuration, and the digests of weight files, by name."""
+    files = weight_files(directory)
+    configuration = {file.name: read_regular(file) for file in _config_files(directory)}
+    return configuration | dict(zip((file.name for file in files), digests(files, cache, progress), strict=True))
 
 
 def _config_files(directory: Path) -> tuple[Path, ...]:

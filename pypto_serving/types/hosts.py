@@ -9,20 +9,20 @@ import msgspec
 from pypto_serving.errors import ConfigError
 from pypto_serving.ipc import ChildFault, ChildProgress
 from pypto_serving.types.config import EngineConfig
-from pypto_serving.util import read_regular
+from pypto_serving.util import counted, read_regular
 
 SECRET_VARIABLE = "PYPTO_JOIN_SECRET"
 LEAST_SECRET = 16
-CONNECTING, JOINED = "waiting for the serving host", "joined"
+JOINED = "joined"
 """What a host reports to the process that started it."""
 
 
 class HostHello(msgspec.Struct, frozen=True, tag="hello"):
-    """A host joins: its `name`, the `version` of this program, and the `digest` of its checkpoint."""
+    """A host joins: its `name`, the `version` of this program, and digests of its checkpoint's files by name."""
 
     name: str
     version: str
-    digest: bytes
+    files: dict[str, bytes]
 
 
 class HostStart(msgspec.Struct, frozen=True, tag="start"):
@@ -41,12 +41,18 @@ FromHost = HostHello | HostStart | HostBeat | ChildProgress | ChildFault
 
 def read_secret(path: str) -> bytes:
     """Read the secret from a file, or else from the environment. Raises ConfigError where there is none."""
-    where = path or SECRET_VARIABLE
     try:
         secret = (read_regular(path) if path else os.environ.get(SECRET_VARIABLE, "").encode()).strip()
     except OSError as error:
         raise ConfigError(f"the secret of hosts cannot be read from {path}: {os.strerror(error.errno or 0)}") from None
+    if not path and not secret:
+        raise ConfigError(
+            f"hosts need a secret: set {SECRET_VARIABLE} or give the option join-secret-file; at least {LEAST_SECRET} "
+            "bytes"
+        )
     if len(secret) < LEAST_SECRET:
-        problem = f"has {len(secret)} bytes" if secret else "is not there"
-        raise ConfigError(f"the secret of hosts in {where} {problem}, but must have at least {LEAST_SECRET} bytes")
+        raise ConfigError(
+            f"the secret of hosts in {path or SECRET_VARIABLE} has {counted(len(secret), 'byte')}, but must have at "
+            f"least {LEAST_SECRET}"
+        )
     return secret

@@ -10,11 +10,16 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from pypto_serving.backend.greeting import CONTROL, GREETING_S, GreetingError, Purpose, connect
+from pypto_serving.backend.host import REMINDED_S, Reminder
 from pypto_serving.backend.hosts import MOST_GREETINGS, Door
+from pypto_serving.errors import ConfigError
+from pypto_serving.types.hosts import SECRET_VARIABLE, read_secret
+from tests.clock import VirtualClock
 from tests.store.pool import free_port
 from tests.strangers import SAYINGS, strangers
 
@@ -36,7 +41,7 @@ def arrived(address: str) -> Iterator[list[Purpose]]:
     door = Door(address, SECRET)
 
     def let_in() -> None:
-        for arrival in door.arrivals(time.monotonic() + 60, lambda *_: None, patient=False):
+        for arrival in door.arrivals(time.monotonic() + 60, lambda *_: None):
             found.append(arrival.purpose)
             arrival.end.close()
             if arrival.purpose == LAST:
@@ -135,7 +140,7 @@ def test_who_knows_no_secret_is_told_so(address: str, arrived: list[Purpose]) ->
     with stranger(address) as end:
         end.sendall(os.urandom(HEAD + MAC))
         assert read(end, MAC + 1) == bytes(MAC)
-    with pytest.raises(GreetingError, match="does not know the secret"):
+    with pytest.raises(GreetingError, match="the secrets differ; give both hosts the same"):
         connect(address, b"another secret of others", CONTROL)
     join(address, CONTROL)
     assert arrived == [CONTROL]
@@ -160,7 +165,7 @@ def test_a_greeting_cannot_be_said_again_or_sent_back(address: str, arrived: lis
 
 
 def join_in_vain(address: str) -> None:
-    with pytest.raises(GreetingError, match="does not know the secret"):
+    with pytest.raises(GreetingError, match="the secrets differ"):
         join(address, CONTROL)
 
 
@@ -172,3 +177,33 @@ def test_a_host_of_another_version_is_refused(address: str, arrived: list[Purpos
         end.sendall(head + hmac.digest(SECRET, b"join" + nonce + head, "sha256"))
         assert read(end, 1) == b""
     assert arrived == []
+
+
+def test_a_host_that_waits_says_so_each_minute() -> None:
+    reminder = Reminder(clock := VirtualClock(100.0))
+    due_s = []
+    for _ in range(400):
+        clock.advance(0.5)
+        if reminder.due():
+            due_s.append(clock.now() - 100.0)
+    assert due_s == [REMINDED_S, 2 * REMINDED_S, 3 * REMINDED_S]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("", "hosts need a secret: set PYPTO_JOIN_SECRET or give the option join-secret-file; at least 16 bytes"),
+        ("short", "the secret of hosts in PYPTO_JOIN_SECRET has 5 bytes, but must have at least 16"),
+    ],
+)
+def test_a_secret_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str, words: str) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, value)
+    with pytest.raises(ConfigError) as caught:
+        read_secret("")
+    assert str(caught.value) == words
+
+
+def test_a_secret_file_that_is_empty(tmp_path: Path) -> None:
+    (file := tmp_path / "secret").write_text("\n")
+    with pytest.raises(ConfigError, match=f"the secret of hosts in {file} has 0 bytes, but must have at least 16"):
+        read_secret(str(file))

@@ -19,7 +19,7 @@ import pytest
 from pypto_serving.backend.greeting import CONTROL, connect
 from pypto_serving.backend.hosts import Door
 from pypto_serving.engine.async_engine import AsyncEngine
-from pypto_serving.errors import EXIT_USAGE
+from pypto_serving.errors import EXIT_ENGINE, EXIT_USAGE, PyptoError
 from pypto_serving.kernels import runnable
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.request import RequestOutput
@@ -140,12 +140,13 @@ def refused(model: Path, address: str, stranger: JoiningHost) -> str:
 def test_a_host_with_another_model_is_refused(model: Path, tmp_path: Path, address: str) -> None:
     other = make_checkpoint(tmp_path / "model", dtype="bfloat16", vocab_size=300)
     with joining(address, other) as stranger:
-        assert f"its model is not the one that this host serves from {model}" in refused(model, address, stranger)
+        words = f"the serving host serves another model: config.json and 1 other file of {model} there differ; give"
+        assert words in refused(model, address, stranger)
 
 
 def test_a_host_without_the_secret_is_refused(model: Path, address: str) -> None:
     with joining(address, model, secret="a secret of others") as stranger:
-        assert "does not know the secret" in refused(model, address, stranger)
+        assert "the secrets differ; give both hosts the same" in refused(model, address, stranger)
 
 
 @pytest.mark.parametrize("kind", SAYINGS)
@@ -198,16 +199,36 @@ def patiently_connected(address: str) -> socket.socket:
             assert time.monotonic() < deadline_s
 
 
+def test_no_host_joins(model: Path, address: str) -> None:
+    faults = msgspec.structs.replace(QUICK_FAULTS, heartbeat_s=0.3, step_timeout_s=8.0)
+
+    async def scenario() -> None:
+        engine = AsyncEngine(rank_config(model, TWO, {"faults": faults}, join_address=address))
+        await engine.start()
+        try:
+            with pytest.raises(PyptoError) as caught:
+                await engine.wait_ready()
+            words = f"no host joined at {address} within 5 s; run `pypto-serving join {address}` there"
+            assert str(caught.value) == words
+            assert caught.value.exit_code == EXIT_ENGINE
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_host_tries_again_where_nobody_greets_it(model: Path, address: str) -> None:
     """As by a serving host whose machine is too busy."""
-    host, _, port = address.rpartition(":")
-    with socket.create_server((host, int(port))) as listener, joining(address, model):
+    name, _, port = address.rpartition(":")
+    with socket.create_server((name, int(port))) as listener, joining(address, model) as host:
         listener.settimeout(AGAIN_S)
         for _ in range(2):
             end, _ = listener.accept()
             with end:
                 end.settimeout(AGAIN_S)
                 assert end.recv(1) == b""
+        _, errors = host.end()
+    assert f"joining {address} with the model in {model}" in errors
 
 
 DAMAGES: dict[str, Damage] = {
