@@ -181,8 +181,12 @@ class Followers:
         return report
 
     def _slowest(self) -> int:
-        """Return how much of the leader's total each rank has loaded at least, by its share of its own."""
-        return int(self._total * min(self._loaded.values()))
+        """Return how much of the leader's total each rank has loaded at least, by its share of its own.
+
+        It is all only once all are ready: that ends the phase.
+        """
+        are_ready = len(self._ready) == len(self._members)
+        return self._total if are_ready else min(int(self._total * min(self._loaded.values())), self._total - 1)
 
     def await_ready(self, progress: Progress) -> None:
         """Wait until all can follow; raises as `reporting` says."""

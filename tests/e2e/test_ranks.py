@@ -62,6 +62,21 @@ def test_ranks_answer_as_one_does(model: Path, wanted: list[Reply]) -> None:
     assert hits(stats, "disk") > 0
 
 
+def test_loading_ends_once(model: Path) -> None:
+    """As progress says: that of the slowest rank."""
+    told: list[tuple[str, int, int]] = []
+
+    async def scenario() -> None:
+        engine = AsyncEngine(rank_config(model, Topology(tensor=3)), lambda *progress: told.append(progress))
+        await engine.start()
+        await engine.wait_ready()
+        await engine.stop()
+
+    asyncio.run(scenario())
+    assert [done < total for _, done, total in told] == [True] * (len(told) - 1) + [False]
+    assert {phase for phase, _, _ in told} == {"weights"}
+
+
 def test_stages_answer_as_one_does(model: Path, wanted: list[Reply]) -> None:
     config = rank_config(model, Topology(pipeline=2), **TIGHT)
     assert config.limits.held_steps == 2
