@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
@@ -16,7 +16,7 @@ from pypto_serving.setup.options import Options
 from pypto_serving.setup.settings import Settings
 from pypto_serving.types.hosts import SECRET_VARIABLE, read_secret
 from pypto_serving.types.model import ModelSpec
-from pypto_serving.util import counted
+from pypto_serving.util import counted, one_of
 
 OPTIONS: Mapping[str, str] = {
     "tensor": "tensor_parallel_size",
@@ -44,7 +44,7 @@ def choose_topology(
         _check_torch(settings.options, model, split_by, shares, kernels)
     if sizes["tensor"] % sizes["expert"]:
         assert model.parts is not None
-        raise _uneven_groups(settings.options, split_by, sizes["tensor"], sizes["expert"], model.parts.num_experts)
+        raise _uneven_groups(settings.options, split_by, sizes, model.parts.num_experts, kernels)
     hosts = choose_hosts(settings, sizes["tensor"] * sizes["pipeline"])
     if hosts > 1:
         _check_torch(settings.options, model, "join_address", settings.options.join_address, kernels)
@@ -63,7 +63,11 @@ def choose_hosts(settings: Settings, num_ranks: int) -> int:
     label = options.label("join_address")
     if (size := options.data_parallel_size or 1) != settings.defaults["data_parallel_size"]:
         replicas = options.label("data_parallel_size", beside="join_address")
-        raise ConfigError(f"{label} is {address}, but {replicas} is {size}, and that is for one host; drop one of them")
+        over_two = one_of([options.giving(OPTIONS[name], 2, beside="join_address") for name in ("tensor", "pipeline")])
+        raise ConfigError(
+            f"{label} is {address}, but {replicas} is {size}, and that is for one host; give {over_two} instead, which "
+            f"two hosts can share, or drop {label}"
+        )
     if num_ranks == 1:
         more = options.giving(OPTIONS["tensor"], 2, beside="join_address")
         raise ConfigError(f"{label} is {address}, but one rank runs on one host; give {more}, or drop it")
@@ -127,20 +131,21 @@ def _most(dimension: str, parts: ModelParts) -> tuple[int, str]:
     return sizes[dimension]
 
 
-def _uneven_groups(options: Options, split_by: str, tensor: int, expert: int, num_experts: int) -> ConfigError:
-    """Make the error for expert groups that cannot be equal; the option `split_by` gave the `tensor` ranks."""
+def _uneven_groups(
+    options: Options, split_by: str, sizes: Mapping[str, int], num_experts: int, kernels: str
+) -> ConfigError:
+    """Make the error for expert groups that cannot be equal; the option `split_by` gave the tensor ranks."""
     label, ranks = options.label(OPTIONS["expert"]), options.label(split_by, beside=OPTIONS["expert"])
-    sizes = [str(size) for size in range(2, min(tensor, num_experts) + 1) if tensor % size == 0]
-    more = options.giving(split_by, math.lcm(tensor, expert), beside=OPTIONS["expert"])
+    tensor, expert = sizes["tensor"], sizes["expert"]
+    ways = [str(size) for size in range(2, min(tensor, num_experts) + 1) if tensor % size == 0]
+    splits = [split_by]
+    if tensor == 1 and options.tensor_parallel_size != "auto" and kernels != "torch":
+        splits.append("data_parallel_size")
+    ways += [options.giving(each, math.lcm(tensor, expert), beside=OPTIONS["expert"]) for each in splits]
     return ConfigError(
         f"{label} is {expert}, but expert groups are equal parts of the ranks that split a layer, and {ranks} is "
-        f"{tensor}; give {_any_of([*sizes, more])}"
+        f"{tensor}; give {one_of(ways)}"
     )
-
-
-def _any_of(texts: Sequence[str]) -> str:
-    *others, last = texts
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def choose_placements(

@@ -121,7 +121,8 @@ REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (SPARSE, {TP: 8, EP: 8}, "--expert-parallel-size is 8, but the model has 6 experts; give at most 6"),
     (SPARSE, {TP: 4, EP: 3}, "--expert-parallel-size is 3, but expert groups are equal parts of the ranks that split"),
     (SPARSE, {TP: 4, EP: 3}, "and --tensor-parallel-size is 4; give 2, 4 or --tensor-parallel-size 12"),
-    (SPARSE, {EP: 2}, "and --tensor-parallel-size is 1; give --tensor-parallel-size 2"),
+    (SPARSE, {EP: 2}, "-size is 1; give --tensor-parallel-size 2 or --data-parallel-size 2"),
+    (SPARSE, {EP: 4, DP: 1}, "-size is 1; give --tensor-parallel-size 4 or --data-parallel-size 4"),
     (SPARSE, {DP: 4, EP: 3}, "and --data-parallel-size is 4; give 2, 4 or --data-parallel-size 12"),
     (SPARSE, {DP: 2, EP: 7}, "--expert-parallel-size is 7, but the model has 6 experts; give at most 6"),
     (DENSE, {DP: 2, EP: 2}, "--expert-parallel-size is 2, but the model has no experts; drop it"),
@@ -133,12 +134,21 @@ REFUSED: list[tuple[ModelParts, dict[str, Any], str]] = [
     (
         DENSE,
         {DP: 2, **JOIN},
-        "--join-address is 10.0.0.1:7000, but --data-parallel-size is 2, and that is for one host",
+        "--join-address is 10.0.0.1:7000, but --data-parallel-size is 2, and that is for one host; give "
+        "--tensor-parallel-size 2 or --pipeline-parallel-size 2 instead, which two hosts can share, or drop "
+        "--join-address",
     ),
-    (SPARSE, {DP: 2, EP: 2, **JOIN}, "but --data-parallel-size is 2, and that is for one host; drop one of them"),
+    (SPARSE, {DP: 2, EP: 2, **JOIN}, "but --data-parallel-size is 2, and that is for one host; give --tensor"),
     (DENSE, {TP: 2, "join_address": "here:0"}, "--join-address is here:0, but must be an address and a port, such as"),
     (DENSE, {TP: 2, "join_secret_file": "key"}, "--join-secret-file has no effect without join-address; drop it"),
 ]
+
+
+@pytest.mark.parametrize("options", [{"kernels": "torch"}, {TP: "auto"}, {TP: "auto", DP: 2}])
+def test_data_parallel_ranks_are_proposed_where_there_can_be_any(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved_of(SPARSE, WITH_KERNELS, expert_parallel_size=2, **options)
+    assert str(caught.value).endswith("-size is 1; give --tensor-parallel-size 2")
 
 
 @pytest.mark.parametrize(("parts", "options", "message"), REFUSED)
