@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from pypto_serving.setup.kv_shares import GroupPlan
+from pypto_serving.setup.memory_planner import each_of
 from pypto_serving.setup.rank_plan import RankPlan
 from pypto_serving.setup.resolver import Resolved
 from pypto_serving.types.kv import KVCacheGroupSpec
@@ -125,6 +126,7 @@ def _planned(model: ModelSpec, resolved: Resolved) -> dict[str, Any]:
         "host_bytes": memory.host_bytes,
         "total_bytes": memory.total_bytes,
         "available_bytes": memory.available_bytes,
+        "num_replicas": len(resolved.engines),
         "num_sequences": round(memory.num_sequences, 2),
         "ranks": resolved.ranks,
     }
@@ -135,9 +137,10 @@ def _sections(resolved: Resolved, model: ModelSpec) -> Iterable[tuple[str, Itera
     facts = f"{_count(model.num_parameters)} parameters, {counted(model.num_layers, 'layer')}{weights}"
     yield "Model", [f"{model.architecture}, {facts}"]
     yield "Settings", columns([(s.name, _value(s.value), s.reason) for s in resolved.settings])
-    yield "Memory plan", _memory_lines(resolved)
+    yield f"Memory plan{each_of(len(resolved.engines))}", _memory_lines(resolved)
     if resolved.ranks:
-        yield "Ranks", _rank_lines(resolved.ranks, resolved.memory.workspace_bytes)
+        whose = " of the first replica" if len(resolved.engines) > 1 else ""
+        yield f"Ranks{whose}", _rank_lines(resolved.ranks, resolved.memory.workspace_bytes)
 
 
 def _tensor_lines(contents: Contents) -> Iterable[str]:
@@ -241,6 +244,9 @@ def _memory_lines(resolved: Resolved) -> Iterable[str]:
         f"KV {format_size(plan.kv_bytes)}{host} = {format_size(plan.total_bytes)} of "
         f"{format_size(plan.available_bytes)} free"
     )
+    if (replicas := len(resolved.engines)) > 1:
+        total, free = replicas * plan.total_bytes, replicas * plan.available_bytes
+        yield f"all {replicas} replicas: {format_size(total)} of {format_size(free)} free"
     count, each = plan.share(resolved.engine.max_num_seqs, model_len)
     shorter = f", or {count} of {each}" if each < model_len else ""
     yield f"room for {plan.num_sequences:.4g} sequences of {model_len} tokens at once{shorter}"

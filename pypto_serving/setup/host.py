@@ -38,7 +38,7 @@ class DiskFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about this machine.
+    """Facts about this machine, or about the part of it that each of `num_replicas` has.
 
     available_bytes: memory that can be allocated now without swapping, within a container's limit.
     num_cpus: CPUs that it may use at once; nodes: NUMA nodes of all that it may use.
@@ -50,6 +50,7 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     available_bytes: int
     num_cpus: int
+    num_replicas: int = 1
     nodes: tuple[NumaNode, ...] = ()
     kernels: tuple[str, ...] = ()
     torch: bool = True

@@ -16,7 +16,7 @@ from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
 from pypto_serving.types.step import BackendLimits
-from pypto_serving.util import format_size
+from pypto_serving.util import format_size, one_of
 
 PROCESS_BYTES, TOKEN_BYTES = 384 << 20, 3584
 """Resident memory of the API process, its idle readers, the core, the worker and its guide processes, beside weights,
@@ -45,6 +45,7 @@ class MemoryPlanner:
         self.options = options
         self.model = model
         self.available_bytes = host.available_bytes
+        self.num_replicas = host.num_replicas
         self.backend = backend
         self.max_num_seqs = max_num_seqs
         self.kernels = kernels
@@ -171,18 +172,22 @@ class MemoryPlanner:
         return self._fits(model_len) and self._kv_needed(model_len) + others <= limit
 
     def _kv_reason(self) -> str:
-        free, given = format_size(self.available_bytes), self.options.kv_memory
+        given = self.options.kv_memory
         if given is None:
-            return f"half of {free} free" + ("" if self.backend.simulated else " less weights and workspace")
-        share = f": {given:g} of {free} free" if isinstance(given, float) else ""
+            return f"half of {self._free}" + ("" if self.backend.simulated else " less weights and workspace")
+        share = f": {given:g} of {self._free}" if isinstance(given, float) else ""
         return self.options.origin("kv_memory") + share
+
+    @property
+    def _free(self) -> str:
+        return f"{format_size(self.available_bytes)} free{each_of(self.num_replicas)}"
 
     def _check_room(self) -> None:
         """Raise ConfigError if not even the shortest sequence has room."""
-        room, free = self._room(2), format_size(self.available_bytes)
+        room = self._room(2)
         weights, workspace = format_size(self.weight_bytes), format_size(self._workspace(2))
         host = f", the host tier {format_size(self.host_bytes)}" if self.host_bytes else ""
-        taken = f"weights take {weights}{host} and the workspace {workspace} of {free} free"
+        taken = f"weights take {weights}{host} and the workspace {workspace} of {self._free}"
         if room <= 0:
             raise ConfigError(f"too little memory: {taken}; {self._how_to_shrink()}")
         asked = self._kv_limit(2)
@@ -193,6 +198,8 @@ class MemoryPlanner:
             )
 
     def _how_to_shrink(self) -> str:
+        if self.num_replicas > 1:
+            return f"lower {self.options.label('data_parallel_size')}, or free memory"
         if self.host_bytes:
             return f"lower {self.options.label('kv_host_memory')}"
         if self.weight_bytes < self.available_bytes:
@@ -227,9 +234,14 @@ class MemoryPlanner:
         asked = options.max_model_len is not None
         why = f"given by {options.label('max_model_len')}" if asked else "the shortest there is"
         return ConfigError(
-            f"{options.label('kv_memory')} is {format_size(limit)}, too little for one sequence of "
-            f"{model_len} tokens, {why}, which needs {format_size(need)}; give {' or '.join(ways)}"
+            f"{options.label('kv_memory')} is {format_size(limit)}{each_of(self.num_replicas)}, too little for one "
+            f"sequence of {model_len} tokens, {why}, which needs {format_size(need)}; give {one_of(ways)}"
         )
+
+
+def each_of(num_replicas: int) -> str:
+    """Write whose a size is, after it, if there are several replicas."""
+    return f" for each of {num_replicas} replicas" if num_replicas > 1 else ""
 
 
 def largest(fits: Callable[[int], bool], high: int) -> int:

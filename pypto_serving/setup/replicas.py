@@ -17,6 +17,7 @@ def host_share(host: HostFacts, count: int) -> HostFacts:
     """Return the part of the machine that each of `count` replicas has, with the nodes of the first."""
     return msgspec.structs.replace(
         host,
+        num_replicas=count,
         available_bytes=host.available_bytes // count,
         num_cpus=max(1, host.num_cpus // count),
         nodes=host.nodes[: max(1, len(host.nodes) // count)],

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pypto_serving.cli.report import show
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.placement import NumaNode
+from pypto_serving.util import format_size
 from tests.setup.small import HOST, WITH_KERNELS, make_model, make_resolved, setting
 
 FOUR_CPUS = msgspec.structs.replace(HOST, num_cpus=4, nodes=(NumaNode(0, (0, 1)), NumaNode(1, (2, 3))))
@@ -32,6 +34,30 @@ def test_sizes_that_are_given_are_those_of_each() -> None:
     assert len({engine.num_blocks for engine in resolved.engines}) == 1
     assert resolved.engine.num_blocks == make_resolved(kv_memory="64MiB", max_num_seqs=7).engine.num_blocks
     assert resolved.engine.max_num_seqs == 7
+
+
+def test_the_plan_says_that_it_is_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = make_resolved(None, FOUR_CPUS, data_parallel_size=2)
+    assert " free for each of 2 replicas" in setting(resolved, "kv-memory")[1]
+    show(resolved, make_model(), err=False)
+    out = capsys.readouterr().out
+    total, free = (format_size(2 * size) for size in (resolved.memory.total_bytes, resolved.memory.available_bytes))
+    assert "Memory plan for each of 2 replicas\n" in out and f"  all 2 replicas: {total} of {free} free\n" in out
+    show(make_resolved(None, FOUR_CPUS), make_model(), err=False)
+    assert "replicas" not in capsys.readouterr().out
+
+
+def test_too_little_memory_is_of_each() -> None:
+    model, little = make_model(weight_bytes=3 << 30), msgspec.structs.replace(FOUR_CPUS, available_bytes=6 << 30)
+    make_resolved(model, little)
+    with pytest.raises(ConfigError) as caught:
+        make_resolved(model, little, data_parallel_size=2)
+    said = str(caught.value)
+    assert said.startswith("too little memory: weights take 3 GiB and the workspace ")
+    assert said.endswith(" of 3 GiB free for each of 2 replicas; lower --data-parallel-size, or free memory")
+    small = msgspec.structs.replace(FOUR_CPUS, available_bytes=64 << 30)
+    with pytest.raises(ConfigError, match="--kv-memory is 1 KiB for each of 2 replicas, too little for one sequence"):
+        make_resolved(None, small, data_parallel_size=2, kv_memory="1KiB")
 
 
 def test_more_replicas_than_cpus_are_warned_of() -> None:
