@@ -230,6 +230,11 @@ class ServerMetrics(Collector):
             ("pypto:worker_epoch", "Number of worker starts so far.", [each.epoch for each in stats]),
         ):
             yield self._of_engines(GaugeMetricFamily, name, help_text, [[((), value)] for value in values])
+        topology = self._engine.config.topology
+        ranks = [((str(host),), len(topology.on_host(host))) for host in range(topology.hosts)]
+        of_hosts = [[(host, count * each.ready) for host, count in ranks] for each in stats]
+        help_text = "Ranks that compute on each host of a replica; 0 while no worker is ready."
+        yield self._of_engines(GaugeMetricFamily, "pypto:ranks", help_text, of_hosts, "host")
         names = [(group.name,) for group in self._engine.config.groups]
         shares = [[*zip(names, each.kv_usage, strict=False)] for each in stats]
         yield self._of_engines(
