@@ -46,7 +46,7 @@ def make(name: str, root: Path) -> Path:
     if not (folder / "tokenizer_config.json").exists():
         say(f"making {folder}")
         script = [sys.executable, str(Path(__file__).with_name("make_checkpoint.py")), shape, str(folder)]
-        subprocess.run([*script, "--format", format, "--group-size", str(group_size or 32)], check=True)
+        subprocess.run([*script, "--format", format, "--group-size", str(group_size or 32), "--force"], check=True)
     return folder
 
 

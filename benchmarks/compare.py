@@ -246,7 +246,7 @@ def checkpoint(given: Path | None, shape: str, root: Path) -> Checkpoint:
             raise PeerError(f"{given} is no checkpoint: it has no tokenizer_config.json")
         say(f"making {folder}")
         script = Path(__file__).with_name("make_checkpoint.py")
-        subprocess.run([sys.executable, str(script), shape, str(folder)], check=True)
+        subprocess.run([sys.executable, str(script), shape, str(folder), "--force"], check=True)
     return Checkpoint(folder, small=shape == "tiny")
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/make_checkpoint.py 0.6b DIR      596 M parameters, the shape of Qwen3-0.6B, 1.19 GB in bf16
     python benchmarks/make_checkpoint.py tiny DIR      4.2 M parameters, to measure the control plane
+    python benchmarks/make_checkpoint.py tiny-moe DIR  8.1 M parameters, 8 experts
     python benchmarks/make_checkpoint.py 14b DIR --format w4a16 --group-size 128
     python benchmarks/make_checkpoint.py 30b-a3b DIR --format w4a16
     python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   954 M parameters, 182 M active, layers of all kinds
@@ -77,6 +78,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
+    "tiny-moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "moe_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -196,20 +214,33 @@ def make_deepseek_weights(config: dict[str, Any], visible: NDArray[np.bool_]) ->
     return tensors
 
 
+def make_folder(out: Path, force: bool) -> None:
+    """Make the folder `out`; with `force`, take the weights out of one that is there. Raises BadParameter."""
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"{out} is a file; give a folder")
+    if out.exists() and any(out.iterdir()) and not force:
+        raise typer.BadParameter(f"{out} is not empty; give a folder that is empty or not there yet, or --force")
+    out.mkdir(parents=True, exist_ok=True)
+    for file in out.glob("*.safetensors*"):
+        file.unlink()
+
+
 def main(
     shape: Annotated[str, typer.Argument(help=f"One of {', '.join((*SHAPES, DEEPSEEK))}.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; created if missing.")],
     format: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "bf16",
     group_size: Annotated[int, typer.Option(help="Inputs that share a scale in w4a16.")] = 32,
+    force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint that is in the folder.")] = False,
 ) -> None:
     """Write a checkpoint of random weights."""
     if shape not in (*SHAPES, DEEPSEEK):
         raise typer.BadParameter(f"{shape} is not one of {', '.join((*SHAPES, DEEPSEEK))}")
-    if format not in FORMATS or (shape == DEEPSEEK and format != "bf16"):
-        raise typer.BadParameter(f"{shape} is not made in {format}")
     deepseek = shape == DEEPSEEK
+    formats = FORMATS[:1] if deepseek else FORMATS
+    if format not in formats:
+        raise typer.BadParameter(f"{shape} is not made in {format}, but in {', '.join(formats)}")
     sizes = DEEPSEEK_V4_1B if deepseek else SHAPES[shape]
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, force)
     tokenizer = make_tokenizer(sizes["vocab_size"], DEEPSEEK_TOKENS if deepseek else QWEN_TOKENS)
     tokenizer.save(str(out / "tokenizer.json"))
     end_token = EOS if deepseek else "<|im_end|>"

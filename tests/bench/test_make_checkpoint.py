@@ -10,6 +10,7 @@ import make_gptq
 import numpy as np
 import pytest
 import random_weights
+import typer
 
 from pypto_serving.model.formats.dequantise import dequantised
 from pypto_serving.model.formats.matrix_tensors import MatrixTensors
@@ -56,6 +57,36 @@ def test_a_qwen3_moe_checkpoint(format: str, tmp_path: Path, monkeypatch: pytest
     if hasattr(scheme, "read"):
         values = dequantised(scheme.read(MatrixTensors(stored, module), 128, 128), 0, 128)
         assert values.std() == pytest.approx(128**-0.5, rel=0.3)
+
+
+def test_a_tiny_moe_checkpoint(tmp_path: Path) -> None:
+    make_checkpoint.main("tiny-moe", tmp_path / "made")
+    contents = read_config(tmp_path / "made").contents()
+    assert contents is not None and (contents.obstacle, contents.verdicts) == ("", ())
+    assert contents.num_parameters == pytest.approx(8.1e6, rel=0.02)
+
+
+def test_what_is_in_a_folder_is_replaced_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 512}
+    monkeypatch.setitem(make_checkpoint.SHAPES, "tiny", make_checkpoint.SHAPES["tiny"] | small)
+    with monkeypatch.context() as patched:
+        patched.setattr(random_weights, "FILE_BYTES", 100_000)
+        make_checkpoint.main("tiny", tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(typer.BadParameter, match="is not empty; give a folder that is empty or not there yet, or --f"):
+        make_checkpoint.main("tiny", tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
+    make_checkpoint.main("tiny", tmp_path, force=True)
+    assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    with pytest.raises(typer.BadParameter, match="is a file"):
+        make_checkpoint.main("tiny", tmp_path / "config.json", force=True)
+
+
+def test_formats_that_are_not_made_are_refused_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="tiny is not made in int4, but in bf16, w8a8, w4a16, mxfp4, fp8"):
+        make_checkpoint.main("tiny", tmp_path, "int4")
+    with pytest.raises(typer.BadParameter, match=r"deepseek-v4-1b is not made in w8a8, but in bf16$"):
+        make_checkpoint.main("deepseek-v4-1b", tmp_path, "w8a8")
 
 
 def test_gptq_has_the_weights_it_was_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
