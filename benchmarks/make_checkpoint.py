@@ -3,6 +3,7 @@
     python benchmarks/make_checkpoint.py 0.6b DIR      596 M parameters, the shape of Qwen3-0.6B, 1.19 GB in bf16
     python benchmarks/make_checkpoint.py tiny DIR      4.2 M parameters, to measure the control plane
     python benchmarks/make_checkpoint.py tiny-moe DIR  8.1 M parameters, 8 experts
+    python benchmarks/make_checkpoint.py 1b-moe DIR    957 M parameters, 32 experts, 252 M active
     python benchmarks/make_checkpoint.py 14b DIR --format w4a16 --group-size 128
     python benchmarks/make_checkpoint.py 30b-a3b DIR --format w4a16
     python benchmarks/make_checkpoint.py deepseek-v4-1b DIR   954 M parameters, 182 M active, layers of all kinds
@@ -37,6 +38,15 @@ from pypto_serving.model.qwen3.config import Qwen3Config
 from pypto_serving.model.qwen3.convert import plan_conversion
 from pypto_serving.model.qwen3.inventory import EMBEDDING, Qwen3Inventory
 
+MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {
         "hidden_size": 1024,
@@ -57,23 +67,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": False,
     },
-    "30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+    "30b-a3b": MOE
+    | {
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "moe_intermediate_size": 768,
         "num_experts": 128,
         "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
-        "head_dim": 128,
         "vocab_size": 151936,
-        "tie_word_embeddings": False,
+    },
+    "1b-moe": MOE
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 512,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 32768,
     },
     "tiny": {
         "hidden_size": 256,
@@ -84,22 +100,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "vocab_size": 4096,
     },
-    "tiny-moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+    "tiny-moe": MOE
+    | {
         "hidden_size": 256,
         "intermediate_size": 768,
         "moe_intermediate_size": 256,
         "num_experts": 8,
         "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
         "vocab_size": 4096,
+        "tie_word_embeddings": True,
     },
 }
 _LEFT_OUT = {"bos_token_id", "eos_token_id", "expert_dtype", "quantization_config"}
