@@ -17,7 +17,7 @@ RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 BUILT_FROM := pyproject.toml constraints.txt $(wildcard csrc/*)
 FAST := not e2e and not golden and not soak
-PARALLEL := -n auto --maxprocesses 4 --dist worksteal
+PARALLEL := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help serve lint check test soak bench build wheel clean

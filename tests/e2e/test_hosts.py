@@ -238,21 +238,27 @@ DAMAGES: dict[str, Damage] = {
     "lost": lambda data: b"",
 }
 DAMAGED = [
-    (TWO, "control serving", "noise lengths gap"),
-    (TWO, "control joining", "noise lengths gap"),
-    (TWO, "meeting serving", "noise lengths gap"),
-    (TWO, "steps joining", "noise lengths gap"),
-    (TWO, "blocks serving", "noise lengths"),
-    (TWO, "blocks joining", "noise lengths"),
-    (STAGES, "steps joining", "lost"),
-    (STAGES, "rows joining", "noise lengths gap"),
-    (STAGES, "logits serving", "noise lengths gap lost"),
+    (TWO, "control serving", "noise", "lengths gap"),
+    (TWO, "control joining", "lengths", "noise gap"),
+    (TWO, "meeting serving", "gap", "noise lengths"),
+    (TWO, "steps joining", "noise", "lengths gap"),
+    (TWO, "blocks serving", "lengths", "noise"),
+    (TWO, "blocks joining", "noise", "lengths"),
+    (STAGES, "steps joining", "lost", ""),
+    (STAGES, "rows joining", "gap", "noise lengths"),
+    (STAGES, "logits serving", "lost", "noise lengths gap"),
 ]
+"""Where bytes are damaged, how, and how else in the soak."""
 
 
 @pytest.mark.parametrize(
     ("topology", "where", "damage"),
-    [(topology, where, damage) for topology, where, damages in DAMAGED for damage in damages.split()],
+    [(topology, where, damage) for topology, where, damage, _ in DAMAGED]
+    + [
+        pytest.param(topology, where, damage, marks=pytest.mark.soak)
+        for topology, where, _, others in DAMAGED
+        for damage in others.split()
+    ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "tp" if value == TWO else "pp",
 )
 def test_damaged_bytes_end_the_group(

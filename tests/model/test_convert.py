@@ -296,11 +296,15 @@ def test_ctrl_c_says_how_to_go_on(checkpoint: MakeCheckpoint, tmp_path: Path) ->
     sizes = {"num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 4096}
     source, target = checkpoint(dtype="bfloat16", **sizes), tmp_path / "target"
     command = [sys.executable, "-m", "pypto_serving", "convert", source, target, "--format", "mxfp4"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and not list(target.glob("*.part")):
-            os.sched_yield()
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate()
+    for _ in range(20):  # it may be faster than this process
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            while process.poll() is None and not list(target.glob("*.part")):
+                os.sched_yield()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate()
+        if process.returncode:
+            break
+        shutil.rmtree(target)
     assert process.returncode == EXIT_INTERRUPTED
     assert errors.endswith("interrupted; the same command goes on, and keeps the files that are complete\n")
     assert [file.name for file in target.iterdir()] == [UNFINISHED_FILE]
