@@ -26,14 +26,12 @@ void pass(const Pass& op, const Step& step, Member& member) {
     std::memcpy(to + share.begin, from + share.begin, (share.end - share.begin) * sizeof(float));
 }
 
-bool follow(Recording& recording, Board& board, const StepArrays* buffers) {
+void follow(Recording& recording, Board& board, const StepArrays* buffers) {
   for (uint32_t count = 1; board.published.await(count); count++) {
     const Order order = board.orders[(count - 1) % Board::kOrders];
-    if (order.last) return true;
     const Step step = buffers[order.buffers].step(order.tokens, order.rows, order.logits, order.buffers);
-    if (!recording.replay(step, nullptr)) return false;
+    if (!recording.replay(step, nullptr)) return;
   }
-  return false;
 }
 
 }  // namespace pypto

@@ -9,7 +9,6 @@ namespace pypto {
 // What is new in a step; the arrays lie where those of its `buffers` always do.
 struct Order {
   int32_t buffers, tokens, rows, logits;
-  bool last;  // nothing follows
 };
 
 // The last orders, in shared memory. A leader publishes no more steps than kOrders before all ranks have begun them.
@@ -42,7 +41,7 @@ struct Pass {
 
 void pass(const Pass& op, const Step& step, Member& member);
 
-// Replay the steps that are published until the last; false if a meeting or the board is closed.
-bool follow(Recording& recording, Board& board, const StepArrays* buffers);
+// Replay the steps that are published, until a meeting or the board is closed.
+void follow(Recording& recording, Board& board, const StepArrays* buffers);
 
 }  // namespace pypto

@@ -169,7 +169,7 @@ bool Link::transfer(Frame* out, Frame* in, const Mirror* mirrors, int count, boo
 void exchange(const Exchange& op, const Step& step, Member& member) {
   if (member.index() != 0) return;
   static thread_local Frame out, in;
-  out.begin({step.slot, step.tokens, step.rows, step.logits, false});
+  out.begin({step.slot, step.tokens, step.rows, step.logits});
   for (int i = 0; i < op.num_sent; i++) out.add(op.sent[i]);
   const bool met = op.link->swap(out, in, op.received, op.num_received) && in.head.step.tokens == step.tokens &&
                    in.head.step.logits == step.logits && in.apply(op.received, op.num_received);
@@ -179,7 +179,7 @@ void exchange(const Exchange& op, const Step& step, Member& member) {
 void mail(const Mail& op, const Step& step, Member& member) {
   if (member.index() != 0) return;
   static thread_local Frame frame;
-  frame.begin({step.slot, step.tokens, step.rows, step.logits, false});
+  frame.begin({step.slot, step.tokens, step.rows, step.logits});
   frame.add(op.mirrors[step.slot]);
   if (!op.link->send(frame)) close_all(op.counts, op.num_counts);
 }

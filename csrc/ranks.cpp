@@ -38,20 +38,16 @@ API(const CopyShare*, copy_share, Recording* recording, const CopyShare* values)
 }
 
 API(void, publish, void* board, int32_t buffers, int32_t tokens, int32_t rows, int32_t logits) {
-  static_cast<Board*>(board)->publish({buffers, tokens, rows, logits, false});
+  static_cast<Board*>(board)->publish({buffers, tokens, rows, logits});
 }
 
-API(void, publish_last, void* board) { static_cast<Board*>(board)->publish({0, 0, 0, 0, true}); }
-
-// 1 after the last step, or 0 if a meeting or the board is closed.
-API(int, follow, Recording* recording, void* board, const StepArrays* buffers) {
-  return follow(*recording, *static_cast<Board*>(board), buffers);
+// Returns when a meeting or the board is closed.
+API(void, follow, Recording* recording, void* board, const StepArrays* buffers) {
+  follow(*recording, *static_cast<Board*>(board), buffers);
 }
 
 // Takes over the file descriptor of a connection.
 API(Link*, link, int fd, int patience_ms) { return new Link(fd, patience_ms); }
-
-API(void, close_link, Link* link) { link->close(); }
 
 API(void, unlink, Link* link) { delete link; }
 
@@ -65,7 +61,7 @@ API(const Mail*, mail, Recording* recording, const Mail* values) { return record
 API(int, send_step, Link* link, const Mirror* mirrors, int count, int32_t buffers, int32_t tokens, int32_t rows,
     int32_t logits) {
   Frame frame;
-  frame.begin({buffers, tokens, rows, logits, false});
+  frame.begin({buffers, tokens, rows, logits});
   for (int i = 0; i < count; i++) frame.add(mirrors[i]);
   return link->send(frame);
 }

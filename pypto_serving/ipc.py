@@ -186,7 +186,8 @@ class Child:
     The child reads its configuration from the pipe, reports progress and faults over it, and ends when the pipe closes.
     When the child is gone, our end of the pipe closes at once. The child inherits `ends`, which are closed here, and
     the file descriptors `shared`, all under the same numbers. Terminal signals never end it: `Parent` ignores
-    them, and until then they wait. Raises OSError if it cannot be started.
+    them, and until then they wait. With `leads`, it leads a process group, in which its own children are, unless they
+    lead others. Raises OSError if it cannot be started.
     """
 
     def __init__(
@@ -196,6 +197,7 @@ class Child:
         *ends: socket.socket,
         shared: tuple[int, ...] = (),
         variables: Mapping[str, str] | None = None,
+        leads: bool = False,
     ) -> None:
         """`variables` are added to the environment."""
         environment = {**os.environ, **(variables or {})}
@@ -204,7 +206,13 @@ class Child:
         command = [sys.executable, "-P", "-m", module, str(theirs.fileno())]
         try:
             with terminal_signals_held():
-                self.process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=environment)
+                self.process = subprocess.Popen(
+                    command,
+                    pass_fds=inherited,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    process_group=0 if leads else None,
+                )
         except OSError:
             self.pipe.close()
             raise
@@ -262,6 +270,12 @@ class Descendants:
         poller = select.poll()
         poller.register(self.ours, select.POLLIN)
         return bool(poller.poll(0))
+
+    def kill(self, group: int) -> None:
+        """Kill those that are left; all of them are in the process group `group`, so that it is still theirs."""
+        if not self.ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     def close(self) -> None:
         """Stop watching."""

@@ -77,6 +77,7 @@ def linger() -> None:
     """Start a process that keeps our files open for LINGER_S after we end, as if much memory had to be freed first."""
     ours = os.getpid()
     if os.fork() == 0:
+        os.setsid()  # nothing hurries it
         while os.getppid() == ours:
             time.sleep(0.01)
         time.sleep(LINGER_S)
@@ -104,7 +105,7 @@ def main() -> None:
     if point == "rank":
         ranks.Child = lost_child  # type: ignore[attr-defined,assignment]
     if point == "leave":
-        subprocess.Popen(["sleep", "1000"], pass_fds=parent.start.descendants)
+        subprocess.Popen(["sleep", "1000"], pass_fds=parent.start.descendants, start_new_session=True)
     if options.get("stalled") == parent.start.epoch:
         HostStore.load = hang  # type: ignore[method-assign]
     run(parent, lambda runner: FaultyRunner(runner, point, step, options.get("poison")))

@@ -71,11 +71,11 @@ def _arrive(address: str, secret: bytes, reminder: Reminder) -> socket.socket:
     while True:
         try:
             return connect(address, secret, CONTROL)
-        except socket.gaierror as error:
-            raise ConfigError(f"{address} is no address of a host: {error.strerror}") from None
         except GreetingError as error:
             raise ConfigError(f"{address} cannot be joined: {error}") from None
         except OSError as error:  # it is not there yet, or serves with another host
+            if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN:
+                raise ConfigError(f"{address} is no address of a host: {error.strerror}") from None
             if reminder.due():
                 log.info("still waiting for %s: %s", address, (error.strerror or str(error)).lower())
             time.sleep(AGAIN_S)

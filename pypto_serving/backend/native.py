@@ -65,7 +65,7 @@ class NativeLoader:
         tensors = self._family.inventory(self._model).expected().items()
         shapes = (f"{name} {wanted}" for name, wanted in tensors)
         topology = self.rank.topology
-        sizes = f"{topology.tensor} x {topology.pipeline} x {topology.expert}"
+        sizes = f"{topology.tensor} x {topology.pipeline} x {topology.expert} x {topology.data}"
         part = (f"rank {self.rank.index} of {sizes}",) if topology.num_ranks > 1 else ()
         key = packed_key(self.config.model, self._architecture, self._name, *part, *shapes)
         return PackedFile(self.config.packed_cache, key, self.engine)

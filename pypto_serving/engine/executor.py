@@ -140,7 +140,8 @@ class ProcessExecutor:
         channel, transfers, own = (end.fileno() for end in ends)
         descendants = (own, *self._inherited)
         start = WorkerStart(self.config, channel, transfers, memory.fd, descendants, self.epoch, self._left_out)
-        self._child = Child(self.config.worker_module, start, *ends, shared=(*memory.shared, *self._inherited))
+        shared = (*memory.shared, *self._inherited)
+        self._child = Child(self.config.worker_module, start, *ends, shared=shared, leads=True)
         self._heard_s = self._now_s
         log.info("worker %d started, pid %d", self.epoch, self._child.pid)
 
@@ -215,7 +216,10 @@ class ProcessExecutor:
         return GaveUp(reason, exit_code)
 
     def _close(self, patience_s: float) -> int | None:
-        code = self._child.end(patience_s) if self._child is not None else None
+        code = None
+        if self._child is not None and self._descendants is not None:
+            code = self._child.end(patience_s)
+            self._descendants.kill(self._child.pid)  # a rank that has not begun yet does not know that its leader ended
         for channel in (self._channel, self._transfers):
             if channel is not None:
                 channel.close()

@@ -144,9 +144,19 @@ class Replicas:
             engine.give_up_all()
 
     def clear_cache(self, tiers: Sequence[Tier]) -> None:
-        """Forget the cached blocks of some tiers in all replicas. Raises UnavailableError while one has no core."""
+        """Forget the cached blocks of some tiers in all replicas that go on.
+
+        Raises UnavailableError while one has no core; others have forgotten them then.
+        """
+        refusals: list[UnavailableError] = []
         for engine in self.engines:
-            engine.clear_cache(tiers)
+            try:
+                if not engine.is_dead:
+                    engine.clear_cache(tiers)
+            except UnavailableError as refusal:
+                refusals.append(refusal)
+        if refusals:
+            raise refusals[0]
         self._router.clear_caches()
 
     def _on_milestone(self, output: RequestOutput) -> None:

@@ -63,10 +63,6 @@ class Link:
         """Send a step to a courier; return False if the link has failed."""
         return bool(self._lib.send_step(self.handle, mirrors.structs, len(mirrors), buffers, tokens, rows, logits))
 
-    def close(self) -> None:
-        """Let all that wait for the other host, now and later, return."""
-        self._lib.close_link(self.handle)
-
     def __del__(self) -> None:
         if handle := getattr(self, "handle", None):
             self._lib.unlink(handle)

@@ -485,14 +485,14 @@ class Recording:
     def _tables(self, slots: Sequence[Array], block_tables: Sequence[Array]) -> NDArray[np.void]:
         return self._groups.array([(s, *first_row(table)) for s, table in zip(slots, block_tables, strict=True)])
 
-    def follow(self, board: UInt8Array, buffers: Sequence[StepArrays]) -> bool:
-        """Compute the steps that a leader publishes, until the last; return False if a meeting or the board is closed.
+    def follow(self, board: UInt8Array, buffers: Sequence[StepArrays]) -> None:
+        """Compute the steps that a leader publishes, until a meeting or the board is closed.
 
         The arrays of a step begin those of its `buffers`.
         """
         groups = [self._tables(slots, tables) for *_, slots, tables in buffers]
         fields = [(*arrays[:5], tables) for arrays, tables in zip(buffers, groups, strict=True)]
-        return bool(self._lib.follow(self._handle, board, self._lib.structs["StepArrays"].array(fields)))
+        self._lib.follow(self._handle, board, self._lib.structs["StepArrays"].array(fields))
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

@@ -69,14 +69,10 @@ class Board:
         """Publish a step whose arrays are those of `buffers`, an index."""
         self._lib.publish(self.memory, buffers, tokens, rows, logits)
 
-    def publish_last(self) -> None:
-        """Publish that no step follows."""
-        self._lib.publish_last(self.memory)
-
     def close(self) -> None:
         """Let the ranks that follow return."""
         self._lib.close_counts(self.memory, 1)
 
-    def follow(self, step: Recording, buffers: Sequence[StepArrays]) -> bool:
-        """Replay `step` for every step until the last; return False if a meeting or the board is closed."""
-        return step.follow(self.memory, buffers)
+    def follow(self, step: Recording, buffers: Sequence[StepArrays]) -> None:
+        """Replay `step` for every step that is published, until a meeting or the board is closed."""
+        step.follow(self.memory, buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from pypto_serving.kv.manager import KVCacheManager
 from pypto_serving.sched import budget, outputs
@@ -12,7 +13,7 @@ from pypto_serving.sched.order import by_order, decodes_and_prompts, victim_for
 from pypto_serving.sched.places import Places
 from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.results import Results
-from pypto_serving.sched.step import Counters, Scheduled, Step, step_plan
+from pypto_serving.sched.step import Counters, Step, step_plan
 from pypto_serving.sched.strikes import MAX_STRIKES
 from pypto_serving.sched.validation import require_blocks, unservable
 from pypto_serving.types.config import EngineConfig
@@ -246,22 +247,23 @@ class Scheduler:
     def worker_lost(self, now_s: float) -> list[RequestOutput]:
         """Queue all requests again with nothing computed, since device and steps in flight are gone.
 
-        Requests of the crashed step get a strike. Return the last outputs of those that fail at their third.
+        Requests of steps being computed get a strike. Return the last outputs of those that fail at their third.
         """
-        crashed = self._in_flight[0].scheduled if self._in_flight else []
-        struck = [
-            (entry, entry.request.num_committed)
-            for entry in crashed
-            if entry.life == entry.request.life and entry.request.row >= 0
-        ]
+        crashed: dict[str, tuple[Request, int]] = {}
+        for step in islice(self._in_flight, self.config.traits.stages):
+            for entry in step.scheduled:
+                request = entry.request
+                if entry.life == request.life and request.row >= 0:
+                    _, end = crashed.get(request.id, (request, request.num_committed))
+                    crashed[request.id] = request, end + entry.count + entry.num_drafts
+        struck = [(request, request.num_committed, end) for request, end in crashed.values()]
         self._in_flight.clear()
         self._places.put_all_back()
-        return [output for entry, start in struck if (output := self._strike(entry, start, now_s)) is not None]
+        return [output for each in struck if (output := self._strike(*each, now_s)) is not None]
 
-    def _strike(self, entry: Scheduled, start: int, now_s: float) -> RequestOutput | None:
-        """Give a request a strike for its tokens of a crashed step, from `start` on. Fail it at the third."""
-        request = entry.request
-        num_strikes = self._places.strikes.add(request.id, start, start + entry.count + entry.num_drafts)
+    def _strike(self, request: Request, start: int, end: int, now_s: float) -> RequestOutput | None:
+        """Give a request a strike for its tokens [start, end) of crashed steps. Fail it at the third."""
+        num_strikes = self._places.strikes.add(request.id, start, end)
         if num_strikes < MAX_STRIKES:
             return None
         return self._places.finish(request, "error", outputs.crashes_worker(num_strikes), now_s)

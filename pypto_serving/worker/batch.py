@@ -219,6 +219,12 @@ class RowBatch:
         self.tokens[owner[fits], places[fits]] = token_ids[fits]
         self.num_tokens[rows] = starts + counts
 
+    def still(self, dispatch: Dispatch) -> Int32Array:
+        """Return the rows of a dispatch that sample, int32 [n], with -1 for those that have a new request since."""
+        if dispatch.lives is None:
+            return dispatch.rows
+        return np.where(dispatch.lives == self._lives[dispatch.rows], dispatch.rows, np.int32(-1))
+
     def _append(self, rows: Int32Array, ends: Int32Array, token_ids: Int32Array) -> None:
         """Append one token to each row, which has `ends` tokens."""
         try:

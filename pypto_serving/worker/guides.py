@@ -89,7 +89,7 @@ class RowGuides:
     def tell(self, rows: Int32Array) -> Told | None:
         """Say what `rows` [n], which sample now, may choose, and set their masks. Wait a little for the processes.
 
-        None if no row has a guide.
+        A row of -1 has none. None if no row has a guide.
         """
         if not self._rows:
             return None

@@ -129,7 +129,7 @@ class Runner:
                 self._submit(step, dispatch)
             output = self.program.collect()
             if not self._on_device:
-                step.told.append(self.batch.guides.tell(dispatch.rows))
+                step.told.append(self.batch.guides.tell(self.batch.still(dispatch)))
             chosen = self._choose(dispatch, output, step.told[i])
             self.batch.advance(dispatch, chosen.counts, chosen.token_ids)
             found.append((dispatch, chosen))

@@ -11,6 +11,7 @@ import pytest
 
 from pypto_serving.backend.ranks import Followers
 from pypto_serving.engine.async_engine import AsyncEngine
+from pypto_serving.engine.executor import RANK_PATIENCE_S
 from pypto_serving.errors import ModelError
 from pypto_serving.kernels import SharedMemory, runnable
 from pypto_serving.parallel.topology import Topology
@@ -130,6 +131,27 @@ def test_a_rank_that_hangs_is_a_step_that_takes_too_long(model: Path, wanted: li
 
     faults = msgspec.structs.replace(QUICK_FAULTS, step_timeout_s=5.0)
     assert run_engine(rank_config(model, TWO, {"faults": faults}), scenario) == wanted
+
+
+def test_a_rank_that_is_stopped_before_it_knows_its_leader(model: Path) -> None:
+    """It ends with the leader, and the next group does not wait for it."""
+
+    async def scenario() -> None:
+        faults = msgspec.structs.replace(QUICK_FAULTS, load_timeout_s=8.0)
+        engine = AsyncEngine(rank_config(model, TWO, {"faults": faults}))
+        await engine.start()
+        try:
+            core = psutil.Process()
+            while not (starting := [p for child in core.children(recursive=True) for p in followers(child.pid)]):
+                await asyncio.sleep(0)
+            starting[0].suspend()
+            await asyncio.wait_for(engine.wait_ready(), RANK_PATIENCE_S)
+            assert engine.stats.num_respawns == 1
+            assert_ended(starting)
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
 
 
 def test_ranks_end_with_a_leader_that_is_killed_while_all_load(model: Path) -> None:

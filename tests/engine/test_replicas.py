@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from pypto_serving.engine.replicas import Replicas
-from pypto_serving.errors import QueueFullError, UnavailableError
+from pypto_serving.errors import EngineDeadError, QueueFullError, UnavailableError
+from pypto_serving.types.config import EngineConfig
 from pypto_serving.types.request import EngineRequest
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.tokens import pack_ids, unpack_ids
@@ -120,12 +121,35 @@ def test_a_full_replica_is_passed_over_and_full_ones_refuse() -> None:
     run(scenario, max_num_seqs=1, max_queued_requests=1)
 
 
+def broken() -> EngineConfig:
+    """The configuration of a replica whose workers never load."""
+    options = {"faults": {str(epoch): ["load", 0] for epoch in range(1, 9)}}
+    never = config(backend_options=options, worker_module="tests.faulty_worker")
+    return msgspec.structs.replace(never, faults=msgspec.structs.replace(never.faults, max_respawns=1))
+
+
+def test_caches_are_cleared_beside_a_replica_that_gave_up() -> None:
+    async def main() -> None:
+        replicas = Replicas([broken(), config()])
+        await replicas.start()
+        try:
+            with pytest.raises(EngineDeadError):
+                await replicas.engines[0].wait_ready()
+            await replicas.engines[1].wait_ready()
+            source = request("q", 200, 5)
+            await collect(replicas, source)
+            replicas.clear_cache(("device",))
+            await collect(replicas, msgspec.structs.replace(source, request_id="again"))
+            assert replicas.engines[1].stats.prefix_hits == 0
+        finally:
+            await replicas.stop()
+
+    asyncio.run(main())
+
+
 def test_the_last_replica_that_gives_up_ends_the_server() -> None:
     async def main() -> None:
-        options = {"faults": {str(epoch): ["load", 0] for epoch in range(1, 9)}}
-        broken = config(backend_options=options, worker_module="tests.faulty_worker")
-        faults = msgspec.structs.replace(broken.faults, max_respawns=1)
-        replicas = Replicas([msgspec.structs.replace(broken, faults=faults)] * 2)
+        replicas = Replicas([broken()] * 2)
         await replicas.start()
         try:
             error = await asyncio.wait_for(replicas.wait_dead(), 60)

@@ -8,7 +8,7 @@ import pytest
 
 from pypto_serving.model.null.spec import deepseek_v4_groups, plain_groups
 from pypto_serving.sched.step import Step
-from pypto_serving.types.step import StepPlan
+from pypto_serving.types.step import BackendTraits, StepPlan
 from pypto_serving.types.tokens import unpack_ids
 from tests.simulation import Simulation, null_config
 
@@ -87,6 +87,24 @@ def test_a_request_that_crashes_every_step_it_is_in_fails_alone(monkeypatch: pyt
     for request_id in good + more:
         assert simulation.last[request_id].fault is None
         assert len(simulation.tokens[request_id]) == 30
+        simulation.assert_correct(request_id)
+
+
+def test_a_request_that_crashes_a_pipeline_while_the_step_before_is_in_a_later_stage() -> None:
+    simulation = Simulation(null_config(traits=BackendTraits(stages=2), depth=2))
+    executor = simulation.executor
+    executor.die_if = lambda plan: any(
+        5000 in unpack_ids(new.token_ids) for each in (plan, *executor._submitted) for new in each.new_rows
+    )
+    good = [simulation.add(prompt(10, i), max_tokens=30) for i in range(6)]
+    for _ in range(8):
+        simulation.turn()
+    bad = simulation.add([*prompt(4), 5000], max_tokens=30)
+    simulation.run()
+    fault = simulation.last[bad].fault
+    assert fault is not None and fault.status == 500
+    assert executor.num_deaths == 3
+    for request_id in good:
         simulation.assert_correct(request_id)
 
 

@@ -95,9 +95,9 @@ class Leader:
         self._held: deque[tuple[int, int]] = deque()
         self.found: list[np.ndarray] = []
 
-    def follow(self, chain: Chain) -> bool:
+    def follow(self, chain: Chain) -> None:
         arrays = [(*b[:5], (b[5],), (b[5].reshape(1, 8),)) for b in self._buffers]
-        return Board(SharedMemory(self._memory.fd)).follow(chain.step, arrays)
+        Board(SharedMemory(self._memory.fd)).follow(chain.step, arrays)
 
     def lead(self, steps: Sequence[np.ndarray]) -> None:
         for number, token_ids in enumerate(steps):
@@ -111,7 +111,7 @@ class Leader:
             self._held.append((len(token_ids), slot))
         while self._held:
             self._collect()
-        self._board.publish_last()
+        self._board.close()
 
     def _collect(self) -> None:
         self.found.append(self._chain.logits(*self._held.popleft()))
@@ -124,8 +124,7 @@ def test_ranks_compute_what_one_does(memory: SharedMemory, ranks: int, threads: 
     alone, group = Chain.alone(ranks * COLUMNS), Chain.ranks(memory, ranks, threads, stages)
     assert "meet" not in alone.step.names and all("meet" in rank.step.names for rank in group)
     leader = Leader(group[0], stages)
-    _, *ended = at_once(lambda: leader.lead(steps), *(lambda rank=rank: leader.follow(rank) for rank in group[1:]))
-    assert all(ended)
+    at_once(lambda: leader.lead(steps), *(lambda rank=rank: leader.follow(rank) for rank in group[1:]))
     for token_ids, found in zip(steps, leader.found, strict=True):
         alone.play(token_ids)
         assert np.array_equal(found, alone.logits(len(token_ids)))

@@ -54,6 +54,7 @@ GUIDES = (
 SHAPES: dict[str, dict[str, Any]] = {
     "host": {"traits": BackendTraits()},
     "host ahead": {"traits": BackendTraits(), "depth": 3},
+    "pipeline": {"traits": BackendTraits(stages=3), "depth": 3},
     "split steps": {"traits": BackendTraits(mixed_steps=False, padded_rows=(2, 8)), "depth": 2},
     "drafts of the host": {"traits": BackendTraits(max_drafts=2), "num_drafts": 2},
     "device": {"traits": BackendTraits(samples_on_device=True)},
