@@ -193,7 +193,9 @@ class InlineExecutor:
         program = self._make_program(self.config)
         self.programs.append(program)
         config, buffers = self.config, NullBackend(self.config).allocate()
-        self._runner = Runner(program, buffers, config.vocab_size, config.num_drafts, config.model, InlineGuideProcess)
+        self._runner = Runner(
+            program, buffers, config.vocab_size, config.num_drafts, config.model, InlineGuideProcess, config.ngram
+        )
         self._completed_step = 0
         sizes = program.memory.block_bytes
         for tier in self.config.tiers:

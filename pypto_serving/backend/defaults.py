@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from pypto_serving.types.config import EngineConfig, default_of
+from pypto_serving.types.drafts import MAX_DRAFTS
 from pypto_serving.types.step import BackendTraits
 
 
@@ -41,6 +42,7 @@ BACKEND_DEFAULTS: Mapping[str, BackendDefaults] = {
     "cpu": BackendDefaults(
         target="pypto_serving.backend.cpu:CpuBackend",
         depth=2,
+        traits=BackendTraits(max_drafts=MAX_DRAFTS),
         cpu_kernels=True,
         in_host_memory=True,
         splits=("tensor", "pipeline", "expert"),

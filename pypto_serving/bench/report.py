@@ -118,7 +118,24 @@ def render(result: Mapping[str, Any]) -> str:
                 metric = match[2]
                 lines.append(f"{_HEADINGS[metric]:-^{_WIDTH}}")
             lines.append(_row(f"{match[1].capitalize()} {metric.upper()} (ms):", value, ".2f"))
-    return "\n".join([*lines, *_cache_lines(result), "=" * _WIDTH])
+    return "\n".join([*lines, *_draft_lines(result), *_cache_lines(result), "=" * _WIDTH])
+
+
+def _draft_lines(result: Mapping[str, Any]) -> list[str]:
+    """Return table lines about drafts, if the server made any."""
+    if not result.get("spec_decode_num_drafts"):
+        return []
+    rates = result["spec_decode_per_position_acceptance_rates"]
+    return [
+        f"{'Speculative Decoding':-^{_WIDTH}}",
+        _row("Acceptance rate (%):", result["spec_decode_acceptance_rate"], ".2f"),
+        _row("Acceptance length:", result["spec_decode_acceptance_length"], ".2f"),
+        _row("Drafts:", result["spec_decode_num_drafts"], "d"),
+        _row("Draft tokens:", result["spec_decode_draft_tokens"], "d"),
+        _row("Accepted tokens:", result["spec_decode_accepted_tokens"], "d"),
+        "Per-position acceptance (%):",
+        *(_row(f"  Position {i}:", rate * 100, ".2f") for i, rate in enumerate(rates)),
+    ]
 
 
 def _cache_lines(result: Mapping[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from pypto_serving.bench.client import ApiClient, ModelCard, find_model
 from pypto_serving.bench.datasets import Dataset, Prompt, Vocabulary, as_completion, as_messages
+from pypto_serving.bench.drafts import read_drafts, summarize_drafts
 from pypto_serving.bench.metrics import RequestRecord, summarize
 from pypto_serving.bench.options import Reporting, Target, Traffic
 from pypto_serving.bench.report import settings
@@ -104,12 +105,14 @@ async def run(benchmark: Benchmark, advance: Advance = lambda: None) -> Outcome:
         requests = [(client.encode(prompt), prompt.input_len) for prompt in prompts]
         measured, extra = requests[: traffic.num_prompts], requests[traffic.num_prompts :]
         warm = await send_all(client.send, extra, np.zeros(len(extra)), traffic.max_concurrency)
+        before = await read_drafts(target)
         seen = await measure(client.send, measured, arrival_times_s(traffic), traffic.max_concurrency, advance)
+        drafts = summarize_drafts(before, await read_drafts(target))
     finally:
         client.close()
     result = settings(target, traffic, card.id, str(benchmark.tokenizer) if benchmark.tokenizer else None)
     result |= summarize(seen.records, seen.duration_s, benchmark.reporting)
-    result |= seen.load.to_result()
+    result |= drafts | seen.load.to_result()
     return Outcome(seen.records, result, [*_warm_up_warnings(warm), *filter(None, [seen.load.warning()])])
 
 

@@ -117,6 +117,19 @@ FLAGS = (
         "Maximum prompt tokens of one request in one step; 0 is no limit.",
     ),
     Flag("chunked_prefill", BATCHING, "", "Let a prompt spread over several steps."),
+    Flag(
+        "speculative_config",
+        BATCHING,
+        "JSON",
+        """How drafts are made, with vLLM's keys: {"method": "ngram", "num_speculative_tokens": 4}.""",
+    ),
+    Flag(
+        "spec_method",
+        BATCHING,
+        "NAME",
+        "Guess next tokens, and verify several in one step: ngram takes what followed the last tokens before.",
+    ),
+    Flag("spec_tokens", BATCHING, "N", "Maximum drafts of a request in one step."),
     Flag("fair_scheduling", BATCHING, "", "Start requests by the tokens their cache_salt got, not by arrival."),
     Flag(
         "kv_dtype",

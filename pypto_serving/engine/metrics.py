@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -118,6 +118,12 @@ _ENGINE_COUNTERS = {
 }
 
 
+_DRAFT_COUNTERS = {
+    "vllm:spec_decode_num_drafts": ("Times that a request had drafts to verify.", "num_draft_rounds"),
+    "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified.", "num_drafts"),
+}
+
+
 class Histogram:
     """Counts per bucket. Bounds are inclusive upper ends; a last bucket takes the rest."""
 
@@ -202,7 +208,10 @@ class ServerMetrics(Collector):
         engines = self._engine.engines
         stats = [engine.stats for engine in engines]
         yield from self._gauges(stats, [engine.health() for engine in engines])
-        yield from self._counters(stats)
+        yield from self._counters(stats, _ENGINE_COUNTERS)
+        if self._engine.config.num_drafts:
+            yield from self._counters(stats, _DRAFT_COUNTERS)
+            yield from self._accepted(stats)
         yield from self._tiers([each.tiers for each in stats])
         yield self._counter("vllm:request_success", "Finished requests.", self._finished.items(), "finished_reason")
         statuses = ((str(status), count) for status, count in sorted(self._responses.items()))
@@ -241,11 +250,21 @@ class ServerMetrics(Collector):
             GaugeMetricFamily, "pypto:kv_group_usage_perc", "Share of KV blocks in use.", shares, "group"
         )
 
-    def _counters(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
-        for name, (help_text, field) in _ENGINE_COUNTERS.items():
+    def _counters(self, stats: Sequence[StepStats], counters: Mapping[str, tuple[str, str]]) -> Iterator[Metric]:
+        for name, (help_text, field) in counters.items():
             yield self._of_engines(
                 CounterMetricFamily, name, help_text, [[((), getattr(each, field))] for each in stats]
             )
+
+    def _accepted(self, stats: Sequence[StepStats]) -> Iterator[Metric]:
+        """Yield how many drafts were accepted, in all and by their position, from 0."""
+        name, most = "vllm:spec_decode_num_accepted_tokens", self._engine.config.num_drafts
+        totals = [[((), sum(each.accepted_at))] for each in stats]
+        yield self._of_engines(CounterMetricFamily, name, "Drafts that were accepted.", totals)
+        padded = [(*each.accepted_at, *[0] * most)[:most] for each in stats]
+        by_position = [[((str(i),), count) for i, count in enumerate(counts)] for counts in padded]
+        help_text = "Drafts that were accepted, by position."
+        yield self._of_engines(CounterMetricFamily, f"{name}_per_pos", help_text, by_position, "position")
 
     def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterator[Metric]:
         for field, help_text in (_TIER_GAUGES | _TIER_COUNTERS).items():

@@ -40,6 +40,17 @@ def decode_share(config: EngineConfig, num_running: int) -> int:
     return ceil_div(num_running, config.traits.stages)
 
 
+def allow_drafts(step: Step, most: int, num_decodes: int, prompt_waits: bool) -> None:
+    """Allow the step at most `most` drafts, and each of its `num_decodes` an equal share.
+
+    They take little from prompts that wait, since they may turn out not to pay.
+    """
+    if prompt_waits:
+        most = min(most, step.budget // 8)
+    step.draft_budget = max(0, most)
+    step.draft_share = ceil_div(step.draft_budget, max(1, num_decodes))
+
+
 def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
     """Return how many drafts a decode may verify beside its own token, within draft budget and longest length.
 
@@ -48,4 +59,4 @@ def num_drafts(config: EngineConfig, step: Step, request: Request) -> int:
     if request.has_guide:
         return 0
     room = request.max_tokens - 2 - request.num_computed_tokens
-    return max(0, min(config.num_drafts, step.draft_budget, room))
+    return max(0, min(config.num_drafts, step.draft_budget, step.draft_share, room))

@@ -36,14 +36,16 @@ def token_added(request: Request, token_id: int) -> RequestOutput:
     )
 
 
-def tokens_added(request: Request, row: RowResult, count: int) -> RequestOutput:
-    """Return the output with the first `count` tokens that a step sampled for a request."""
+def tokens_added(request: Request, row: RowResult, count: int, num_accepted: int) -> RequestOutput:
+    """Return the output with the first `count` tokens that a step gave a request, `num_accepted` of them drafts."""
     values = [TokenLogprobs(each.logprob, each.rank, each.top_ids, each.top_logprobs) for each in row.logprobs[:count]]
     return RequestOutput(
         request_id=request.id,
         token_ids=pack_list(row.token_ids[:count]),
         logprobs=values or None,
         num_cached_tokens=max(0, request.num_cached_tokens),
+        num_drafts=row.num_drafts,
+        num_accepted=num_accepted,
     )
 
 
@@ -69,8 +71,14 @@ def finished(request: Request, reason: str, fault: RequestFault | None, now_s: f
 
 
 def merged(added: RequestOutput, last: RequestOutput) -> RequestOutput:
-    """Return `last` with the tokens and logprobs of `added`."""
-    return msgspec.structs.replace(last, token_ids=added.token_ids, logprobs=added.logprobs)
+    """Return `last` with the tokens, logprobs and drafts of `added`."""
+    return msgspec.structs.replace(
+        last,
+        token_ids=added.token_ids,
+        logprobs=added.logprobs,
+        num_drafts=added.num_drafts,
+        num_accepted=added.num_accepted,
+    )
 
 
 def queue_timeout(request: Request, now_s: float) -> RequestFault:

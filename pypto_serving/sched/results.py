@@ -9,6 +9,7 @@ from pypto_serving.sched.request import Request, Status
 from pypto_serving.sched.step import Counters, RowResult, Scheduled, Step, plain_tokens, rows_of
 from pypto_serving.types.request import RequestFault, RequestOutput
 from pypto_serving.types.step import NOT_FINITE, RowFault, StepResult
+from pypto_serving.types.tokens import id_list
 
 
 class Results:
@@ -24,7 +25,7 @@ class Results:
 
         Ignores rows of requests that left since the step was planned.
         """
-        plain = None if step.has_drafts else plain_tokens(result)
+        plain = plain_tokens(result)
         rows = rows_of(result) if plain is None else {}
         self._measure(step, result)
         added = self._take_prompts(step, result, now_s) if result.prompt_logprobs or result.faults else []
@@ -33,18 +34,21 @@ class Results:
             if request.life != entry.life or request.status is not Status.RUNNING:
                 continue
             if not entry.samples or (request.has_guide and request.num_committed + entry.count < len(request.tokens)):
+                _take_back(request, entry.num_drafts)
                 self._advance(request, entry.count)
                 if request.num_committed == request.max_tokens:  # it samples no token
                     added.append(self._places.finish(request, "length", now_s=now_s))
             elif plain is not None:
-                added.append(self._append(request, entry.count, plain[request.row], now_s))
+                added.append(self._append(entry, plain[request.row], now_s))
             elif (output := self._take_row(entry, rows[request.row], now_s)) is not None:
                 added.append(output)
         return added
 
-    def _append(self, request: Request, count: int, token_id: int, now_s: float) -> RequestOutput:
+    def _append(self, entry: Scheduled, token_id: int, now_s: float) -> RequestOutput:
         """Do what `_take_row` does for a row of one token and nothing else, at less cost: most rows are such."""
-        request.num_placeholders -= 1
+        request = entry.request
+        request.num_placeholders -= 1 + entry.num_drafts
+        request.num_computed_tokens -= entry.num_drafts
         request.tokens.append(token_id)
         self._counters.generation_tokens += 1
         reason = outputs.stop_reason(request, token_id)
@@ -52,7 +56,7 @@ class Results:
         if not request.first_token_s:
             request.first_token_s = now_s
             output = outputs.started(request, output)
-        self._advance(request, count)
+        self._advance(request, entry.count)
         return output if reason is None else outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
 
     def _take_row(self, entry: Scheduled, row: RowResult, now_s: float) -> RequestOutput | None:
@@ -69,18 +73,19 @@ class Results:
             request.tokens.append(row.token_ids[count])
             reason = outputs.stop_reason(request, row.token_ids[count])
             count += 1
-        self._counters.record_output(count, entry.num_drafts)
-        output = outputs.tokens_added(request, row, count)
+        self._counters.generation_tokens += count
+        shown = min(row.num_accepted, max(0, count - 1))
+        if row.num_drafts:
+            self._counters.record_drafts(row.num_drafts, shown)
+        output = outputs.tokens_added(request, row, count, shown)
         if row.token_ids and not request.first_token_s:
             request.first_token_s = now_s
             output = outputs.started(request, output)
         if row.fault is not None and (reason is None or request.num_unscored):
             return outputs.merged(output, self._fail(request, row.fault, now_s))
-        accepted = min(len(row.token_ids) - 1, entry.num_drafts)
-        request.num_computed_tokens -= entry.num_drafts - accepted
-        if request.has_guide:
-            request.num_placeholders = max(0, request.num_computed_tokens + 1 - len(request.tokens))
-        self._advance(request, entry.count + accepted)
+        computed = entry.count + (row.num_accepted if row.token_ids else -1)
+        _take_back(request, entry.count + entry.num_drafts - computed)
+        self._advance(request, computed)
         if reason is None:
             return output if count else None
         return outputs.merged(output, self._places.finish(request, reason, now_s=now_s))
@@ -110,4 +115,11 @@ class Results:
         if num_tokens > 2 * len(step.scheduled):
             self._kv.record_prefill(num_tokens, result.elapsed_s)
         else:
-            self._counters.decode_rate.add(num_tokens, result.elapsed_s)
+            self._counters.decode_rate.add(len(id_list(result.token_ids)), result.elapsed_s)
+
+
+def _take_back(request: Request, count: int) -> None:
+    """Take back `count` tokens that were planned to be computed and are not, drafts among them."""
+    request.num_computed_tokens -= count
+    if request.has_guide:  # forced tokens behind what was sampled are known before they are planned
+        request.num_placeholders = max(0, request.num_computed_tokens + 1 - len(request.tokens))

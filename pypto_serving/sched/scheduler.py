@@ -44,6 +44,7 @@ class Scheduler:
         self._num_planned = 0
         self._last_writer = 0
         self._scored_tokens = config.limits.max_scored_tokens
+        self._drafted_tokens = config.limits.max_drafted_tokens
         self._lacks_blocks = False
         require_blocks(config, config.num_blocks)
 
@@ -100,7 +101,9 @@ class Scheduler:
         if prompts and (head is None or prompts[0].order < head.order):
             head = prompts[0]
         decode_budget = step.budget - budget.prompt_share(self.config, step, head)
-        step.draft_budget = max(0, decode_budget - len(decodes)) if self.config.num_drafts else 0
+        if self.config.num_drafts:
+            most = min(self._drafted_tokens, decode_budget - len(decodes))
+            budget.allow_drafts(step, most, len(decodes), prompt_waits=head is not None)
         left = iter(decodes)
         share -= self._schedule_decodes(step, left, min(share, decode_budget))
         self._schedule_prompts(step, prompts, now_s)

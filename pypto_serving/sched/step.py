@@ -30,11 +30,17 @@ class Scheduled(msgspec.Struct, frozen=True):
 
 
 class RowResult(NamedTuple):
-    """The result of one row: sampled tokens, their log-probabilities if asked for, and a fault that ends the row."""
+    """The result of one row.
+
+    Its tokens, their log-probabilities if asked for, a fault that ends the row; how many drafts were verified, and how
+    many of them accepted.
+    """
 
     token_ids: Sequence[int]
     logprobs: Sequence[RowLogprobs]
     fault: RowFault | None
+    num_drafts: int
+    num_accepted: int
 
 
 def plain_tokens(result: StepResult) -> dict[int, int] | None:
@@ -52,10 +58,12 @@ def rows_of(result: StepResult) -> dict[int, RowResult]:
     for entry in result.logprobs:
         logprobs.setdefault(entry.row, []).append(entry)
     counts = id_list(result.counts) if result.counts else (1,) * len(rows)
+    drafts = id_list(result.num_drafts) if result.num_drafts else (0,) * len(rows)
+    accepted = id_list(result.num_accepted) if result.num_accepted else (0,) * len(rows)
     left = iter(tokens)
     return {
-        row: RowResult(tuple(islice(left, count)), logprobs.get(row, ()), faults.get(row))
-        for row, count in zip(rows, counts, strict=True)
+        row: RowResult(tuple(islice(left, count)), logprobs.get(row, ()), faults.get(row), verified, right)
+        for row, count, verified, right in zip(rows, counts, drafts, accepted, strict=True)
     }
 
 
@@ -63,7 +71,7 @@ class Step:
     """A step that is being planned, then in flight. Owned by the Scheduler.
 
     - `budget`: the number of tokens left to schedule.
-    - `draft_budget`: the part of it that drafts may take.
+    - `draft_budget`: the part of it that drafts may take, and `draft_share` those of one request.
     - `scored_budget`: how many prompt tokens may still be scored.
     - `new_blocks`: one list per KV group: row, block id, row, ...
     - `admits`: further requests may start; false once a running or waiting one does not find blocks.
@@ -76,6 +84,7 @@ class Step:
         self.now_s = now_s
         self.budget = budget
         self.draft_budget = 0
+        self.draft_share = 0
         self.scored_budget = scored_budget
         self.scheduled: list[Scheduled] = []
         self.requests: set[str] = set()
@@ -142,7 +151,8 @@ def step_plan(step: Step, dropped_rows: Sequence[int]) -> StepPlan:
 class Counters:
     """Totals since the start; rows and tokens of the last step; `max_step_rows`, the largest batch so far.
 
-    `decode_rate` is the speed of steps of mostly decodes, in tokens.
+    `decode_rate` is the speed of steps of mostly decodes, in output tokens. `num_draft_rounds` counts how often a row
+    had drafts to verify, `accepted_at[i]` how often its first i + 1 drafts were accepted.
     """
 
     num_steps: int = 0
@@ -152,8 +162,9 @@ class Counters:
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    num_draft_rounds: int = 0
     num_drafts: int = 0
-    num_accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
     prefix_queries: int = 0
     prefix_hits: int = 0
     decode_rate: Rate = field(default_factory=Rate)
@@ -171,8 +182,15 @@ class Counters:
         self.prefix_queries += num_tokens
         self.prefix_hits += num_cached
 
-    def record_output(self, num_tokens: int, num_drafts: int) -> None:
-        """Count `num_tokens` output tokens of a row that verified `num_drafts` drafts."""
-        self.generation_tokens += num_tokens
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were accepted."""
+        return sum(self.accepted_at)
+
+    def record_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts that a row verified, and how many of them became output."""
+        self.num_draft_rounds += 1
         self.num_drafts += num_drafts
-        self.num_accepted += max(0, min(num_tokens - 1, num_drafts))
+        self.accepted_at += [0] * (num_drafts - len(self.accepted_at))
+        for i in range(num_accepted):
+            self.accepted_at[i] += 1

@@ -10,6 +10,7 @@ from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.model.family import DEFAULT_BLOCK_SIZE
 from pypto_serving.parallel.topology import Topology
 from pypto_serving.types.config import EngineConfig, FaultConfig, ServerConfig, default_of
+from pypto_serving.types.drafts import DEFAULT_DRAFTS
 from pypto_serving.util import GIB, format_size
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -29,6 +30,9 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "long_prefill_token_threshold": default_of(EngineConfig, "long_prefill_token_threshold"),
         "chunked_prefill": default_of(EngineConfig, "enable_chunked_prefill"),
         "fair_scheduling": default_of(EngineConfig, "fair_scheduling"),
+        "speculative_config": False,
+        "spec_method": False,
+        "spec_tokens": DEFAULT_DRAFTS,
         "prefix_caching": default_of(EngineConfig, "enable_prefix_caching"),
         "block_size": DEFAULT_BLOCK_SIZE,
         "kv_host_memory": False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from pypto_serving.backend.defaults import BackendDefaults
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.topology import Topology
@@ -12,6 +14,8 @@ from pypto_serving.setup.kv_shares import MemoryPlan, max_sequence_bytes, plan_g
 from pypto_serving.setup.options import Options
 from pypto_serving.setup.rank_plan import follower_bytes
 from pypto_serving.setup.rules import MAX_KV_BYTES
+from pypto_serving.setup.speculation import Drafting
+from pypto_serving.types.drafts import NGRAM_TOKEN_BYTES
 from pypto_serving.types.guide import MAX_MATCHER_BYTES
 from pypto_serving.types.kv import KVCacheGroupSpec, publication_lag
 from pypto_serving.types.model import ModelSpec
@@ -41,6 +45,7 @@ class MemoryPlanner:
         max_num_seqs: int,
         topology: Topology,
         kernels: str = "",
+        drafts: Drafting = Drafting(),  # noqa: B008 (frozen)
     ) -> None:
         self.options = options
         self.model = model
@@ -49,6 +54,7 @@ class MemoryPlanner:
         self.backend = backend
         self.max_num_seqs = max_num_seqs
         self.kernels = kernels
+        self.drafts = drafts
         self.num_followers = len(topology.on_host(0)) - 1
         self.chunked = options.chunked_prefill is not False
         self.weight_bytes = 0 if backend.simulated else model.weight_bytes
@@ -117,16 +123,21 @@ class MemoryPlanner:
     def leader_bytes(self, model_len: int) -> int:
         """Return the workspace of rank 0, where there are others: it packs steps and reads all logits."""
         limits = self._limits(model_len)
-        packing = row_bytes(self.model.kv_groups, limits) + logits_bytes(self.model, limits)
+        packing = self._row_bytes(limits) + logits_bytes(self.model, limits)
         return self.follower_bytes(model_len) + packing
 
     def _workspace(self, model_len: int) -> int:
         if self.backend.simulated:
             return 0
         limits = self._limits(model_len)
-        leading = self.model.position_bytes * model_len + row_bytes(self.model.kv_groups, limits)
+        leading = self.model.position_bytes * model_len + self._row_bytes(limits)
         leading += workspace_bytes(self.model, limits)
         return leading + self.num_followers * self.follower_bytes(model_len)
+
+    def _row_bytes(self, limits: BackendLimits) -> int:
+        """Return the bytes of all rows in the worker, with what drafts are looked up in."""
+        index = NGRAM_TOKEN_BYTES * limits.max_num_seqs * limits.max_model_len if self.drafts.ngram else 0
+        return row_bytes(self.model.kv_groups, limits) + index
 
     def _limits(self, model_len: int) -> BackendLimits:
         return BackendLimits(
@@ -134,7 +145,7 @@ class MemoryPlanner:
             max_num_batched_tokens=self.step_tokens(model_len),
             max_model_len=model_len,
             depth=self.backend.depth,
-            traits=self.backend.traits,
+            traits=msgspec.structs.replace(self.backend.traits, max_drafts=self.drafts.num_drafts),
         )
 
     def _room(self, model_len: int) -> int:

@@ -10,6 +10,7 @@ import msgspec
 
 from pypto_serving.errors import ConfigError
 from pypto_serving.setup.rules import RULES, SERVER_OPTIONS, Rule, Switch, Text, Texts
+from pypto_serving.types.drafts import Speculation
 from pypto_serving.types.server_url import KEY_VARIABLES
 from pypto_serving.util import brief
 
@@ -64,6 +65,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     long_prefill_token_threshold: int | None = None
     chunked_prefill: bool | None = None
     fair_scheduling: bool | None = None
+    speculative_config: Speculation | None = None
+    spec_method: str | None = None
+    spec_tokens: int | None = None
     block_size: int | None = None
     kv_dtype: str | None = None
     kv_memory: int | float | None = None

@@ -24,6 +24,7 @@ from pypto_serving.setup.rank_plan import RankPlan, plan_ranks
 from pypto_serving.setup.ranks import choose_placements, choose_topology, num_row_shares
 from pypto_serving.setup.replicas import host_share, replicate
 from pypto_serving.setup.settings import Setting, Settings
+from pypto_serving.setup.speculation import choose_drafts
 from pypto_serving.setup.tiers import choose_tiers
 from pypto_serving.setup.traits import options_named
 from pypto_serving.setup.without_torch import require_torch
@@ -72,7 +73,8 @@ def resolve(
     topology, model = _over_ranks(settings, model, host, backend, kernels)
     backend = backend.in_stages(topology.pipeline)
     max_num_seqs = settings.pick("max_num_seqs", backend.max_num_seqs, f"default for {name}")
-    planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology, kernels)
+    drafts = choose_drafts(settings, host, backend)
+    planner = MemoryPlanner(options, model, host, backend, max_num_seqs, topology, kernels, drafts)
     memory, model_len = _plan_memory(settings, planner)
     num_threads = choose_threads(settings, model, host)
     tiers = choose_tiers(settings, model, host, backend, planner.host_bytes)
@@ -84,6 +86,8 @@ def resolve(
             num_blocks=tuple(group.num_blocks for group in memory.groups),
             depth=backend.depth,
             traits=backend.traits,
+            num_drafts=drafts.num_drafts,
+            ngram=drafts.ngram,
             kernels=kernels,
             cache_dir=host.cache_dir,
             packed_cache=choose_packed_cache(settings, host, kernels),

@@ -7,8 +7,11 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
+import msgspec
+
 from pypto_serving.backend.defaults import BACKEND_DEFAULTS
 from pypto_serving.types.config import Activations, Head
+from pypto_serving.types.drafts import DEFAULT_DRAFTS, LONGEST_MATCH, MAX_DRAFTS, Speculation
 from pypto_serving.types.model import SERVING_DTYPES
 from pypto_serving.types.pool_url import POOL_PARAMETERS, parse_pool_url
 from pypto_serving.types.tier import StorePolicy
@@ -31,6 +34,7 @@ TOOL_CALL_PARSERS = (
 )
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 DTYPES = ("auto", *SERVING_DTYPES)
+SPEC_METHODS = ("ngram",)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_TOKENS = 2**31 - 1
 MAX_KV_BYTES = 1 << 60
@@ -277,6 +281,21 @@ def _number(text: str) -> int | float:
         return parse_size(text)
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """A mapping with vLLM's keys, or JSON of one."""
+
+    allowed: str = (
+        f"""a mapping or JSON such as {{"method": "ngram", "num_speculative_tokens": {DEFAULT_DRAFTS}}}, at most """
+        f"{MAX_DRAFTS}, perhaps with prompt_lookup_min and prompt_lookup_max, from 1 to {LONGEST_MATCH}"
+    )
+
+    def parse(self, value: object) -> Speculation:
+        if isinstance(value, str):
+            return msgspec.json.decode(value, type=Speculation)
+        return msgspec.convert(value, Speculation)
+
+
 SERVER_OPTIONS = frozenset(
     {
         "served_model_name",
@@ -321,6 +340,9 @@ RULES: dict[str, Rule] = {
     "long_prefill_token_threshold": Whole(0, MAX_TOKENS),
     "chunked_prefill": Switch(),
     "fair_scheduling": Switch(),
+    "speculative_config": Drafts(),
+    "spec_method": Choice(("off", *SPEC_METHODS)),
+    "spec_tokens": Whole(1, MAX_DRAFTS),
     "block_size": PowerOfTwo(1, 1024),
     "kv_dtype": Choice(("auto", "bf16", "int8")),
     "kv_memory": Memory(),

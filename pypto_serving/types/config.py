@@ -12,6 +12,7 @@ import msgspec
 from pypto_serving.errors import ConfigError
 from pypto_serving.parallel.placement import Placement
 from pypto_serving.parallel.topology import Topology
+from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.kv import KVCacheGroupSpec, max_live_blocks, publication_lag, resume_step
 from pypto_serving.types.step import BackendLimits, BackendTraits
 from pypto_serving.types.tier import StorePolicy, TierConfig
@@ -78,7 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events, kv_events_replay: ZeroMQ endpoints for KV events; empty for none.
     fair_scheduling: whether waiting requests start by the tokens that their cache salts got.
     traits: what programs of the backend can do.
-    num_drafts: draft tokens of a row in one step; no option sets it yet.
+    num_drafts: most draft tokens of a row in one step.
+    ngram: how they are looked up in the row's own tokens; None if the program makes them.
     backend_options: read by the backend alone.
     """
 
@@ -99,6 +101,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 1
     traits: BackendTraits = BackendTraits()
     num_drafts: int = 0
+    ngram: NgramConfig | None = None
     seed: int = 0
     num_threads: int = 0
     replica: int = 0
@@ -181,7 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             depth=self.depth,
-            traits=self.traits,
+            traits=msgspec.structs.replace(self.traits, max_drafts=self.num_drafts),
         )
 
 

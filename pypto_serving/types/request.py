@@ -132,7 +132,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     Only the output with the first token and the last one have a `timeline`, which ends there, and `cached_by_tier`: the
     number of cached tokens from each of `types.tier.TIERS`.
 
-    `prompt_logprobs` come in outputs of their own, in order of position, before the first token.
+    `prompt_logprobs` come in outputs of their own, in order of position, before the first token. `num_drafts` were
+    verified in the step, and `num_accepted` of them are among the tokens.
     """
 
     request_id: str
@@ -145,6 +146,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     timeline: Timeline | None = None
     fault: RequestFault | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    num_drafts: int = 0
+    num_accepted: int = 0
 
 
 class CoreOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):

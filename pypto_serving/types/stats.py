@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import ClassVar, TypeVar
 
 import msgspec
@@ -61,7 +62,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
 
     `work_since_s` is the time since which there are unfinished requests, 0 when idle. `kv_usage` is the share of blocks
     in use, per KV group. `step_tokens` are the tokens of each step since the snapshot before. `prefill_per_s` and
-    `decode_per_s` are the tokens per second of steps of mostly prompts and of others, 0 until measured.
+    `decode_per_s` are the tokens per second of steps of mostly prompts and of others, 0 until measured. Rows had drafts
+    to verify `num_draft_rounds` times; in `accepted_at[i]` of them the first i + 1 drafts were accepted.
     """
 
     ready: bool = False
@@ -81,6 +83,9 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    num_draft_rounds: int = 0
+    num_drafts: int = 0
+    accepted_at: tuple[int, ...] = ()
     prefill_per_s: float = 0.0
     decode_per_s: float = 0.0
     kv_usage: tuple[float, ...] = ()
@@ -96,6 +101,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
         "generation_tokens",
         "prefix_queries",
         "prefix_hits",
+        "num_draft_rounds",
+        "num_drafts",
     )
 
     def ended(self) -> StepStats:
@@ -106,12 +113,13 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
             for tier in self.tiers
         )
         totals["num_core_respawns"] += 1
-        return StepStats(**totals, kv_usage=(0.0,) * len(self.kv_usage), tiers=tiers)
+        return StepStats(**totals, accepted_at=self.accepted_at, kv_usage=(0.0,) * len(self.kv_usage), tiers=tiers)
 
     def after(self, past: StepStats) -> StepStats:
         """Return this snapshot with the totals of the cores before, `past`, added."""
         tiers = tuple(map(_sum, self.tiers, past.tiers)) if past.tiers else self.tiers
-        return _sum(msgspec.structs.replace(self, tiers=tiers), past)
+        accepted_at = tuple(map(sum, zip_longest(self.accepted_at, past.accepted_at, fillvalue=0)))
+        return _sum(msgspec.structs.replace(self, accepted_at=accepted_at, tiers=tiers), past)
 
 
 _Stats = TypeVar("_Stats", StepStats, TierStats)

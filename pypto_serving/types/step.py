@@ -95,7 +95,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     `rows[i]` appended `counts[i]` of `token_ids`, row after row; empty `counts` means one each. A row in `faults` may
     have none. A row with a guide may have more than it sampled, or none: then its last token is computed again.
     `logprobs` has one entry per token of the rows that ask for them, in the order of `token_ids`; `prompt_logprobs` one
-    per row whose prompt tokens were scored.
+    per row whose prompt tokens were scored. `num_drafts[i]` is how many drafts of `rows[i]` were verified, and
+    `num_accepted[i]` how many of them are among its tokens; empty if no row had any.
     """
 
     step_id: int
@@ -107,10 +108,15 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     counts: bytes = b""
     faults: list[RowFault] = []
     prompt_logprobs: list[RowPromptLogprobs] = []
+    num_drafts: bytes = b""
+    num_accepted: bytes = b""
 
 
 SCORED_TOKENS = 128
 """Most prompt tokens that a step scores, since the logits of each take memory."""
+
+DRAFTED_TOKENS = 128
+"""Most drafts that a step verifies, for the same reason."""
 
 
 class BackendTraits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -168,7 +174,12 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def max_logits(self) -> int:
         """Most tokens of a step whose logits are computed: those that sample, with their drafts, and those scored."""
-        return self.max_num_seqs * (1 + self.traits.max_drafts) + self.max_scored_tokens
+        return self.max_num_seqs + self.max_drafted_tokens + self.max_scored_tokens
+
+    @property
+    def max_drafted_tokens(self) -> int:
+        """Most drafts of a step."""
+        return min(self.max_num_seqs * self.traits.max_drafts, DRAFTED_TOKENS)
 
     @property
     def held_steps(self) -> int:

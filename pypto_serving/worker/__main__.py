@@ -39,7 +39,8 @@ def run(parent: Parent[WorkerStart], wrap: Wrap = lambda runner: runner) -> None
     program = backend.prepare(parent.progress)
     backend.watch(parent.fault)
     backend.pin_main_thread()
-    runner = wrap(Runner(program, buffers, start.config.vocab_size, start.config.num_drafts, start.config.model))
+    config = start.config
+    runner = wrap(Runner(program, buffers, config.vocab_size, config.num_drafts, config.model, ngram=config.ngram))
     stores = open_stores(program, start)
     greeting = hello(program, start.epoch, time.monotonic() - started_s, inventories(stores, start.left_out))
     channel: SocketChannel[ToWorker] = SocketChannel(socket.socket(fileno=start.channel), ToWorker)

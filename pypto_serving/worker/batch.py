@@ -13,6 +13,7 @@ from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.kv import KVCacheGroupSpec
 from pypto_serving.types.step import BackendLimits, NewRow, StepPlan
 from pypto_serving.types.tokens import id_list, pack_ids, unpack_ids
+from pypto_serving.worker.draft.drafts import Drafts
 from pypto_serving.worker.guides import RowGuides
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.layout import NONE, Layout, Part
@@ -40,6 +41,10 @@ class Dispatch(NamedTuple):
     num_logprobs: Int32Array
     lives: Int32Array | None
     scored: Sequence[Scored] = ()
+
+    def each_drafts(self) -> Int32Array:
+        """Return `num_drafts` int32 [n], with zeros if it is None."""
+        return np.zeros(len(self.rows), np.int32) if self.num_drafts is None else self.num_drafts
 
 
 class RowBatch:
@@ -70,11 +75,11 @@ class RowBatch:
         self._mixed_steps = traits.mixed_steps
         self._samples_on_device = traits.samples_on_device
         self._holds_steps = limits.held_steps > 1
-        self._drafter = drafter
         self.tokens: Int32Array = np.zeros((rows, limits.max_model_len), dtype=np.int32)
         self.num_tokens: Int32Array = np.zeros(rows, dtype=np.int32)
         self.num_computed: Int32Array = np.zeros(rows, dtype=np.int32)
         self.ahead: Int32Array = np.zeros(rows, dtype=np.int32)
+        self.drafts = None if drafter is None else Drafts(drafter, self.tokens)
         self.samplers = RowSamplers(self.tokens, vocab_size, traits.max_drafts)
         self.scoring = PromptScoring()
         self.guides = RowGuides(partial(guide_process, model_dir, vocab_size, rows), self.samplers.masks)
@@ -118,6 +123,8 @@ class RowBatch:
         self._lives[new.row] += 1
         self.samplers.set(new.row, new.sampling, new.prompt_len)
         self.scoring.set(new.row, new.sampling, new.prompt_len)
+        if self.drafts is not None:
+            self.drafts.start(new.row)
         self.guides.clear(new.row)
         if new.sampling.guide is not None:
             self.guides.start(new.row, new.sampling, tokens[new.prompt_len :].tolist())
@@ -164,7 +171,8 @@ class RowBatch:
             samples = (ends == known).nonzero()[0].astype(np.int32)
         scored = self.scoring.take(rows, computed, counts, self.tokens) if self.scoring else ()
         if drafts is not None:
-            drafts = self._draft(rows, known, drafts)
+            drafts = self._draft(rows, known, drafts, samples, counts)
+        if drafts is not None:
             counts = counts + drafts
         part = Part(kind, rows, counts, computed, samples, drafts, pending, scored)
         inputs = layout.fill(part, self.tokens, self.tables, fresh)
@@ -178,24 +186,34 @@ class RowBatch:
         logprobs = self.samplers.num_logprobs(sampling) if self._samples_on_device else NONE
         return Dispatch(inputs, sampling, samples, positions, own, logprobs, lives, scored)
 
-    def _draft(self, rows: Int32Array, known: Int32Array, most: Int32Array) -> Int32Array:
-        """Return how many drafts each row gets, at most `most`. Write drafts of the host behind the known tokens."""
+    def _draft(
+        self, rows: Int32Array, known: Int32Array, most: Int32Array, samples: Int32Array, counts: Int32Array
+    ) -> Int32Array | None:
+        """Return how many drafts each row gets, at most `most`; None if no row has any.
+
+        Only rows that sample have drafts. Those of the host are written behind their known tokens.
+        """
         if self._samples_on_device:
             return most
-        assert self._drafter is not None, "the Runner refuses drafts of the host without a drafter"
+        assert self.drafts is not None, "the Runner refuses drafts of the host without a drafter"
         drafts = np.zeros(len(rows), dtype=np.int32)
-        for i in most.nonzero()[0].tolist():
-            row, end = int(rows[i]), int(known[i])
-            proposed = self._drafter.propose(self.tokens[row, :end], int(most[i]))
-            self.tokens[row, end : end + len(proposed)] = proposed
-            drafts[i] = len(proposed)
+        written = self.drafts.write(rows[samples], known[samples], most[samples], int(counts.sum()))
+        if written is None:
+            return None
+        drafts[samples] = written
         return drafts
 
-    def advance(self, dispatch: Dispatch, counts: Int32Array | None, token_ids: Int32Array) -> None:
+    def advance(
+        self,
+        dispatch: Dispatch,
+        counts: Int32Array | None,
+        token_ids: Int32Array,
+        accepted: Int32Array | None = None,
+    ) -> None:
         """Append the sampled tokens of a collected dispatch: `counts` tokens per sampling row, None for one each.
 
-        Further drafts were rejected, so their positions are computed again; so is the last token of a row with count 0.
-        Tokens beyond what the row could sample are forced: they are computed later.
+        Drafts beyond those `accepted` were rejected, so their positions are computed again; so is the last token of a
+        row with count 0. Tokens behind the next one are forced: they are computed later.
         """
         rows = dispatch.rows
         if counts is None and dispatch.lives is None:
@@ -204,7 +222,8 @@ class RowBatch:
         if counts is None:
             counts = np.ones(len(rows), dtype=np.int32)
         most = np.ones_like(counts) if dispatch.num_drafts is None else 1 + dispatch.num_drafts
-        spare = np.maximum(most - counts, 0)
+        accepted = np.minimum(counts, most) - 1 if accepted is None else np.where(counts > 0, accepted, -1)
+        spare = most - 1 - accepted
         if dispatch.lives is not None:
             same = dispatch.lives == self._lives[rows]
             token_ids = token_ids[same.repeat(counts)]

@@ -22,18 +22,24 @@ _NOT_FINITE = "the model's logits are not finite for this request; the prompt or
 class Chosen(NamedTuple):
     """The result of a dispatch: `counts[i]` of `token_ids` for the i-th sampling row, None for one each.
 
-    `prompt_logprobs` are those of the rows whose prompt tokens were scored.
+    `accepted[i]` is how many of the row's drafts are among its tokens, None if no row had any. `prompt_logprobs` are
+    those of the rows whose prompt tokens were scored.
     """
 
     token_ids: Int32Array
     counts: Int32Array | None
     logprobs: list[RowLogprobs]
     faults: list[RowFault]
+    accepted: Int32Array | None = None
     prompt_logprobs: Sequence[RowPromptLogprobs] = ()
 
     def each(self, num_rows: int) -> Int32Array:
         """Return `counts` int32 [num_rows], with ones if it is None."""
         return np.ones(num_rows, np.int32) if self.counts is None else self.counts
+
+    def each_accepted(self, num_rows: int) -> Int32Array:
+        """Return `accepted` int32 [num_rows], with zeros if it is None."""
+        return np.zeros(num_rows, np.int32) if self.accepted is None else self.accepted
 
 
 def from_logits(dispatch: Dispatch, logits: Float32Array, samplers: RowSamplers, sampler: Sampler) -> Chosen:
@@ -91,14 +97,15 @@ def from_device(dispatch: Dispatch, sampled: SampledTokens) -> Chosen:
 
 def _chosen(dispatch: Dispatch, tokens: Int32Array, counts: Int32Array | None, logprobs: list[RowLogprobs]) -> Chosen:
     """Build the result. Turn a token of -1, which is always the last of its row, into a fault."""
+    accepted = None if counts is None else counts - 1
     if -1 not in tokens.tolist():
-        return Chosen(tokens, counts, logprobs, [])
+        return Chosen(tokens, counts, logprobs, [], accepted)
     failed = tokens < 0
     counts = np.ones(len(dispatch.rows), np.int32) if counts is None else counts.copy()
     owners = np.arange(len(counts)).repeat(counts)[failed]
     counts[owners] -= 1
     faults = [RowFault(int(row), NOT_FINITE, _NOT_FINITE) for row in dispatch.rows[owners]]
-    return Chosen(tokens[~failed], counts, logprobs, faults)
+    return Chosen(tokens[~failed], counts, logprobs, faults, accepted)
 
 
 def _logprobs(row: int, values: SampledLogprobs) -> RowLogprobs:

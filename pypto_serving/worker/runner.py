@@ -14,11 +14,13 @@ from pypto_serving.backend.base import Program, StepBuffers, StepOutput
 from pypto_serving.backend.numpy_sampler import PlainSampler
 from pypto_serving.errors import ConfigError
 from pypto_serving.types.arrays import Float32Array
+from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.step import RowFault, RowLogprobs, RowPromptLogprobs, StepPlan, StepResult, WorkerHello
 from pypto_serving.types.tier import TierInventory
 from pypto_serving.types.tokens import pack_ids
 from pypto_serving.worker.batch import Dispatch, RowBatch
 from pypto_serving.worker.choose import Chosen, from_device, from_logits, guided
+from pypto_serving.worker.draft.ngram import NgramDrafter
 from pypto_serving.worker.guides import Told
 from pypto_serving.worker.guiding.process import GuideProcess, MakeGuideProcess
 from pypto_serving.worker.scoring import num_logits, score
@@ -66,7 +68,8 @@ class _Step(msgspec.Struct, frozen=True):
 class Runner:
     """Owns the persistent rows and drives the program. Implements PlanExecutor.
 
-    `model_dir` has the tokenizer that grammars need, "" if there is none.
+    `model_dir` has the tokenizer that grammars need, "" if there is none. With `ngram`, the host looks drafts up in the
+    tokens of each row; else the program's drafter makes them, or the device.
 
     - If the device samples, all dispatches of a step are submitted at once. The program holds steps up to its depth.
     - So they are in a pipeline, which holds a step for each stage.
@@ -81,6 +84,7 @@ class Runner:
         num_drafts: int = 0,
         model_dir: str = "",
         guide_process: MakeGuideProcess = GuideProcess,
+        ngram: NgramConfig | None = None,
     ) -> None:
         self.program = program
         self._sampler = program.sampler or PlainSampler()
@@ -89,11 +93,12 @@ class Runner:
         self._held_steps = program.limits.held_steps
         self._steps: deque[_Step] = deque()
         self._collected_s = 0.0
-        if num_drafts and not self._on_device and program.drafter is None:
-            raise ConfigError(f"num_drafts is {num_drafts}, but the program brings no drafter; set it to 0")
-        self.batch = RowBatch(
-            program.groups, program.limits, buffers, vocab_size, program.drafter, model_dir, guide_process
-        )
+        drafter = None
+        if num_drafts and not self._on_device:
+            drafter = program.drafter if ngram is None else NgramDrafter(program.limits.max_num_seqs, ngram)
+            if drafter is None:
+                raise ConfigError(f"num_drafts is {num_drafts}, but the program brings no drafter; set it to 0")
+        self.batch = RowBatch(program.groups, program.limits, buffers, vocab_size, drafter, model_dir, guide_process)
 
     @property
     def num_in_flight(self) -> int:
@@ -131,14 +136,26 @@ class Runner:
             if not self._on_device:
                 step.told.append(self.batch.guides.tell(self.batch.still(dispatch)))
             chosen = self._choose(dispatch, output, step.told[i])
-            self.batch.advance(dispatch, chosen.counts, chosen.token_ids)
+            self.batch.advance(dispatch, chosen.counts, chosen.token_ids, chosen.accepted)
             found.append((dispatch, chosen))
             if output.virtual_s is not None:
                 virtual_s = (virtual_s or 0.0) + output.virtual_s
         now_s = time.perf_counter()
         elapsed_s = now_s - max(step.started_s, self._collected_s)  # a held step also waits for those before it
         self._collected_s = now_s
-        return _result(step, found, elapsed_s if virtual_s is None else virtual_s)
+        elapsed_s = elapsed_s if virtual_s is None else virtual_s
+        if self.batch.drafts is not None:
+            self._measure(step, elapsed_s)
+        return _result(step, found, elapsed_s)
+
+    def _measure(self, step: _Step, elapsed_s: float) -> None:
+        """Let drafts know how long a step of decodes alone took."""
+        assert self.batch.drafts is not None
+        if len(step.dispatches) == 1:
+            (dispatch,) = step.dispatches
+            num_tokens = len(dispatch.rows) + int(dispatch.each_drafts().sum())
+            if 0 < num_tokens == dispatch.inputs.query_start[dispatch.inputs.num_rows]:
+                self.batch.drafts.pacing.measure(num_tokens, elapsed_s)
 
     def _choose(self, dispatch: Dispatch, output: StepOutput, told: Told | None) -> Chosen:
         if output.sampled is not None:
@@ -163,7 +180,7 @@ class Runner:
 
 def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float) -> StepResult:
     """Join the results of a step's dispatches."""
-    rows, token_ids, counts = b"", b"", b""
+    rows, token_ids, counts, num_drafts, num_accepted = b"", b"", b"", b"", b""
     logprobs: list[RowLogprobs] = []
     faults: list[RowFault] = []
     scored: list[RowPromptLogprobs] = []
@@ -175,6 +192,9 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float)
         scored += chosen.prompt_logprobs
     if any(chosen.counts is not None for _, chosen in found):
         counts = b"".join([pack_ids(chosen.each(len(dispatch.rows))) for dispatch, chosen in found])
+    if any(dispatch.num_drafts is not None for dispatch, _ in found):
+        num_drafts = b"".join([pack_ids(dispatch.each_drafts()) for dispatch, _ in found])
+        num_accepted = b"".join([pack_ids(chosen.each_accepted(len(dispatch.rows))) for dispatch, chosen in found])
     return StepResult(
         step_id=step.plan.step_id,
         epoch=step.plan.epoch,
@@ -183,6 +203,8 @@ def _result(step: _Step, found: list[tuple[Dispatch, Chosen]], elapsed_s: float)
         logprobs=logprobs,
         elapsed_s=elapsed_s,
         counts=counts,
+        num_drafts=num_drafts,
+        num_accepted=num_accepted,
         faults=faults,
         prompt_logprobs=scored,
     )

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"kv", "sched"},
     "sched": {"kv"},
     "kv": set(),
-    "worker": {"backend", "store"},
+    "worker": {"backend", "kernels", "store"},
     "backend": {"kernels", "model"},
     "model": {"kernels"},
     "kernels": set(),

@@ -7,7 +7,7 @@ import numpy as np
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
 from pypto_serving.types.arrays import Float32Array
-from tests.simulation import VOCAB_SIZE, Simulation
+from tests.simulation import Simulation
 
 
 def prompt_logits(simulation: Simulation, request_id: str) -> Float32Array:
@@ -15,9 +15,10 @@ def prompt_logits(simulation: Simulation, request_id: str) -> Float32Array:
     config, history = simulation.config, simulation.prompts[request_id]
     fails_on = config.backend_options["fails_on"]
     rows = [
-        logits_of(next_digest(config.groups, history[:end]), VOCAB_SIZE, fails_on) for end in range(1, len(history))
+        logits_of(next_digest(config.groups, history[:end]), config.vocab_size, fails_on)
+        for end in range(1, len(history))
     ]
-    return np.stack(rows) if rows else np.empty((0, VOCAB_SIZE), np.float32)
+    return np.stack(rows) if rows else np.empty((0, config.vocab_size), np.float32)
 
 
 def is_sound(simulation: Simulation, request_id: str) -> bool:

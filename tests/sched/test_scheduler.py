@@ -338,7 +338,7 @@ def test_decodes_keep_their_pace_while_a_whole_prompt_waits_for_blocks() -> None
 
 
 def test_a_prompt_starts_beside_decodes_that_draft() -> None:
-    """Drafts take what is left of the budget when decodes and the share of prompts are served."""
+    """Drafts take at most an eighth of the budget while a prompt waits."""
     turns = []
     for num_drafts in (0, 3):
         traits = BackendTraits(samples_on_device=True, max_drafts=num_drafts)
@@ -354,7 +354,7 @@ def test_a_prompt_starts_beside_decodes_that_draft() -> None:
         while late not in simulation.last:
             simulation.turn()
             turns[-1] += 1
-    assert turns[0] < turns[1] <= 12, "an eighth of the budget is kept for prompts"
+    assert turns[0] <= turns[1] <= turns[0] + 1
 
 
 def test_a_worker_whose_limits_are_not_the_configured_ones_ends_the_replica() -> None:

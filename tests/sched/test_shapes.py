@@ -18,6 +18,7 @@ import pytest
 
 from pypto_serving.backend.null.pages import next_digest
 from pypto_serving.backend.null.sampler import SAMPLER, logits_of
+from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.kv import max_live_blocks, publication_lag
 from pypto_serving.types.sampling import SamplingParams
 from pypto_serving.types.step import BackendTraits
@@ -68,6 +69,8 @@ def all_pairs(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Shape
 SHAPES = all_pairs(FACTORS)
 FEW_OF_HISTORY = (14, 4, 4, 60, 70, 70)
 """Pools of DeepSeek V4 whose history runs out before windows, for which admission keeps room: else nobody preempts."""
+FEW_TOKENS = 3
+"""A vocabulary in which texts repeat by chance."""
 SPARE_BLOCKS = (2, 10)
 """Blocks of 128 tokens beside those of one sequence: few, so that requests preempt each other, or some to keep."""
 
@@ -87,6 +90,7 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
         slots = tuple(4 * count for count in num_slots)
         tiers.append(TierConfig(tier="disk", size_bytes=1 << 30, num_slots=slots, place=str(disk)))
     max_drafts = shape["num_drafts"] + shape["spare_drafts"]
+    looked_up = {"ngram": NgramConfig(shortest=1), "vocab_size": FEW_TOKENS} if shape.get("ngram") else {}
     names = ("samples_on_device", "mixed_steps", "padded_rows", "chunk_tokens", "page_tokens", "stages")
     config = null_config(
         groups,
@@ -97,6 +101,7 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
         traits=BackendTraits(**{name: shape[name] for name in names}, max_drafts=max_drafts),
         num_drafts=shape["num_drafts"],
         depth=shape["depth"],
+        **looked_up,
         kv_store=shape["kv_store"],
         backend_options={
             "seconds_per_step": 0.01,
@@ -108,12 +113,12 @@ def replica(shape: Shape, disk: Path, spare: int = SPARE_BLOCKS[0]) -> Simulatio
     return Simulation(config)
 
 
-def random_params(rng: random.Random, scores: bool) -> SamplingParams:
+def random_params(rng: random.Random, scores: bool, vocab_size: int) -> SamplingParams:
     """Half of the requests are plain; the others ask for everything that a sampler may be asked for.
 
     Only if the replica `scores` prompts, their log-probabilities are asked for.
     """
-    some, max_tokens = rng.choices(range(VOCAB_SIZE), k=5), rng.randrange(1, 60) if rng.random() < 0.9 else 0
+    some, max_tokens = rng.choices(range(vocab_size), k=5), rng.randrange(1, 60) if rng.random() < 0.9 else 0
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=rng.choice((0.0, 0.0, 0.7, 3.0)),
@@ -121,11 +126,11 @@ def random_params(rng: random.Random, scores: bool) -> SamplingParams:
         top_p=rng.choice((1.0, 0.9)),
         min_p=rng.choice((0.0, 0.05)),
         min_tokens=min(max_tokens, rng.choice((0, 0, 1))),
-        stop_token_ids=tuple(some[:2]),
+        stop_token_ids=tuple(some[:2]) if vocab_size == VOCAB_SIZE or rng.random() < 0.2 else (),
         logprobs=rng.choice((None, None, 0, 3)),
         prompt_logprobs=rng.choice((None, 0, 2)) if scores and rng.random() < 0.3 else None,
         logit_bias={some[2]: 100.0, some[3]: -100.0} if rng.random() < 0.3 else {},
-        allowed_token_ids=tuple(rng.choices(range(VOCAB_SIZE), k=40)) if rng.random() < 0.2 else None,
+        allowed_token_ids=tuple(rng.choices(range(vocab_size), k=40)) if rng.random() < 0.2 else None,
         **random_penalties(random.Random(some[0]), some),
     )
 
@@ -144,12 +149,13 @@ def random_penalties(rng: random.Random, some: Sequence[int]) -> dict[str, Any]:
 
 def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Counter[str]:
     """Random traffic, deaths and aborts; then every answer must be the oracle's. Returns what happened."""
-    executor, found = simulation.executor, Counter[str]()
+    executor, vocab_size, found = simulation.executor, simulation.config.vocab_size, Counter[str]()
     executor.delay = lambda: rng.choice((0, 0, 1, 3, 9))
     executor.die_if = lambda plan: rng.random() < 0.02 and executor.num_deaths < 2  # at the third a request fails
     for _ in range(num_requests):
-        params = random_params(rng, scores=simulation.config.limits.max_scored_tokens > 0)
-        request_id = simulation.add(prompt(rng), params=params, seed=rng.getrandbits(60))
+        params = random_params(rng, simulation.config.limits.max_scored_tokens > 0, vocab_size)
+        tokens = [token % vocab_size for token in prompt(rng)]
+        request_id = simulation.add(tokens, params=params, seed=rng.getrandbits(60))
         for _ in range(rng.randrange(0, 12)):
             simulation.turn()
             found[f"{simulation.core.scheduler.num_in_flight} in flight"] += 1
@@ -167,8 +173,8 @@ def churn(simulation: Simulation, rng: random.Random, num_requests: int) -> Coun
         found.update(program.counts)
     counters = simulation.counters
     found["preemptions"] += counters.num_preemptions
-    found["planned_drafts"] += counters.num_drafts
     found["committed_drafts"] += counters.num_accepted
+    found["rejected_drafts"] += counters.num_drafts - counters.num_accepted
     found["deaths"] += executor.num_deaths
     found.update({f"{tier}_hits": count for tier, count in hits(simulation).items()})
     stats = simulation.core.stats().tiers
@@ -219,7 +225,7 @@ def must_happen(shape: Shape) -> set[str]:
     wanted |= {"decode", "prefill"} if not shape["mixed_steps"] else {"decode", "mixed"}
     wanted |= {"padded_rows"} if shape["padded_rows"] else set()
     wanted |= {"cut_chunks"} if shape["chunk_tokens"] > 1 else set()
-    wanted |= {"planned_drafts", "committed_drafts"} if shape["num_drafts"] else set()
+    wanted |= {"committed_drafts", "rejected_drafts"} if shape["num_drafts"] else set()
     wanted |= {"error"} if shape["fails_on"] >= 0 else set()
     wanted |= ({"read_blocks"} | ({"write_blocks"} if through else set())) if shape["device_memory"] else set()
     wanted |= {"unsampled"} | (set() if shape["samples_on_device"] else {"scored"})
@@ -234,7 +240,9 @@ def must_happen(shape: Shape) -> set[str]:
 
 def name_of(shape: Shape) -> str:
     """The choices of a shape that are not the first of their factor."""
-    return " ".join(f"{name}={value}" for name, value in shape.items() if value != FACTORS[name][0]) or "plain"
+    return (
+        " ".join(f"{name}={value}" for name, value in shape.items() if value != FACTORS.get(name, [None])[0]) or "plain"
+    )
 
 
 def assert_shape(shape: Shape, disk: Path) -> None:
@@ -270,6 +278,8 @@ DEVICES: dict[str, Shape] = {
     "a model that drafts": {"num_drafts": 3, "samples_on_device": True, "depth": 2},
     "a host that drafts": {"num_drafts": 2, "depth": 2},
     "a pipeline": {"stages": 3, "depth": 3},
+    "a host that looks drafts up": {"num_drafts": 4, "ngram": True, "depth": 2},
+    "a pipeline that looks drafts up": {"num_drafts": 3, "ngram": True, "stages": 3, "depth": 3},
 }
 
 
@@ -287,6 +297,22 @@ def test_many_schedules_in_every_shape(shape: Shape, memory_disk: Path) -> None:
         simulation = replica(shape, memory_disk / str(seed), SPARE_BLOCKS[seed % 2])
         churn(simulation, random.Random(f"{name_of(shape)} {seed}"), num_requests=25)
         simulation.executor.stop()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("groups", FACTORS["groups"])
+def test_many_schedules_with_drafts_that_are_looked_up(groups: str, memory_disk: Path) -> None:
+    """More than 500 schedules in all; each has accepted and rejected drafts."""
+    for seed in range(170):
+        rng = random.Random(f"{groups} {seed}")
+        names = ("mixed_steps", "padded_rows", "chunk_tokens", "num_drafts", "depth", "disk", "kv_store", "budget")
+        shape = {name: rng.choice(values) for name, values in FACTORS.items() if name in (*names, "stages")}
+        shape = {name: values[0] for name, values in FACTORS.items()} | shape
+        shape |= {"groups": groups, "ngram": True, "num_drafts": rng.randint(1, 5)}
+        simulation = replica(shape, memory_disk / str(seed), SPARE_BLOCKS[seed % 2])
+        found = churn(simulation, rng, num_requests=25)
+        simulation.executor.stop()
+        assert found["committed_drafts"] and found["rejected_drafts"], name_of(shape)
 
 
 def test_the_shapes_cover_all_pairs() -> None:

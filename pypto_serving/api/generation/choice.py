@@ -38,7 +38,8 @@ class Choice:
     `prompt` is the index of its prompt in the request. `last_s` is the arrival of the last output; Generation sets it.
     `timeline` has the engine's times so far.
     With `keep_token_ids` deltas have the output tokens, a stop token included. With `tokens_as_ids` log-probabilities
-    have no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes.
+    have no texts of tokens. `num_reasoning` counts the tokens of the reasoning that `thinking` describes, `num_drafts`
+    the drafts that were verified, and `num_accepted` those that are among the tokens.
     """
 
     __slots__ = (
@@ -57,7 +58,9 @@ class Choice:
         "finish_reason",
         "index",
         "last_s",
+        "num_accepted",
         "num_cached",
+        "num_drafts",
         "num_prompt",
         "num_reasoning",
         "num_tokens",
@@ -86,6 +89,8 @@ class Choice:
         self.last_s = request.arrival_s
         self.num_tokens = 0
         self.num_cached = 0
+        self.num_drafts = 0
+        self.num_accepted = 0
         self.num_reasoning = 0
         self.cached_by_tier: tuple[int, ...] = ()
         self.finish_reason: str | None = None
@@ -116,6 +121,7 @@ class Choice:
         data, reason = output.token_ids, output.finish_reason
         if output.num_cached_tokens > self.num_cached:
             self.num_cached = output.num_cached_tokens
+        self.num_drafts += output.num_drafts
         if self._push_plain is not None and reason is None and len(data) == ONE_ID:
             self.num_tokens += 1
             text = self._push_plain(int.from_bytes(data, "little"))
@@ -145,8 +151,11 @@ class Choice:
             if self._matched is not None:
                 reason = "stop"
                 break
+        added = self.num_tokens - before
+        if output.num_accepted:
+            self.num_accepted += min(output.num_accepted, added - 1)
         if self._pending_ids is not None:
-            self._pending_ids += ids[: self.num_tokens - before]
+            self._pending_ids += ids[:added]
         if reason is not None:
             text += self._flush()
             self.finish_reason = reason if self._matched is None else "stop"

@@ -21,6 +21,8 @@ class Usage(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     cached_by_tier: tuple[int, ...]
     num_reasoning_tokens: int = 0
+    num_accepted_drafts: int = 0
+    num_rejected_drafts: int = 0
 
 
 def count_usage(choices: Sequence[Choice]) -> Usage:
@@ -33,4 +35,6 @@ def count_usage(choices: Sequence[Choice]) -> Usage:
         num_cached_tokens=sum(choice.num_cached for choice in firsts),
         cached_by_tier=tuple(map(sum, zip(*by_tier, strict=True))) if by_tier else (0,) * len(TIERS),
         num_reasoning_tokens=sum(choice.num_reasoning for choice in choices),
+        num_accepted_drafts=sum(choice.num_accepted for choice in choices),
+        num_rejected_drafts=sum(choice.num_drafts - choice.num_accepted for choice in choices),
     )

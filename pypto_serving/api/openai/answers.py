@@ -28,6 +28,8 @@ class PromptTokensDetails(Answer):
 
 class CompletionTokensDetails(Answer):
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(Answer):

@@ -9,9 +9,10 @@ from pypto_serving.types.tier import TIERS
 
 
 def usage_object(usage: Usage, num_cut: int | None = None) -> dict[str, Any]:
-    """Write token counts, the cached prompt tokens of each tier, and the output tokens of reasoning.
+    """Write token counts, the cached prompt tokens of each tier, the output tokens of reasoning, and drafts.
 
-    If given, `num_cut` says how many tokens of the prompt were cut off.
+    Accepted drafts are among the completion tokens, rejected ones are not. If given, `num_cut` says how many tokens of
+    the prompt were cut off.
     """
     truncated = {} if num_cut is None else {"truncated_tokens": num_cut}
     return {
@@ -23,5 +24,9 @@ def usage_object(usage: Usage, num_cut: int | None = None) -> dict[str, Any]:
             "cached_tokens_by_tier": dict(zip(TIERS, usage.cached_by_tier, strict=True)),
             **truncated,
         },
-        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.num_reasoning_tokens,
+            "accepted_prediction_tokens": usage.num_accepted_drafts,
+            "rejected_prediction_tokens": usage.num_rejected_drafts,
+        },
     }

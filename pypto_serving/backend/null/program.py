@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pypto_serving.backend.base import Backend, Drafter, Progress, SampledTokens, SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.base import (
+    Backend,
+    Drafter,
+    Progress,
+    Proposals,
+    SampledTokens,
+    SamplingInputs,
+    StepInputs,
+    StepOutput,
+)
 from pypto_serving.backend.memory import BlockMemory, HostBlocks
 from pypto_serving.backend.null.pages import Pages, Tokens, next_digest
 from pypto_serving.backend.null.sampler import DeviceSampler, guess, logits_of
@@ -50,13 +59,18 @@ class NullDrafter:
     vocab_size: int
     accuracy: float
 
-    def propose(self, tokens: Int32Array, count: int) -> Int32Array:
-        """Return `count` tokens that follow `tokens` if every draft is correct."""
-        history = tokens.tolist()
-        for _ in range(count):
-            digest = next_digest(self.groups, history)
-            history.append(guess(digest % self.vocab_size, digest, self.accuracy, self.vocab_size))
-        return np.array(history[len(tokens) :], np.int32)
+    def start(self, row: int) -> None:
+        """Remember nothing of a row anyway."""
+
+    def propose(self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array) -> Proposals:
+        """Write the tokens that follow if every draft is correct, as many as are wanted."""
+        for row, end, count in zip(rows.tolist(), known.tolist(), most.tolist(), strict=True):
+            history = tokens[row, :end].tolist()
+            for _ in range(count):
+                digest = next_digest(self.groups, history)
+                history.append(guess(digest % self.vocab_size, digest, self.accuracy, self.vocab_size))
+            tokens[row, end : end + count] = history[end:]
+        return Proposals(most.copy(), np.ones(len(rows), np.float32))
 
 
 @dataclass(slots=True)

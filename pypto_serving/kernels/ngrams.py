@@ -1,0 +1,44 @@
+"""Find what may follow the tokens of a row, from what followed the same tokens before: csrc/ngrams.h."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pypto_serving.errors import ConfigError
+from pypto_serving.kernels.arguments import Handle
+from pypto_serving.kernels.library import library
+from pypto_serving.types.arrays import Float32Array, Int32Array
+
+
+class Ngrams:
+    """Owns an index of the tokens of R rows, which is brought up to date when a row is asked for."""
+
+    def __init__(self, rows: int, shortest: int, longest: int) -> None:
+        """Match at least the `shortest` number of last tokens; beyond `longest` no match is better than another.
+
+        Raises ConfigError where the package was built without its kernels.
+        """
+        if (lib := library()) is None:
+            raise ConfigError("the package was built without the CPU kernels, which look n-grams up")
+        self._lib = lib
+        self.handle: Handle = lib.ngrams(rows, shortest, longest)
+
+    def start(self, row: int) -> None:
+        """Forget the tokens of `row`."""
+        self._lib.start_ngrams(self.handle, row)
+
+    def propose(
+        self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array
+    ) -> tuple[Int32Array, Float32Array]:
+        """Write at most `most` [n] drafts behind the `known` [n] tokens of `rows` [n], in `tokens` [R, width].
+
+        Return how many each row got, and how probable it is that such a draft is right if those before it are.
+        """
+        counts, odds = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.float32)
+        wanted = np.ascontiguousarray(rows), np.ascontiguousarray(known), np.ascontiguousarray(most)
+        self._lib.propose_ngrams(self.handle, tokens, tokens.shape[1], len(rows), *wanted, counts, odds)
+        return counts, odds
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._lib.drop_ngrams(handle)

@@ -1,0 +1,31 @@
+"""Drafts: the drafts of a batch, from a Drafter, as many as pay."""
+
+from __future__ import annotations
+
+from pypto_serving.backend.base import Drafter
+from pypto_serving.types.arrays import Int32Array
+from pypto_serving.worker.draft.pacing import Pacing
+
+
+class Drafts:
+    """Owns the drafter of a worker's rows, whose `tokens` [R, max_model_len] their owner keeps up to date."""
+
+    def __init__(self, drafter: Drafter, tokens: Int32Array) -> None:
+        self.pacing = Pacing()
+        self._drafter = drafter
+        self._tokens = tokens
+
+    def start(self, row: int) -> None:
+        """Begin anew with `row`, which has other tokens now."""
+        self._drafter.start(row)
+
+    def write(self, rows: Int32Array, known: Int32Array, most: Int32Array, num_tokens: int) -> Int32Array | None:
+        """Write drafts behind the `known` [n] tokens of `rows` [n], and return how many; None if no row has any.
+
+        A row has at most `most` [n]. `num_tokens` other tokens are in the step.
+        """
+        counts, odds = self._drafter.propose(self._tokens, rows, known, most)
+        if not counts.any():
+            return None
+        counts = self.pacing.paying(counts, odds, num_tokens)
+        return counts if counts.any() else None

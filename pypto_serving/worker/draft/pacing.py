@@ -1,0 +1,69 @@
+"""Pacing: how many of the proposed drafts pay."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pypto_serving.types.arrays import Float32Array, Int32Array
+
+KEPT = 0.95
+"""Weight of a measured step when the next one is measured."""
+PRIOR_SLOPE = 0.1
+"""What a token adds to the time of a step without tokens, as a share of it, before it is measured."""
+PRIOR_SPREAD = 1.0
+"""Variance of the numbers of tokens from which on what was measured counts more than the prior."""
+MOST_LATE = 3.0
+"""A step counts as at most this many times as long as expected."""
+
+
+class Pacing:
+    """Owns what steps cost, a + b * tokens seconds: weighted least squares over the last steps of decodes.
+
+    A draft adds b to the time of its step, and with its odds a token to the output. The tokens per second are highest
+    where drafts are taken as long as they add more tokens per second than the step has with those taken before, the
+    likeliest first (Dinkelbach, On Nonlinear Fractional Programming, 1967). So few rows on a device that reads
+    weights for all of them have many drafts, and many rows none but the sure ones.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def measure(self, num_tokens: int, elapsed_s: float) -> None:
+        """Record that a step of decodes and their drafts, `num_tokens` in all, took `elapsed_s`."""
+        if self._weight:
+            base_s, token_s = self.cost()
+            elapsed_s = min(elapsed_s, MOST_LATE * (base_s + token_s * num_tokens))
+        self._weight = self._weight * KEPT + 1
+        self._tokens = self._tokens * KEPT + num_tokens
+        self._seconds = self._seconds * KEPT + elapsed_s
+        self._squares = self._squares * KEPT + num_tokens**2
+        self._products = self._products * KEPT + num_tokens * elapsed_s
+
+    def cost(self) -> tuple[float, float]:
+        """Return the seconds of a step, without tokens and for each token."""
+        if not self._weight:
+            return 1.0, PRIOR_SLOPE
+        tokens, seconds = self._tokens / self._weight, self._seconds / self._weight
+        prior = seconds * PRIOR_SLOPE / (1 + PRIOR_SLOPE * tokens)
+        spread = self._squares / self._weight - tokens**2
+        together = self._products / self._weight - tokens * seconds
+        slope = (together + PRIOR_SPREAD * prior) / (spread + PRIOR_SPREAD)
+        slope = min(max(slope, 0.0), seconds / max(tokens, 1.0))
+        return seconds - slope * tokens, slope
+
+    def paying(self, counts: Int32Array, odds: Float32Array, num_tokens: int) -> Int32Array:
+        """Return how many of the `counts` [n] drafts of each row pay, in a step of `num_tokens` other tokens.
+
+        `odds` [n] are those of a draft to be right if all before it are. All n rows sample a token anyway.
+        """
+        ranks = np.arange(1, 1 + int(counts.max(initial=0)))
+        chances = np.where(ranks <= counts[:, None], odds[:, None] ** ranks, 0.0).ravel()
+        order = np.argsort(-chances, kind="stable")
+        falling = chances[order]
+        base_s, token_s = self.cost()
+        seconds = base_s + token_s * (num_tokens + np.arange(len(falling)))
+        expected = len(counts) + np.cumsum(falling) - falling
+        fails = np.flatnonzero(falling * seconds <= token_s * expected)
+        taken = order[: fails[0] if len(fails) else len(order)]
+        found: Int32Array = np.bincount(taken // max(1, len(ranks)), minlength=len(counts)).astype(np.int32)
+        return np.minimum(found, counts)
