@@ -180,3 +180,18 @@ def test_preempted_and_computed_again(case: Case, wanted: list[Choice]) -> None:
     with case.server("--num-threads", "2", "--kv-memory", case.tight) as server:
         assert together(case, server, shared=2) == wanted
         assert server.metric("vllm:num_preemptions_total") > 0
+
+
+GUESSES = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}'
+
+
+@pytest.mark.parametrize(
+    "options", [("--num-threads", "2"), ("--tp", "2"), ("--pp", "2"), ("--max-num-batched-tokens", "20")]
+)
+def test_with_drafts(case: Case, wanted: list[Choice], options: tuple[str, ...]) -> None:
+    with case.server("--speculative-config", GUESSES, "--kv-memory", case.tight, *options) as server:
+        budget, shared = (20, 2) if "20" in options else (512, 1)
+        assert together(case, server, budget, shared) == wanted
+        accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        assert 0 < accepted < server.metric("vllm:spec_decode_num_draft_tokens_total")
+        assert one_by_one(case, server)[-POSITIONS:] == wanted[-POSITIONS:]

@@ -1,35 +1,38 @@
 """Whole replicas of DeepSeek V4 under random schedules: every answer must be the one that its prompt has.
 
 Requests share prefixes, continue earlier turns, are preempted and aborted, and resumed from the device, from host
-memory and from a disk; workers die, and replicas are started again over the disk. Each life of a worker begins with
-pages full of NaN, and blocks that are given back without content become NaN again.
+memory and from a disk; tokens are drafted; workers die, and replicas are started again over the disk. Each life of a
+worker begins with pages full of NaN, and blocks that are given back without content become NaN again.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from pypto_serving.backend.base import SamplingInputs, StepInputs, StepOutput
+from pypto_serving.backend.base import Drafter, Proposals, SamplingInputs, StepInputs, StepOutput
 from pypto_serving.backend.cpu import CpuBackend
 from pypto_serving.kernels import runnable
 from pypto_serving.kv import positions
 from pypto_serving.kv.positions import ResumePoints
 from pypto_serving.model.family import Serving
 from pypto_serving.model.registry import load_spec
+from pypto_serving.types.arrays import Int32Array
 from pypto_serving.types.config import EngineConfig
+from pypto_serving.types.drafts import NgramConfig
 from pypto_serving.types.kv import TailSpec, max_live_blocks, resume_step
 from pypto_serving.types.request import ClearCache
 from pypto_serving.types.sampling import SamplingParams
-from pypto_serving.types.step import NewRow, StepPlan
+from pypto_serving.types.step import BackendTraits, NewRow, StepPlan
 from pypto_serving.types.tier import Tier, TierConfig, Transfers
 from pypto_serving.types.tokens import unpack_ids
 from tests.checkpoints import make_checkpoint, random_model
@@ -79,16 +82,40 @@ SUBJECTS = {
 
 MAX_NUM_SEQS = 6
 DEPTH = 2
+MAX_DRAFTS = 4
+
+
+class KnowingDrafter:
+    """Proposes what is said in `answers`, each token with some probability another one. Implements Drafter."""
+
+    ODDS = 0.7
+
+    def __init__(self, answers: Mapping[tuple[int, ...], list[int]]) -> None:
+        self._texts = [[*prompt, *answer] for prompt, answer in answers.items()]
+        self._rng = random.Random(3)
+
+    def start(self, row: int) -> None:
+        """Remember nothing of a row anyway."""
+
+    def propose(self, tokens: Int32Array, rows: Int32Array, known: Int32Array, most: Int32Array) -> Proposals:
+        counts = np.zeros(len(rows), np.int32)
+        for i, (row, end) in enumerate(zip(rows.tolist(), known.tolist(), strict=True)):
+            history = tokens[row, :end].tolist()
+            text = next((text for text in self._texts if text[:end] == history), history)
+            drafts = [t if self._rng.random() < self.ODDS else t ^ 1 for t in text[end : end + most[i]]]
+            tokens[row, end : end + len(drafts)] = drafts
+            counts[i] = len(drafts)
+        return Proposals(counts, np.full(len(rows), self.ODDS, np.float32))
 
 
 class TimedProgram:
     """A program that was loaded for more blocks and longer steps than `config` has, in virtual time."""
 
-    def __init__(self, program: Any, config: EngineConfig) -> None:
+    def __init__(self, program: Any, config: EngineConfig, drafter: Drafter) -> None:
         self._program = program
         self.groups, self.num_blocks, self.limits = config.groups, config.num_blocks, config.limits
         self.fingerprint, self.memory, self.sampler = program.fingerprint, program.memory, program.sampler
-        self.drafter = program.drafter
+        self.drafter = drafter
 
     def submit(self, inputs: StepInputs, sampling: SamplingInputs | None) -> None:
         self._program.submit(inputs, sampling)
@@ -160,6 +187,8 @@ class Oracle:
             kernels=runnable()[0] if self.subject.native else "torch",
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=budget,
+            traits=BackendTraits(max_drafts=MAX_DRAFTS),
+            num_drafts=MAX_DRAFTS,
         )
 
     def config(self, rng: random.Random, tiers: tuple[TierConfig, ...], most: float) -> EngineConfig:
@@ -175,12 +204,14 @@ class Oracle:
             depth=depth,
             kv_store=rng.choice(("through", "eviction")),
             tiers=tiers,
+            num_drafts=rng.choice((0, 1, MAX_DRAFTS)),
+            ngram=rng.choice((None, NgramConfig(shortest=1))),
         )
 
     def make_program(self, config: EngineConfig) -> Any:
         """The one program with pages of NaN, as a worker of `config` would have it."""
         poison(self.program, [range(count) for count in self.largest.num_blocks])
-        return TimedProgram(self.program, config)
+        return TimedProgram(self.program, config, KnowingDrafter(self.answers))
 
     def tiers(self, names: Sequence[Tier], disk: Path) -> tuple[TierConfig, ...]:
         """Host memory for some five sequences and twenty checkpoints, a disk for three times as much."""
@@ -381,4 +412,6 @@ def _live(
     executor.stop()
     resumptions.counts["preemptions"] += simulation.counters.num_preemptions
     resumptions.counts["deaths"] += executor.num_deaths
+    resumptions.counts["accepted drafts"] += simulation.counters.num_accepted
+    resumptions.counts["rejected drafts"] += simulation.counters.num_drafts - simulation.counters.num_accepted
     return resumptions.counts, client.unanswered()

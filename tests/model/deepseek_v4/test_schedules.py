@@ -30,6 +30,8 @@ EVENTS: dict[str, tuple[str, ...]] = {
 }
 """What must have happened in some of fifty schedules of a kind, beside hits at checkpoints on the device."""
 
+DRAFTS = "accepted drafts", "rejected drafts"
+
 Oracles = Callable[[str], Oracle]
 
 
@@ -70,7 +72,8 @@ def test_some_schedules(oracles: Oracles, memory_disk: Path, subject: str) -> No
     count = FEW[subject]
     found = (run(oracles(subject), kind, range(2, 2 + count), memory_disk / kind) for kind in KINDS)
     totals = sum(found, Counter[str]())
-    for name in ("preemptions", "deaths", "device, end of a prompt", "disk, end of a prompt"):
+    names = ("preemptions", "deaths", "device, end of a prompt", "disk, end of a prompt", *DRAFTS)
+    for name in names:
         assert totals[name], f"never: {name}"
 
 
@@ -81,5 +84,5 @@ def test_some_schedules(oracles: Oracles, memory_disk: Path, subject: str) -> No
 @subjects
 def test_two_hundred_schedules(oracles: Oracles, memory_disk: Path, subject: str, kind: str, first: int) -> None:
     totals = run(oracles(subject), kind, range(first, first + 50), memory_disk)
-    for name in ("device, common checkpoint", "device, end of a prompt", *EVENTS[kind]):
+    for name in ("device, common checkpoint", "device, end of a prompt", *EVENTS[kind], *DRAFTS):
         assert totals[name], f"never: {name}"
